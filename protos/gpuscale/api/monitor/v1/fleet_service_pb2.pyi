@@ -327,7 +327,7 @@ class WatchNodesResponse(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
     full: _builtins.bool
-    """True on the first message, which holds every node."""
+    """True on the message that ends the first round: by then every node that the fleet knows has been sent."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
         """The nodes as they are now."""

@@ -87,7 +87,8 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchNodes(self, request, context):
-        """Streams all nodes at once, then those that change. A slow subscriber gets the newest state of each node.
+        """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
+        that change. A slow subscriber gets the newest state of each node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,9 @@ class FleetServiceStub:
     GetNode: _grpc.UnaryUnaryMultiCallable[_fleet_service_pb2.GetNodeRequest, _fleet_service_pb2.GetNodeResponse]
     """Returns one node. Unknown: NOT_FOUND."""
     WatchNodes: _grpc.UnaryStreamMultiCallable[_fleet_service_pb2.WatchNodesRequest, _fleet_service_pb2.WatchNodesResponse]
-    """Streams all nodes at once, then those that change. A slow subscriber gets the newest state of each node."""
+    """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
+    that change. A slow subscriber gets the newest state of each node.
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -64,7 +66,9 @@ class FleetServiceAsyncStub(FleetServiceStub):
     GetNode: _aio.UnaryUnaryMultiCallable[_fleet_service_pb2.GetNodeRequest, _fleet_service_pb2.GetNodeResponse]  # type: ignore[assignment]
     """Returns one node. Unknown: NOT_FOUND."""
     WatchNodes: _aio.UnaryStreamMultiCallable[_fleet_service_pb2.WatchNodesRequest, _fleet_service_pb2.WatchNodesResponse]  # type: ignore[assignment]
-    """Streams all nodes at once, then those that change. A slow subscriber gets the newest state of each node."""
+    """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
+    that change. A slow subscriber gets the newest state of each node.
+    """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Knows every node from what its agent streams."""
@@ -104,6 +108,8 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_service_pb2.WatchNodesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_fleet_service_pb2.WatchNodesResponse], _abc.AsyncIterator[_fleet_service_pb2.WatchNodesResponse]]:
-        """Streams all nodes at once, then those that change. A slow subscriber gets the newest state of each node."""
+        """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
+        that change. A slow subscriber gets the newest state of each node.
+        """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
