@@ -1,0 +1,61 @@
+# Everything a developer or an operator of one machine types. `make help` lists it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help run install test unit check api format bench wheel clean
+
+help:  ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(VENV)/.installed  ## install gpuscale here and start everything on this machine
+	$(BIN)/gpuscalectl up $(ARGS)
+
+install: $(VENV)/.installed  ## install gpuscale into .venv
+
+test: $(VENV)/.dev  ## install what the tests need (RabbitMQ too, where it may) and run them all
+	@sh tools/install_test_servers.sh
+	$(BIN)/python -m pytest $(ARGS)
+
+unit: $(VENV)/.dev  ## run the tests that need no server
+	$(BIN)/python -m pytest tests/unit tests/property $(ARGS)
+
+check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m mypy services tools/generate_api.py examples
+	$(BIN)/python -m pyright
+	$(BIN)/lint-imports
+	cd protos && ../$(BIN)/buf lint
+	$(BIN)/python tools/generate_api.py --check
+	$(BIN)/python tools/check_size.py
+
+api: $(VENV)/.dev  ## write the Python of the contract again, after a change of a .proto file
+	cd protos && ../$(BIN)/buf format -w
+	$(BIN)/python tools/generate_api.py
+
+format: $(VENV)/.dev  ## format and mend what can be mended by itself
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev  ## measure: tables of ratios to a baseline run side by side
+	$(BIN)/python -m bench $(ARGS)
+
+wheel: $(VENV)/.installed  ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+
+clean:  ## remove what was built and installed here
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[all]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(PIP) -r requirements-dev.txt
+	@touch $@

@@ -1,0 +1,1 @@
+"""What every room stands on: server, channel, lifecycle, errors, settings, store, logs. No business words."""

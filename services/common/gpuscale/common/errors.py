@@ -1,0 +1,164 @@
+"""The one tree of errors: every failure that a caller can act on is one of these.
+
+    GpuscaleError
+    ├── InvalidArgumentError      the request is wrong whatever the state; names the fields
+    ├── OutOfRangeError           the position asked for is not there any more
+    ├── UnauthenticatedError      no valid identity
+    ├── PermissionDeniedError     a valid identity that may not do this
+    ├── NotFoundError             no such resource
+    ├── AlreadyExistsError        the resource, or the request id with other arguments, exists
+    ├── FailedPreconditionError   the state forbids it; repeating it unchanged will not help
+    ├── AbortedError              somebody else changed it meanwhile; read again and repeat
+    ├── ResourceExhaustedError    none left now; the same request may succeed later
+    ├── UnavailableError          not reachable, stopping, or its disk fails; retry
+    ├── DeadlineExceededError     no answer in time; it may have happened
+    ├── CancelledCallError        the caller gave up
+    ├── UnimplementedError        this server has no such method
+    └── InternalError             a fault of the program; the log has more
+
+`gpuscale.common.status` maps each class to a gRPC status code and back. Rooms raise these, or subclasses of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
+
+_NO_METADATA: Mapping[str, str] = MappingProxyType({})
+
+
+class FieldViolation(NamedTuple):
+    """One field that holds what it must not."""
+
+    field: str
+    """Path of the field as the contract writes it, such as `gpu_filter.min_memory_bytes`."""
+    description: str
+    """What is wrong with it; never echoes the value."""
+
+
+class GpuscaleError(Exception):
+    """A failure that a caller can act on.
+
+    Attributes:
+        message: one sentence for a person.
+        reason: a word in UPPER_SNAKE_CASE for a program; stable, unlike the message.
+        metadata: further facts for a program, such as the name of the resource.
+        retry_after: seconds after which a retry makes sense; None where nobody knows.
+    """
+
+    default_reason: ClassVar[str] = "UNKNOWN"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        metadata: Mapping[str, str] = _NO_METADATA,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.default_reason
+        self.metadata = metadata
+        self.retry_after = retry_after
+
+
+class InvalidArgumentError(GpuscaleError):
+    """The request is wrong whatever the state of the server.
+
+    Attributes:
+        violations: the fields at fault; empty where no single field is.
+    """
+
+    default_reason = "INVALID_ARGUMENT"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        violations: Sequence[FieldViolation] = (),
+        reason: str | None = None,
+        metadata: Mapping[str, str] = _NO_METADATA,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message, reason=reason, metadata=metadata, retry_after=retry_after)
+        own = () if field is None else (FieldViolation(field, message),)
+        self.violations: tuple[FieldViolation, ...] = (*own, *violations)
+
+
+class OutOfRangeError(GpuscaleError):
+    """The position asked for is outside of what the server still has."""
+
+    default_reason = "OUT_OF_RANGE"
+
+
+class UnauthenticatedError(GpuscaleError):
+    """The caller has no valid identity."""
+
+    default_reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(GpuscaleError):
+    """The caller is known and may not do this."""
+
+    default_reason = "PERMISSION_DENIED"
+
+
+class NotFoundError(GpuscaleError):
+    """There is no such resource."""
+
+    default_reason = "NOT_FOUND"
+
+
+class AlreadyExistsError(GpuscaleError):
+    """The resource exists, or the request id was used with other arguments."""
+
+    default_reason = "ALREADY_EXISTS"
+
+
+class FailedPreconditionError(GpuscaleError):
+    """The state forbids it; repeating the request unchanged will not help."""
+
+    default_reason = "FAILED_PRECONDITION"
+
+
+class AbortedError(GpuscaleError):
+    """Somebody else changed it meanwhile; read again and repeat."""
+
+    default_reason = "ABORTED"
+
+
+class ResourceExhaustedError(GpuscaleError):
+    """None left now; the same request may succeed later."""
+
+    default_reason = "RESOURCE_EXHAUSTED"
+
+
+class UnavailableError(GpuscaleError):
+    """The service cannot be reached, is stopping, or cannot store anything now."""
+
+    default_reason = "UNAVAILABLE"
+
+
+class DeadlineExceededError(GpuscaleError):
+    """No answer came in time. What was asked for may have happened."""
+
+    default_reason = "DEADLINE_EXCEEDED"
+
+
+class CancelledCallError(GpuscaleError):
+    """The call was cancelled by the caller, or by the server it ran on."""
+
+    default_reason = "CANCELLED"
+
+
+class UnimplementedError(GpuscaleError):
+    """The server has no such method."""
+
+    default_reason = "UNIMPLEMENTED"
+
+
+class InternalError(GpuscaleError):
+    """A fault of the program. The caller learns an incident id at most; the log has the rest."""
+
+    default_reason = "INTERNAL"

@@ -1,0 +1,110 @@
+"""Structured logs on stderr: an event, a short lower-case phrase, and its context as key=value.
+
+Everything goes through the standard library's logging, so records of other libraries look the same. Secrets are
+redacted by type, and tracebacks never show local variables.
+"""
+
+import logging
+import sys
+from collections.abc import Collection, Mapping, MutableMapping
+from typing import Any, Literal, TextIO, TypeGuard
+
+import structlog
+from pydantic import SecretBytes, SecretStr
+
+from gpuscale.common.secrets import SecretUrl
+
+Level = Literal["debug", "info", "warning", "error"]
+Format = Literal["auto", "console", "json"]
+
+# Libraries that tell every request, some with its content.
+_CHATTY = ("aio_pika", "aiormq", "httpcore", "httpx", "sqlalchemy")
+
+
+def redact(value: object) -> object:
+    """The value with every secret in it, at any depth of its containers, replaced by what may be shown."""
+    if isinstance(value, (SecretStr, SecretBytes)):
+        return "***"
+    if isinstance(value, SecretUrl):
+        return str(value)
+    if _is_mapping(value):
+        return {redact(key): redact(item) for key, item in value.items()}
+    if _is_collection(value):
+        return [redact(item) for item in value]
+    return value
+
+
+def _is_mapping(value: object) -> TypeGuard[Mapping[object, object]]:
+    return isinstance(value, Mapping)
+
+
+def _is_collection(value: object) -> TypeGuard[Collection[object]]:
+    return isinstance(value, (list, tuple, set, frozenset))
+
+
+def _redact_event(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    for key, value in event.items():
+        event[key] = value if key == "exc_info" else redact(value)
+    return event
+
+
+_SHARED: tuple[structlog.typing.Processor, ...] = (
+    structlog.contextvars.merge_contextvars,
+    structlog.stdlib.add_logger_name,
+    structlog.stdlib.add_log_level,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+    _redact_event,
+)
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """The logger of a module: `get_logger(__name__)`. Works before `configure`, as standard logging does."""
+    logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+        logging.getLogger(name),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *_SHARED,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+    )
+    return logger
+
+
+def configure(level: Level = "info", format: Format = "auto", stream: TextIO | None = None) -> None:  # noqa: A002
+    """Write the log of this process to stderr; replaces what an earlier call set up.
+
+    Args:
+        level: the least level that is written.
+        format: `console` for people, `json` for one object a line, `auto` for console on a terminal and else JSON.
+        stream: where to write instead of stderr.
+    """
+    target = stream or sys.stderr
+    console = format == "console" or (format == "auto" and target.isatty())
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*_SHARED, structlog.stdlib.ExtraAdder()],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *_renderers(console, colors=target.isatty()),
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _renderers(console: bool, *, colors: bool) -> tuple[structlog.typing.Processor, ...]:
+    if console:
+        # The default of structlog prints local variables with a traceback, secrets included, where rich is installed.
+        return (
+            structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback),
+        )
+    return (
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(default=str, sort_keys=False),
+    )

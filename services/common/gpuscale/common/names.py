@@ -1,0 +1,109 @@
+"""Ids and resource names (AIP-122): `nodes/{node}/gpus/{gpu}` and the like.
+
+A pattern is literal segments and `{variable}` segments; each variable stands for one id. An id is 1-63 characters of
+a-z, 0-9, '-', '.' and '_' that begins and ends with a letter or digit (`TEXT_FORMAT_ID` of the contract).
+"""
+
+import hashlib
+import re
+from functools import lru_cache
+
+from gpuscale.common.errors import InvalidArgumentError
+
+NODE = "nodes/{node}"
+GPU = "nodes/{node}/gpus/{gpu}"
+RESERVATION = "reservations/{reservation}"
+ENDPOINT = "endpoints/{endpoint}"
+REPLICA = "endpoints/{endpoint}/replicas/{replica}"
+DECISION = "endpoints/{endpoint}/decisions/{decision}"
+WATCHER = "watchers/{watcher}"
+ADAPTER = "adapters/{adapter}"
+
+MAX_ID_LENGTH = 63
+_ID = r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?"
+_IS_ID = re.compile(_ID)
+_NOT_OF_AN_ID = re.compile(r"[^a-z0-9._-]+")
+_VARIABLE = re.compile(r"\\\{([a-z_]+)\\\}")
+_DIGEST_LENGTH = 8
+
+
+@lru_cache(maxsize=64)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(_VARIABLE.sub(rf"(?P<\1>{_ID})", re.escape(pattern)))
+
+
+def match(pattern: str, name: str) -> dict[str, str] | None:
+    """The ids in `name` by the variables of `pattern`; None if the name is not of that pattern."""
+    found = _compiled(pattern).fullmatch(name)
+    return found.groupdict() if found else None
+
+
+def parse(pattern: str, name: str, field: str = "name") -> dict[str, str]:
+    """Like `match`, for a name that must fit; `field` is the request field that held it.
+
+    Raises:
+        InvalidArgumentError: the name is not of that pattern.
+    """
+    ids = match(pattern, name)
+    if ids is None:
+        raise InvalidArgumentError(f"{field} must look like {pattern}", field=field)
+    return ids
+
+
+def is_id(text: str) -> bool:
+    """Whether the text is an id."""
+    return _IS_ID.fullmatch(text) is not None
+
+
+def to_id(text: str) -> str:
+    """An id for any text, such as a host name.
+
+    Text that is an id but for its case is only lower-cased. Any other text loses what an id cannot hold and gets the
+    first eight digits of its SHA-256, so that two texts do not end up as one id.
+    """
+    lowered = text.lower()
+    if is_id(lowered):
+        return lowered
+    digest = hashlib.sha256(lowered.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST_LENGTH]
+    kept = _NOT_OF_AN_ID.sub("-", lowered)[: MAX_ID_LENGTH - _DIGEST_LENGTH - 1].strip("-._")
+    return f"{kept}-{digest}" if kept else digest
+
+
+def node_name(node: str) -> str:
+    """`nodes/{node}`."""
+    return f"nodes/{node}"
+
+
+def gpu_name(node: str, uuid: str) -> str:
+    """`nodes/{node}/gpus/{gpu}`, where the GPU's id is its UUID in lower case."""
+    return f"nodes/{node}/gpus/{to_id(uuid)}"
+
+
+def reservation_name(reservation: str) -> str:
+    """`reservations/{reservation}`."""
+    return f"reservations/{reservation}"
+
+
+def endpoint_name(endpoint: str) -> str:
+    """`endpoints/{endpoint}`."""
+    return f"endpoints/{endpoint}"
+
+
+def replica_name(endpoint: str, replica: str) -> str:
+    """`endpoints/{endpoint}/replicas/{replica}`."""
+    return f"endpoints/{endpoint}/replicas/{replica}"
+
+
+def decision_name(endpoint: str, decision: str) -> str:
+    """`endpoints/{endpoint}/decisions/{decision}`."""
+    return f"endpoints/{endpoint}/decisions/{decision}"
+
+
+def watcher_name(watcher: str) -> str:
+    """`watchers/{watcher}`."""
+    return f"watchers/{watcher}"
+
+
+def adapter_name(adapter: str) -> str:
+    """`adapters/{adapter}`."""
+    return f"adapters/{adapter}"

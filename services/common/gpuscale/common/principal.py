@@ -1,0 +1,53 @@
+"""Who calls: the authenticated caller of the RPC at hand."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from gpuscale.api.types.v1 import options_pb2
+
+
+class Role(IntEnum):
+    """What a caller may do; each role includes the ones before it. The numbers are the contract's."""
+
+    VIEWER = options_pb2.ROLE_VIEWER
+    AGENT = options_pb2.ROLE_AGENT
+    OPERATOR = options_pb2.ROLE_OPERATOR
+    ADMIN = options_pb2.ROLE_ADMIN
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """An authenticated caller.
+
+    Attributes:
+        name: whom the token or certificate names; "local" for callers of this host, "anonymous" for any other caller of
+            a server that was told to trust its network.
+        role: what it may do.
+        kind: how it was recognised.
+    """
+
+    name: str
+    role: Role
+    kind: Literal["local", "token", "certificate", "anonymous"]
+
+
+LOCAL = Principal("local", Role.ADMIN, "local")
+ANONYMOUS = Principal("anonymous", Role.ADMIN, "anonymous")
+
+_current: ContextVar[Principal] = ContextVar("gpuscale_principal")
+
+
+def current_principal() -> Principal:
+    """The caller of the RPC that is being handled, for the handler and all tasks that it starts.
+
+    Raises:
+        LookupError: no RPC is being handled, or one that needs no caller (health checks).
+    """
+    return _current.get()
+
+
+def set_principal(principal: Principal) -> None:
+    """For the interceptor: name the caller of the RPC at hand."""
+    _current.set(principal)

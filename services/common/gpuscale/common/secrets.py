@@ -1,0 +1,123 @@
+"""Values that no log, error, answer or repr may show.
+
+They are redacted by their type, not by patterns: a pattern misses passwords that hold '@' or '/'.
+"""
+
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from pydantic import GetCoreSchemaHandler, SecretStr
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+__all__ = ["SecretStr", "SecretUrl"]
+
+
+class SecretUrl:
+    """A URL whose user, password and query are secret; `str` and `repr` show the rest.
+
+    Usable as the type of a pydantic field.
+
+    Raises:
+        ValueError: not a URL with a scheme and a host, or one with characters that must be percent-encoded. The text
+            of the error never holds any part of the URL.
+    """
+
+    __slots__ = ("_parts", "_port", "_text")
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._parts = _split(text)
+        self._port = _port(self._parts)
+
+    def reveal(self) -> str:
+        """The whole URL, secrets included: for the library that connects to it, and nothing else."""
+        return self._text
+
+    @property
+    def scheme(self) -> str:
+        """The scheme, in lower case."""
+        return self._parts.scheme
+
+    @property
+    def host(self) -> str:
+        """The host, in lower case; an IPv6 address without brackets."""
+        return self._parts.hostname or ""
+
+    @property
+    def port(self) -> int | None:
+        """The port, where the URL names one."""
+        return self._port
+
+    @property
+    def path(self) -> str:
+        """The path as it stands in the URL, percent-encoded."""
+        return self._parts.path
+
+    @property
+    def username(self) -> SecretStr:
+        """The user, decoded; empty where there is none."""
+        return SecretStr(unquote(self._parts.username or ""))
+
+    @property
+    def password(self) -> SecretStr:
+        """The password, decoded; empty where there is none."""
+        return SecretStr(unquote(self._parts.password or ""))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "" if self._port is None else f":{self._port}"
+        return f"{self.scheme}://{host}{port}{self.path}"
+
+    def __repr__(self) -> str:
+        return f"SecretUrl({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SecretUrl) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Take a text or a SecretUrl; write it out without its secrets."""
+        return core_schema.no_info_plain_validator_function(
+            _validated, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+
+def _validated(value: object) -> SecretUrl:
+    if isinstance(value, SecretUrl):
+        return value
+    if not isinstance(value, str):
+        raise PydanticCustomError("secret_url", "must be a URL")
+    try:
+        return SecretUrl(value)
+    except ValueError as error:
+        raise PydanticCustomError("secret_url", "{problem}", {"problem": str(error)}) from None
+
+
+def _split(text: str) -> SplitResult:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        raise ValueError("is not a URL") from None
+    if not parts.scheme or not parts.hostname:
+        raise ValueError("must look like scheme://user:password@host:port/path")
+    # A '/', '?' or '#' in a password ends the host early; what is left of the password then holds the '@'.
+    if "@" in parts.path + parts.query + parts.fragment:
+        raise ValueError(
+            "has an '@' after its host; percent-encode the special characters of user and password"
+        )
+    if not text.isprintable() or " " in text:
+        raise ValueError("must not hold spaces or control characters")
+    return parts
+
+
+def _port(parts: SplitResult) -> int | None:
+    try:
+        port = parts.port
+    except ValueError:
+        raise ValueError("has a port that is not a number from 1 to 65535") from None
+    if port == 0:
+        raise ValueError("has a port that is not a number from 1 to 65535")
+    return port

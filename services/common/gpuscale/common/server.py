@@ -1,0 +1,169 @@
+"""The server of every program: one address for any number of services, with health, TLS, limits and an orderly end."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import grpc
+
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.bind import ListenAddress, bind_error, parse_listen
+from gpuscale.common.calls import OpenCalls
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.guard import GuardSettings
+from gpuscale.common.handlers import HandlerCollector, add_reflection
+from gpuscale.common.health import Health
+from gpuscale.common.interceptor import GuardInterceptor
+from gpuscale.common.limits import SERVER_ARGUMENTS
+from gpuscale.common.logs import get_logger
+from gpuscale.common.tls import ServerTls, server_credentials
+
+HEALTH_NOTICE: Final = 0.1
+"""Seconds that health watchers have to read NOT_SERVING before their streams end."""
+HARD_STOP: Final = 2.0
+"""Seconds for calls to end after they were told to, before their connections are cut."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A service and how it is added: `Registration("gpuscale.api....FleetService", partial(add_..., servicer))`."""
+
+    service: str
+    add: Callable[[grpc.aio.Server], None]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server listens.
+
+    Attributes:
+        listen: HOST:PORT; port 0 takes a free one. Other hosts than loopback need TLS.
+        tls: certificate files; None for plain text.
+        insecure_allow_remote: serve other hosts in plain text all the same.
+        unix_socket: additionally listen there; whoever can open it is admin, so its directory must be private.
+        reflection: let tools ask for the contract.
+        max_concurrent_unary: unary calls handled at once; further ones are answered RESOURCE_EXHAUSTED.
+        default_deadline: seconds for unary calls that come without a deadline.
+    """
+
+    listen: str = "127.0.0.1:0"
+    tls: ServerTls | None = None
+    insecure_allow_remote: bool = False
+    unix_socket: Path | None = None
+    reflection: bool = False
+    max_concurrent_unary: int = 512
+    default_deadline: float = 30.0
+
+
+class Server:
+    """Serves the services that were added, from `start` to `stop`; an async context manager does both.
+
+    Args:
+        options: how it listens.
+        authenticator: who is let in.
+    """
+
+    def __init__(self, options: ServerOptions, authenticator: Authenticator) -> None:
+        self._options = options
+        self._calls = OpenCalls(options.max_concurrent_unary)
+        settings = GuardSettings(authenticator, self._calls, options.default_deadline)
+        self._server = grpc.aio.server(
+            interceptors=[GuardInterceptor(settings)], options=list(SERVER_ARGUMENTS)
+        )
+        self._handlers = HandlerCollector(self._server)
+        self._health = Health()
+        self._services: list[str] = []
+        self._health.add_to(self._handlers)
+
+    def add(self, *registrations: Registration) -> None:
+        """Add services; before `start`."""
+        for registration in registrations:
+            registration.add(self._handlers)
+            self._services.append(registration.service)
+
+    def add_generic(self, handler: grpc.GenericRpcHandler, services: Iterable[str]) -> None:
+        """Add a handler of whole services, such as one that forwards; before `start`."""
+        self._handlers.add_generic_rpc_handlers((handler,))
+        self._services += services
+
+    def bind(self) -> str:
+        """Take the address, and the unix socket if one is configured. Calls are answered after `start`.
+
+        Returns:
+            The address with the port that was taken, such as "127.0.0.1:7070".
+
+        Raises:
+            FailedPreconditionError: ADDRESS_IN_USE; BIND_FAILED; INSECURE_BIND where TLS is needed; TLS_FILES.
+            InvalidArgumentError: the address is none.
+        """
+        address = parse_listen(self._options.listen)
+        self._check_insecure(address)
+        try:
+            if self._options.tls is None:
+                port = self._server.add_insecure_port(str(address))
+            else:
+                port = self._server.add_secure_port(str(address), server_credentials(self._options.tls))
+        except RuntimeError as error:
+            raise bind_error(address) from error
+        if self._options.unix_socket is not None:
+            self._bind_socket(self._options.unix_socket)
+        return str(ListenAddress(address.host, port))
+
+    async def start(self) -> None:
+        """Begin to answer calls."""
+        if self._options.reflection:
+            add_reflection(self._handlers, self._services)
+        await self._health.serve(self._services)
+        await self._server.start()
+
+    async def stop(self, grace: float = 5.0) -> None:
+        """Tell health watchers, refuse new calls, end streams, and let unary calls finish for `grace` seconds.
+
+        Calls that are refused, or have to end before their time, are answered UNAVAILABLE, reason SHUTTING_DOWN: repeating
+        them elsewhere is safe where they may be repeated at all. The connections are closed last: gRPC core answers what
+        arrives while it closes with CANCELLED. Takes at most `grace` + 4.1 s, and usually no longer than the calls.
+        """
+        with suppress(TimeoutError):  # a watcher that does not read may keep the health service waiting
+            async with asyncio.timeout(HARD_STOP):
+                await self._health.stop()
+        calls, error = self._calls, self._calls.stop()
+        calls.end(calls.streams, error)
+        if calls.unary:
+            await asyncio.wait(calls.unary, timeout=grace)
+        calls.end(calls.unary, error)
+        if calls.public:
+            await asyncio.wait(calls.public, timeout=HEALTH_NOTICE)
+        calls.end(calls.public, error)
+        await self._server.stop(HARD_STOP)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def _check_insecure(self, address: ListenAddress) -> None:
+        if self._options.tls is not None or address.loopback:
+            return
+        if not self._options.insecure_allow_remote:
+            raise FailedPreconditionError(
+                f"{address} can be reached from other hosts: configure TLS, or set insecure_allow_remote",
+                reason="INSECURE_BIND",
+            )
+        _log.warning(
+            "serving other hosts in plain text: anyone on the network can listen in", listen=str(address)
+        )
+
+    def _bind_socket(self, path: Path) -> None:
+        try:
+            self._server.add_insecure_port(
+                f"unix:{path}"
+            )  # gRPC removes a socket left behind, and its own at the end
+        except RuntimeError as error:
+            raise FailedPreconditionError(f"cannot listen on {path}", reason="BIND_FAILED") from error

@@ -1,0 +1,108 @@
+"""Settings of a program: flags, then environment, then file, then defaults; whatever is unknown is an error.
+
+A program has one class of `Settings`. Its field `period_seconds` in section `agent` is the flag `--period-seconds`,
+the variable GPUSCALE_AGENT_PERIOD_SECONDS and the key `period_seconds` of the table `[agent]` in the TOML file that
+`--config` or GPUSCALE_CONFIG names. Fields that are mappings come from the file only, as tables of their own
+(`[brokers.default]`); secrets are never taken as flags, which every user of the host can read.
+"""
+
+from pathlib import Path
+from typing import Self
+
+import grpc
+from pydantic import Field, SecretStr, model_validator
+
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.channel import ClientTls, open_channel
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.logs import Format, Level
+from gpuscale.common.server import ServerOptions
+from gpuscale.common.sources import Settings, load, load_table, read_config
+from gpuscale.common.tls import ServerTls
+
+__all__ = ["ServerSettings", "Settings", "UpstreamSettings", "load", "load_table", "read_config"]
+
+
+class ServerSettings(Settings):
+    """Settings of every program that serves."""
+
+    listen: str = Field("127.0.0.1:0", description="address to serve on, HOST:PORT")
+    tls_cert_file: Path | None = Field(None, description="certificate of the server, PEM")
+    tls_key_file: Path | None = Field(None, description="key of that certificate, PEM")
+    tls_client_ca_file: Path | None = Field(
+        None, description="authority that clients' certificates must come from"
+    )
+    tokens_file: Path | None = Field(None, description="accepted bearer tokens, TOML")
+    insecure_allow_remote: bool = Field(default=False, description="serve other hosts without TLS")
+    reflection: bool = Field(default=False, description="serve gRPC reflection")
+    log_level: Level = Field("info", description="least level that is logged")
+    log_format: Format = Field("auto", description="console, json, or auto: console on a terminal")
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file go together")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        return self
+
+    def server_options(self) -> ServerOptions:
+        """What the server is built with."""
+        tls = None
+        if self.tls_cert_file is not None and self.tls_key_file is not None:
+            tls = ServerTls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        return ServerOptions(
+            listen=self.listen,
+            tls=tls,
+            insecure_allow_remote=self.insecure_allow_remote,
+            reflection=self.reflection,
+        )
+
+    def authenticator(self) -> Authenticator:
+        """Who is let in.
+
+        Raises:
+            FailedPreconditionError: the tokens file cannot be used.
+        """
+        return Authenticator(
+            tokens_file=self.tokens_file,
+            accept_certificates=self.tls_client_ca_file is not None,
+            insecure_allow_remote=self.insecure_allow_remote,
+        )
+
+
+class UpstreamSettings(Settings):
+    """Settings of every program that calls other programs."""
+
+    ca_file: Path | None = Field(None, description="authority of the servers called, PEM; switches TLS on")
+    cert_file: Path | None = Field(None, description="client certificate to show them, PEM")
+    key_file: Path | None = Field(None, description="key of the client certificate, PEM")
+    token_file: Path | None = Field(None, description="file with the bearer token to send")
+
+    @model_validator(mode="after")
+    def _check_upstream(self) -> Self:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together")
+        if self.cert_file is not None and self.ca_file is None:
+            raise ValueError("cert_file needs ca_file")
+        return self
+
+    def open_channel(self, address: str) -> grpc.aio.Channel:
+        """A channel to `address` with these credentials; the caller closes it.
+
+        Raises:
+            FailedPreconditionError: a file cannot be read.
+        """
+        tls = None if self.ca_file is None else ClientTls(self.ca_file, self.cert_file, self.key_file)
+        return open_channel(address, tls=tls, token=self._token())
+
+    def _token(self) -> SecretStr | None:
+        if self.token_file is None:
+            return None
+        try:
+            return SecretStr(self.token_file.read_text(encoding="utf-8").strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise FailedPreconditionError(
+                f"cannot read the token file {self.token_file}: {type(error).__name__}",
+                reason="TOKEN_FILE",
+            ) from error

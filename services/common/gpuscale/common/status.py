@@ -1,0 +1,145 @@
+"""Errors on the wire: one table between the error tree and gRPC status codes, and the details that travel along.
+
+An error travels as google.rpc.Status (AIP-193) in the trailing metadata: ErrorInfo with its reason, BadRequest with
+the fields at fault, RetryInfo with the time to wait.
+"""
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+from gpuscale.common import errors, wire
+
+DOMAIN = "gpuscale"
+DETAILS_KEY = "grpc-status-details-bin"
+
+_CODES: Mapping[type[errors.GpuscaleError], grpc.StatusCode] = {
+    errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.OutOfRangeError: grpc.StatusCode.OUT_OF_RANGE,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+    errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.FailedPreconditionError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.AbortedError: grpc.StatusCode.ABORTED,
+    errors.ResourceExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.CancelledCallError: grpc.StatusCode.CANCELLED,
+    errors.UnimplementedError: grpc.StatusCode.UNIMPLEMENTED,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+}
+# Codes that no error of ours has (UNKNOWN, DATA_LOSS) are faults of the other side.
+_ERRORS = {code: error for error, code in _CODES.items()}
+
+
+@dataclass(frozen=True)
+class RpcStatus(grpc.Status):
+    """What ends a call: for `ServicerContext.abort_with_status`, or its fields for `abort`."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...]
+
+
+def status_code(error: errors.GpuscaleError) -> grpc.StatusCode:
+    """The code of an error; a subclass has that of the nearest class in the table."""
+    for cls in type(error).__mro__:
+        if cls in _CODES:
+            return _CODES[cls]
+    return grpc.StatusCode.INTERNAL
+
+
+def to_rpc_status(error: errors.GpuscaleError) -> RpcStatus:
+    """The status of an error, with its details packed for the trailing metadata."""
+    code = status_code(error)
+    number: int = code.value[0]
+    packed = status_pb2.Status(code=number, message=error.message)
+    for detail in _details(error):
+        packed.details.add().Pack(detail)
+    return RpcStatus(code, error.message, ((DETAILS_KEY, packed.SerializeToString()),))
+
+
+def _details(error: errors.GpuscaleError) -> Iterator[Message]:
+    yield error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    if isinstance(error, errors.InvalidArgumentError) and error.violations:
+        yield error_details_pb2.BadRequest(
+            field_violations=[
+                error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+                for field, description in error.violations
+            ]
+        )
+    if error.retry_after is not None:
+        yield error_details_pb2.RetryInfo(retry_delay=wire.to_duration(error.retry_after))
+
+
+def from_rpc_error(error: grpc.RpcError) -> errors.GpuscaleError:
+    """The error of the tree that a failed call, sync or async, stands for."""
+    if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
+        return errors.InternalError(f"the call failed without a status: {type(error).__name__}")
+    details = _unpack(error.trailing_metadata())
+    cls = _ERRORS.get(error.code(), errors.InternalError)
+    message = error.details() or error.code().name
+    reason = details.info.reason if details.info.domain == DOMAIN else None
+    metadata = dict(details.info.metadata) if reason else {}
+    if cls is errors.InvalidArgumentError:
+        return errors.InvalidArgumentError(
+            message,
+            violations=details.violations,
+            reason=reason,
+            metadata=metadata,
+            retry_after=details.retry_after,
+        )
+    return cls(message, reason=reason, metadata=metadata, retry_after=details.retry_after)
+
+
+@contextmanager
+def rpc_errors() -> Generator[None]:
+    """Around any use of a stub: a failed call, unary or stream, sync or async, raises an error of the tree.
+
+    Raises:
+        GpuscaleError: the call failed; the gRPC error is its cause.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+@dataclass(slots=True)
+class _Details:
+    info: error_details_pb2.ErrorInfo
+    violations: tuple[errors.FieldViolation, ...] = ()
+    retry_after: float | None = None
+
+
+def _unpack(metadata: grpc.aio.Metadata | tuple[tuple[str, str | bytes], ...] | None) -> _Details:
+    """What the trailing metadata tells; details of a kind that we do not use, or that cannot be read, are left out."""
+    details = _Details(error_details_pb2.ErrorInfo())
+    for key, value in metadata or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            try:
+                for packed in status_pb2.Status.FromString(value).details:
+                    _add(details, packed)
+            except DecodeError:
+                continue
+    return details
+
+
+def _add(details: _Details, packed: AnyMessage) -> None:
+    bad_request = error_details_pb2.BadRequest()
+    retry_info = error_details_pb2.RetryInfo()
+    if packed.Unpack(bad_request):
+        details.violations = tuple(
+            errors.FieldViolation(violation.field, violation.description)
+            for violation in bad_request.field_violations
+        )
+    elif packed.Unpack(retry_info):
+        details.retry_after = wire.seconds(retry_info.retry_delay)
+    else:
+        packed.Unpack(details.info)

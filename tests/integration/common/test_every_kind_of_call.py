@@ -1,0 +1,318 @@
+"""What holds for every RPC holds for all four kinds, on a real server: roles, decoding, errors, incidents."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common import errors
+from gpuscale.common.auth import Authenticator, Principal, Role, current_principal
+from gpuscale.common.channel import open_channel
+from gpuscale.common.server import Server, ServerOptions
+from gpuscale.common.status import from_rpc_error
+from tests.support.tokens import bearer, write_tokens
+
+Work = Callable[[Any], Awaitable[Any]]
+UUID = "01234567-89ab-cdef-0123-456789abcdef"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A method of the contract (its role counts, its own kind does not), served as some kind of handler."""
+
+    name: str
+    service: str
+    method: str
+    request: Any
+    response: Any
+
+    @property
+    def path(self) -> str:
+        return f"/{self.service}/{self.method}"
+
+    def handler(self, work: Work, *, raw: bool = False) -> Any:
+        """A handler that does `work` for each request and answers with what it returns."""
+
+        async def one(request: Any, context: Any) -> Any:
+            return await work(request)
+
+        async def many(request: Any, context: Any) -> AsyncIterator[Any]:
+            yield await work(request)
+
+        async def last(requests: Any, context: Any) -> Any:
+            return [await work(request) async for request in requests][-1]
+
+        async def each(requests: Any, context: Any) -> AsyncIterator[Any]:
+            async for request in requests:
+                yield await work(request)
+
+        behavior = {"unary_unary": one, "unary_stream": many, "stream_unary": last, "stream_stream": each}
+        make = getattr(grpc, f"{self.name}_rpc_method_handler")
+        if raw:
+            return make(behavior[self.name])
+        request_class = type(self.request)
+        return make(
+            behavior[self.name], request_class.FromString, lambda message: message.SerializeToString()
+        )
+
+    async def call(self, channel: grpc.aio.Channel, *payloads: bytes, **options: Any) -> bytes:
+        """Send bytes; returns the first answer and waits for the status."""
+        multi = getattr(channel, self.name)(self.path)
+        options = {"timeout": 10.0, **options}
+        requests = payloads or (self.request.SerializeToString(),)
+        if self.name == "unary_unary":
+            return await multi(requests[0], **options)
+        if self.name == "stream_unary":
+            return await multi(iter(requests), **options)
+        call = multi(requests[0] if self.name == "unary_stream" else iter(requests), **options)
+        first, *_ = [answer async for answer in call]
+        return first
+
+
+KINDS = (
+    Kind(
+        "unary_unary",
+        "gpuscale.api.allocator.v1.AllocatorService",
+        "ReleaseReservation",
+        allocator_api.ReleaseReservationRequest(name="reservations/r", fence=1),
+        allocator_api.ReleaseReservationResponse(),
+    ),
+    Kind(
+        "unary_stream",
+        "gpuscale.api.autoscaler.v1.EndpointService",
+        "DeleteEndpoint",
+        autoscaler_api.DeleteEndpointRequest(name="endpoints/e"),
+        autoscaler_api.DeleteEndpointResponse(),
+    ),
+    Kind(
+        "stream_unary",
+        "gpuscale.api.autoscaler.v1.AdapterService",
+        "Connect",
+        autoscaler_api.ConnectRequest(register={"adapter": "a", "kind": "process"}),
+        autoscaler_api.ConnectResponse(revision=7),
+    ),
+    Kind(
+        "stream_stream",
+        "gpuscale.api.monitor.v1.FleetService",
+        "StreamTelemetry",
+        monitor_api.StreamTelemetryRequest(hello={"node": "n", "epoch": UUID}),
+        monitor_api.StreamTelemetryResponse(acked_seq=7),
+    ),
+)
+EACH = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+
+
+@asynccontextmanager
+async def served(
+    kind: Kind, work: Work, authenticator: Authenticator | None = None, *, raw: bool = False
+) -> AsyncIterator[grpc.aio.Channel]:
+    server = Server(ServerOptions(), authenticator or Authenticator())
+    handlers = {kind.method: kind.handler(work, raw=raw)}
+    server.add_generic(grpc.method_handlers_generic_handler(kind.service, handlers), [kind.service])
+    address = server.bind()
+    async with server, open_channel(address) as channel:
+        yield channel
+
+
+async def failure(call: Awaitable[Any]) -> errors.GpuscaleError:
+    """The error that a call ends with. Its message must not give away more than it should."""
+    with pytest.raises(grpc.RpcError) as caught:
+        await call
+    return from_rpc_error(caught.value)
+
+
+@EACH
+async def test_a_call_is_answered(kind: Kind) -> None:
+    seen: list[Any] = []
+
+    async def work(request: Any) -> Any:
+        seen.append((request, current_principal()))
+        return kind.response
+
+    async with served(kind, work) as channel:
+        assert await kind.call(channel) == kind.response.SerializeToString()
+    assert seen == [(kind.request, Principal("local", Role.ADMIN, "local"))]
+
+
+@EACH
+async def test_raw_handlers_get_and_give_bytes(kind: Kind) -> None:
+    async def work(request: Any) -> Any:
+        assert request == b"\xff\xff no message"
+        return b"\xfe neither"
+
+    async with served(kind, work, raw=True) as channel:
+        assert await kind.call(channel, b"\xff\xff no message") == b"\xfe neither"
+
+
+def nested(levels: int) -> bytes:
+    """Unknown groups within each other: more than protobuf's limit of 100 is malformed."""
+    return b"\x7b" * levels + b"\x7c" * levels
+
+
+@EACH
+@pytest.mark.parametrize(
+    "payload", [b"\xff\xff\xff\xff\xff", b"\x0a\x7fshort", b"\x0a\x02\xc3\x28", nested(200)]
+)
+@pytest.mark.parametrize("before", [0, 2])
+async def test_bytes_that_are_no_message(kind: Kind, payload: bytes, before: int) -> None:
+    """Also as a later message of a request stream."""
+
+    async def work(request: Any) -> Any:
+        return kind.response
+
+    if kind.name.endswith("stream_stream") and payload == b"\x0a\x02\xc3\x28":
+        payload = b"\x0a\x04\x0a\x02\xc3\x28"  # the text is one level down
+    if kind.name == "stream_unary" and payload == b"\x0a\x02\xc3\x28":
+        payload = b"\x0a\x04\x0a\x02\xc3\x28"
+    good = kind.request.SerializeToString()
+    payloads = [good] * before + [payload] if kind.name.startswith("stream") else [payload]
+    async with served(kind, work) as channel:
+        error = await failure(kind.call(channel, *payloads))
+    assert (type(error), error.reason) == (errors.InvalidArgumentError, "MALFORMED_MESSAGE")
+
+
+@EACH
+async def test_errors_of_the_tree_keep_their_details(kind: Kind) -> None:
+    async def work(request: Any) -> Any:
+        raise errors.ResourceExhaustedError(
+            "no room", reason="NO_CAPACITY", metadata={"a": "b"}, retry_after=2.5
+        )
+
+    async with served(kind, work) as channel:
+        error = await failure(kind.call(channel))
+    assert isinstance(error, errors.ResourceExhaustedError)
+    assert (error.message, error.reason, error.metadata, error.retry_after) == (
+        "no room",
+        "NO_CAPACITY",
+        {"a": "b"},
+        2.5,
+    )
+
+
+@EACH
+async def test_an_error_of_the_tree_out_of_a_task_group(kind: Kind) -> None:
+    async def fail() -> None:
+        raise errors.NotFoundError("gone")
+
+    async def work(request: Any) -> Any:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+
+    async with served(kind, work) as channel:
+        assert isinstance(await failure(kind.call(channel)), errors.NotFoundError)
+
+
+@EACH
+async def test_an_unexpected_exception_becomes_an_incident(
+    kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    """M1: the caller learns an id; the text, which may hold a secret, only stands in the log."""
+
+    async def work(request: Any) -> Any:
+        raise ValueError("amqp://user:s3cret@host/ failed")
+
+    async with served(kind, work) as channel:
+        with caplog.at_level(logging.ERROR):
+            error = await failure(kind.call(channel))
+    assert isinstance(error, errors.InternalError)
+    assert error.message == f"internal error, incident {error.metadata['incident']}"
+    (record,) = [record for record in caplog.records if record.name == "gpuscale.common.guard"]
+    assert error.metadata["incident"] in str(record.msg)
+    assert record.exc_info or "exc_info" in str(record.msg)
+
+
+@EACH
+async def test_a_leaked_cancellation_is_answered(kind: Kind) -> None:
+    """M2: gRPC would never answer."""
+
+    async def work(request: Any) -> Any:
+        inner = asyncio.create_task(asyncio.sleep(60))
+        await asyncio.sleep(0)
+        inner.cancel()
+        await inner
+
+    async with served(kind, work) as channel:
+        error = await failure(kind.call(channel, timeout=5.0))
+    assert isinstance(error, errors.InternalError)
+    assert "incident" in error.metadata
+
+
+@EACH
+async def test_a_caller_that_gives_up_cancels_the_handler(
+    kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which is nothing to be noted."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def work(request: Any) -> Any:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async with served(kind, work) as channel:
+        call = asyncio.create_task(kind.call(channel))
+        await begun.wait()
+        call.cancel()
+        async with asyncio.timeout(5):
+            await ended.wait()
+        await asyncio.gather(call, return_exceptions=True)
+    assert caplog.records == []
+
+
+@EACH
+async def test_an_answer_of_the_wrong_type_is_an_incident(kind: Kind) -> None:
+    async def work(request: Any) -> Any:
+        return None
+
+    async with served(kind, work) as channel:
+        assert isinstance(await failure(kind.call(channel)), errors.InternalError)
+
+
+@EACH
+async def test_the_role_must_do(kind: Kind, tmp_path: Path) -> None:
+    """And a call that is refused has no effect."""
+    worked: list[str] = []
+
+    async def work(request: Any) -> Any:
+        worked.append(current_principal().name)
+        return kind.response
+
+    roles = {
+        "low": "viewer",
+        "right": "agent" if kind.name.startswith("stream") else "operator",
+        "top": "admin",
+    }
+    authenticator = Authenticator(tokens_file=write_tokens(tmp_path / "tokens.toml", **roles))
+    async with served(kind, work, authenticator) as channel:
+        error = await failure(kind.call(channel, metadata=bearer("low")))
+        assert (type(error), error.reason) == (errors.PermissionDeniedError, "ROLE_TOO_LOW")
+        error = await failure(kind.call(channel))
+        assert (type(error), error.reason) == (errors.UnauthenticatedError, "TOKEN_MISSING")
+        error = await failure(kind.call(channel, metadata=bearer("nobody")))
+        assert (type(error), error.reason) == (errors.UnauthenticatedError, "TOKEN_INVALID")
+        assert worked == []
+        await kind.call(channel, metadata=bearer("right"))
+        await kind.call(channel, metadata=bearer("top"))
+    assert worked == ["right", "top"]
+
+
+@EACH
+async def test_a_method_without_a_role_is_refused_to_everybody(kind: Kind) -> None:
+    async def work(request: Any) -> Any:
+        return kind.response
+
+    unknown = Kind(kind.name, "example.Unknown", "Do", kind.request, kind.response)
+    async with served(unknown, work) as channel:
+        error = await failure(unknown.call(channel))
+    assert (type(error), error.reason) == (errors.PermissionDeniedError, "METHOD_WITHOUT_ROLE")

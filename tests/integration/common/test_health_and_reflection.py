@@ -1,0 +1,74 @@
+"""Health is for everybody and tells the truth; reflection is there only when asked for."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from gpuscale.common import errors
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.server import ServerOptions
+from gpuscale.common.status import from_rpc_error, rpc_errors
+from tests.support.throwaway import ALLOCATOR, FLEET, serve
+from tests.support.tokens import bearer, write_tokens
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def authenticator(folder: Path) -> Authenticator:
+    return Authenticator(tokens_file=write_tokens(folder / "tokens.toml", viewer="viewer", agent="agent"))
+
+
+async def test_health_needs_no_token(tmp_path: Path) -> None:
+    async with serve(authenticator=authenticator(tmp_path)) as served:
+        stub: Any = health_pb2_grpc.HealthStub(served.channel)
+        for service in ("", ALLOCATOR, FLEET):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            assert answer.status == SERVING
+        with pytest.raises(errors.NotFoundError), rpc_errors():
+            await stub.Check(health_pb2.HealthCheckRequest(service="no.Such"), timeout=5)
+        with pytest.raises(errors.InvalidArgumentError), rpc_errors():
+            await served.channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff", timeout=5)
+
+
+async def test_watchers_see_the_end_coming(tmp_path: Path) -> None:
+    """Watch is a coroutine that writes by itself, the other style of stream handlers."""
+    async with serve(authenticator=authenticator(tmp_path)) as served:
+        stub: Any = health_pb2_grpc.HealthStub(served.channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", FLEET, FLEET)]
+        for watch in watches:
+            assert (await watch.read()).status == SERVING
+        stopping = asyncio.create_task(served.server.stop())
+        for watch in watches:
+            assert (await watch.read()).status == NOT_SERVING
+            assert await watch.code() == grpc.StatusCode.UNAVAILABLE
+        await stopping
+
+
+async def services(channel: grpc.aio.Channel, **options: Any) -> list[str]:
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = stub.ServerReflectionInfo(
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5, **options
+    )
+    answers = [answer async for answer in call]
+    return [service.name for service in answers[0].list_services_response.service]
+
+
+async def test_reflection_is_off_by_default() -> None:
+    async with serve() as served:
+        with pytest.raises(errors.UnimplementedError), rpc_errors():
+            await services(served.channel)
+
+
+async def test_reflection_when_asked_for(tmp_path: Path) -> None:
+    options = ServerOptions(reflection=True)
+    async with serve(options=options, authenticator=authenticator(tmp_path)) as served:
+        assert {ALLOCATOR, FLEET} < set(await services(served.channel, metadata=bearer("viewer")))
+        with pytest.raises(grpc.RpcError) as caught:
+            await services(served.channel)
+        assert isinstance(from_rpc_error(caught.value), errors.UnauthenticatedError)

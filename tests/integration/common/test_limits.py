@@ -1,0 +1,214 @@
+"""Deadlines, sizes, and how many calls at once."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common import errors, limits
+from gpuscale.common import server as server_module
+from gpuscale.common.channel import open_channel, open_sync_channel
+from gpuscale.common.server import ServerOptions
+from gpuscale.common.status import rpc_errors
+from tests.support.throwaway import Allocator, Fleet, serve
+from tests.support.waiting import eventually
+
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+
+
+class Gate:
+    """A handler that waits until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.open = asyncio.Event()
+
+    async def work(self, request: Any, context: Any) -> Any:
+        self.waiting += 1
+        await self.open.wait()
+        return allocator_api.GetReservationResponse()
+
+    async def stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.waiting += 1
+        yield monitor_api.WatchNodesResponse()
+        await self.open.wait()
+
+
+async def test_a_unary_call_without_a_deadline_gets_one() -> None:
+    """M5."""
+    gate = Gate()
+    async with serve(Allocator(gate.work), options=ServerOptions(default_deadline=0.2)) as served:
+        with pytest.raises(errors.DeadlineExceededError, match=r"no answer within 0\.2 s"), rpc_errors():
+            await served.get(timeout=None)
+
+
+async def test_a_handlers_own_timeout_is_not_taken_for_the_deadline() -> None:
+    async def work(request: Any, context: Any) -> Any:
+        raise TimeoutError("something inside")
+
+    async with serve(Allocator(work)) as served:
+        with pytest.raises(errors.InternalError), rpc_errors():
+            await served.get(timeout=None)
+
+
+async def test_a_deadline_of_the_caller_is_left_alone() -> None:
+    async def work(request: Any, context: Any) -> Any:
+        await asyncio.sleep(0.4)
+        return allocator_api.GetReservationResponse()
+
+    async with serve(Allocator(work), options=ServerOptions(default_deadline=0.1)) as served:
+        await served.get(timeout=5.0)
+
+
+async def test_a_stream_gets_no_deadline() -> None:
+    gate = Gate()
+    async with serve(fleet=Fleet(gate.stream), options=ServerOptions(default_deadline=0.1)) as served:
+        call = served.fleet.WatchNodes(monitor_api.WatchNodesRequest())
+        await call.read()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(call.code()), 0.4)
+        gate.open.set()
+        assert await call.code() == grpc.StatusCode.OK
+
+
+async def test_a_call_whose_deadline_has_passed_is_not_begun() -> None:
+    """The loop stood still while the call waited in the socket, as after a pause of the process."""
+    worked: list[str] = []
+
+    async def work(request: Any, context: Any) -> Any:
+        worked.append(request.name)
+        return allocator_api.GetReservationResponse()
+
+    async with serve(Allocator(work)) as served:
+        await served.get("reservations/first")
+        connected, loop_stands_still = threading.Event(), threading.Event()
+
+        def call() -> None:
+            with open_sync_channel(served.address) as channel:
+                stub = allocator_api.AllocatorServiceStub(channel)
+                grpc.channel_ready_future(channel).result(5)
+                connected.set()
+                loop_stands_still.wait(5)
+                stub.GetReservation(
+                    allocator_api.GetReservationRequest(name="reservations/late"), timeout=0.3
+                )
+
+        calling = asyncio.create_task(asyncio.to_thread(call))
+        await eventually(connected.is_set)
+        loop_stands_still.set()
+        time.sleep(0.8)
+        with pytest.raises(errors.DeadlineExceededError), rpc_errors():
+            await calling
+        await served.get("reservations/last")
+    assert worked == ["reservations/first", "reservations/last"]
+
+
+async def test_too_many_unary_calls_are_turned_away() -> None:
+    gate = Gate()
+    async with serve(Allocator(gate.work), options=ServerOptions(max_concurrent_unary=2)) as served:
+        calls = [asyncio.create_task(served.get()) for _ in range(2)]
+        await eventually(lambda: gate.waiting == 2)
+        with pytest.raises(errors.ResourceExhaustedError) as caught, rpc_errors():
+            await served.get()
+        assert (caught.value.reason, caught.value.retry_after) == ("OVERLOADED", 1.0)
+        assert await served.channel.unary_unary(HEALTH_CHECK)(b"", timeout=5) == b"\x08\x01", (
+            "health still answers"
+        )
+        gate.open.set()
+        await asyncio.gather(*calls)
+        await served.get()
+
+
+async def test_open_streams_do_not_starve_unary_calls() -> None:
+    """M7."""
+    gate = Gate()
+    async with serve(fleet=Fleet(gate.stream), options=ServerOptions(max_concurrent_unary=2)) as served:
+        streams = [served.fleet.WatchNodes(monitor_api.WatchNodesRequest()) for _ in range(20)]
+        for stream in streams:
+            await stream.read()
+        await asyncio.gather(served.get(), served.get())
+        gate.open.set()
+        for stream in streams:
+            assert await stream.code() == grpc.StatusCode.OK
+
+
+async def test_refused_calls_are_not_counted_as_open() -> None:
+    async def work(request: Any, context: Any) -> Any:
+        raise errors.NotFoundError("none")
+
+    async with serve(Allocator(work), options=ServerOptions(max_concurrent_unary=1)) as served:
+        for name in ("reservations/r", "not a name") * 5:
+            with pytest.raises((errors.NotFoundError, errors.InvalidArgumentError)), rpc_errors():
+                await served.get(name)
+
+
+async def test_messages_above_4_mib_are_refused_both_ways() -> None:
+    """M6."""
+
+    async def nodes(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield monitor_api.WatchNodesResponse(nodes=[monitor_api.Node(name="x" * (5 * 1024 * 1024))])
+
+    async with serve(fleet=Fleet(nodes)) as served:
+        call = served.channel.unary_unary("/gpuscale.api.allocator.v1.AllocatorService/GetReservation")
+        with pytest.raises(errors.ResourceExhaustedError), rpc_errors():
+            await call(b"\x0a" + b"x" * (4 * 1024 * 1024), timeout=10)
+        with pytest.raises(errors.ResourceExhaustedError), rpc_errors():
+            await served.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=10).read()
+        await served.get()
+
+
+async def test_metadata_above_16_kib_is_refused() -> None:
+    async with serve() as served:
+        await served.get(metadata=(("x-padding", "x" * 15_000),))
+        with pytest.raises(errors.ResourceExhaustedError), rpc_errors():
+            await served.get(metadata=(("x-padding", "x" * 17_000),))
+
+
+async def test_the_refusal_of_a_hopeless_message_fits_into_the_answer() -> None:
+    request = allocator_api.ReserveRequest(holder="x" * 3000)
+    request.labels.update({"\n" * 1000 + str(index): "x" * 2000 for index in range(64)})
+    async with serve() as served:
+        with pytest.raises(errors.InvalidArgumentError) as caught, rpc_errors():
+            await served.allocator.Reserve(request, timeout=10)
+    assert [field for field, _ in caught.value.violations][:3] == ["request_id", "holder", "gpu_count"]
+    assert len(caught.value.violations) == 16
+
+
+def _with(arguments: limits.ChannelArguments, **changed: int) -> limits.ChannelArguments:
+    names = {name.replace(".", "_"): name for name, _ in arguments}
+    return tuple({**dict(arguments), **{names[key]: value for key, value in changed.items()}}.items())
+
+
+async def test_a_client_that_pings_at_the_allowed_rate_keeps_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """M8, at a tenth of the real times: with core's default a server ends this stream after 5 s."""
+    monkeypatch.setattr(
+        server_module,
+        "SERVER_ARGUMENTS",
+        _with(limits.SERVER_ARGUMENTS, grpc_http2_min_ping_interval_without_data_ms=500),
+    )
+    monkeypatch.setattr(
+        "gpuscale.common.channel.CHANNEL_ARGUMENTS",
+        _with(limits.CHANNEL_ARGUMENTS, grpc_keepalive_time_ms=1000),
+    )
+    gate = Gate()
+    async with serve(fleet=Fleet(gate.stream)) as served, open_channel(served.address) as channel:
+        call = monitor_api.FleetServiceStub(channel).WatchNodes(monitor_api.WatchNodesRequest())
+        await call.read()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(call.code()), 6.5)
+        gate.open.set()
+        assert await call.code() == grpc.StatusCode.OK
+
+
+def test_clients_ping_less_often_than_servers_allow() -> None:
+    server, client = dict(limits.SERVER_ARGUMENTS), dict(limits.CHANNEL_ARGUMENTS)
+    assert client["grpc.keepalive_time_ms"] >= 2 * server["grpc.http2.min_ping_interval_without_data_ms"]
+    assert server["grpc.keepalive_permit_without_calls"] == 1

@@ -1,0 +1,137 @@
+"""Where a server listens, and what it refuses to."""
+
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+
+from gpuscale.common import errors
+from gpuscale.common.auth import Authenticator, Principal, Role, current_principal
+from gpuscale.common.bind import parse_listen
+from gpuscale.common.channel import open_channel
+from gpuscale.common.server import Server, ServerOptions
+from gpuscale.common.status import rpc_errors
+from tests.support.throwaway import Allocator, Served, serve
+from tests.support.tokens import write_tokens
+
+
+def bind(listen: str, **options: object) -> str:
+    return Server(ServerOptions(listen=listen, **options), Authenticator()).bind()  # type: ignore[arg-type]
+
+
+async def test_port_0_takes_a_free_port() -> None:
+    address = bind("127.0.0.1:0")
+    assert address.startswith("127.0.0.1:")
+    assert not address.endswith(":0")
+
+
+async def test_a_second_server_on_the_address_is_refused() -> None:
+    """M4: gRPC's default lets both have it, and calls go to either."""
+    async with serve() as served:
+        with pytest.raises(errors.FailedPreconditionError) as caught:
+            bind(served.address)
+        assert caught.value.reason == "ADDRESS_IN_USE"
+        assert served.address in caught.value.message
+        await served.get()
+
+
+async def test_an_address_that_another_program_has_is_refused() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(errors.FailedPreconditionError) as caught,
+    ):
+        bind(f"127.0.0.1:{other.getsockname()[1]}")
+    assert caught.value.reason == "ADDRESS_IN_USE"
+
+
+async def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(errors.FailedPreconditionError) as caught:
+        bind("192.0.2.1:7070", insecure_allow_remote=True)
+    assert caught.value.reason == "BIND_FAILED"
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:7070", "example.org:7070"])
+async def test_other_hosts_need_tls(listen: str) -> None:
+    with pytest.raises(errors.FailedPreconditionError) as caught:
+        bind(listen)
+    assert caught.value.reason == "INSECURE_BIND"
+
+
+async def test_insecure_remote_is_possible_and_loud(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        bind("0.0.0.0:0", insecure_allow_remote=True)
+    assert any("plain text" in str(record.msg) for record in caplog.records)
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:0", "127.8.8.8:0"])
+async def test_loopback_needs_no_tls(listen: str) -> None:
+    bind(listen)
+
+
+@pytest.mark.parametrize(
+    "listen",
+    [
+        "",
+        "7070",
+        ":7070",
+        "127.0.0.1",
+        "127.0.0.1:",
+        "host:-1",
+        "host:65536",
+        "::1:0",
+        "[::1]",
+        "h:1e3",
+        "h:²",
+    ],
+)
+def test_addresses_that_are_none(listen: str) -> None:
+    with pytest.raises(errors.InvalidArgumentError):
+        parse_listen(listen)
+
+
+def test_ipv6_addresses_are_read_and_written() -> None:
+    address = parse_listen("[::1]:7070")
+    assert (address.host, address.port, address.loopback, str(address)) == ("::1", 7070, True, "[::1]:7070")
+    assert not parse_listen("[2001:db8::1]:7070").loopback
+
+
+async def over_unix(path: Path, served: Served) -> None:
+    async with open_channel(f"unix:{path}") as channel:
+        await Served(served.server, str(path), channel).release()
+
+
+async def test_callers_of_the_unix_socket_are_local_admins(tmp_path: Path) -> None:
+    """Also where TCP callers need a token. The file is there only while the server is."""
+    callers: list[Principal] = []
+
+    async def work(request: object, context: object) -> object:
+        callers.append(current_principal())
+        return Allocator.answer()
+
+    path = tmp_path / "gpuscale.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    authenticator = Authenticator(tokens_file=write_tokens(tmp_path / "tokens.toml", someone="admin"))
+    options = ServerOptions(unix_socket=path)
+    async with serve(Allocator(work), options=options, authenticator=authenticator) as served:
+        await over_unix(path, served)
+        with pytest.raises(errors.UnauthenticatedError), rpc_errors():
+            await served.release()
+    assert callers == [Principal("local", Role.ADMIN, "local")]
+    assert not path.exists()
+
+
+async def test_a_file_in_the_way_of_the_unix_socket_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "gpuscale.sock"
+    path.write_text("precious")
+    with pytest.raises(errors.FailedPreconditionError) as caught:
+        bind("127.0.0.1:0", unix_socket=path)
+    assert caught.value.reason == "BIND_FAILED"
+    assert path.read_text() == "precious"
+
+
+async def test_a_unix_socket_that_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(errors.FailedPreconditionError) as caught:
+        bind("127.0.0.1:0", unix_socket=tmp_path / "no-such-folder" / "gpuscale.sock")
+    assert caught.value.reason == "BIND_FAILED"

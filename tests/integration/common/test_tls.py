@@ -1,0 +1,208 @@
+"""TLS and client certificates, with certificates that are replaced while the server runs."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from gpuscale.common import errors
+from gpuscale.common.auth import Authenticator, Principal, Role, current_principal
+from gpuscale.common.channel import ClientTls, open_channel, open_sync_channel
+from gpuscale.common.server import ServerOptions
+from gpuscale.common.status import rpc_errors
+from gpuscale.common.tls import ServerTls, server_credentials
+from tests.support.certificates import Authority
+from tests.support.throwaway import Allocator, Served, serve
+from tests.support.tokens import token, write_tokens
+
+SPIFFE = "spiffe://example.org/gpuscale"
+
+
+class Callers:
+    """A handler that notes who called."""
+
+    def __init__(self) -> None:
+        self.seen: list[Principal] = []
+
+    async def work(self, request: Any, context: Any) -> Any:
+        self.seen.append(current_principal())
+        return Allocator.answer()
+
+
+async def release(served: Served, tls: ClientTls | None, bearer: str | None = None, **call: Any) -> None:
+    """One call that needs role operator, over a channel of its own."""
+    secret = None if bearer is None else SecretStr(token(bearer))
+    async with open_channel(served.address, tls=tls, token=secret) as channel:
+        with rpc_errors():
+            await Served(served.server, served.address, channel).release(**call)
+
+
+async def test_a_token_over_tls(tmp_path: Path) -> None:
+    callers, authority = Callers(), Authority(tmp_path)
+    authenticator = Authenticator(
+        tokens_file=write_tokens(tmp_path / "t.toml", alice="operator", bob="viewer")
+    )
+    options = ServerOptions(tls=authority.server())
+    async with serve(Allocator(callers.work), options=options, authenticator=authenticator) as served:
+        await release(served, authority.trust(), "alice")
+        with pytest.raises(errors.PermissionDeniedError):
+            await release(served, authority.trust(), "bob")
+        with pytest.raises(errors.UnauthenticatedError):
+            await release(served, authority.trust())
+    assert callers.seen == [Principal("alice", Role.OPERATOR, "token")]
+
+
+async def test_tls_alone_lets_only_this_host_in(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with serve(options=ServerOptions(listen="127.0.0.1:0", tls=authority.server())) as served:
+        await release(served, authority.trust())
+
+
+@pytest.mark.parametrize("trouble", ["plain text", "another authority"])
+async def test_clients_that_do_not_fit_are_not_served(tmp_path: Path, trouble: str) -> None:
+    """M14: to the client every failure of TLS is UNAVAILABLE."""
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    tls = None if trouble == "plain text" else other.trust()
+    async with serve(options=ServerOptions(tls=authority.server())) as served:
+        with pytest.raises(errors.UnavailableError):
+            await release(served, tls, timeout=3.0)
+
+
+async def test_certificates_name_callers(tmp_path: Path) -> None:
+    callers, authority = Callers(), Authority(tmp_path)
+    options = ServerOptions(tls=authority.server(client_ca=authority))
+    authenticator = Authenticator(accept_certificates=True)
+    async with serve(Allocator(callers.work), options=options, authenticator=authenticator) as served:
+        await release(served, authority.client(f"{SPIFFE}/operator/alice"))
+        await release(served, authority.client(f"{SPIFFE}/admin/gpu-01.example"))
+        with pytest.raises(errors.PermissionDeniedError):
+            await release(served, authority.client(f"{SPIFFE}/agent/gpu-01"))
+    assert callers.seen == [
+        Principal("alice", Role.OPERATOR, "certificate"),
+        Principal("gpu-01.example", Role.ADMIN, "certificate"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        None,
+        "spiffe://example.org/other/operator/alice",
+        f"{SPIFFE}/root/alice",
+        f"{SPIFFE}/operator/",
+        f"{SPIFFE}/operator/Alice",
+        f"{SPIFFE}/operator/a/b",
+        "https://example.org/gpuscale/operator/alice",
+    ],
+)
+async def test_certificates_without_our_identity(tmp_path: Path, uri: str | None) -> None:
+    authority = Authority(tmp_path)
+    options = ServerOptions(tls=authority.server(client_ca=authority))
+    authenticator = Authenticator(accept_certificates=True)
+    async with serve(options=options, authenticator=authenticator) as served:
+        with pytest.raises(errors.UnauthenticatedError) as caught:
+            await release(served, authority.client(uri))
+    assert caught.value.reason == "CERTIFICATE_WITHOUT_IDENTITY"
+
+
+@pytest.mark.parametrize("trouble", ["none", "another authority", "expired"])
+async def test_client_certificates_that_do_not_count(tmp_path: Path, trouble: str) -> None:
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    uri = f"{SPIFFE}/admin/mallory"
+    foreign = other.client(uri, "foreign")
+    clients = {
+        "none": authority.trust(),
+        "another authority": ClientTls(authority.file, foreign.cert_file, foreign.key_file),
+        "expired": authority.client(uri, valid=False),
+    }
+    options = ServerOptions(tls=authority.server(client_ca=authority))
+    async with serve(options=options, authenticator=Authenticator(accept_certificates=True)) as served:
+        with pytest.raises(errors.UnavailableError):
+            await release(served, clients[trouble], timeout=3.0)
+
+
+async def test_a_token_decides_before_a_certificate(tmp_path: Path) -> None:
+    callers, authority = Callers(), Authority(tmp_path)
+    options = ServerOptions(tls=authority.server(client_ca=authority))
+    authenticator = Authenticator(
+        tokens_file=write_tokens(tmp_path / "t.toml", alice="operator"), accept_certificates=True
+    )
+    client = authority.client(f"{SPIFFE}/admin/host")
+    async with serve(Allocator(callers.work), options=options, authenticator=authenticator) as served:
+        await release(served, client, "alice")
+        await release(served, client)
+        with pytest.raises(errors.UnauthenticatedError):
+            await release(served, client, "nobody")
+    assert [caller.name for caller in callers.seen] == ["alice", "host"]
+
+
+async def test_a_new_certificate_is_used_without_a_restart(tmp_path: Path) -> None:
+    """M13: new connections see it, open ones live on, and a bad file changes nothing."""
+    first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")
+    async with (
+        serve(options=ServerOptions(tls=first.server())) as served,
+        open_channel(served.address, tls=first.trust()) as old,
+    ):
+        await Served(served.server, served.address, old).get()
+        second.server()
+        await release(served, second.trust())
+        with pytest.raises(errors.UnavailableError):
+            await release(served, first.trust(), timeout=3.0)
+        await Served(served.server, served.address, old).get()
+
+
+async def test_a_bad_certificate_leaves_the_old_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    authority = Authority(tmp_path)
+    tls = authority.server()
+    async with serve(options=ServerOptions(tls=tls)) as served:
+        good = tls.cert_file.read_bytes()
+        for bad in (b"", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", None):
+            if bad is None:
+                tls.cert_file.unlink()
+            else:
+                tls.cert_file.write_bytes(bad)
+            with caplog.at_level(logging.WARNING):
+                await release(served, authority.trust())
+            assert any("cannot be used" in str(record.msg) for record in caplog.records)
+            caplog.clear()
+        tls.cert_file.write_bytes(good)
+        await release(served, authority.trust())
+
+
+async def test_a_certificate_that_arrives_before_its_key_waits_for_it(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    tls = authority.server()
+    async with serve(options=ServerOptions(tls=tls)) as served:
+        new = authority.server("new")
+        new.cert_file.replace(tls.cert_file)
+        await release(served, authority.trust())
+        new.key_file.replace(tls.key_file)
+        await release(served, authority.trust())
+
+
+@pytest.mark.parametrize("missing", ["cert_file", "key_file", "client_ca_file"])
+def test_files_that_cannot_be_used_at_the_start(tmp_path: Path, missing: str) -> None:
+    authority = Authority(tmp_path)
+    tls = authority.server(client_ca=authority)
+    getattr(tls, missing).unlink()
+    with pytest.raises(errors.FailedPreconditionError) as caught:
+        server_credentials(tls)
+    assert caught.value.reason == "TLS_FILES"
+    assert getattr(tls, missing).name in caught.value.message
+
+
+def test_a_key_of_another_certificate(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    one, two = authority.server("one"), authority.server("two")
+    with pytest.raises(errors.FailedPreconditionError):
+        server_credentials(ServerTls(one.cert_file, two.key_file))
+
+
+async def test_a_client_file_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(errors.FailedPreconditionError) as caught:
+        open_channel("127.0.0.1:1", tls=ClientTls(tmp_path / "no-such.pem"))
+    assert caught.value.reason == "TLS_FILES"
+    with pytest.raises(errors.FailedPreconditionError):
+        open_sync_channel("127.0.0.1:1", tls=ClientTls(tmp_path / "no-such.pem"))

@@ -1,0 +1,33 @@
+"""Walking the pages shows every item once, whatever the keys, the size and the direction."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.paging import page
+
+KEYS = st.lists(st.text(max_size=8).filter(lambda text: text.isprintable()), unique=True, max_size=40)
+
+
+@given(keys=KEYS, size=st.integers(1, 12), descending=st.booleans())
+def test_walking_the_pages_shows_every_item_once_and_in_order(
+    keys: list[str], size: int, descending: bool
+) -> None:
+    items = sorted(keys, reverse=descending)
+    seen: list[str] = []
+    token = ""
+    for _ in range(len(items) + 1):
+        shown, token = page(items, key=str, page_size=size, page_token=token, descending=descending)
+        assert len(shown) <= size
+        seen += shown
+        if not token:
+            break
+    assert seen == items
+
+
+@given(token=st.text(max_size=40).filter(bool))
+def test_no_text_but_a_token_is_taken(token: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        page(["a", "b"], key=str, page_size=1, page_token=token)
+    assert caught.value.violations[0].field == "page_token"

@@ -1,0 +1,222 @@
+"""The compiled checks say the same as the rules, read one by one, for any message."""
+
+import math
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.api.types.v1 import options_pb2
+from gpuscale.common import names
+from gpuscale.common.validation import MAX_VIOLATIONS, violations
+
+KINDS = (
+    allocator_api.ReserveRequest,
+    autoscaler_api.CreateEndpointRequest,
+    autoscaler_api.Report,
+    types_api.Snapshot,
+    types_api.GpuReading,
+)
+TEXTS = st.sampled_from(
+    [
+        "",
+        "a",
+        "A b",
+        " a",
+        "\x00",
+        "a\u202e",
+        "x" * 63,
+        "x" * 64,
+        "x" * 254,
+        "x" * 1024,
+        "x" * 1025,
+        "nodes/a",
+        "nodes/A",
+        "endpoints/e",
+        "endpoints/e/replicas/r",
+        "watchers/w",
+        "adapters/a",
+        "01234567-89ab-cdef-0123-456789abcdef",
+    ]
+)
+EDGES = (
+    -1,
+    0,
+    1,
+    5,
+    10,
+    32,
+    33,
+    50,
+    100,
+    101,
+    1000,
+    4096,
+    4097,
+    10_000,
+    10_001,
+    65_535,
+    65_536,
+    604_800,
+    604_801,
+)
+FLOATS = st.sampled_from([*map(float, EDGES), -math.inf, math.inf, math.nan, 5e-324, 99.999, 0.1])
+SECONDS = st.sampled_from([*EDGES, 315_576_000_001, -62_135_596_801, 253_402_300_800])
+NANOS = st.sampled_from([0, 1, -1, 100_000_000, 999_999_999, 1_000_000_000])
+
+
+@st.composite
+def messages(draw: st.DrawFn, kind: type[Message]) -> Message:
+    message = kind()
+    fill(draw, message, depth=0)
+    return message
+
+
+def fill(draw: st.DrawFn, message: Any, depth: int) -> None:
+    for field in message.DESCRIPTOR.fields:
+        if not draw(st.booleans()) or depth > 4:
+            continue
+        if is_map(field):
+            getattr(message, field.name).update(draw(st.dictionaries(TEXTS, TEXTS, max_size=2)))
+        elif field.message_type in (Duration.DESCRIPTOR, Timestamp.DESCRIPTOR):
+            stamp = getattr(message, field.name)
+            stamp.seconds, stamp.nanos = draw(SECONDS), draw(NANOS)
+        elif field.message_type:
+            part = getattr(message, field.name)
+            for item in [part.add() for _ in range(draw(st.integers(0, 2)))] if field.is_repeated else [part]:
+                item.SetInParent()
+                fill(draw, item, depth + 1)
+        elif field.is_repeated:
+            getattr(message, field.name).extend(draw(st.lists(scalars(field), max_size=3)))
+        else:
+            setattr(message, field.name, draw(scalars(field)))
+
+
+def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        return TEXTS
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        return st.booleans()
+    rules = field.GetOptions().Extensions[options_pb2.rules]
+    bounds = [getattr(rules, name) for name in ("min", "max", "above") if rules.HasField(name)]
+    if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:
+        near = [
+            x for bound in bounds for x in (bound, math.nextafter(bound, -1e9), math.nextafter(bound, 1e9))
+        ]
+        return st.sampled_from(near) | FLOATS if near else FLOATS
+    near = [int(bound) + step for bound in bounds for step in (-1, 0, 1)]
+    return st.sampled_from(near) | st.sampled_from(EDGES) if near else st.sampled_from(EDGES)
+
+
+def is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def expected(message: Any, prefix: str = "") -> set[str]:
+    """Paths of the fields that break a rule, found in the plainest way."""
+    found: set[str] = set()
+    for field in message.DESCRIPTOR.fields:
+        rules = field.GetOptions().Extensions[options_pb2.rules]
+        path, value = prefix + field.name, getattr(message, field.name)
+        if field.is_repeated:
+            found |= expected_of_many(field, rules, path, value)
+        elif field.has_presence and not message.HasField(field.name):
+            found |= {path} if rules.required else set()
+        elif rules.required and field.message_type is None and not value:
+            found.add(path)
+        elif value or field.has_presence or field.cpp_type != FieldDescriptor.CPPTYPE_STRING:
+            found |= below(value, rules, field, path)
+    return found
+
+
+def expected_of_many(field: FieldDescriptor, rules: Any, path: str, values: Any) -> set[str]:
+    if is_map(field):
+        key_field = field.message_type.fields_by_name["key"]
+        wrong = (key for key in values if breaks(key, rules, key_field) or plain_text_breaks(values[key]))
+        return {path + f'["{shown(key)}"]' for key in wrong}
+    found = {path} if rules.unique and len(set(values)) < len(values) else set()
+    return found.union(*(below(item, rules, field, f"{path}[{index}]") for index, item in enumerate(values)))
+
+
+def below(value: Any, rules: options_pb2.FieldRules, field: FieldDescriptor, path: str) -> set[str]:
+    if field.message_type and field.message_type not in (Duration.DESCRIPTOR, Timestamp.DESCRIPTOR):
+        return expected(value, path + ".")
+    return {path} if breaks(value, rules, field) else set()
+
+
+def breaks(value: Any, rules: options_pb2.FieldRules, field: FieldDescriptor) -> bool:
+    if isinstance(value, str):
+        return text_breaks(value, rules)
+    if field.enum_type:
+        return value not in field.enum_type.values_by_number
+    if field.message_type is Duration.DESCRIPTOR:
+        seconds, nanos = value.seconds, value.nanos
+        if (
+            abs(seconds) > 315_576_000_000
+            or abs(nanos) >= 10**9
+            or seconds < 0 < nanos
+            or nanos < 0 < seconds
+        ):
+            return True
+        value = seconds + nanos / 10**9
+    elif field.message_type is Timestamp.DESCRIPTOR:
+        return not (-62_135_596_800 <= value.seconds <= 253_402_300_799 and 0 <= value.nanos < 10**9)
+    return (
+        not math.isfinite(value)
+        or (rules.HasField("min") and value < rules.min)
+        or (rules.HasField("max") and value > rules.max)
+        or (rules.HasField("above") and value <= rules.above)
+    )
+
+
+def plain_text_breaks(text: str) -> bool:
+    return len(text) > 1024 or any(ord(character) < 32 or 127 <= ord(character) < 160 for character in text)
+
+
+def text_breaks(text: str, rules: options_pb2.FieldRules) -> bool:
+    if plain_text_breaks(text) or (rules.HasField("max_length") and len(text) > rules.max_length):
+        return True
+    if rules.resource:
+        return names.match(rules.resource, text) is None
+    if rules.format == options_pb2.TEXT_FORMAT_UUID:
+        return len(text) != 36 or text.count("-") != 4
+    if rules.format == options_pb2.TEXT_FORMAT_ID:
+        return not names.is_id(text)
+    return rules.format == options_pb2.TEXT_FORMAT_LABEL and (
+        not text or len(text) > 253 or text != text.strip() or not text.isprintable()
+    )
+
+
+def shown(key: str) -> str:
+    cut = key if len(key) <= 64 else key[:64] + "..."
+    return cut.encode("unicode_escape").decode("ascii")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_violations_are_those_of_the_rules(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(KINDS))
+    message = data.draw(messages(kind))
+    found = violations(message)
+    paths = {violation.field for violation in found}
+    if len(found) < MAX_VIOLATIONS:
+        assert paths == expected(message)
+    else:
+        assert paths <= expected(message)
+
+
+@settings(max_examples=300)
+@given(kind=st.sampled_from(KINDS), raw=st.binary(max_size=200))
+def test_any_bytes_that_decode_can_be_checked(kind: type[Message], raw: bytes) -> None:
+    try:
+        message = kind.FromString(raw)
+    except DecodeError:
+        return
+    assert len(violations(message)) <= MAX_VIOLATIONS

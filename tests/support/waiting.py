@@ -1,0 +1,92 @@
+"""Wait for a condition with a deadline, instead of sleeping and hoping.
+
+A check returns a truthy value once it is satisfied. Exceptions of the kinds in `retry_on` mean "not yet"; any other
+exception ends the wait at once, since it is a fault of the test and not a matter of time.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, TypeVar, overload
+
+T = TypeVar("T")
+
+NOT_YET: tuple[type[Exception], ...] = (AssertionError, OSError)
+
+
+@overload
+async def eventually(
+    check: Callable[[], Awaitable[T]],
+    timeout: float = ...,
+    interval: float = ...,
+    retry_on: tuple[type[Exception], ...] = ...,
+) -> T: ...
+@overload
+async def eventually(
+    check: Callable[[], T],
+    timeout: float = ...,
+    interval: float = ...,
+    retry_on: tuple[type[Exception], ...] = ...,
+) -> T: ...
+async def eventually(
+    check: Callable[[], object],
+    timeout: float = 10.0,
+    interval: float = 0.02,
+    retry_on: tuple[type[Exception], ...] = NOT_YET,
+) -> object:
+    """Call `check` (plain or async) until its value is truthy and return that value.
+
+    `timeout` and `interval` are seconds of the running loop's clock, so the helper also works on virtual time.
+    An async check that is still running at the deadline is cancelled.
+
+    Raises:
+        AssertionError: the deadline passed; the text holds the last value or exception.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    last = "the check never finished"
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                found = check()
+                value = await found if inspect.isawaitable(found) else found
+            if value:
+                return value
+            last = f"last value {value!r}"
+        except retry_on as error:
+            # The deadline's own TimeoutError says less than what the checks before it saw.
+            if loop.time() < deadline or not isinstance(error, TimeoutError):
+                last = f"last exception {error!r}"
+        if loop.time() + interval > deadline:
+            _give_up(timeout, last)
+        await asyncio.sleep(interval)
+
+
+def eventually_sync(
+    check: Callable[[], T],
+    timeout: float = 10.0,
+    interval: float = 0.02,
+    retry_on: tuple[type[Exception], ...] = NOT_YET,
+) -> T:
+    """`eventually` for code without an event loop; the clock is the monotonic one.
+
+    Raises:
+        AssertionError: the deadline passed; the text holds the last value or exception.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            value = check()
+            if value:
+                return value
+            last = f"last value {value!r}"
+        except retry_on as error:
+            last = f"last exception {error!r}"
+        if time.monotonic() + interval > deadline:
+            _give_up(timeout, last)
+        time.sleep(interval)
+
+
+def _give_up(timeout: float, last: str) -> NoReturn:
+    raise AssertionError(f"not satisfied within {timeout:g} s: {last}")

@@ -1,0 +1,269 @@
+"""Who a caller is, for every way to connect, and what a tokens file may hold."""
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuscale.api.types.v1 import options_pb2
+from gpuscale.common import errors, tokens
+from gpuscale.common.auth import Authenticator, Principal, Role, current_principal, require
+from gpuscale.common.principal import ANONYMOUS, LOCAL
+from gpuscale.common.tokens import TokenFile
+from tests.support.tokens import bearer, token, write_tokens
+
+REMOTE, LOOPBACK, UNIX = "ipv4:192.0.2.7:41000", "ipv4:127.0.0.1:41000", "unix:"
+SPIFFE = "spiffe://example.org/gpuscale/operator/alice"
+
+
+class Context:
+    """What the authenticator asks a gRPC context."""
+
+    def __init__(
+        self,
+        peer: str,
+        *,
+        tls: bool = False,
+        spiffe: str | None = None,
+        metadata: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        self._peer, self._tls, self._spiffe, self._metadata = peer, tls, spiffe, metadata
+
+    def peer(self) -> str:
+        return self._peer
+
+    def auth_context(self) -> Mapping[str, list[bytes]]:
+        found = {"transport_security_type": [b"ssl" if self._tls else b"insecure"]}
+        return found if self._spiffe is None else {**found, "peer_spiffe_id": [self._spiffe.encode()]}
+
+    def invocation_metadata(self) -> Sequence[tuple[str, Any]]:
+        return self._metadata
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    return write_tokens(tmp_path / "tokens.toml", alice="operator", bob="viewer")
+
+
+def who(authenticator: Authenticator, context: Context) -> Principal | str:
+    """The caller, or the reason for which it is refused."""
+    try:
+        return authenticator.identify(context)  # type: ignore[arg-type]
+    except errors.UnauthenticatedError as error:
+        return error.reason
+
+
+def test_roles_are_those_of_the_contract() -> None:
+    named = {f"ROLE_{role.name}": role.value for role in Role}
+    contract = dict(options_pb2.Role.items())
+    assert {**named, "ROLE_UNSPECIFIED": 0} == contract
+
+
+@pytest.mark.parametrize(
+    "peer", [LOOPBACK, "ipv4:127.8.9.10:1", "ipv6:[::1]:1", "ipv6:%5B::1%5D:1", "unix:/run/x"]
+)
+def test_without_configuration_this_host_is_admin(peer: str) -> None:
+    assert who(Authenticator(), Context(peer)) == LOCAL
+    assert (LOCAL.name, LOCAL.role, LOCAL.kind) == ("local", Role.ADMIN, "local")
+
+
+@pytest.mark.parametrize(
+    "peer", [REMOTE, "ipv6:[2001:db8::1]:1", "ipv6:[::127.0.0.1]:1", "ipv4:12.7.0.1:1", "ipv6:[::1234]:1", ""]
+)
+def test_without_configuration_other_hosts_are_refused(peer: str) -> None:
+    assert who(Authenticator(), Context(peer)) == "INSECURE_TRANSPORT"
+    assert who(Authenticator(), Context(peer, tls=True)) == "TOKEN_MISSING"
+
+
+def test_insecure_remote_trusts_the_network_where_nothing_else_is_configured(token_file: Path) -> None:
+    assert who(Authenticator(insecure_allow_remote=True), Context(REMOTE)) == ANONYMOUS
+    with_tokens = Authenticator(tokens_file=token_file, insecure_allow_remote=True)
+    assert who(with_tokens, Context(REMOTE)) == "TOKEN_MISSING"
+    assert who(with_tokens, Context(REMOTE, metadata=bearer("alice"))) == Principal(
+        "alice", Role.OPERATOR, "token"
+    )
+
+
+def test_with_tokens_loopback_needs_one_and_the_unix_socket_does_not(token_file: Path) -> None:
+    authenticator = Authenticator(tokens_file=token_file)
+    assert who(authenticator, Context(LOOPBACK)) == "TOKEN_MISSING"
+    assert who(authenticator, Context(UNIX)) == LOCAL
+    assert who(authenticator, Context(UNIX, metadata=bearer("bob"))) == LOCAL
+    assert who(authenticator, Context(LOOPBACK, metadata=bearer("bob"))) == Principal(
+        "bob", Role.VIEWER, "token"
+    )
+
+
+def test_a_token_in_plain_text_from_another_host_is_refused(token_file: Path) -> None:
+    authenticator = Authenticator(tokens_file=token_file)
+    assert who(authenticator, Context(REMOTE, metadata=bearer("alice"))) == "INSECURE_TRANSPORT"
+    assert who(authenticator, Context(REMOTE, tls=True, metadata=bearer("alice"))) == Principal(
+        "alice", Role.OPERATOR, "token"
+    )
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (("authorization", ""),),
+        (("authorization", "Bearer"),),
+        (("authorization", "Bearer "),),
+        (("authorization", token("alice")),),
+        (("authorization", "Basic YTpi"),),
+        (("authorization", f"Bearer {token('alice')} more"),),
+        (("authorization", "Bearer " + "x" * 5000),),
+        (("authorization", b"Bearer bytes"),),
+        (*bearer("alice"), *bearer("alice")),
+    ],
+)
+def test_malformed_tokens(token_file: Path, metadata: Sequence[tuple[str, Any]]) -> None:
+    assert (
+        who(Authenticator(tokens_file=token_file), Context(LOOPBACK, metadata=metadata)) == "TOKEN_MALFORMED"
+    )
+
+
+def test_certificates_name_callers_only_where_they_are_accepted() -> None:
+    context = Context(REMOTE, tls=True, spiffe=SPIFFE)
+    alice = Principal("alice", Role.OPERATOR, "certificate")
+    assert who(Authenticator(accept_certificates=True), context) == alice
+    assert who(Authenticator(), context) == "TOKEN_MISSING"
+    local = Context(LOOPBACK, tls=True, spiffe=SPIFFE)
+    assert who(Authenticator(accept_certificates=True), local) == alice
+    assert (
+        who(Authenticator(accept_certificates=True), Context(LOOPBACK, tls=True))
+        == "CERTIFICATE_WITHOUT_IDENTITY"
+    )
+
+
+def test_roles_include_the_lower_ones() -> None:
+    for mine in Role:
+        for needed in Role:
+            if mine >= needed:
+                require(Principal("x", mine, "token"), needed)
+            else:
+                with pytest.raises(errors.PermissionDeniedError):
+                    require(Principal("x", mine, "token"), needed)
+
+
+def test_nobody_calls_outside_of_a_call() -> None:
+    with pytest.raises(LookupError):
+        current_principal()
+
+
+def test_an_expired_token(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "tokens.toml", old="admin", new="admin")
+    text = path.read_text().replace("[tokens.new]", "expires = 2001-01-01T00:00:00Z\n[tokens.new]")
+    path.write_text(text + "expires = 2999-01-01T00:00:00+02:00\n")
+    authenticator = Authenticator(tokens_file=path)
+    assert who(authenticator, Context(LOOPBACK, metadata=bearer("old"))) == "TOKEN_EXPIRED"
+    assert who(authenticator, Context(LOOPBACK, metadata=bearer("new"))) == Principal(
+        "new", Role.ADMIN, "token"
+    )
+
+
+DIGEST = hashlib.sha256(b"secret").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("tokens = 1", "tokens"),
+        ("", "tokens"),
+        ("[tokens.a", "at end of document"),
+        (f'[tokens.a]\nrole = "root"\nsha256 = "{DIGEST}"', "tokens.a.role"),
+        (f'[tokens.a]\nrole = 0\nsha256 = "{DIGEST}"', "tokens.a.role"),
+        ('[tokens.a]\nrole = "admin"', "tokens.a.sha256"),
+        (f'[tokens.a]\nrole = "admin"\nsha256 = "{DIGEST[1:]}"', "tokens.a.sha256"),
+        ('[tokens.a]\nrole = "admin"\nsha256 = "secret"', "tokens.a.sha256"),
+        (
+            f'[tokens.a]\nrole = "admin"\nsha256 = "{DIGEST}"\nexpires = 2027-01-01T00:00:00',
+            "tokens.a.expires",
+        ),
+        (
+            f'[tokens.a]\nrole = "admin"\nsha256 = "{DIGEST}"\nexpire = 2027-01-01T00:00:00Z',
+            "tokens.a.expire",
+        ),
+        (None, "No such file"),
+    ],
+)
+def test_tokens_files_that_cannot_be_used(tmp_path: Path, text: str | None, problem: str) -> None:
+    path = tmp_path / "tokens.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(errors.FailedPreconditionError) as caught:
+        TokenFile(path)
+    assert caught.value.reason == "TOKENS_FILE"
+    assert str(path) in caught.value.message
+    assert problem in caught.value.message
+    assert "secret" not in caught.value.message, "what stands in the file is not repeated"
+
+
+def test_a_tokens_file_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(errors.FailedPreconditionError):
+        TokenFile(path)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The monotonic clock that a tokens file goes by; change its only item."""
+    now = [1000.0]
+    monkeypatch.setattr(tokens.time, "monotonic", lambda: now[0])
+    return now
+
+
+def replace(path: Path, text: str) -> None:
+    """Replace a file as careful writers do."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def test_a_changed_tokens_file_counts_within_a_second(token_file: Path, clock: list[float]) -> None:
+    """Also for tokens that are taken away."""
+    file = TokenFile(token_file)
+    replace(token_file, write_tokens(token_file.with_name("other"), carol="admin").read_text())
+    clock[0] += 1.0
+    assert file.principal(token("carol")).name == "carol"
+    with pytest.raises(errors.UnauthenticatedError):
+        file.principal(token("alice"))
+
+
+def test_a_bad_change_leaves_the_tokens_and_is_logged_once(
+    token_file: Path, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = TokenFile(token_file)
+    replace(token_file, "[tokens.alice]\nrole = 'admin'\nsha256 = 'plain-secret'\n")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            clock[0] += 1.0
+            assert file.principal(token("alice")) == Principal("alice", Role.OPERATOR, "token")
+    (record,) = caplog.records
+    assert "plain-secret" not in str(record.msg)
+    replace(token_file, write_tokens(token_file.with_name("other"), carol="admin").read_text())
+    clock[0] += 1.0
+    assert file.principal(token("carol")).name == "carol"
+
+
+def test_a_tokens_file_that_vanishes_leaves_the_tokens(token_file: Path, clock: list[float]) -> None:
+    file = TokenFile(token_file)
+    token_file.unlink()
+    clock[0] += 1.0
+    assert file.principal(token("bob")).name == "bob"
+
+
+def test_the_file_is_not_looked_at_for_every_call(
+    token_file: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = TokenFile(token_file)
+    looks: list[Path] = []
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path: looks.append(path) or stat(path))
+    for _ in range(300):
+        file.principal(token("alice"))
+        clock[0] += 0.01
+    assert 2 <= len(looks) <= 3

@@ -1,0 +1,59 @@
+"""Named failpoints. What `kill` does to a store is tested in tests/fault/common."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gpuscale.common import failpoints
+from gpuscale.common.errors import UnavailableError
+
+
+def test_points_do_nothing_without_the_variable() -> None:
+    assert not failpoints.parse("")
+    failpoints.hit("allocator.store.before_commit")
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "a=", "=kill", "a=explode", "a=kill:1", "a=sleep", "a=sleep:x", "a=error:1"]
+)
+def test_text_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        failpoints.parse(text)
+
+
+def test_error_raises_only_at_its_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failpoints, "_points", failpoints.parse("a.b.c=error, d=sleep:0"))
+    failpoints.hit("a.b")
+    failpoints.hit("d")
+    with pytest.raises(UnavailableError, match=r"a\.b\.c") as caught:
+        failpoints.hit("a.b.c")
+    assert caught.value.reason == "FAILPOINT"
+
+
+def test_sleep_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failpoints, "_points", failpoints.parse("a=sleep:0.05"))
+    before = time.monotonic()
+    failpoints.hit("a")
+    assert time.monotonic() - before >= 0.05
+
+
+@pytest.mark.parametrize("call", ["hit('a.b')", "__import__('asyncio').run(hit_async('a.b'))"])
+def test_the_variable_of_a_process_kills_it_at_the_point(call: str) -> None:
+    program = f"from gpuscale.common.failpoints import *; print('before', flush=True); {call}; print('after')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"GPUSCALE_FAILPOINTS": "a.b=kill"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (-9, b"before\n")
+
+
+@pytest.mark.looptime
+async def test_points_on_the_loop_sleep_without_blocking_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failpoints, "_points", failpoints.parse("a=sleep:100,b=error"))
+    await failpoints.hit_async("a")
+    with pytest.raises(UnavailableError):
+        await failpoints.hit_async("b")

@@ -1,0 +1,99 @@
+"""Logs: one object a line, secrets redacted by type, no local variables."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy.exc import IntegrityError
+
+from gpuscale.common import logs
+from gpuscale.common.secrets import SecretStr, SecretUrl
+
+CANARY = "canary"
+
+
+@pytest.fixture(autouse=True)
+def _restored_root() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def lines(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_an_event_is_one_json_object_with_its_context() -> None:
+    logs.configure("info", "auto", stream := io.StringIO())
+    logs.get_logger("gpuscale.test").info("node joined", node="a", gpus=8)
+    (line,) = lines(stream)
+    assert line.items() >= {"event": "node joined", "node": "a", "gpus": 8, "level": "info"}.items()
+    assert line["logger"] == "gpuscale.test"
+    assert str(line["timestamp"]).endswith("Z")
+
+
+def test_a_logger_made_before_configure_writes_after_it() -> None:
+    log = logs.get_logger("gpuscale.early")
+    logs.configure("warning", "json", stream := io.StringIO())
+    log.info("not shown")
+    log.warning("shown")
+    assert [line["event"] for line in lines(stream)] == ["shown"]
+
+
+def test_records_of_other_libraries_look_the_same() -> None:
+    logs.configure("info", "json", stream := io.StringIO())
+    logging.getLogger("grpc").warning("%s of %s", "one", "two", extra={"peer": "b"})
+    (line,) = lines(stream)
+    assert line.items() >= {"event": "one of two", "level": "warning", "logger": "grpc", "peer": "b"}.items()
+
+
+def test_libraries_that_log_every_statement_are_quiet_even_at_debug() -> None:
+    logs.configure("debug", "json", stream := io.StringIO())
+    for name in ("sqlalchemy.engine.Engine", "aiormq.connection", "httpx"):
+        logging.getLogger(name).info(CANARY)
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("style", ["console", "json"])
+def test_secrets_are_redacted_wherever_they_stand(style: logs.Format) -> None:
+    logs.configure("debug", style, stream := io.StringIO())
+    url = SecretUrl(f"amqp://user:{CANARY}@mq.example/")
+    secret = SecretStr(CANARY)
+    logs.get_logger("x").info("connecting", url=url, deep={"list": [secret, {"key": (url,)}]}, token=secret)
+    logging.getLogger("y").warning("%s %s", url, secret)
+    written = stream.getvalue()
+    assert CANARY not in written
+    assert "mq.example" in written
+
+
+@pytest.mark.parametrize("style", ["console", "json"])
+def test_a_traceback_is_written_without_local_variables(style: logs.Format) -> None:
+    def fail() -> None:
+        password = CANARY
+        raise ValueError(f"length {len(password)}")
+
+    logs.configure("info", style, stream := io.StringIO())
+    try:
+        fail()
+    except ValueError:
+        logs.get_logger("x").exception("it failed")
+    written = stream.getvalue()
+    assert "ValueError: length 6" in written
+    assert "in fail" in written
+    assert f"'{CANARY}'" not in written
+
+
+def test_context_that_is_not_json_is_written_as_text() -> None:
+    logs.configure("info", "json", stream := io.StringIO())
+    logs.get_logger("x").info("odd", error=IntegrityError("INSERT", None, ValueError("x")), kind=object)
+    assert "class 'object'" in str(lines(stream)[0]["kind"])
+
+
+def test_configuring_twice_writes_each_line_once() -> None:
+    logs.configure("info", "json", io.StringIO())
+    logs.configure("info", "json", stream := io.StringIO())
+    logs.get_logger("x").info("once")
+    assert len(lines(stream)) == 1

@@ -1,0 +1,285 @@
+"""Settings: flags over environment over file over defaults, and one line about whatever is unknown."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+from pydantic import BaseModel, Field, SecretStr
+
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.settings import (
+    ServerSettings,
+    Settings,
+    UpstreamSettings,
+    load,
+    load_table,
+    read_config,
+)
+from gpuscale.common.tls import ServerTls
+
+
+class Broker(Settings):
+    section: ClassVar[str] = "brokers"
+    amqp_url: SecretUrl
+    prefetch: int = 1
+
+
+class Limits(BaseModel):
+    most: int = 1
+
+
+class AgentSettings(ServerSettings, UpstreamSettings):
+    section: ClassVar[str] = "agent"
+    listen: str = "127.0.0.1:7071"
+    source: Literal["nvml", "simulated", "auto"] = "auto"
+    period_seconds: float = Field(1.0, gt=0, description="seconds between readings, 100% of them")
+    data_dir: Path | None = None
+    simulate: int | None = None
+    labels: list[str] = Field(default_factory=list)
+    key: SecretStr | None = None
+    brokers: dict[str, Broker] = Field(default_factory=dict)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPUSCALE_CONFIG", raising=False)
+
+
+def load_agent(*argv: str) -> AgentSettings:
+    return load(AgentSettings, argv, program="gpuscale-agent", description="Reads the GPUs of a host.")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line that a start with these flags ends with."""
+    with pytest.raises(SystemExit) as caught:
+        load_agent(*argv)
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("gpuscale-agent: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def config(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "gpuscale.toml"
+    path.write_text(text)
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_flag_beats_environment_beats_file_beats_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_agent().period_seconds == 1.0
+    file = config(tmp_path, "[agent]\nperiod_seconds = 2\n")
+    assert load_agent("--config", file).period_seconds == 2.0
+    monkeypatch.setenv("GPUSCALE_AGENT_PERIOD_SECONDS", "3")
+    assert load_agent("--config", file).period_seconds == 3.0
+    assert load_agent("--config", file, "--period-seconds", "4").period_seconds == 4.0
+
+
+def test_the_file_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSCALE_CONFIG", config(tmp_path, "[agent]\nperiod_seconds = 2\n"))
+    assert load_agent().period_seconds == 2.0
+
+
+def test_every_kind_of_field_is_read_from_flags() -> None:
+    settings = load_agent(
+        "--reflection",
+        "--no-insecure-allow-remote",
+        "--data-dir=d/e",
+        "--simulate",
+        "4",
+        "--source",
+        "simulated",
+        "--labels",
+        "a",
+        "--labels",
+        "b",
+    )
+    assert (settings.reflection, settings.insecure_allow_remote) == (True, False)
+    assert (settings.data_dir, settings.simulate, settings.source) == (Path("d/e"), 4, "simulated")
+    assert settings.labels == ["a", "b"]
+
+
+def test_every_kind_of_field_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"REFLECTION": "true", "SIMULATE": "4", "LABELS": "a, b", "KEY": "canary"}.items():
+        monkeypatch.setenv(f"GPUSCALE_AGENT_{name}", text)
+    settings = load_agent()
+    assert (settings.reflection, settings.simulate, settings.labels) == (True, 4, ["a", "b"])
+    assert settings.key is not None
+    assert settings.key.get_secret_value() == "canary"
+
+
+def test_mappings_come_from_tables_of_their_own(tmp_path: Path) -> None:
+    file = config(tmp_path, '[agent]\n[brokers.default]\namqp_url = "amqp://u:canary@mq/"\n')
+    broker = load_agent("--config", file).brokers["default"]
+    assert broker.amqp_url.reveal() == "amqp://u:canary@mq/"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--period-secnds", "1"], "unknown flag --period-secnds (did you mean --period-seconds?)"),
+        (["--period-sec=1"], "unknown flag --period-sec (did you mean --period-seconds?)"),
+        (["--zzz"], "unknown flag --zzz\n"),
+        (["extra"], "unknown flag extra"),
+        (["--key", "canary"], "unknown flag --key"),
+        (["--brokers", "x"], "unknown flag --brokers"),
+        (["--period-seconds", "0"], "--period-seconds: Input should be greater than 0"),
+        (["--period-seconds", "nan"], "--period-seconds: "),
+        (["--period-seconds"], "--period-seconds: expected one argument"),
+        (["--source", "cuda"], "--source: Input should be 'nvml', 'simulated' or 'auto'"),
+        (["--config", "missing.toml"], "cannot read missing.toml: No such file"),
+        (["--tls-cert-file", "a.pem"], "tls_cert_file and tls_key_file go together"),
+        (["--tls-client-ca-file", "a.pem"], "tls_client_ca_file needs tls_cert_file"),
+        (["--cert-file", "a.pem", "--ca-file", "b.pem"], "cert_file and key_file go together"),
+        (["--cert-file", "a.pem", "--key-file", "b.pem"], "cert_file needs ca_file"),
+    ],
+)
+def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+    assert said in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        (
+            "GPUSCALE_AGENT_PEROID_SECONDS",
+            "1",
+            "GPUSCALE_AGENT_PEROID_SECONDS (did you mean GPUSCALE_AGENT_PERIOD_SECONDS?)",
+        ),
+        ("GPUSCALE_AGENT_BROKERS", "1", "unknown environment variable GPUSCALE_AGENT_BROKERS"),
+        ("GPUSCALE_AGENT_SIMULATE", "many", "GPUSCALE_AGENT_SIMULATE: Input should be a valid integer"),
+    ],
+)
+def test_wrong_variables_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert said in refused(capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[agent]\nperiod = 1\n", "unknown key period in [agent] (did you mean period_seconds?)"),
+        ("[agent]\nsimulate = true\n[agnet]\n", "unknown table agnet (did you mean agent?)"),
+        ("[agent]\nperiod_seconds = -1\n", "period_seconds in [agent]: Input should be greater than 0"),
+        ("[agent]\nbrokers = {}\n", "unknown key brokers in [agent]"),
+        ("[brokers.default]\nprefech = 1\namqp_url = 'amqp://mq'", "brokers.default.prefech: unknown key"),
+        ("[brokers.default]\nprefetch = 1\n", "brokers.default.amqp_url: Field required"),
+        ("agent = 1\n", "agent must be a table"),
+        ("[agent\n", "is not TOML"),
+        ("\x00", "is not TOML"),
+    ],
+)
+def test_wrong_keys_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    assert said in refused(capsys, "--config", config(tmp_path, text))
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b"# \xe9\n")
+    assert "is not TOML" in refused(capsys, "--config", str(path))
+
+
+def test_tables_of_other_programs_are_none_of_our_business(tmp_path: Path) -> None:
+    file = config(tmp_path, '[fleet]\nunheard_of = 1\n[templates.worker]\ncommand = ["x"]\n')
+    assert load_agent("--config", file) == AgentSettings()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[brokers.default]\namqp_url = "amqp://user:p@ss/canary@mq/"\n',
+        '[brokers.default]\namqp_url = "canary"\n',
+        '[brokers.default]\namqp_url = ["canary"]\n',
+        '[agent]\nkey = ["canary"]\n',
+    ],
+)
+def test_errors_never_show_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert "canary" not in refused(capsys, "--config", config(tmp_path, text))
+
+
+def test_a_password_that_every_user_may_read_is_refused(tmp_path: Path) -> None:
+    path = Path(config(tmp_path, '[brokers.default]\nurls = [{a = "amqp://user:canary@mq/"}]\n'))
+    path.chmod(0o640)
+    assert read_config(path)
+    path.chmod(0o644)
+    with pytest.raises(InvalidArgumentError, match="chmod o-r") as caught:
+        read_config(path)
+    assert "canary" not in caught.value.message
+
+
+def test_a_file_without_a_password_may_be_read_by_all(tmp_path: Path) -> None:
+    path = Path(config(tmp_path, '[brokers.default]\namqp_url = "amqp://mq/"\n'))
+    path.chmod(0o644)
+    assert read_config(path)
+
+
+def test_help_names_flags_variables_and_defaults_but_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_agent("--help")
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "--period-seconds SECONDS",
+        "100% of them (default: 1.0) [GPUSCALE_AGENT_PERIOD_SECONDS]",
+        "--reflection, --no-reflection",
+        "--labels ITEM",
+        "--config FILE",
+        "Reads the GPUs of a host.",
+    ):
+        assert text in shown
+    assert "--key " not in shown
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_agent("--version")
+    assert (caught.value.code, capsys.readouterr().out.startswith("gpuscale-agent ")) == (0, True)
+
+
+def test_load_table_takes_a_whole_file_and_overrides() -> None:
+    table: Mapping[str, object] = {"agent": {"period_seconds": 2, "simulate": 3}, "fleet": {"x": 1}}
+    environ = {"GPUSCALE_AGENT_SIMULATE": "5", "PATH": "/bin"}
+    settings = load_table(AgentSettings, table, {"listen": "127.0.0.1:0"}, environ)
+    assert (settings.period_seconds, settings.simulate, settings.listen) == (2.0, 5, "127.0.0.1:0")
+    with pytest.raises(InvalidArgumentError, match="--listen"):
+        load_table(AgentSettings, {}, {"listen": 5}, {})
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValueError):
+        load_agent().listen = "x"  # type: ignore[misc]  # what is tested
+
+
+def test_server_options_follow_the_settings(tmp_path: Path) -> None:
+    plain = ServerSettings(listen="127.0.0.1:7", reflection=True).server_options()
+    assert (plain.listen, plain.tls, plain.insecure_allow_remote, plain.reflection) == (
+        "127.0.0.1:7",
+        None,
+        False,
+        True,
+    )
+    files = (tmp_path / "c", tmp_path / "k", tmp_path / "a")
+    settings = ServerSettings(
+        tls_cert_file=files[0], tls_key_file=files[1], tls_client_ca_file=files[2], insecure_allow_remote=True
+    )
+    options = settings.server_options()
+    assert (options.tls, options.insecure_allow_remote) == (ServerTls(*files), True)
+
+
+def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "token"
+    with pytest.raises(FailedPreconditionError, match="token") as caught:
+        UpstreamSettings(token_file=missing).open_channel("127.0.0.1:1")
+    assert caught.value.reason == "TOKEN_FILE"
+    with pytest.raises(FailedPreconditionError):
+        ServerSettings(tokens_file=missing).authenticator()

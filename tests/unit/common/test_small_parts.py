@@ -1,0 +1,97 @@
+"""Clock, wire values and back-off."""
+
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.struct_pb2 import Struct
+
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common import wire
+from gpuscale.common.backoff import Backoff
+from gpuscale.common.clock import Clock, SystemClock
+from tests.support.clock import ManualClock
+
+
+def test_system_clock_counts_seconds_since_boot() -> None:
+    clock: Clock = SystemClock()
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert before <= clock.now() <= time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert len(clock.boot_id) == 36
+    assert clock.boot_id == SystemClock().boot_id
+    assert clock.wall().tzinfo is UTC
+
+
+def test_manual_clock_moves_only_when_told() -> None:
+    clock: Clock = (manual := ManualClock(start=5.0))
+    manual.advance(2.5)
+    manual.step_wall(-3600)
+    assert clock.now() == 7.5
+    assert clock.wall() == datetime(2025, 12, 31, 23, 0, 2, 500_000, tzinfo=UTC)
+    boot = clock.boot_id
+    manual.reboot()
+    assert (clock.now(), clock.boot_id != boot) == (0.0, True)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, -1.5, 1e-9, 86400.25, 3.0e8])
+def test_durations(value: float) -> None:
+    assert wire.seconds(wire.to_duration(value)) == pytest.approx(value, abs=1e-9)
+
+
+def test_optional_seconds_tells_absent_from_zero() -> None:
+    snapshot = types_api.Snapshot()
+    assert wire.optional_seconds(snapshot, "age") is None
+    snapshot.age.CopyFrom(Duration())
+    assert wire.optional_seconds(snapshot, "age") == 0.0
+    snapshot.host.hostname = "a"
+    with pytest.raises(TypeError):
+        wire.optional_seconds(snapshot, "host")
+
+
+def test_timestamps_keep_the_instant_and_need_a_zone() -> None:
+    date = datetime(2026, 3, 1, 12, 30, tzinfo=timezone(timedelta(hours=2)))
+    assert wire.to_datetime(wire.to_timestamp(date)) == date
+    assert wire.to_datetime(wire.to_timestamp(date)).tzinfo is UTC
+    with pytest.raises(ValueError):
+        wire.to_timestamp(datetime(2026, 3, 1))  # noqa: DTZ001
+
+
+def test_fingerprint_tells_content_and_type_apart_but_not_the_order_of_a_map() -> None:
+    one, other = Struct(), Struct()
+    one.update({"a": 1, "b": 2})
+    other.update({"b": 2, "a": 1})
+    assert wire.fingerprint(one) == wire.fingerprint(other)
+    other["a"] = 3
+    assert wire.fingerprint(one) != wire.fingerprint(other)
+    assert wire.fingerprint(Struct()) != wire.fingerprint(Duration())
+
+
+def test_backoff_stays_below_a_ceiling_that_doubles_up_to_the_cap() -> None:
+    ceilings = [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
+    rounds: list[list[float]] = []
+    backoff = Backoff(initial=0.5, cap=5.0)
+    for _ in range(300):
+        rounds.append([backoff.next() for _ in ceilings])
+        backoff.reset()
+    for ceiling, waits in zip(ceilings, zip(*rounds, strict=True), strict=True):
+        assert all(0 <= wait <= ceiling for wait in waits)
+        assert max(waits) > ceiling * 0.9
+        assert min(waits) < ceiling * 0.1
+
+
+def test_backoff_survives_years_of_failures() -> None:
+    backoff = Backoff(initial=1.0, cap=2.0)
+    assert all(backoff.next() <= 2.0 for _ in range(5000))
+
+
+def test_what_the_client_is_made_of_imports_nothing_heavy() -> None:
+    """`gpuscalectl --help` and programs that only call us pay for what is imported here."""
+    program = (
+        "import sys; from gpuscale.common import backoff, channel, errors, names, status, wire; "
+        "print([name for name in ('pydantic', 'structlog', 'sqlalchemy', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
