@@ -1,0 +1,161 @@
+"""A whole allocator in this process: real server, real store, a fake fleet."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from gpuscale.allocator.app import open_allocator
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.channel import open_channel
+from gpuscale.common.clock import Clock, SystemClock
+from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
+from gpuscale.common.server import Server, ServerOptions
+from gpuscale.common.status import rpc_errors
+from gpuscale.common.wire import to_duration
+from tests.support.fake_fleet import FakeFleet, serving
+from tests.support.waiting import eventually
+
+if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceAsyncStub
+
+MIB = 1024 * 1024
+Reservation = allocator_api.Reservation
+
+
+@dataclass
+class Client:
+    """Calls an allocator in the words of a test; failures are errors of the tree."""
+
+    stub: "AllocatorServiceAsyncStub"
+    timeout: float = 10.0
+
+    async def reserve(
+        self,
+        count: int = 1,
+        *,
+        request_id: str | None = None,
+        ttl: float | None = None,
+        memory: int | None = None,
+        **fields: object,
+    ) -> Reservation:
+        """Reserve; `memory` is in MiB, further fields are those of the request."""
+        request = allocator_api.ReserveRequest(
+            request_id=request_id or str(uuid4()),
+            gpu_count=count,
+            ttl=None if ttl is None else to_duration(ttl),
+            min_memory_bytes=None if memory is None else memory * MIB,
+            **({"holder": "test"} | fields),
+        )
+        with rpc_errors():
+            return (await self.stub.Reserve(request, timeout=self.timeout)).reservation
+
+    async def renew(
+        self, one: Reservation, *, fence: int | None = None, ttl: float | None = None
+    ) -> Reservation:
+        """Renew, with the fence of the grant unless another is given."""
+        request = allocator_api.RenewReservationRequest(
+            name=one.name,
+            fence=one.fence if fence is None else fence,
+            ttl=None if ttl is None else to_duration(ttl),
+        )
+        with rpc_errors():
+            return (await self.stub.RenewReservation(request, timeout=self.timeout)).reservation
+
+    async def release(self, one: Reservation, *, fence: int | None = None) -> Reservation:
+        """Release, with the fence of the grant unless another is given."""
+        request = allocator_api.ReleaseReservationRequest(
+            name=one.name, fence=one.fence if fence is None else fence
+        )
+        with rpc_errors():
+            return (await self.stub.ReleaseReservation(request, timeout=self.timeout)).reservation
+
+    async def get(self, name: str) -> Reservation:
+        """Look one up."""
+        request = allocator_api.GetReservationRequest(name=name)
+        with rpc_errors():
+            return (await self.stub.GetReservation(request, timeout=self.timeout)).reservation
+
+    async def page(self, **fields: object) -> allocator_api.ListReservationsResponse:
+        """One page."""
+        request = allocator_api.ListReservationsRequest(**fields)
+        with rpc_errors():
+            return await self.stub.ListReservations(request, timeout=self.timeout)
+
+    async def live(self) -> list[Reservation]:
+        """Everything that is held."""
+        found, token = [], ""
+        while True:
+            page = await self.page(page_token=token)
+            found += page.reservations
+            token = page.next_page_token
+            if not token:
+                return found
+
+    async def ready(self, timeout: float = 10.0) -> None:
+        """Wait until the allocator serves and has heard from the fleet."""
+        await eventually(
+            self._answers, timeout, retry_on=(UnavailableError, DeadlineExceededError, TimeoutError)
+        )
+
+    async def _answers(self) -> bool:
+        try:
+            await self.reserve(4096, request_id=str(uuid4()))
+        except GpuscaleError as error:
+            if isinstance(error, (UnavailableError, DeadlineExceededError)):
+                raise
+        return True
+
+
+@asynccontextmanager
+async def calling(address: str, *, timeout: float = 10.0) -> AsyncGenerator[Client]:
+    """A client of the allocator at the address."""
+    async with open_channel(address) as channel:
+        yield Client(allocator_api.AllocatorServiceStub(channel), timeout)
+
+
+@asynccontextmanager
+async def allocator(
+    data_dir: Path,
+    fleet_address: str,
+    *,
+    clock: Clock | None = None,
+    authenticator: Authenticator | None = None,
+    max_concurrent: int = 512,
+    **settings: object,
+) -> AsyncGenerator[str]:
+    """Run an allocator and yield its address."""
+    chosen = AllocatorSettings.model_validate(
+        {"data_dir": data_dir, "fleet_address": fleet_address, "listen": "127.0.0.1:0"} | settings
+    )
+    server = Server(
+        ServerOptions(listen=chosen.listen, max_concurrent_unary=max_concurrent),
+        authenticator or Authenticator(),
+    )
+    address = server.bind()
+    async with (
+        open_channel(fleet_address) as fleet,
+        open_allocator(chosen, fleet=fleet, clock=clock or SystemClock()) as registrations,
+    ):
+        server.add(*registrations)
+        async with server:
+            yield address
+
+
+@asynccontextmanager
+async def running(
+    data_dir: Path, fleet: FakeFleet, *, clock: Clock | None = None, ready: bool = True, **options: object
+) -> AsyncGenerator[Client]:
+    """Run an allocator over a fake fleet and yield a client of it."""
+    async with (
+        serving(fleet) as fleet_address,
+        allocator(data_dir, fleet_address, clock=clock, **options) as address,
+        calling(address) as client,
+    ):
+        if ready:
+            await client.ready()
+        yield client

@@ -1,0 +1,72 @@
+"""Builders of allocator values with sensible defaults, so that a test names only what it is about."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from uuid import uuid4
+
+from gpuscale.allocator.model import Ask, Gpu, Node, NodeState, Order, ReservedGpu, Score
+
+MIB = 1024 * 1024
+NOW = 1000.0
+"""The time of a test, in seconds of CLOCK_BOOTTIME."""
+WALL = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
+
+
+def gpu(
+    uuid: str = "GPU-a",
+    *,
+    index: int = 0,
+    total: int | None = 80_000,
+    free: int | None = 80_000,
+    utilization: float | None = 0.0,
+    trouble: str = "",
+    fresh_until: float = NOW + 3,
+) -> Gpu:
+    """A GPU that anybody may have; `total` and `free` are in MiB."""
+    return Gpu(
+        uuid=uuid,
+        index=index,
+        model="Test GPU",
+        simulated=True,
+        trouble=trouble,
+        memory_total_bytes=None if total is None else total * MIB,
+        memory_free_bytes=None if free is None else free * MIB,
+        utilization_percent=utilization,
+        fresh_until=fresh_until,
+    )
+
+
+def node(
+    name: str = "n0", *gpus: Gpu, rank: int = 0, state: NodeState = NodeState.ONLINE, reported: bool = True
+) -> Node:
+    """A node with these GPUs."""
+    return Node(name, rank, state, gpus, reported)
+
+
+def plain_node(name: str, count: int, *, rank: int = 0) -> Node:
+    """A node with `count` equal free GPUs, `<name>-0` and so on."""
+    return node(name, *(gpu(f"{name}-{index}", index=index) for index in range(count)), rank=rank)
+
+
+def ask(
+    count: int = 1,
+    *,
+    memory: int = 0,
+    utilization: float = 100.0,
+    unknown: bool = False,
+    nodes: Iterable[str] = (),
+) -> Ask:
+    """An ask; `memory` is in MiB."""
+    return Ask(count, memory * MIB, utilization, unknown, nodes=frozenset(nodes))
+
+
+def order(
+    request_id: str | None = None, *, fingerprint: str = "f", ttl: float = 60.0, owner: str = "ann"
+) -> Order:
+    """An order of Ann for one GPU."""
+    return Order(request_id or str(uuid4()), fingerprint, "job", owner, ttl, {}, ask())
+
+
+def reserved(uuid: str, *, node: str = "n0", index: int = 0) -> ReservedGpu:
+    """A GPU as a reservation names it."""
+    return ReservedGpu(node, uuid, index, "Test GPU", simulated=True, score=Score(1.0, ()))

@@ -1,0 +1,85 @@
+"""`gpuscale-autoscaler` as a process that a test kills and starts again on the same directory and address."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.common.channel import open_channel
+from gpuscale.common.failpoints import VARIABLE
+from tests.support.autoscaler_app import Autoscaler, FakeWatchers
+from tests.support.ports import free_port
+from tests.support.waiting import eventually
+
+
+class AutoscalerProcess:
+    """The lives of an autoscaler on one data directory.
+
+    Args:
+        data_dir: its state.
+        allocator_address: the allocator it reserves with.
+    """
+
+    def __init__(self, data_dir: Path, allocator_address: str) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self._data_dir = data_dir
+        self._allocator_address = allocator_address
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, failpoints: str = "") -> None:
+        """Begin a life."""
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("GPUSCALE")}
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "gpuscale.autoscaler.main"),
+            *("--data-dir", str(self._data_dir)),
+            *("--listen", self.address),
+            *("--allocator-address", self._allocator_address),
+            *("--log-level", "error"),
+            env=environment | {VARIABLE: failpoints},
+        )
+
+    async def ended(self, timeout: float = 20.0) -> int:
+        """Wait for the end of this life; negative: the signal that ended it."""
+        assert self._process is not None
+        async with asyncio.timeout(timeout):
+            return await self._process.wait()
+
+    async def kill(self) -> None:
+        """kill -9, if it still runs."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        assert self._process is not None
+        self._process.terminate()
+
+    @asynccontextmanager
+    async def called(self) -> AsyncGenerator[Autoscaler]:
+        """Call this life, once it answers."""
+        async with open_channel(self.address) as channel:
+            one = Autoscaler(self.address, channel, FakeWatchers.__new__(FakeWatchers))
+
+            async def answers() -> bool:
+                await one.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=1, wait_for_ready=True)
+                return True
+
+            await eventually(answers, timeout=20.0, retry_on=(AssertionError, grpc.RpcError))
+            yield one
+
+
+@asynccontextmanager
+async def autoscaler_process(data_dir: Path, allocator_address: str) -> AsyncGenerator[AutoscalerProcess]:
+    """An autoscaler that is not started yet; leaving kills it."""
+    process = AutoscalerProcess(data_dir, allocator_address)
+    try:
+        yield process
+    finally:
+        await process.kill()

@@ -1,0 +1,312 @@
+"""A gateway that answers from a fixed world, for tests of what talks to one: two GPUs, a reservation, an endpoint.
+
+Plain gRPC with threads, so that tests of sync code need no event loop. Names that do not exist, and requests that a test
+wants refused, are answered with errors of the tree, as the real services do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common import errors
+from gpuscale.common.status import to_rpc_status
+
+GIB = 1 << 30
+LONG_AGO = Timestamp(seconds=1_700_000_000)
+UUIDS = ("GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b")
+
+
+def gpu(index: int, **reading: Any) -> types_api.Gpu:
+    """One of the two GPUs."""
+    return types_api.Gpu(
+        name=f"nodes/host-1/gpus/{UUIDS[index].lower()}",
+        uuid=UUIDS[index],
+        index=index,
+        model="Test GPU",
+        simulated=True,
+        state=types_api.GpuState.GPU_STATE_OK,
+        reading=types_api.GpuReading(memory_total_bytes=80 * GIB, age=Duration(seconds=1), **reading),
+    )
+
+
+NODE = monitor_api.Node(
+    name="nodes/host-1",
+    state=monitor_api.NodeState.NODE_STATE_ONLINE,
+    agent_version="0.1.0",
+    snapshot=types_api.Snapshot(
+        node="host-1",
+        epoch="00000000-0000-0000-0000-000000000001",
+        seq=7,
+        age=Duration(seconds=1),
+        simulated=True,
+        host=types_api.Host(hostname="host-1", operating_system="Linux 6.1"),
+        host_reading=types_api.HostReading(
+            cpu_percent=12.5,
+            load_1m=0.5,
+            load_5m=0.25,
+            load_15m=0.125,
+            cpu_count=16,
+            memory_used_bytes=4 * GIB,
+            memory_total_bytes=64 * GIB,
+        ),
+        gpus=[
+            gpu(
+                0,
+                utilization_percent=37.0,
+                memory_used_bytes=20 * GIB,
+                memory_free_bytes=60 * GIB,
+                temperature_celsius=55.0,
+                power_watts=210.5,
+            ),
+            gpu(1),
+        ],
+    ),
+)
+RESERVATION = allocator_api.Reservation(
+    name="reservations/r1",
+    holder="training",
+    state=allocator_api.Reservation.STATE_ACTIVE,
+    fence=41,
+    gpus=[
+        allocator_api.ReservedGpu(
+            name=f"nodes/host-1/gpus/{UUIDS[0].lower()}",
+            node="host-1",
+            uuid=UUIDS[0],
+            model="Test GPU",
+            simulated=True,
+            score=allocator_api.GpuScore(
+                total=0.702,
+                parts=[
+                    allocator_api.ScorePart(name="memory", value=0.75, weight=0.6),
+                    allocator_api.ScorePart(name="utilization", value=0.63, weight=0.4),
+                ],
+            ),
+        )
+    ],
+    ttl=Duration(seconds=60),
+    remaining=Duration(seconds=42),
+    create_time=LONG_AGO,
+    policy=allocator_api.PlacementPolicy.PLACEMENT_POLICY_SPREAD,
+    owner="local",
+)
+ENDPOINT = autoscaler_api.Endpoint(
+    name="endpoints/jobs",
+    spec=autoscaler_api.EndpointSpec(
+        min_replicas=0,
+        max_replicas=4,
+        template=autoscaler_api.ReplicaTemplate(template="worker", gpu_count=1),
+    ),
+    status=autoscaler_api.EndpointStatus(
+        desired_replicas=3,
+        granted_replicas=2,
+        ready_replicas=2,
+        summary="wants 3, 2 fit on the GPUs there are",
+    ),
+    etag="e1",
+    create_time=LONG_AGO,
+)
+WATCHER = autoscaler_api.QueueWatcher(
+    name="watchers/jobs",
+    spec=autoscaler_api.QueueWatcherSpec(broker="default", queue="jobs"),
+    status=autoscaler_api.QueueWatcherStatus(
+        state=autoscaler_api.QueueWatcherStatus.STATE_OK, ready_count=12, age=Duration(seconds=1)
+    ),
+    etag="w1",
+)
+REPLICA = autoscaler_api.Replica(
+    name="endpoints/jobs/replicas/p1",
+    state=autoscaler_api.Replica.STATE_READY,
+    adapter="adapters/host-1",
+    node="host-1",
+    gpu_uuids=[UUIDS[0]],
+    reservation="reservations/r1",
+    pid=4711,
+    create_time=LONG_AGO,
+)
+DECISION = autoscaler_api.Decision(
+    name="endpoints/jobs/decisions/d1",
+    create_time=LONG_AGO,
+    last_time=LONG_AGO,
+    count=3,
+    observations=[
+        autoscaler_api.Observation(
+            signal="depth", value=12.0, age=Duration(seconds=1), status=autoscaler_api.Observation.STATUS_OK
+        ),
+        autoscaler_api.Observation(
+            signal="other",
+            status=autoscaler_api.Observation.STATUS_MISSING,
+            detail="the broker is unreachable",
+        ),
+    ],
+    steps=[
+        autoscaler_api.DecisionStep(
+            stage=autoscaler_api.DecisionStep.STAGE_RULE,
+            rule="up",
+            before=2,
+            after=3,
+            code="FIRED",
+            text="12 > 10",
+        ),
+        autoscaler_api.DecisionStep(
+            stage=autoscaler_api.DecisionStep.STAGE_GPU,
+            before=3,
+            after=2,
+            code="NO_CAPACITY",
+            text="one GPU missing",
+        ),
+    ],
+    before=2,
+    wanted=3,
+    granted=2,
+    limited_by="NO_CAPACITY",
+    summary="queue is long, GPUs are short",
+)
+ADAPTER = autoscaler_api.Adapter(
+    name="adapters/host-1",
+    kind="process",
+    node="host-1",
+    state=autoscaler_api.Adapter.STATE_CONNECTED,
+    templates=["worker"],
+    replica_count=1,
+    last_seen_time=LONG_AGO,
+)
+
+
+def fail(context: grpc.ServicerContext, error: errors.GpuscaleError) -> NoReturn:
+    """End a call as the real services do."""
+    status = to_rpc_status(error)
+    context.set_trailing_metadata(status.trailing_metadata)
+    context.abort(status.code, status.details)
+
+
+class World:
+    """What the canned services have, and the requests they got; `refuse` makes a method fail."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.refuse: dict[str, errors.GpuscaleError] = {}
+        self.things: dict[str, Any] = {
+            thing.name: thing for thing in (NODE, RESERVATION, ENDPOINT, WATCHER, REPLICA, DECISION, ADAPTER)
+        }
+
+    def answer(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
+        """Note a request, and refuse it if the test wants that."""
+        self.requests.append(request)
+        if method in self.refuse:
+            fail(context, self.refuse[method])
+
+    def get(self, name: str, context: grpc.ServicerContext) -> Any:
+        if name not in self.things:
+            fail(context, errors.NotFoundError(f"{name} not found"))
+        return self.things[name]
+
+    def all(self, kind: type[Any]) -> list[Any]:
+        return [thing for thing in self.things.values() if isinstance(thing, kind)]
+
+
+class Service(grpc.GenericRpcHandler):
+    """All unary methods of one service, by the names and shapes that the contract's methods share."""
+
+    def __init__(self, world: World, responses: Mapping[str, Any], requests: Mapping[str, Any]) -> None:
+        self._world = world
+        self._responses = responses
+        self._requests = requests
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        method = handler_call_details.method.rpartition("/")[2]
+        if method not in self._responses:
+            return None
+
+        def handle(request: Any, context: grpc.ServicerContext) -> Any:
+            self._world.answer(method, request, context)
+            return self._responses[method](request, context)
+
+        return grpc.unary_unary_rpc_method_handler(
+            handle, self._requests[method].FromString, lambda response: response.SerializeToString()
+        )
+
+
+def service(world: World) -> Service:
+    """Every unary method that the CLI calls."""
+    a, s, m = allocator_api, autoscaler_api, monitor_api
+
+    def changed(endpoint: Any, **status: int) -> Any:
+        copy = s.Endpoint()
+        copy.CopyFrom(endpoint)
+        copy.etag = endpoint.etag + "+"
+        for field, value in status.items():
+            setattr(copy.status, field, value)
+        world.things[copy.name] = copy
+        return copy
+
+    def created(thing: Any, etag: str) -> Any:
+        thing.etag = etag
+        world.things[thing.name] = thing
+        return thing
+
+    def deleted(name: str, context: grpc.ServicerContext) -> None:
+        world.get(name, context)
+        del world.things[name]
+
+    responses = {
+        "ListNodes": lambda r, c: m.ListNodesResponse(nodes=world.all(m.Node)),
+        "GetNode": lambda r, c: m.GetNodeResponse(node=world.get(r.name, c)),
+        "Reserve": lambda r, c: a.ReserveResponse(reservation=RESERVATION),
+        "RenewReservation": lambda r, c: a.RenewReservationResponse(reservation=world.get(r.name, c)),
+        "ReleaseReservation": lambda r, c: a.ReleaseReservationResponse(reservation=world.get(r.name, c)),
+        "GetReservation": lambda r, c: a.GetReservationResponse(reservation=world.get(r.name, c)),
+        "ListReservations": lambda r, c: a.ListReservationsResponse(reservations=world.all(a.Reservation)),
+        "ListEndpoints": lambda r, c: s.ListEndpointsResponse(endpoints=world.all(s.Endpoint)),
+        "GetEndpoint": lambda r, c: s.GetEndpointResponse(endpoint=world.get(r.name, c)),
+        "CreateEndpoint": lambda r, c: s.CreateEndpointResponse(endpoint=created(r.endpoint, "e1")),
+        "UpdateEndpoint": lambda r, c: s.UpdateEndpointResponse(endpoint=changed(r.endpoint)),
+        "DeleteEndpoint": lambda r, c: (deleted(r.name, c), s.DeleteEndpointResponse())[1],
+        "SetReplicas": lambda r, c: s.SetReplicasResponse(
+            endpoint=changed(world.get(r.name, c), desired_replicas=r.replicas)
+        ),
+        "ListReplicas": lambda r, c: s.ListReplicasResponse(replicas=world.all(s.Replica)),
+        "ListQueueWatchers": lambda r, c: s.ListQueueWatchersResponse(
+            queue_watchers=world.all(s.QueueWatcher)
+        ),
+        "GetQueueWatcher": lambda r, c: s.GetQueueWatcherResponse(queue_watcher=world.get(r.name, c)),
+        "CreateQueueWatcher": lambda r, c: s.CreateQueueWatcherResponse(
+            queue_watcher=created(r.queue_watcher, "w1")
+        ),
+        "DeleteQueueWatcher": lambda r, c: (deleted(r.name, c), s.DeleteQueueWatcherResponse())[1],
+        "ListDecisions": lambda r, c: s.ListDecisionsResponse(decisions=world.all(s.Decision)),
+        "GetDecision": lambda r, c: s.GetDecisionResponse(decision=world.get(r.name, c)),
+        "ListAdapters": lambda r, c: s.ListAdaptersResponse(adapters=world.all(s.Adapter)),
+    }
+    modules = (a, s, m)
+    requests = {
+        method: next(
+            getattr(module, f"{method}Request") for module in modules if hasattr(module, f"{method}Request")
+        )
+        for method in responses
+    }
+    return Service(world, responses, requests)
+
+
+@contextmanager
+def canned_gateway() -> Iterator[tuple[str, World]]:
+    """(address, world) of a running canned gateway."""
+    world = World()
+    with futures.ThreadPoolExecutor(4) as pool:
+        server = grpc.server(pool, handlers=[service(world)])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}", world
+        finally:
+            server.stop(None).wait()

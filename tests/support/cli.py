@@ -1,0 +1,41 @@
+"""Runs `gpuscalectl` inside of the test's process: quick, and its output can be looked at."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from gpuscale.cli import main
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_cli(*arguments: str, stdin: str = "", environment: Mapping[str, str] | None = None) -> Ran:
+    """Run one command as its own process would."""
+    with pytest.MonkeyPatch.context() as patch:
+        out, err = io.StringIO(), io.StringIO()
+        patch.setattr(sys, "argv", ["gpuscalectl", *arguments])
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        for name in ("GPUSCALE_ADDRESS", "GPUSCALE_TOKEN_FILE"):
+            patch.delenv(name, raising=False)
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        code = 0
+        try:
+            main.main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return Ran(code, out.getvalue(), err.getvalue())

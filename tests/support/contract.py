@@ -1,0 +1,188 @@
+"""The contract, read from its descriptors: every RPC, requests that are right, and requests that are wrong in one field."""
+
+from __future__ import annotations
+
+import math
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import descriptor, descriptor_pool, message_factory, symbol_database
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from gpuscale.api.allocator import v1 as _allocator  # noqa: F401  (fills the pool)
+from gpuscale.api.autoscaler import v1 as _autoscaler  # noqa: F401
+from gpuscale.api.monitor import v1 as _monitor  # noqa: F401
+from gpuscale.api.types.v1 import options_pb2
+
+PROTOS = Path(__file__).resolve().parents[2] / "protos"
+Field = descriptor.FieldDescriptor
+INTEGERS = {Field.CPPTYPE_INT32, Field.CPPTYPE_INT64}
+FLOATS = {Field.CPPTYPE_DOUBLE, Field.CPPTYPE_FLOAT}
+STATUS_NAMES = (
+    "INVALID_ARGUMENT|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED"
+    "|OUT_OF_RANGE|UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED"
+)
+
+
+@dataclass(frozen=True)
+class Rpc:
+    """One method of the contract."""
+
+    path: str
+    method: descriptor.MethodDescriptor
+    documented: frozenset[str]  # statuses that its comment names
+
+    @property
+    def request_class(self) -> type[Message]:
+        return message_factory.GetMessageClass(self.method.input_type)
+
+    @property
+    def client_streaming(self) -> bool:
+        return bool(self.method.client_streaming)
+
+    @property
+    def server_streaming(self) -> bool:
+        return bool(self.method.server_streaming)
+
+
+def rpcs() -> list[Rpc]:
+    """Every RPC that any .proto file of ours declares."""
+    pool = descriptor_pool.Default()
+    found = []
+    for path in sorted(PROTOS.rglob("*.proto")):
+        file = pool.FindFileByName(str(path.relative_to(PROTOS)))
+        text = path.read_text(encoding="utf-8")
+        for service in file.services_by_name.values():
+            for method in service.methods:
+                comment = re.search(rf"((?:^ *//.*\n)+) *rpc {method.name}\(", text, re.MULTILINE)
+                named = re.findall(STATUS_NAMES, comment.group(1)) if comment else []
+                full = f"/{service.full_name}/{method.name}"
+                found.append(Rpc(full, method, frozenset(named)))
+    return found
+
+
+def rules_of(field: descriptor.FieldDescriptor) -> options_pb2.FieldRules:
+    """The rules that stand on a field."""
+    return field.GetOptions().Extensions[options_pb2.rules]
+
+
+def right_text(field: descriptor.FieldDescriptor) -> str:
+    """A text that keeps the field's rules and names nothing that exists."""
+    rules = rules_of(field)
+    if rules.resource:
+        return re.sub(r"\{\w+\}", "no-such-thing", rules.resource)
+    if rules.format == options_pb2.TEXT_FORMAT_UUID:
+        return str(uuid.uuid4())
+    return "contract-test"
+
+
+def right_number(rules: options_pb2.FieldRules) -> int:
+    """A number that keeps the rules."""
+    least = rules.min if rules.HasField("min") else rules.above + 1 if rules.HasField("above") else 1
+    return max(1, int(least + 0.999))
+
+
+def right(kind: type[Message]) -> Any:
+    """The smallest request that keeps all rules: required fields, and the first choice of each oneof."""
+    message: Any = kind()
+    chosen = {oneof.fields[0].name for oneof in kind.DESCRIPTOR.oneofs if not oneof.name.startswith("_")}
+    for field in kind.DESCRIPTOR.fields:
+        rules = rules_of(field)
+        needed = rules.required or field.name in chosen
+        if not needed and not (field.cpp_type in INTEGERS and right_number(rules) > 1):
+            bounded = rules.HasField("min") and rules.min > 0
+            if not bounded or field.is_repeated or field.message_type:
+                continue
+        fill(message, field)
+    return message
+
+
+def fill(message: Any, field: descriptor.FieldDescriptor) -> None:
+    """Set one field of a message to something that keeps its rules."""
+    rules = rules_of(field)
+    if field.message_type is Duration.DESCRIPTOR:
+        getattr(message, field.name).FromSeconds(right_number(rules))
+    elif field.message_type:
+        getattr(message, field.name).CopyFrom(
+            right(symbol_database.Default().GetSymbol(field.message_type.full_name))
+        )
+    elif field.cpp_type == Field.CPPTYPE_STRING:
+        setattr(message, field.name, right_text(field))
+    elif field.cpp_type == Field.CPPTYPE_ENUM:
+        setattr(message, field.name, field.enum_type.values[1].number)
+    elif field.cpp_type in INTEGERS | FLOATS:
+        setattr(message, field.name, right_number(rules))
+
+
+def wrong(kind: type[Message]) -> Iterator[tuple[str, str, Any]]:
+    """Requests that break one rule each: (field path, what is wrong, request)."""
+    yield from _wrong_below(kind, kind.DESCRIPTOR, ())
+
+
+def _wrong_below(
+    kind: type[Message], of: descriptor.Descriptor, path: tuple[str, ...]
+) -> Iterator[tuple[str, str, Any]]:
+    for field in of.fields:
+        where = ".".join((*path, field.name))
+        if field.is_repeated:
+            continue
+        for what, value in wrong_values(field):
+            request = right(kind)
+            parent = request
+            for name in path:
+                parent = getattr(parent, name)
+            if value is None:
+                parent.ClearField(field.name)
+            elif field.message_type:
+                getattr(parent, field.name).CopyFrom(value)
+            else:
+                setattr(parent, field.name, value)
+            yield where, what, request
+        ours = field.message_type and field.message_type.full_name.startswith("gpuscale.")
+        if ours and len(path) < 4:
+            yield from _wrong_below(kind, field.message_type, (*path, field.name))
+
+
+def wrong_values(field: descriptor.FieldDescriptor) -> Iterator[tuple[str, Any]]:
+    """Values that break a rule of the field, or one of the defaults; None stands for "not set"."""
+    rules = rules_of(field)
+    if rules.required:
+        yield "missing", None
+    if field.cpp_type == Field.CPPTYPE_STRING:
+        yield from _wrong_texts(rules)
+    elif field.cpp_type == Field.CPPTYPE_ENUM:
+        yield "undefined value", 9999
+    elif field.message_type is Duration.DESCRIPTOR:
+        yield "nanos of another sign", Duration(seconds=1, nanos=-5)
+        yield "out of range", Duration(seconds=400_000_000_000)
+        yield from ((what, Duration(seconds=value)) for what, value in _wrong_numbers(rules))
+    elif field.cpp_type in INTEGERS:
+        yield from _wrong_numbers(rules)
+    elif field.cpp_type in FLOATS:
+        yield from _wrong_numbers(rules)
+        yield "not a number", float("nan")
+        yield "infinite", float("inf")
+
+
+def _wrong_texts(rules: options_pb2.FieldRules) -> Iterator[tuple[str, str]]:
+    yield "control character", "a\x00b"
+    yield "too long", "a" * (max(1024, rules.max_length) + 1)
+    if rules.format == options_pb2.TEXT_FORMAT_UUID:
+        yield "not a UUID", "12345"
+    if rules.resource:
+        yield "another pattern", "../" + rules.resource
+        yield "a path", "a/b/c/d/e"
+
+
+def _wrong_numbers(rules: options_pb2.FieldRules) -> Iterator[tuple[str, int]]:
+    if rules.HasField("min"):
+        yield "below min", math.ceil(rules.min) - 1
+    if rules.HasField("above"):
+        yield "not above", math.floor(rules.above)
+    if rules.HasField("max"):
+        yield "above max", math.floor(rules.max) + 1

@@ -1,0 +1,146 @@
+"""A worker adapter that starts nothing: it keeps states, does at once what it is told, and can be held back."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager, suppress
+
+import grpc
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.common.channel import open_channel
+
+State = api.Replica.State
+STARTING, READY, DRAINING = State.STATE_STARTING, State.STATE_READY, State.STATE_DRAINING
+STOPPED, FAILED = State.STATE_STOPPED, State.STATE_FAILED
+ALIVE = {STARTING, READY, DRAINING}
+
+
+class FakeAdapter:
+    """Its replicas outlive its connections, as processes outlive their adapter.
+
+    Attributes:
+        states: of every replica that was not forgotten, by name.
+        told: the last line about each replica.
+        starts: how often each replica was started.
+        forgotten: replicas it was told to forget.
+        revisions: that it was sent, in order.
+        makes_ready: whether what starts becomes ready by itself.
+        finishes: whether what drains ends by itself.
+        acknowledges: whether its reports carry the revision it acts on.
+        silent: while true it reports nothing.
+    """
+
+    def __init__(
+        self,
+        name: str = "a",
+        *,
+        node: str = "n",
+        templates: Iterable[str] = ("worker",),
+        max_replicas: int = 0,
+    ) -> None:
+        self.register = api.Register(
+            adapter=name, kind="fake", node=node, templates=templates, max_replicas=max_replicas
+        )
+        self.states: dict[str, State.ValueType] = {}
+        self.told: dict[str, api.DesiredReplica] = {}
+        self.starts: Counter[str] = Counter()
+        self.forgotten: set[str] = set()
+        self.revisions: list[int] = []
+        self.makes_ready = True
+        self.finishes = True
+        self.acknowledges = True
+        self.silent = False
+        self.code: grpc.StatusCode | None = None
+        self._revision = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def alive(self) -> list[str]:
+        """Names of the replicas that run."""
+        return [name for name, state in self.states.items() if state in ALIVE]
+
+    def set(self, name: str, state: State.ValueType) -> None:
+        """Change a replica, as something outside would, and report it."""
+        self.states[name] = state
+        self._changed.set()
+
+    def report_again(self) -> None:
+        """Send a report although nothing changed."""
+        self._changed.set()
+
+    def finish(self) -> None:
+        """End everything that drains, now and from now on."""
+        self.finishes = True
+        for name, state in self.states.items():
+            if state == DRAINING:
+                self.states[name] = STOPPED
+        self._changed.set()
+
+    @asynccontextmanager
+    async def connected(self, address: str) -> AsyncGenerator[None]:
+        """Stay connected, coming back whenever the connection ends."""
+        task = asyncio.create_task(self._stay(address), name=f"fake adapter {self.register.adapter}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _stay(self, address: str) -> None:
+        while True:
+            async with open_channel(address) as channel:
+                try:
+                    await self._connect(channel)
+                except grpc.aio.AioRpcError as error:
+                    self.code = error.code()
+            await asyncio.sleep(0.05)
+
+    async def _connect(self, channel: grpc.aio.Channel) -> None:
+        self._revision = 0
+        stream = api.AdapterServiceStub(channel).Connect()
+        await stream.write(api.ConnectRequest(register=self.register))
+        reporting = asyncio.create_task(self._report(stream))
+        try:
+            async for response in stream:
+                self.revisions.append(response.revision)
+                self._revision = response.revision
+                for line in response.replicas:
+                    self._obey(line)
+                self._changed.set()
+        finally:
+            reporting.cancel()
+            stream.cancel()
+            with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                await reporting
+
+    async def _report(
+        self, stream: grpc.aio.StreamStreamCall[api.ConnectRequest, api.ConnectResponse]
+    ) -> None:
+        while True:
+            self._changed.clear()
+            if not self.silent:
+                replicas = [
+                    api.ReplicaReport(replica=name, state=state, pid=7 if state in ALIVE else 0)
+                    for name, state in self.states.items()
+                ]
+                revision = self._revision if self.acknowledges else 0
+                await stream.write(
+                    api.ConnectRequest(report=api.Report(revision=revision, replicas=replicas))
+                )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await self._changed.wait()
+
+    def _obey(self, line: api.DesiredReplica) -> None:
+        name, state = line.replica, self.states.get(line.replica)
+        self.told[name] = line
+        if line.goal == api.DesiredReplica.GOAL_RUN and state is None:
+            self.starts[name] += 1
+            self.states[name] = READY if self.makes_ready else STARTING
+        elif line.goal == api.DesiredReplica.GOAL_STOP and state in ALIVE:
+            self.states[name] = STOPPED if self.finishes else DRAINING
+        elif line.goal == api.DesiredReplica.GOAL_FORGET and state not in ALIVE:
+            self.states.pop(name, None)
+            self.forgotten.add(name)

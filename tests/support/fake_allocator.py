@@ -1,0 +1,144 @@
+"""An allocator in memory with the contract's manners: idempotent requests, leases without a clock, fences, refusals."""
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    GpuscaleError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from gpuscale.common.server import Registration, Server, ServerOptions
+
+ACTIVE = api.Reservation.STATE_ACTIVE
+SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
+
+
+class FakeAllocator(api.AllocatorServiceServicer):
+    """Grants the GPUs of `nodes`, first free first.
+
+    Attributes:
+        reservations: all that were ever granted, by name.
+        calls: how often each RPC was called.
+        failure: raised by every call while it is set.
+        lose_answers: so many grants are made and then answered UNAVAILABLE.
+        leaves_after_loss: whether every call fails from the loss of an answer on.
+    """
+
+    def __init__(self, nodes: Mapping[str, Sequence[str]]) -> None:
+        self.nodes = {node: list(gpus) for node, gpus in nodes.items()}
+        self.reservations: dict[str, api.Reservation] = {}
+        self.requests: dict[str, tuple[str, bytes]] = {}
+        self.calls: Counter[str] = Counter()
+        self.failure: GpuscaleError | None = None
+        self.lose_answers = 0
+        self.leaves_after_loss = False
+
+    @property
+    def held(self) -> list[str]:
+        """UUIDs of the GPUs that are held, each as often as it is."""
+        return [gpu.uuid for one in self.reservations.values() if one.state == ACTIVE for gpu in one.gpus]
+
+    def expire(self, name: str) -> None:
+        """Let a lease run out."""
+        self.reservations[name].state = api.Reservation.STATE_EXPIRED
+
+    def _called(self, method: str) -> None:
+        self.calls[method] += 1
+        if self.failure is not None:
+            raise self.failure
+
+    async def Reserve(self, request: api.ReserveRequest, context: Any) -> api.ReserveResponse:
+        self._called("Reserve")
+        content = request.SerializeToString(deterministic=True)
+        known = self.requests.get(request.request_id)
+        if known is not None:
+            if known[1] != content:
+                raise AlreadyExistsError("the request id was used with other arguments")
+            return api.ReserveResponse(reservation=self.reservations[known[0]])
+        reservation = self._grant(request)
+        self.reservations[reservation.name] = reservation
+        self.requests[request.request_id] = (reservation.name, content)
+        if self.lose_answers:
+            self.lose_answers -= 1
+            lost = UnavailableError("the answer was lost")
+            self.failure = lost if self.leaves_after_loss else None
+            raise lost
+        return api.ReserveResponse(reservation=reservation)
+
+    def _grant(self, request: api.ReserveRequest) -> api.Reservation:
+        wanted = [name.removeprefix("nodes/") for name in request.nodes] or list(self.nodes)
+        unknown = [node for node in wanted if node not in self.nodes]
+        if unknown:
+            raise NotFoundError(f"no such node: {', '.join(unknown)}", metadata={"nodes": ", ".join(unknown)})
+        if all(len(self.nodes[node]) < request.gpu_count for node in wanted):
+            raise FailedPreconditionError("no node has that many GPUs", reason="UNSATISFIABLE")
+        held = set(self.held)
+        for node in wanted:
+            free = [uuid for uuid in self.nodes[node] if uuid not in held]
+            if len(free) >= request.gpu_count:
+                fence = len(self.reservations) + 1
+                gpus = [api.ReservedGpu(node=node, uuid=uuid) for uuid in free[: request.gpu_count]]
+                return api.Reservation(
+                    name=f"reservations/v{fence}", holder=request.holder, state=ACTIVE, fence=fence,
+                    gpus=gpus, request_id=request.request_id,
+                )  # fmt: skip
+        raise ResourceExhaustedError("all GPUs are held", reason="NO_CAPACITY", retry_after=0.2)
+
+    def _find(self, name: str, fence: int) -> api.Reservation:
+        found = self.reservations.get(name)
+        if found is None:
+            raise NotFoundError(f"there is no {name}")
+        if found.fence != fence:
+            raise FailedPreconditionError("another fence", reason="FENCE_MISMATCH")
+        return found
+
+    async def RenewReservation(
+        self, request: api.RenewReservationRequest, context: Any
+    ) -> api.RenewReservationResponse:
+        self._called("RenewReservation")
+        found = self._find(request.name, request.fence)
+        if found.state != ACTIVE:
+            raise FailedPreconditionError(f"{request.name} has ended", reason="RESERVATION_ENDED")
+        return api.RenewReservationResponse(reservation=found)
+
+    async def ReleaseReservation(
+        self, request: api.ReleaseReservationRequest, context: Any
+    ) -> api.ReleaseReservationResponse:
+        self._called("ReleaseReservation")
+        found = self._find(request.name, request.fence)
+        if found.state == ACTIVE:
+            found.state = api.Reservation.STATE_RELEASED
+        return api.ReleaseReservationResponse(reservation=found)
+
+    async def GetReservation(
+        self, request: api.GetReservationRequest, context: Any
+    ) -> api.GetReservationResponse:
+        self._called("GetReservation")
+        if request.name not in self.reservations:
+            raise NotFoundError(f"there is no {request.name}")
+        return api.GetReservationResponse(reservation=self.reservations[request.name])
+
+    async def ListReservations(
+        self, request: api.ListReservationsRequest, context: Any
+    ) -> api.ListReservationsResponse:
+        self._called("ListReservations")
+        return api.ListReservationsResponse(reservations=list(self.reservations.values()))
+
+
+@asynccontextmanager
+async def serving(allocator: FakeAllocator) -> AsyncGenerator[str]:
+    """Serve it on a free port; yields the address."""
+    server = Server(ServerOptions(), Authenticator())
+    server.add(Registration(SERVICE, partial(api.add_AllocatorServiceServicer_to_server, allocator)))
+    address = server.bind()
+    async with server:
+        yield address

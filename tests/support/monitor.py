@@ -1,0 +1,171 @@
+"""The monitor room in this process: GPU sources that a test drives, and real servers around the apps."""
+
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.channel import open_channel
+from gpuscale.common.clock import Clock, SystemClock
+from gpuscale.common.server import Registration, Server, ServerOptions
+from gpuscale.monitor.agent.app import open_agent
+from gpuscale.monitor.agent.model import GpuIdentity, GpuSample, HostIdentity, HostReading, Inventory
+from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.agent.settings import AgentSettings
+from gpuscale.monitor.fleet.app import open_fleet
+from gpuscale.monitor.fleet.settings import FleetSettings
+from tests.support.monitor_values import identity, sample
+from tests.support.waiting import eventually
+
+if TYPE_CHECKING:
+    from gpuscale.api.monitor.v1.agent_service_pb2_grpc import AgentServiceAsyncStub
+    from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceAsyncStub
+
+
+def narrow_channel(address: str) -> grpc.aio.Channel:
+    """A channel whose reader takes no more than 64 KiB ahead, so that one who does not read blocks the writer soon."""
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+@dataclass
+class FakeGpus:
+    """A GPU source whose GPUs answer, block or fail as the test says. `problem` makes it fail to open."""
+
+    gpus: list[GpuIdentity] = field(default_factory=lambda: [identity(0), identity(1)])
+    simulated: bool = False
+    problem: GpuSourceError | None = None
+    samples: dict[str, GpuSample] = field(default_factory=dict[str, GpuSample])
+    errors: dict[str, Exception] = field(default_factory=dict[str, Exception])
+    opened: int = 0
+    closed: int = 0
+    reads: dict[str, int] = field(default_factory=dict[str, int])
+    gates: dict[str, threading.Event] = field(default_factory=dict[str, threading.Event])
+
+    def block(self, uuid: str) -> threading.Event:
+        """Let reads of a GPU (or "open") wait until the event is set."""
+        gate = self.gates[uuid] = threading.Event()
+        return gate
+
+    def open(self) -> Inventory:
+        self.opened += 1
+        self._wait("open")
+        if self.problem is not None:
+            raise self.problem
+        return Inventory(tuple(self.gpus), driver_version="1.2.3")
+
+    def read(self, uuid: str) -> GpuSample:
+        self.reads[uuid] = self.reads.get(uuid, 0) + 1
+        self._wait(uuid)
+        if uuid in self.errors:
+            raise self.errors[uuid]
+        return self.samples.get(uuid, sample())
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def _wait(self, what: str) -> None:
+        gate = self.gates.get(what)
+        if gate is not None:
+            gate.wait(30.0)
+
+
+class FakeHost:
+    """A host with one reading, which can be made to block."""
+
+    def __init__(self) -> None:
+        self.gate: threading.Event | None = None
+        self.reads = 0
+
+    def identity(self) -> HostIdentity:
+        return HostIdentity("fake", "Fake OS", "boot")
+
+    def read(self) -> HostReading:
+        self.reads += 1
+        if self.gate is not None:
+            self.gate.wait(30.0)
+        return HostReading(cpu_percent=12.5)
+
+
+@asynccontextmanager
+async def serve(
+    *registrations: Registration, listen: str = "127.0.0.1:0", authenticator: Authenticator | None = None
+) -> AsyncGenerator[str, None]:
+    """A real server with these services; yields its address."""
+    server = Server(ServerOptions(listen=listen), authenticator or Authenticator())
+    address = server.bind()
+    server.add(*registrations)
+    async with server:
+        yield address
+
+
+@dataclass
+class RunningFleet:
+    """A fleet that serves, and a stub to it."""
+
+    address: str
+    stub: "FleetServiceAsyncStub"
+
+    async def node(self, node: str) -> monitor_api.Node:
+        """One node, as the fleet tells it now."""
+        request = monitor_api.GetNodeRequest(name=f"nodes/{node}")
+        return (await self.stub.GetNode(request, timeout=5)).node
+
+    async def until_up(self) -> None:
+        """Wait until the fleet answers."""
+        await self.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=20, wait_for_ready=True)
+
+    async def until(
+        self, node: str, state: monitor_api.NodeState, *, above_seq: int = -1
+    ) -> monitor_api.Node:
+        """Wait until a node has that state and a snapshot above that seq."""
+
+        async def check() -> monitor_api.Node | None:
+            listed = await self.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=5)
+            for one in listed.nodes:
+                if one.name == f"nodes/{node}" and one.state == state and one.snapshot.seq > above_seq:
+                    return one
+            return None
+
+        found = await eventually(check)
+        assert found is not None
+        return found
+
+
+@asynccontextmanager
+async def running_fleet(
+    *, listen: str = "127.0.0.1:0", clock: Clock | None = None, authenticator: Authenticator | None = None
+) -> AsyncGenerator[RunningFleet, None]:
+    """A fleet on a port of its own."""
+    async with AsyncExitStack() as stack:
+        registrations = await stack.enter_async_context(
+            open_fleet(FleetSettings(), clock=clock or SystemClock())
+        )
+        address = await stack.enter_async_context(
+            serve(*registrations, listen=listen, authenticator=authenticator)
+        )
+        channel = await stack.enter_async_context(open_channel(address))
+        yield RunningFleet(address, monitor_api.FleetServiceStub(channel))
+
+
+@asynccontextmanager
+async def running_agent(
+    fleet_address: str | None = None,
+    channel_to: Callable[[str], grpc.aio.Channel] = open_channel,
+    **settings: object,
+) -> AsyncGenerator["AgentServiceAsyncStub", None]:
+    """An agent on a port of its own, with simulated GPUs and four snapshots a second unless settings say otherwise."""
+    merged = {"node": "alpha", "source": "simulated", "period_seconds": 0.25} | settings
+    async with AsyncExitStack() as stack:
+        fleet = None
+        if fleet_address is not None:
+            fleet = await stack.enter_async_context(open_channel(fleet_address))
+        agent = open_agent(AgentSettings.model_validate(merged), fleet=fleet, clock=SystemClock())
+        address = await stack.enter_async_context(serve(*await stack.enter_async_context(agent)))
+        channel = await stack.enter_async_context(channel_to(address))
+        yield monitor_api.AgentServiceStub(channel)

@@ -1,0 +1,83 @@
+"""Values of the monitor room for tests: GPUs of the agent, and messages as an agent sends them."""
+
+from uuid import NAMESPACE_OID, uuid5
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.wire import to_duration
+from gpuscale.monitor.agent.model import GpuIdentity, GpuReading, GpuSample, GpuState
+
+GIB = 1024**3
+
+
+def identity(index: int = 0) -> GpuIdentity:
+    """GPU number `index` of a host."""
+    return GpuIdentity(
+        uuid=f"GPU-{index:08d}", index=index, model="Test GPU", pci_bus_id=f"00000000:{index:02X}:00.0"
+    )
+
+
+def sample(utilization: float = 10.0, state: GpuState = GpuState.OK) -> GpuSample:
+    """A reading in which nothing is absent but what the test does not care about."""
+    return GpuSample(state, GpuReading(utilization_percent=utilization, memory_total_bytes=80 * GIB))
+
+
+def epoch_id(number: int) -> str:
+    """The id of an agent's run."""
+    return str(uuid5(NAMESPACE_OID, f"epoch {number}"))
+
+
+def gpu(
+    uuid: str = "GPU-1", *, total: int = 80 * GIB, free: int = 70 * GIB, used: int = 9 * GIB
+) -> types_api.Gpu:
+    """A healthy GPU as an agent reports it."""
+    return types_api.Gpu(
+        uuid=uuid,
+        model="Test GPU",
+        state=types_api.GpuState.GPU_STATE_OK,
+        reading=types_api.GpuReading(
+            utilization_percent=10,
+            memory_total_bytes=total,
+            memory_free_bytes=free,
+            memory_used_bytes=used,
+            age=to_duration(0.25),
+        ),
+    )
+
+
+def snapshot(
+    node: str = "alpha",
+    *,
+    epoch: int = 1,
+    seq: int = 1,
+    age: float = 0.0,
+    period: float = 1.0,
+    gpus: tuple[types_api.Gpu, ...] | None = None,
+) -> types_api.Snapshot:
+    """A snapshot as an agent sends it; `age` and `period` in seconds."""
+    return types_api.Snapshot(
+        node=node,
+        epoch=epoch_id(epoch),
+        seq=seq,
+        age=to_duration(age),
+        period=to_duration(period),
+        host_reading=types_api.HostReading(cpu_percent=5, age=to_duration(0.5)),
+        gpus=[gpu(f"GPU-{node}")] if gpus is None else gpus,
+    )
+
+
+def hello(node: str = "alpha", *, epoch: int = 1, started_at: int | None = None) -> monitor_api.Hello:
+    """Hello of run number `epoch`, which started at that second unless the test says otherwise."""
+    started = epoch if started_at is None else started_at
+    return monitor_api.Hello(
+        node=node, epoch=epoch_id(epoch), agent_version="1.2.3", start_time=Timestamp(seconds=started)
+    )
+
+
+def telemetry(message: monitor_api.Hello | types_api.Snapshot) -> monitor_api.StreamTelemetryRequest:
+    """A message of an agent's stream."""
+    if isinstance(message, monitor_api.Hello):
+        return monitor_api.StreamTelemetryRequest(hello=message)
+    return monitor_api.StreamTelemetryRequest(snapshot=message)

@@ -1,0 +1,205 @@
+/* What every call does before its own work: lock, read the control file, count, wait, and perhaps fail. */
+#include "double.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MAX_FUNCTIONS = 96, NO_GPU = -1 };
+
+/* One line of the counter file; the Python side reads the same 64 bytes. */
+struct counter {
+    char function[48];
+    int64_t gpu; /* NO_GPU for calls that name none */
+    uint64_t calls;
+};
+
+static pthread_mutex_t state_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static struct config *config;
+static int users;                    /* starts without their end */
+static long long session;            /* grows with every start after a complete end */
+static long long session_generation; /* of the driver when the session began */
+
+static struct counter *counters;
+
+static void open_counters(void) {
+    if (counters != NULL) munmap(counters, sizeof *counters * MAX_FUNCTIONS * (MAX_GPUS + 1));
+    counters = NULL;
+    char path[MAX_PATH];
+    const char *base = getenv("NVML_DOUBLE_CONFIG");
+    if (base == NULL) return;
+    if (snprintf(path, sizeof path, "%s.calls.%d", base, (int)getpid()) >= (int)sizeof path) return;
+    int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    size_t bytes = sizeof *counters * MAX_FUNCTIONS * (MAX_GPUS + 1);
+    if (file < 0 || ftruncate(file, (off_t)bytes) != 0) return;
+    void *place = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (place != MAP_FAILED) counters = place;
+}
+
+static void count_call(const char *function, int gpu) {
+    /* The names of functions are unique addresses: no need to compare texts. */
+    static const char *known[MAX_FUNCTIONS];
+    if (counters == NULL) return;
+    int row = 0;
+    while (row < MAX_FUNCTIONS - 1 && known[row] != NULL && known[row] != function) row++;
+    known[row] = function;
+    struct counter *counter = &counters[row * (MAX_GPUS + 1) + gpu + 1];
+    if (counter->calls++ > 0) return;
+    counter->gpu = gpu;
+    snprintf(counter->function, sizeof counter->function, "%s", function);
+}
+
+static void refresh(void) {
+    bool moved;
+    config = current_config(&moved);
+    if (!moved) return;
+    /* Another control file is another machine: nothing of the old one is left. */
+    users = 0;
+    session++;
+    open_counters();
+}
+
+static void sleep_ms(int milliseconds) {
+    struct timespec rest = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
+    while (nanosleep(&rest, &rest) != 0 && errno == EINTR) {
+    }
+}
+
+/* A session is dead when it was ended, when another began, or when the driver was loaded again meanwhile. */
+static int session_state(long long expected) {
+    if (config == NULL || users == 0 || session != expected) return UNINITIALIZED;
+    return config->generation == session_generation ? OK : UNKNOWN_ERROR;
+}
+
+static bool applies(const struct rule *rule, const char *function) {
+    return strcmp(rule->function, "*") == 0 || strcmp(rule->function, function) == 0;
+}
+
+static int code_of(const struct rules *rules, const char *function) {
+    int code = OK;
+    for (int i = 0; i < rules->count; i++)
+        if (applies(&rules->items[i], function) && rules->items[i].code != OK) code = rules->items[i].code;
+    return code;
+}
+
+/* Serve the delays and holds of a call. The lock is free meanwhile: pointers into the config are void. */
+static void serve_waits(const struct rules *rules, const char *function) {
+    int delay_ms = 0;
+    char hold[MAX_PATH] = "";
+    for (int i = 0; i < rules->count; i++) {
+        if (!applies(&rules->items[i], function)) continue;
+        delay_ms += rules->items[i].delay_ms;
+        if (rules->items[i].hold[0] != '\0') strcpy(hold, rules->items[i].hold);
+    }
+    bool exclusive = config->driver_lock != 0;
+    if (delay_ms == 0 && hold[0] == '\0' && !exclusive) return;
+    pthread_mutex_unlock(&state_lock);
+    if (exclusive) pthread_mutex_lock(&driver_lock);
+    sleep_ms(delay_ms);
+    while (hold[0] != '\0' && access(hold, F_OK) != 0) sleep_ms(2);
+    if (exclusive) pthread_mutex_unlock(&driver_lock);
+    pthread_mutex_lock(&state_lock);
+    refresh();
+}
+
+int finish(int code) {
+    pthread_mutex_unlock(&state_lock);
+    return code;
+}
+
+int begin_library(const char *function) {
+    pthread_mutex_lock(&state_lock);
+    refresh();
+    count_call(function, NO_GPU);
+    if (config == NULL) return finish(LIBRARY_NOT_FOUND);
+    serve_waits(&config->rules, function);
+    if (config == NULL) return finish(LIBRARY_NOT_FOUND);
+    int code = code_of(&config->rules, function);
+    return code == OK ? OK : finish(code);
+}
+
+int begin_system(const char *function) {
+    int code = begin_library(function);
+    if (code != OK) return code;
+    code = session_state(session);
+    return code == OK ? OK : finish(code);
+}
+
+int begin_device(const char *function, void *handle, struct gpu **gpu) {
+    pthread_mutex_lock(&state_lock);
+    refresh();
+    long long own_session = session;
+    int index = index_of(handle);
+    count_call(function, index >= 0 && index < MAX_GPUS ? index : NO_GPU);
+    int code = session_state(own_session);
+    if (code == OK && index < 0) code = INVALID_ARGUMENT;
+    if (code == OK && index >= config->gpu_count) code = GPU_IS_LOST;
+    if (code == OK) {
+        serve_waits(&config->gpus[index].rules, function);
+        code = session_state(own_session);
+    }
+    if (code == OK && index >= config->gpu_count) code = GPU_IS_LOST;
+    if (code == OK) code = failure_of(function, *gpu = &config->gpus[index]);
+    return code == OK ? OK : finish(code);
+}
+
+int failure_of(const char *function, const struct gpu *gpu) {
+    return code_of(&gpu->rules, function);
+}
+
+int wait_then_resume(int milliseconds, long long own_session) {
+    pthread_mutex_unlock(&state_lock);
+    sleep_ms(milliseconds);
+    pthread_mutex_lock(&state_lock);
+    refresh();
+    return session_state(own_session);
+}
+
+/* Only the first start finds the driver as it is now; what an earlier session gave out stays dead. */
+int start_session(void) {
+    if (users++ > 0) return OK;
+    session++;
+    session_generation = config->generation;
+    return OK;
+}
+
+int end_session(void) {
+    if (users == 0) return UNINITIALIZED;
+    users--;
+    return OK;
+}
+
+long long session_number(void) {
+    return session;
+}
+
+struct config *config_in_use(void) {
+    return config;
+}
+
+/* A handle is no address: the session in its upper bits tells those that were given before it. */
+void *handle_of(int index) {
+    return (void *)(uintptr_t)((unsigned long long)session << 16 | (unsigned)(index + 1));
+}
+
+int index_of(void *handle) {
+    unsigned long long value = (uintptr_t)handle;
+    return value >> 16 == (unsigned long long)session ? (int)(value & 0xffff) - 1 : -1;
+}
+
+int give_text(char *buffer, unsigned length, const char *text) {
+    if (buffer == NULL) return INVALID_ARGUMENT;
+    if (strlen(text) >= length) return INSUFFICIENT_SIZE;
+    strcpy(buffer, text);
+    return OK;
+}

@@ -1,0 +1,164 @@
+"""The control file of the NVML double: hardware that a test describes, and changes while the program runs."""
+
+import os
+import struct
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.nvml_double.build import library_folder, preload
+from tests.support.nvml_double.model import DoubleGpu, Rules
+
+_CONFIG_VARIABLE = "NVML_DOUBLE_CONFIG"
+_COUNTER = struct.Struct("<48sqQ")
+
+_STANDARD_RECORD_BYTES = 24
+XID_EVENT = 0x8
+
+
+@dataclass(frozen=True, slots=True)
+class CallCount:
+    """How often a process called a function for a GPU; `gpu` is its place in the control file, None for no GPU."""
+
+    function: str
+    gpu: int | None
+    calls: int
+
+
+class NvmlDouble:
+    """A machine with GPUs; change what you like, then `write`, and the next call of the library sees it.
+
+    `gpus` is in index order. `rules` misbehave for calls that name no GPU, such as `nvmlInitWithFlags`.
+    `driver_lock` makes the driver serve one call on a GPU at a time, so that one slow GPU delays all.
+    `process_record_bytes` is the distance of records in the v3 process lists: 32 is the fault of early 535 drivers.
+    """
+
+    def __init__(self, folder: Path, gpu_count: int = 2) -> None:
+        self.folder = folder
+        self.config_path = folder / "nvml-double.conf"
+        self.driver_version = "550.54.15"
+        self.nvml_version = "12.550.54.15"
+        self.cuda_version = 12040
+        self.driver_lock = False
+        self.process_record_bytes = _STANDARD_RECORD_BYTES
+        self.rules = Rules()
+        self.gpus = [plain_gpu(index) for index in range(gpu_count)]
+        self._generation = 1
+        self._events: list[str] = []
+        self._holds = 0
+        self.write()
+
+    def write(self) -> None:
+        """Put the description in force, at once and as a whole."""
+        text = "".join(f"{line}\n" for line in self._lines())
+        draft = self.config_path.with_suffix(".new")
+        draft.write_text(text)
+        # The library looks at the time of the last change, which the kernel itself only keeps to some milliseconds.
+        now = time.time_ns()
+        os.utime(draft, ns=(now, now))
+        draft.replace(self.config_path)
+
+    def reload_driver(self) -> None:
+        """Load the driver anew: every handle is dead, and calls fail until the library was ended and started."""
+        self._generation += 1
+        self.write()
+
+    def fail(self, function: str, code: int) -> None:
+        """Let a call that names no GPU return a code; SUCCESS ends that."""
+        self.rules.codes[function] = code
+
+    def fail_start(self, code: int) -> None:
+        """Let every start of the library fail, such as with DRIVER_NOT_LOADED; SUCCESS ends that."""
+        for function in ("nvmlInitWithFlags", "nvmlInit_v2"):
+            self.fail(function, code)
+
+    def hold(self, rules: Rules, function: str = "*") -> Path:
+        """Let calls under these rules block (after `write`) until the file of the returned path exists."""
+        self._holds += 1
+        rules.holds[function] = path = self.folder / f"release-{self._holds}"
+        return path
+
+    def release_all(self) -> None:
+        """Let every blocked call go on."""
+        for number in range(1, self._holds + 1):
+            (self.folder / f"release-{number}").touch()
+
+    def raise_event(self, gpu: int, data: int, event_type: int = XID_EVENT) -> None:
+        """Let an event happen on a GPU and put it in force; `data` is the XID of an XID event."""
+        self._events.append(f"event {len(self._events) + 1} {gpu} {event_type} {data}")
+        self.write()
+
+    def call_counts(self, pid: int | None = None) -> list[CallCount]:
+        """The calls of one process, or of all that ever used this control file."""
+        found: Counter[tuple[str, int]] = Counter()
+        for path in self.folder.glob(f"{self.config_path.name}.calls.{'*' if pid is None else pid}"):
+            for name, gpu, calls in _COUNTER.iter_unpack(path.read_bytes()):
+                if calls:
+                    found[name.rstrip(b"\0").decode(), gpu] += calls
+        return [
+            CallCount(name, None if gpu < 0 else gpu, calls) for (name, gpu), calls in sorted(found.items())
+        ]
+
+    def calls(self, function: str | None = None, gpu: int | None = None, pid: int | None = None) -> int:
+        """The number of calls, of one function and for one GPU if asked."""
+        return sum(
+            count.calls
+            for count in self.call_counts(pid)
+            if function in (None, count.function) and gpu in (None, count.gpu)
+        )
+
+    def _lines(self) -> Iterator[str]:
+        yield f"system driver_version {self.driver_version}"
+        yield f"system nvml_version {self.nvml_version}"
+        yield f"system cuda_version {self.cuda_version}"
+        yield f"system generation {self._generation}"
+        yield f"system driver_lock {self.driver_lock:d}"
+        yield f"system record_bytes {self.process_record_bytes}"
+        yield from (f"system {line}" for line in self.rules.lines())
+        # Whole GPUs come first: below their number, a place in the file is the index of the library.
+        place = len(self.gpus)
+        for index, gpu in enumerate(self.gpus):
+            yield from (f"gpu {index} {line}" for line in gpu.lines(None, None))
+        for index, gpu in enumerate(self.gpus):
+            for mig_index, device in enumerate(gpu.mig_devices):
+                yield from (f"gpu {place} {line}" for line in device.lines(index, mig_index))
+                place += 1
+        yield from self._events
+
+
+def plain_gpu(index: int) -> DoubleGpu:
+    """An idle GPU that differs from the others in uuid, bus id, serial and minor number."""
+    return DoubleGpu(
+        uuid=f"GPU-00000000-0000-4000-8000-{index:012d}",
+        pci_bus_id=f"00000000:{0x1B + index:02X}:00.0",
+        serial=f"1650{index:09d}",
+        minor_number=index,
+    )
+
+
+def env_with_double(double: NvmlDouble) -> dict[str, str]:
+    """The environment of a process that shall find the double where it asks for the driver's library."""
+    before = os.environ.get("LD_LIBRARY_PATH")
+    path = os.pathsep.join([str(library_folder()), *([before] if before else [])])
+    return {**os.environ, "LD_LIBRARY_PATH": path, _CONFIG_VARIABLE: str(double.config_path)}
+
+
+@contextmanager
+def in_process(double: NvmlDouble) -> Generator[NvmlDouble, None, None]:
+    """Let this process find the double; on leaving, blocked calls go on and the library is "not found" again.
+
+    The double stays loaded for as long as the process lives, so a process that wants a real driver must not use this.
+
+    Raises:
+        RuntimeError: a real driver's library is loaded already, or the double cannot be built.
+    """
+    preload()
+    os.environ[_CONFIG_VARIABLE] = str(double.config_path)
+    try:
+        yield double
+    finally:
+        double.release_all()
+        del os.environ[_CONFIG_VARIABLE]

@@ -1,0 +1,255 @@
+"""An autoscaler that says what a test tells it to, and keeps what adapters report; and the adapter as a process."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import psutil
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.app import open_process_adapter
+from gpuscale.autoscaler.adapters.settings import AdapterSettings, TemplateSettings
+from gpuscale.common.channel import open_channel
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.wire import to_duration
+from tests.support.waiting import eventually
+
+State = api.Replica.State
+_Context = grpc.aio.ServicerContext[api.ConnectRequest, api.ConnectResponse]
+
+TEMPLATES: Mapping[str, Mapping[str, object]] = {
+    "sleeper": {"command": ["/bin/sleep", "1000"]},
+    "crash": {"command": ["/bin/sh", "-c", "exit {code:int}"]},
+    # Finishes its work for a moment once it is asked to end.
+    "drainer": {
+        "command": [
+            "/bin/sh",
+            "-c",
+            "trap 'sleep 0.4; echo drained; exit 0' TERM; echo up; while :; do sleep 0.05; done",
+        ]
+    },
+    "stubborn": {"command": ["/bin/sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"]},
+    # Leaves one child in its group, and one that has a session of its own.
+    "family": {
+        "command": [
+            "/bin/sh",
+            "-c",
+            "sleep 1000 & setsid sleep 1001 & trap 'exit 3' TERM; echo up; while :; do sleep 0.05; done",
+        ]
+    },
+    "environment": {
+        "command": ["/usr/bin/env"],
+        "env": {"COLOR": "green"},
+        "pass_env": ["HANDED_ON"],
+    },
+    # Notes its start and its end in a file, and each request to end.
+    "diary": {
+        "command": [
+            "/bin/sh",
+            "-c",
+            "echo start >> {file}; trap 'echo asked >> {file}' TERM; until [ -e {file}.end ]; do sleep 0.05; done",
+        ]
+    },
+    "missing": {"command": ["/no/such/program"]},
+}
+
+
+def replica(number: int) -> str:
+    return f"endpoints/jobs/replicas/r{number}"
+
+
+@dataclass
+class ScriptedAutoscaler(api.AdapterServiceServicer):
+    """Sends `desired` to whoever connects, whenever `tell` changes it."""
+
+    desired: dict[str, api.DesiredReplica] = field(default_factory=dict[str, api.DesiredReplica])
+    registered: list[api.Register] = field(default_factory=list[api.Register])
+    reports: list[api.Report] = field(default_factory=list[api.Report])
+    revision: int = 0
+    dropped: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[api.ConnectRequest], context: _Context
+    ) -> AsyncIterator[api.ConnectResponse]:
+        self.registered.append((await anext(request_iterator)).register)
+        listener = asyncio.create_task(self._listen(request_iterator))
+        try:
+            sent = -1
+            dropped = self.dropped
+            while True:
+                async with self.changed:
+                    while sent == self.revision and dropped == self.dropped:
+                        await self.changed.wait()
+                    sent = self.revision
+                if dropped != self.dropped:
+                    return
+                yield api.ConnectResponse(revision=sent, replicas=list(self.desired.values()))
+        finally:
+            listener.cancel()
+
+    async def _listen(self, requests: AsyncIterator[api.ConnectRequest]) -> None:
+        async for request in requests:
+            self.reports.append(request.report)
+
+    async def tell(self, *lines: api.DesiredReplica) -> None:
+        """Change what is wanted of these replicas, and send it."""
+        async with self.changed:
+            self.desired.update({line.replica: line for line in lines})
+            self.revision += 1
+            self.changed.notify_all()
+
+    async def drop(self) -> None:
+        """End every stream."""
+        async with self.changed:
+            self.dropped += 1
+            self.changed.notify_all()
+
+    async def run(self, name: str, template: str, **fields: object) -> None:
+        await self.tell(
+            api.DesiredReplica(replica=name, goal=api.DesiredReplica.GOAL_RUN, template=template, **fields)
+        )
+
+    async def stop(self, name: str, drain_timeout: float | None = None) -> None:
+        line = api.DesiredReplica(replica=name, goal=api.DesiredReplica.GOAL_STOP)
+        if drain_timeout is not None:
+            line.drain_timeout.CopyFrom(to_duration(drain_timeout))
+        await self.tell(line)
+
+    async def forget(self, name: str) -> None:
+        await self.tell(api.DesiredReplica(replica=name, goal=api.DesiredReplica.GOAL_FORGET))
+
+    def report(self, name: str) -> api.ReplicaReport | None:
+        """What was reported last of a replica."""
+        if not self.reports:
+            return None
+        return next((item for item in self.reports[-1].replicas if item.replica == name), None)
+
+    async def shows(self, name: str, state: State.ValueType, timeout: float = 10.0) -> api.ReplicaReport:
+        """Wait until a replica is reported in this state."""
+
+        def found() -> api.ReplicaReport:
+            report = self.report(name)
+            assert report is not None
+            assert report.state == state, report
+            return report
+
+        return await eventually(found, timeout)
+
+    def states(self, name: str) -> list[str]:
+        """Every state in which a replica was reported, in order."""
+        seen: list[str] = []
+        for report in self.reports:
+            for item in report.replicas:
+                state = api.Replica.State.Name(item.state).removeprefix("STATE_")
+                if item.replica == name and seen[-1:] != [state]:
+                    seen.append(state)
+        return seen
+
+
+@asynccontextmanager
+async def scripted_autoscaler() -> AsyncIterator[tuple[ScriptedAutoscaler, str]]:
+    """A served `ScriptedAutoscaler`, and its address."""
+    server = grpc.aio.server()
+    autoscaler = ScriptedAutoscaler()
+    api.add_AdapterServiceServicer_to_server(autoscaler, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield autoscaler, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+def settings(folder: Path, **fields: object) -> AdapterSettings:
+    """An adapter of this node with the templates above."""
+    templates = {name: TemplateSettings.model_validate(table) for name, table in TEMPLATES.items()}
+    return AdapterSettings.model_validate(
+        {"node": "here", "data_dir": folder / "adapter", "templates": templates, **fields}
+    )
+
+
+@asynccontextmanager
+async def adapter(folder: Path, address: str, **fields: object) -> AsyncIterator[None]:
+    """The adapter, in this process."""
+    async with (
+        open_channel(address) as channel,
+        open_process_adapter(settings(folder, **fields), autoscaler=channel, clock=SystemClock()),
+    ):
+        yield
+
+
+class AdapterProcess:
+    """`gpuscale-adapter` as a process of its own, that can be killed and started again on the same directory."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.folder = folder
+        self.log = folder / "adapter.stderr"
+        lines = ["[adapter]", f'autoscaler_address = "{address}"', 'node = "here"']
+        lines.append(f"data_dir = {json.dumps(str(folder / 'adapter'))}")
+        for name, table in TEMPLATES.items():
+            lines.append(f"[templates.{name}]")
+            lines += [f"{key} = {_toml(value)}" for key, value in table.items()]
+        self.config = folder / "adapter.toml"
+        self.config.write_text("\n".join(lines) + "\n")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, **environment: str) -> None:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("GPUSCALE")}
+        command = [sys.executable, "-m", "gpuscale.autoscaler.adapters.main", "--config", str(self.config)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=clean | {"HANDED_ON": "yes"} | environment
+            )
+
+    def kill(self) -> None:
+        """End it as a power cut would: kill -9."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def terminate(self, timeout: float = 12.0) -> int:
+        """SIGTERM; returns its exit code."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+
+@contextmanager
+def adapter_process(folder: Path, address: str) -> Iterator[AdapterProcess]:
+    """The adapter's process, not yet started; afterwards neither it nor any replica is left."""
+    one = AdapterProcess(folder, address)
+    try:
+        yield one
+    finally:
+        if one.process is not None and one.process.poll() is None:
+            one.kill()
+        for process in processes_of("endpoints/jobs/replicas/"):
+            process.kill()
+
+
+def processes_of(name: str) -> Sequence[psutil.Process]:
+    """Living processes whose environment names a replica that begins like this."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            named = process.environ().get("GPUSCALE_REPLICA", "").startswith(name)
+            if named and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {json.dumps(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
