@@ -1,0 +1,135 @@
+"""How one tick of a GPU asks its driver: what is worth asking, and what becomes of an answer. Pure.
+
+What a GPU does not support is asked once. A GPU that is gone is asked nothing more in the same tick. Dear readings are
+kept for a while. Every field that stays empty is noted with its reason.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from gpuscale.monitor.agent.model import Absent, GpuState, ReadingStatus
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
+
+# Absent for a reason that says nothing against the GPU.
+_EXCUSED = frozenset({ReadingStatus.NOT_SUPPORTED, ReadingStatus.NO_PERMISSION})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a question got no answer; `gone` where the answer means that the GPU cannot be read at all."""
+
+    status: ReadingStatus
+    detail: str
+    gone: GpuState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept(Generic[T]):
+    """An answer that serves until a time."""
+
+    value: T | None
+    absent: tuple[Absent, ...]
+    until: float
+
+
+@dataclass(slots=True)
+class Unsupported:
+    """Questions that a GPU does not answer, by name, with what the driver said."""
+
+    details: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class Asking(Generic[E]):
+    """The questions of one tick.
+
+    Args:
+        unsupported: what this GPU does not answer; kept between ticks.
+        now: the time of the tick, in seconds.
+        error: what a driver call raises.
+        explain: what such an error means; may raise, where it means that no GPU can be read.
+    """
+
+    def __init__(
+        self, unsupported: Unsupported, now: float, error: type[E], explain: Callable[[E], Failure]
+    ) -> None:
+        self._unsupported = unsupported.details
+        self._now = now
+        self._error = error
+        self._explain = explain
+        self._absent: list[Absent] = []
+        self._gone: Failure | None = None
+        self._answered = False
+        self._refused: Failure | None = None
+
+    @property
+    def absent(self) -> tuple[Absent, ...]:
+        """The fields that stayed empty so far."""
+        return tuple(self._absent)
+
+    def state(self) -> GpuState:
+        """What the answers so far say about the GPU."""
+        if self._gone is not None and self._gone.gone is not None:
+            return self._gone.gone
+        failed = any(absent.status not in _EXCUSED for absent in self._absent)
+        return GpuState.DEGRADED if failed else GpuState.OK
+
+    def silence(self) -> Failure | None:
+        """Why nothing at all was answered in this tick; None where something was.
+
+        What was kept from earlier ticks must then not be shown: it would make a dead GPU look alive.
+        """
+        return None if self._answered else self._refused
+
+    def attempt(self, question: str, call: Callable[[], T | Failure]) -> T | Failure:
+        """Ask, if it is worth asking."""
+        if self._gone is not None:
+            return self._gone
+        if question in self._unsupported:
+            return Failure(ReadingStatus.NOT_SUPPORTED, self._unsupported[question])
+        try:
+            answer = call()
+        except self._error as error:
+            answer = self._explain(error)
+        if not isinstance(answer, Failure):
+            self._answered = True
+        elif answer.status is ReadingStatus.NOT_SUPPORTED:
+            self._unsupported[question] = answer.detail
+        else:
+            self._refused = self._refused or answer
+            self._gone = answer if answer.gone else None
+        return answer
+
+    def note(self, fields: Iterable[str], failure: Failure) -> None:
+        """These fields stay empty."""
+        self._absent.extend(Absent(name, failure.status, failure.detail) for name in fields)
+
+    def number(
+        self, name: str, call: Callable[[], int | Failure], *, high: float, scale: float = 1.0
+    ) -> float | None:
+        """The answer divided by `scale`, for the field of that name."""
+        answer = self.attempt(name, call)
+        if isinstance(answer, Failure):
+            self.note((name,), answer)
+            return None
+        return self.within(name, answer / scale, high=high)
+
+    def within(self, name: str, value: float, *, high: float) -> float | None:
+        """The value, unless it cannot be true, such as the all-ones that some drivers give for "unknown"."""
+        if 0.0 <= value <= high:
+            return value
+        self.note((name,), Failure(ReadingStatus.ERROR, f"the driver said {value:g}"))
+        return None
+
+    def kept(self, kept: Kept[T] | None, every: float, ask: Callable[[], T | None]) -> Kept[T]:
+        """What is kept, or a new answer when that is due; a failed one is asked again at the next tick."""
+        if kept is not None and self._now < kept.until:
+            self._absent.extend(kept.absent)
+            return kept
+        before = len(self._absent)
+        value = ask()
+        absent = tuple(self._absent[before:])
+        settled = all(one.status in _EXCUSED for one in absent)
+        return Kept(value, absent, self._now + every if settled else self._now)

@@ -1,0 +1,39 @@
+"""The program `gpuscale-agent`: reads one host and its GPUs, serves them, and streams them to the fleet."""
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.lifecycle import run
+from gpuscale.common.logs import configure, get_logger
+from gpuscale.common.server import Server
+from gpuscale.common.settings import load
+from gpuscale.monitor.agent.app import open_agent
+from gpuscale.monitor.agent.settings import AgentSettings
+
+PROGRAM = "gpuscale-agent"
+_log = get_logger(__name__)
+
+
+def main() -> None:
+    """Run the agent until SIGTERM or SIGINT."""
+    settings = load(
+        AgentSettings, None, program=PROGRAM, description="Reads the GPUs and the host it runs on."
+    )
+    configure(settings.log_level, settings.log_format)
+    sys.exit(run(lambda stop: serve(settings, stop), program=PROGRAM))
+
+
+async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set."""
+    server = Server(settings.server_options(), settings.authenticator())
+    address = server.bind()
+    async with AsyncExitStack() as stack:
+        fleet = None
+        if settings.fleet_address:
+            fleet = await stack.enter_async_context(settings.open_channel(settings.fleet_address))
+        server.add(*await stack.enter_async_context(open_agent(settings, fleet=fleet, clock=SystemClock())))
+        await stack.enter_async_context(server)
+        _log.info("agent serves", address=address, node=settings.node, fleet=settings.fleet_address or None)
+        await stop.wait()

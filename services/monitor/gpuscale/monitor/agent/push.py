@@ -1,0 +1,133 @@
+"""The agent's stream to the fleet, opened again whenever it ends.
+
+Only the newest snapshot is ever waiting to be sent. A stream begins with a new reading, so that its first snapshot is
+newer than all of the streams before.
+"""
+
+import asyncio
+from importlib.metadata import version
+from random import SystemRandom
+
+import grpc
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.backoff import Backoff
+from gpuscale.common.clock import Clock
+from gpuscale.common.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    GpuscaleError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from gpuscale.common.logs import get_logger
+from gpuscale.common.status import rpc_errors
+from gpuscale.common.wire import to_timestamp
+from gpuscale.monitor.agent.collector import Collector
+from gpuscale.monitor.agent.sampler import Sampler
+from gpuscale.monitor.agent.translate import to_snapshot
+
+# The fleet acknowledges at least every 5 s of snapshots; silence beyond this means that the stream leads nowhere.
+SILENCE_SECONDS = 30.0
+SILENCE_PERIODS = 3
+# Trying again soon would change nothing, and two agents of one node would drive each other out without end.
+REFUSED_WAIT_SECONDS = (30.0, 60.0)
+
+_REFUSALS = (
+    AbortedError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+_Call = grpc.aio.StreamStreamCall[monitor_api.StreamTelemetryRequest, monitor_api.StreamTelemetryResponse]
+_log = get_logger(__name__)
+_random = SystemRandom()
+
+
+class FleetPush:
+    """Streams the snapshots of a sampler over a channel to the fleet."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, sampler: Sampler, collector: Collector, clock: Clock
+    ) -> None:
+        self._stub = monitor_api.FleetServiceStub(channel)
+        self._sampler = sampler
+        self._clock = clock
+        self._silence = SILENCE_SECONDS + SILENCE_PERIODS * collector.period
+        self._backoff = Backoff()
+        self._hello = monitor_api.Hello(
+            node=collector.node,
+            epoch=collector.epoch,
+            agent_version=version("gpuscale"),
+            start_time=to_timestamp(collector.start_time),
+        )
+
+    async def run(self) -> None:
+        """Stream for ever."""
+        while True:
+            error = await self._stream()
+            refused = isinstance(error, _REFUSALS)
+            wait = _random.uniform(*REFUSED_WAIT_SECONDS) if refused else self._backoff.next()
+            _log.warning(
+                "the stream to the fleet ended",
+                reason=error.reason,
+                error=error.message,
+                retry_in=round(wait, 1),
+            )
+            await asyncio.sleep(wait)
+
+    async def _stream(self) -> GpuscaleError:
+        """One stream, from its beginning to its end; returns why it ended."""
+        call = self._stub.StreamTelemetry()
+        try:
+            async with asyncio.TaskGroup() as group:
+                writer = group.create_task(self._write(call), name="agent push writer")
+                error = await self._read(call)
+                writer.cancel()
+        finally:
+            call.cancel()
+        return error
+
+    async def _write(self, call: _Call) -> None:
+        try:
+            await call.write(monitor_api.StreamTelemetryRequest(hello=self._hello))
+            with self._sampler.snapshots.subscribe() as subscription:
+                await self._sampler.get(max_age=0.0)
+                while True:
+                    snapshot, _ = await subscription.get()
+                    message = to_snapshot(snapshot, self._clock.now())
+                    await call.write(monitor_api.StreamTelemetryRequest(snapshot=message))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # grpc.aio raises the latter where the fleet has ended the stream already. The reader learns why.
+            return
+
+    async def _read(self, call: _Call) -> GpuscaleError:
+        """Read acknowledgements until the stream ends; returns why it did."""
+        rejected = 0
+        try:
+            with rpc_errors():
+                while True:
+                    async with asyncio.timeout(self._silence):
+                        answer = await call.read()
+                    if not isinstance(answer, monitor_api.StreamTelemetryResponse):
+                        return UnavailableError("the fleet ended the stream", reason="STREAM_ENDED")
+                    self._note(answer, rejected)
+                    rejected = answer.rejected_count
+        except TimeoutError:
+            return DeadlineExceededError("the fleet acknowledges nothing", reason="NO_ACKNOWLEDGEMENT")
+        except GpuscaleError as error:
+            return error
+
+    def _note(self, answer: monitor_api.StreamTelemetryResponse, rejected: int) -> None:
+        if answer.acked_seq < 0:
+            _log.info("streaming to the fleet", node=self._hello.node)
+        else:
+            self._backoff.reset()
+        if answer.rejected_count > rejected:
+            _log.warning(
+                "the fleet rejects snapshots", count=answer.rejected_count, reason=answer.rejected_reason
+            )

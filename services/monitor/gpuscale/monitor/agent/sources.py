@@ -1,0 +1,71 @@
+"""Which GPUs the agent reads: real ones, simulated ones, or whichever the host has."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.monitor.agent.model import GpuSample, Inventory
+from gpuscale.monitor.agent.ports import GpuSource, GpuSourceError
+from gpuscale.monitor.agent.simulated import SimulatedSource
+
+SourceKind = Literal["nvml", "simulated", "auto"]
+
+
+class AutoSource:
+    """Real GPUs if the host has a driver when it is first opened, even one that fails; else simulated ones."""
+
+    def __init__(self, real: GpuSource, simulated: GpuSource) -> None:
+        self._real = real
+        self._simulated = simulated
+        self._chosen: GpuSource | None = None
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the simulated GPUs were chosen; False before the choice."""
+        return self._chosen is self._simulated
+
+    def open(self) -> Inventory:
+        """Choose if that is still to be done, and open.
+
+        Raises:
+            GpuSourceError: there is a driver, and it fails.
+        """
+        if self._chosen is not None:
+            return self._chosen.open()
+        self._chosen = self._real
+        try:
+            return self._real.open()
+        except GpuSourceError as error:
+            if not error.no_driver:
+                raise
+        self._real.close()
+        self._chosen = self._simulated
+        return self._simulated.open()
+
+    def read(self, uuid: str) -> GpuSample:
+        """Read one GPU of the last inventory."""
+        return (self._chosen or self._real).read(uuid)
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        (self._chosen or self._real).close()
+
+
+def make_source(kind: SourceKind, node: str, simulated_count: int, now: Callable[[], float]) -> GpuSource:
+    """The source of that kind.
+
+    Raises:
+        FailedPreconditionError: `nvml` without nvidia-ml-py.
+    """
+    simulated = SimulatedSource(node, simulated_count, now)
+    if kind == "simulated":
+        return simulated
+    try:
+        from gpuscale.monitor.agent.nvml import NvmlSource
+    except ModuleNotFoundError as error:
+        if kind == "auto":
+            return simulated
+        raise FailedPreconditionError(
+            "reading GPUs needs nvidia-ml-py: pip install 'gpuscale[agent]'", reason="NVML_NOT_INSTALLED"
+        ) from error
+    return NvmlSource(now) if kind == "nvml" else AutoSource(NvmlSource(now), simulated)

@@ -1,0 +1,110 @@
+"""The agent over real gRPC: snapshots of simulated GPUs and of this very host."""
+
+import asyncio
+
+import grpc
+import psutil
+import pytest
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.validation import violations
+from gpuscale.common.wire import seconds, to_duration
+from tests.support.monitor import narrow_channel, running_agent
+from tests.support.waiting import eventually
+
+
+def get(max_age: float | None = None) -> monitor_api.GetSnapshotRequest:
+    return monitor_api.GetSnapshotRequest(max_age=None if max_age is None else to_duration(max_age))
+
+
+async def test_a_snapshot_shows_this_host_and_simulated_gpus_that_say_so() -> None:
+    async with running_agent(simulated_gpu_count=3) as agent:
+        await agent.GetSnapshot(get(0.0), timeout=5)
+        await asyncio.sleep(0.3)  # the use of the CPU needs a span of time
+        snapshot = (await agent.GetSnapshot(get(0.0), timeout=5)).snapshot
+    assert violations(snapshot) == []
+    assert snapshot.node == "alpha"
+    assert snapshot.simulated
+    assert [gpu.index for gpu in snapshot.gpus] == [0, 1, 2]
+    assert all(gpu.simulated and gpu.uuid.startswith("SIM-") for gpu in snapshot.gpus)
+    assert {gpu.state for gpu in snapshot.gpus} == {types_api.GpuState.GPU_STATE_OK}
+    host = snapshot.host_reading
+    assert host.memory_total_bytes == psutil.virtual_memory().total
+    assert host.cpu_count == psutil.cpu_count()
+    assert host.HasField("cpu_percent")
+    assert host.HasField("load_1m")
+    assert snapshot.host.boot_id
+    assert snapshot.host.hostname
+    assert not snapshot.host.driver_version
+    assert snapshot.gpu_problem == ""
+
+
+async def test_max_age_decides_whether_a_new_reading_is_taken() -> None:
+    async with running_agent(period_seconds=60.0) as agent:
+        first = (await agent.GetSnapshot(get(), timeout=5)).snapshot
+        same = (await agent.GetSnapshot(get(), timeout=5)).snapshot
+        new = (await agent.GetSnapshot(get(0.0), timeout=5)).snapshot
+    assert same.seq == first.seq
+    assert seconds(same.age) > 0
+    assert new.seq == first.seq + 1
+    assert new.epoch == first.epoch
+
+
+async def test_a_watch_begins_with_the_newest_snapshot_and_goes_on_with_each() -> None:
+    async with running_agent() as agent:
+        await agent.GetSnapshot(get(), timeout=5)
+        call = agent.WatchSnapshots(monitor_api.WatchSnapshotsRequest(), timeout=10)
+        seqs: list[int] = []
+        async for message in call:
+            seqs.append(message.snapshot.seq)
+            assert message.dropped_count == 0
+            if len(seqs) == 4:
+                break
+        call.cancel()
+    assert seqs == list(range(seqs[0], seqs[0] + 4))
+
+
+async def test_a_watcher_that_never_reads_misses_snapshots_and_delays_nobody() -> None:
+    many = {"simulated_gpu_count": 300, "period_seconds": 0.1}
+    async with running_agent(channel_to=narrow_channel, **many) as agent:
+        call = agent.WatchSnapshots(monitor_api.WatchSnapshotsRequest(), timeout=60)
+        first = await call.read()
+        assert isinstance(first, monitor_api.WatchSnapshotsResponse)
+        seq = first.snapshot.seq
+
+        async def far_ahead() -> bool:
+            return (await agent.GetSnapshot(get(), timeout=5)).snapshot.seq > seq + 20
+
+        await eventually(far_ahead, timeout=30.0)
+        dropped = 0
+        while dropped == 0:
+            message = await call.read()
+            assert isinstance(message, monitor_api.WatchSnapshotsResponse)
+            dropped = message.dropped_count
+            assert message.snapshot.seq == seq + 1 + dropped
+            seq = message.snapshot.seq
+        assert dropped > 5
+        call.cancel()
+
+
+@pytest.mark.parametrize("max_age", [-1.0, 3601.0])
+async def test_a_max_age_beyond_the_rules_is_refused(max_age: float) -> None:
+    async with running_agent() as agent:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await agent.GetSnapshot(get(max_age), timeout=5)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_where_no_driver_is_auto_means_simulated_and_nvml_means_a_problem() -> None:
+    """Without GPUs the host is served all the same."""
+    async with running_agent(source="auto") as agent:
+        snapshot = (await agent.GetSnapshot(get(), timeout=5)).snapshot
+        assert snapshot.simulated
+        assert len(snapshot.gpus) == 4
+    async with running_agent(source="nvml") as agent:
+        snapshot = (await agent.GetSnapshot(get(), timeout=5)).snapshot
+        assert not snapshot.simulated
+        assert list(snapshot.gpus) == []
+        assert snapshot.gpu_problem == "NVML: NVML Shared Library Not Found"
+        assert snapshot.host_reading.memory_total_bytes > 0

@@ -1,0 +1,278 @@
+"""The fleet over real gRPC: streams as agents send them, lists, and watches."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+import pytest
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.auth import Authenticator, Principal, Role
+from gpuscale.common.wire import seconds, to_duration
+from gpuscale.monitor.fleet import servicer
+from tests.support.monitor import RunningFleet, narrow_channel, running_fleet
+from tests.support.monitor_values import epoch_id, gpu, hello, snapshot, telemetry
+
+Call = grpc.aio.StreamStreamCall[monitor_api.StreamTelemetryRequest, monitor_api.StreamTelemetryResponse]
+ONLINE = monitor_api.NodeState.NODE_STATE_ONLINE
+STALE = monitor_api.NodeState.NODE_STATE_STALE
+OFFLINE = monitor_api.NodeState.NODE_STATE_OFFLINE
+
+
+@pytest.fixture
+async def fleet() -> AsyncGenerator[RunningFleet, None]:
+    async with running_fleet() as one:
+        yield one
+
+
+async def answer(call: Call) -> monitor_api.StreamTelemetryResponse:
+    async with asyncio.timeout(10):
+        found = await call.read()
+    assert isinstance(found, monitor_api.StreamTelemetryResponse)
+    return found
+
+
+async def ended(call: Call) -> grpc.StatusCode:
+    """Wait for the end of a stream; its status."""
+    async with asyncio.timeout(10):
+        return await call.code()
+
+
+@asynccontextmanager
+async def streaming(fleet: RunningFleet, node: str = "alpha", epoch: int = 1) -> AsyncGenerator[Call, None]:
+    """A stream whose Hello was acknowledged."""
+    call = fleet.stub.StreamTelemetry()
+    await call.write(telemetry(hello(node, epoch=epoch)))
+    first = await answer(call)
+    assert (first.acked_seq, first.rejected_count, first.rejected_reason) == (-1, 0, "")
+    try:
+        yield call
+    finally:
+        call.cancel()
+
+
+async def test_a_snapshot_is_acknowledged_and_shown(fleet: RunningFleet) -> None:
+    async with streaming(fleet) as call:
+        await call.write(telemetry(snapshot(seq=7)))
+        assert (await answer(call)).acked_seq == 7
+        node = await fleet.node("alpha")
+        assert node.state == ONLINE
+        assert node.snapshot.seq == 7
+        assert node.agent_version == "1.2.3"
+    await fleet.until("alpha", OFFLINE)
+
+
+async def test_a_refused_snapshot_is_told_and_the_stream_goes_on(fleet: RunningFleet) -> None:
+    async with streaming(fleet) as call:
+        bad = gpu()
+        bad.reading.utilization_percent = float("nan")
+        await call.write(telemetry(snapshot(seq=1, gpus=(bad,))))
+        refused = await answer(call)
+        assert (refused.acked_seq, refused.rejected_count) == (-1, 1)
+        assert "utilization_percent" in refused.rejected_reason
+        await call.write(telemetry(snapshot(seq=2)))
+        assert (await answer(call)).acked_seq == 2
+        assert (await fleet.node("alpha")).rejected_count == 1
+
+
+async def test_an_agent_that_ends_its_stream_gets_ok_and_its_node_is_offline(fleet: RunningFleet) -> None:
+    async with streaming(fleet) as call:
+        await call.done_writing()
+        assert await ended(call) is grpc.StatusCode.OK
+        await fleet.until("alpha", OFFLINE)
+
+
+async def test_a_newer_run_ends_the_older_stream_at_once_with_aborted(fleet: RunningFleet) -> None:
+    async with streaming(fleet, epoch=1) as old, streaming(fleet, epoch=2) as new:
+        assert await ended(old) is grpc.StatusCode.ABORTED
+        await new.write(telemetry(snapshot(epoch=2)))
+        await answer(new)
+        assert (await fleet.node("alpha")).snapshot.epoch == epoch_id(2)
+        late = fleet.stub.StreamTelemetry()
+        await late.write(telemetry(hello(epoch=1)))
+        assert await ended(late) is grpc.StatusCode.ABORTED
+        assert (await fleet.node("alpha")).state == ONLINE
+
+
+@pytest.mark.parametrize(
+    ("first", "status"),
+    [
+        (telemetry(snapshot()), grpc.StatusCode.FAILED_PRECONDITION),
+        (monitor_api.StreamTelemetryRequest(), grpc.StatusCode.FAILED_PRECONDITION),
+        (telemetry(hello("Not An Id")), grpc.StatusCode.INVALID_ARGUMENT),
+        (telemetry(monitor_api.Hello(node="alpha", epoch="1")), grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+    ids=["snapshot", "empty", "bad node", "bad epoch"],
+)
+async def test_a_stream_must_begin_with_a_proper_hello(
+    fleet: RunningFleet, first: monitor_api.StreamTelemetryRequest, status: grpc.StatusCode
+) -> None:
+    call = fleet.stub.StreamTelemetry()
+    await call.write(first)
+    assert await ended(call) is status
+    assert list((await fleet.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=5)).nodes) == []
+
+
+async def test_a_stream_that_ends_before_hello_is_refused(fleet: RunningFleet) -> None:
+    call = fleet.stub.StreamTelemetry()
+    await call.done_writing()
+    assert await ended(call) is grpc.StatusCode.FAILED_PRECONDITION
+
+
+class AsAgent(Authenticator):
+    """Everybody is the agent of node alpha."""
+
+    def identify(self, context: object) -> Principal:
+        return Principal("alpha", Role.AGENT, "token")
+
+
+async def test_an_agent_may_report_for_the_node_of_its_name_only() -> None:
+    async with running_fleet(authenticator=AsAgent()) as fleet, streaming(fleet, "alpha"):
+        call = fleet.stub.StreamTelemetry()
+        await call.write(telemetry(hello("beta")))
+        assert await ended(call) is grpc.StatusCode.PERMISSION_DENIED
+        listed = await fleet.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=5)
+        assert [node.name for node in listed.nodes] == ["nodes/alpha"]
+
+
+async def test_nodes_are_listed_by_id_in_pages(fleet: RunningFleet) -> None:
+    for node in ("c", "a", "b"):
+        async with streaming(fleet, node):
+            pass
+    first = await fleet.stub.ListNodes(monitor_api.ListNodesRequest(page_size=2), timeout=5)
+    rest = await fleet.stub.ListNodes(
+        monitor_api.ListNodesRequest(page_size=2, page_token=first.next_page_token), timeout=5
+    )
+    assert [node.name for node in (*first.nodes, *rest.nodes)] == ["nodes/a", "nodes/b", "nodes/c"]
+    assert rest.next_page_token == ""
+
+
+async def test_an_unknown_node_is_not_found(fleet: RunningFleet) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as missing:
+        await fleet.node("nowhere")
+    assert missing.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def watch(
+    fleet: RunningFleet, min_interval: float = 0.0
+) -> grpc.aio.UnaryStreamCall[monitor_api.WatchNodesRequest, monitor_api.WatchNodesResponse]:
+    request = monitor_api.WatchNodesRequest(min_interval=to_duration(min_interval))
+    return fleet.stub.WatchNodes(request, timeout=60)
+
+
+async def changes(
+    call: grpc.aio.UnaryStreamCall[monitor_api.WatchNodesRequest, monitor_api.WatchNodesResponse],
+) -> monitor_api.WatchNodesResponse:
+    async with asyncio.timeout(10):
+        found = await call.read()
+    assert isinstance(found, monitor_api.WatchNodesResponse)
+    return found
+
+
+async def test_a_watch_begins_with_every_node_even_if_there_is_none(fleet: RunningFleet) -> None:
+    call = watch(fleet)
+    first = await changes(call)
+    assert first.full
+    assert list(first.nodes) == []
+    async with streaming(fleet, "beta"):
+        second = await changes(call)
+        assert not second.full
+        assert [node.name for node in second.nodes] == ["nodes/beta"]
+        again = await changes(watch(fleet))
+        assert again.full
+        assert [node.name for node in again.nodes] == ["nodes/beta"]
+    call.cancel()
+
+
+async def test_many_nodes_come_in_parts_and_the_last_part_says_so(
+    fleet: RunningFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once would be more than one message may hold."""
+    monkeypatch.setattr(servicer, "NODES_PER_MESSAGE", 2)
+    async with AsyncExitStack() as stack:
+        for node in "abcde":
+            await stack.enter_async_context(streaming(fleet, node))
+        call = watch(fleet)
+        parts = [await changes(call) for _ in range(3)]
+        call.cancel()
+    assert [part.full for part in parts] == [False, False, True]
+    assert [node.name[-1] for part in parts for node in part.nodes] == list("abcde")
+
+
+async def test_the_first_round_of_a_large_fleet_comes_in_parts(
+    fleet: RunningFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes in one message would pass the limit of a message's size at about 2,000 nodes."""
+    monkeypatch.setattr("gpuscale.monitor.fleet.servicer.NODES_PER_MESSAGE", 2)
+    async with streaming(fleet, "a"), streaming(fleet, "b"), streaming(fleet, "c"):
+        call = watch(fleet)
+        parts = [await changes(call), await changes(call)]
+        assert [[node.name for node in part.nodes] for part in parts] == [["nodes/a", "nodes/b"], ["nodes/c"]]
+        assert [part.full for part in parts] == [False, True]
+        call.cancel()
+
+
+async def test_a_node_that_falls_silent_reaches_watchers_as_stale_by_time_alone(fleet: RunningFleet) -> None:
+    async with streaming(fleet) as stream:
+        call = watch(fleet)
+        await changes(call)
+        await stream.write(telemetry(snapshot(period=0.2)))
+        seen = (await changes(call)).nodes[0]
+        assert seen.state == ONLINE
+        assert seen.snapshot.gpus[0].state == types_api.GpuState.GPU_STATE_OK
+        seen = (await changes(call)).nodes[0]
+        assert seen.state == STALE
+        assert seen.snapshot.gpus[0].state == types_api.GpuState.GPU_STATE_STALE
+        assert seconds(seen.snapshot.age) > 0.6
+        await stream.write(telemetry(snapshot(seq=2, period=0.2)))
+        assert (await changes(call)).nodes[0].state == ONLINE
+    call.cancel()
+
+
+async def test_min_interval_bounds_how_often_a_watcher_is_told(fleet: RunningFleet) -> None:
+    async with streaming(fleet) as stream:
+        call = watch(fleet, min_interval=0.5)
+        await changes(call)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for seq in range(1, 31):
+            await stream.write(telemetry(snapshot(seq=seq)))
+        first = await changes(call)
+        assert loop.time() - began >= 0.4
+        assert first.nodes[0].snapshot.seq == 30, "the newest, once"
+    call.cancel()
+
+
+async def test_a_watcher_that_never_reads_gets_the_newest_state_in_the_end(fleet: RunningFleet) -> None:
+    """And delays neither the agents nor the other watchers."""
+    last = 40
+    gpus = tuple(gpu(f"GPU-{number}") for number in range(300))
+    async with streaming(fleet) as stream, narrow_channel(fleet.address) as narrow:
+        request = monitor_api.WatchNodesRequest()
+        idle = monitor_api.FleetServiceStub(narrow).WatchNodes(request, timeout=60)
+        quick = watch(fleet)
+        await changes(idle)
+        await changes(quick)
+        for seq in range(1, last + 1):
+            await stream.write(telemetry(snapshot(seq=seq, gpus=gpus)))
+            while (await changes(quick)).nodes[0].snapshot.seq < seq:
+                pass
+        seqs: list[int] = []
+        while not seqs or seqs[-1] < last:
+            seqs.append((await changes(idle)).nodes[0].snapshot.seq)
+        assert seqs == sorted(set(seqs))
+        assert len(seqs) < last / 2, "what it missed is not kept"
+        idle.cancel()
+        quick.cancel()
+
+
+async def test_nothing_is_kept_of_watchers_that_left(fleet: RunningFleet) -> None:
+    calls = [watch(fleet) for _ in range(20)]
+    for call in calls:
+        await changes(call)
+        call.cancel()
+    async with streaming(fleet) as stream:
+        await stream.write(telemetry(snapshot()))
+        assert (await answer(stream)).acked_seq == 1

@@ -1,0 +1,272 @@
+"""The owner of the GPU source: nobody waits for a GPU that is silent, and a source that broke is opened again."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gpuscale.common.clock import SystemClock
+from gpuscale.monitor.agent.gpus import Gpus
+from gpuscale.monitor.agent.model import GpuReading, GpuState, GpuView, ReadingStatus
+from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.agent.staleness import Deadlines
+from gpuscale.monitor.agent.worker import WorkerDiedError
+from tests.support.monitor import FakeGpus
+from tests.support.monitor_values import identity, sample
+from tests.support.waiting import eventually
+
+FIRST, SECOND = identity(0).uuid, identity(1).uuid
+
+
+class Clock(SystemClock):
+    """The real clock, which a test can put forward."""
+
+    ahead = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead
+
+
+class Rig:
+    """Gpus over a fake source."""
+
+    def __init__(self, source: FakeGpus) -> None:
+        self.source = source
+        self.clock = Clock()
+        self.gpus = Gpus(source, self.clock, Deadlines(soft=2.0, hard=10.0))
+
+    async def refresh(self, wait: float = 5.0) -> float:
+        """One round; returns the seconds that it took."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await self.gpus.refresh(began + wait)
+        return loop.time() - began
+
+    def view(self, uuid: str) -> GpuView:
+        return next(one for one in self.gpus.views() if one.identity.uuid == uuid)
+
+    async def until(self, uuid: str, state: GpuState) -> None:
+        """Refresh until a GPU has that state."""
+
+        async def check() -> bool:
+            await self.refresh()
+            return self.view(uuid).state is state
+
+        await eventually(check)
+
+
+@asynccontextmanager
+async def rig(source: FakeGpus | None = None) -> AsyncGenerator[Rig, None]:
+    one = Rig(source or FakeGpus())
+    try:
+        yield one
+    finally:
+        for gate in one.source.gates.values():
+            gate.set()
+        await one.gpus.close()
+
+
+async def test_the_first_round_opens_the_source_and_reads_every_gpu() -> None:
+    async with rig() as one:
+        await one.refresh()
+        assert [view.state for view in one.gpus.views()] == [GpuState.OK, GpuState.OK]
+        assert one.gpus.driver_version == "1.2.3"
+        assert one.gpus.problem() == ""
+        assert (one.source.opened, one.source.reads) == (1, {FIRST: 1, SECOND: 1})
+    assert one.source.closed == 2, "once before it was opened, once at the end"
+
+
+async def test_a_silent_gpu_delays_one_round_and_no_other() -> None:
+    async with rig() as one:
+        await one.refresh()
+        one.source.block(FIRST)
+        assert await one.refresh(wait=0.2) >= 0.19
+        for _ in range(5):
+            assert await one.refresh(wait=5.0) < 2.0, "it is not waited for again"
+        assert one.source.reads == {FIRST: 2, SECOND: 7}, "no second call is queued on it"
+        assert one.view(SECOND).state is GpuState.OK
+
+
+async def test_a_silent_gpu_becomes_slow_then_hung_then_answers_again() -> None:
+    async with rig() as one:
+        await one.refresh()
+        gate = one.source.block(FIRST)
+        await one.refresh(wait=0.2)
+        one.clock.ahead = 3.0
+        assert one.view(FIRST).state is GpuState.SLOW
+        assert one.view(FIRST).reading.utilization_percent == 10.0
+        one.clock.ahead = 11.0
+        assert one.view(FIRST).state is GpuState.HUNG
+        assert one.view(FIRST).reading.utilization_percent is None
+        assert one.view(SECOND).state is GpuState.OK
+        gate.set()
+        await one.until(FIRST, GpuState.OK)
+        assert one.source.opened == 1
+
+
+async def test_a_gpu_that_does_not_answer_from_the_start_is_no_healthy_gpu() -> None:
+    async with rig() as one:
+        one.source.block(FIRST)
+        await one.refresh(wait=0.1)
+        assert one.view(FIRST).state is GpuState.SLOW
+        assert one.view(SECOND).state is GpuState.OK
+
+
+async def test_a_driver_that_does_not_answer_when_it_is_opened_is_said_and_used_when_it_does() -> None:
+    source = FakeGpus()
+    gate = source.block("open")
+    async with rig(source) as one:
+        assert await one.refresh(wait=0.1) < 2.0
+        assert await one.refresh(wait=0.1) < 2.0
+        one.clock.ahead = 12.0
+        assert one.gpus.problem() == "the driver has not answered for 12 s since it was asked to start"
+        assert one.gpus.views() == ()
+        gate.set()
+
+        async def opened() -> bool:
+            await one.refresh()
+            return one.gpus.problem() == ""
+
+        await eventually(opened)
+        assert source.opened == 1
+        assert len(one.gpus.views()) == 2
+
+
+async def test_without_a_driver_the_problem_is_said_and_a_driver_that_comes_is_found() -> None:
+    source = FakeGpus(problem=GpuSourceError("NVML: Driver Not Loaded", no_driver=True))
+    async with rig(source) as one:
+        await one.refresh()
+        assert one.gpus.problem() == "NVML: Driver Not Loaded"
+        for _ in range(100):
+            await one.refresh()
+        assert source.opened <= 10, "attempts have a backoff"
+        source.problem = None
+        one.clock.ahead = 60.0
+        await one.refresh()
+        assert one.gpus.problem() == ""
+        assert len(one.gpus.views()) == 2
+
+
+async def test_a_driver_that_was_reloaded_is_opened_again_at_once() -> None:
+    async with rig() as one:
+        await one.refresh()
+        one.clock.ahead = 60.0
+        gone = GpuSourceError("NVML: Uninitialized")
+        one.source.errors = {FIRST: gone, SECOND: gone}
+        await one.refresh()
+        view = one.view(FIRST)
+        assert view.state is GpuState.LOST
+        assert view.reading.absent[0].status is ReadingStatus.LOST
+        assert one.gpus.problem() == "NVML: Uninitialized"
+        one.source.errors = {}
+        await one.refresh()
+        assert one.source.opened == 2
+        assert one.view(FIRST).state is GpuState.OK
+        assert one.gpus.problem() == ""
+
+
+async def test_a_driver_that_does_not_come_back_shows_its_gpus_as_lost() -> None:
+    async with rig() as one:
+        await one.refresh()
+        one.clock.ahead = 60.0
+        one.source.errors = {FIRST: GpuSourceError("gone"), SECOND: GpuSourceError("gone")}
+        one.source.problem = GpuSourceError("NVML: Driver Not Loaded")
+        await one.refresh()
+        await one.refresh()
+        assert [view.state for view in one.gpus.views()] == [GpuState.LOST, GpuState.LOST]
+        assert one.gpus.problem() == "NVML: Driver Not Loaded"
+        assert one.gpus.driver_version == ""
+
+
+async def test_one_lost_gpu_is_not_reason_enough_to_take_the_others_away() -> None:
+    async with rig() as one:
+        await one.refresh()
+        one.source.samples[FIRST] = sample(state=GpuState.LOST)
+        for ahead in (60.0, 120.0, 180.0):
+            one.clock.ahead = ahead
+            await one.refresh()
+        assert one.source.opened == 1
+        one.clock.ahead = 400.0
+        await one.refresh()
+        assert one.source.opened == 2, "only now and then"
+
+
+async def test_a_gpu_of_which_nothing_can_be_read_counts_as_lost_with_its_handle() -> None:
+    """Old handles after a reload fail with whatever error: recovery does not depend on which."""
+    async with rig(FakeGpus(gpus=[identity(0)])) as one:
+        await one.refresh()
+        one.clock.ahead = 60.0
+        broken = GpuReading.nothing(ReadingStatus.ERROR, "Unknown Error")
+        one.source.samples[FIRST] = sample(state=GpuState.DEGRADED)
+        await one.refresh()
+        await one.refresh()
+        assert one.source.opened == 1
+        one.source.samples[FIRST] = type(sample())(GpuState.DEGRADED, broken)
+        await one.refresh()
+        del one.source.samples[FIRST]
+        await one.refresh()
+        assert one.source.opened == 2
+        assert one.view(FIRST).state is GpuState.OK
+
+
+async def test_the_source_is_not_opened_again_while_a_call_is_out() -> None:
+    async with rig() as one:
+        await one.refresh()
+        one.clock.ahead = 60.0
+        gate = one.source.block(FIRST)
+        one.source.errors[SECOND] = GpuSourceError("NVML: Uninitialized")
+        await one.refresh(wait=0.1)
+        one.source.errors[FIRST] = GpuSourceError("NVML: Uninitialized")
+        await one.refresh(wait=0.1)
+        assert one.source.opened == 1
+        gate.set()
+        one.source.gates.clear()
+        await eventually(lambda: one.view(FIRST).state is GpuState.LOST)
+        one.source.errors.clear()
+        await one.until(FIRST, GpuState.OK)
+        assert one.source.opened == 2
+
+
+async def test_a_gpu_that_the_driver_no_longer_lists_stays_visible_as_lost_and_may_come_back() -> None:
+    async with rig() as one:
+        await one.refresh()
+        one.clock.ahead = 60.0
+        both, one.source.gpus = one.source.gpus, one.source.gpus[:1]
+        one.source.errors = {FIRST: GpuSourceError("reloaded"), SECOND: GpuSourceError("reloaded")}
+        await one.refresh()
+        one.source.errors = {}
+        await one.refresh()
+        assert one.view(FIRST).state is GpuState.OK
+        assert one.view(SECOND).state is GpuState.LOST
+        assert one.gpus.problem() == ""
+        one.source.gpus = both
+        one.source.errors = {FIRST: GpuSourceError("reloaded")}
+        one.clock.ahead = 120.0
+        await one.refresh()
+        one.source.errors = {}
+        one.clock.ahead = 180.0
+        await one.refresh()
+        assert one.view(SECOND).state is GpuState.OK
+
+
+async def test_a_bug_in_a_source_ends_the_reading_and_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    async with rig() as one:
+        one.source.errors[FIRST] = ZeroDivisionError("a bug")
+        with pytest.raises(WorkerDiedError):
+            await one.refresh()
+        await eventually(lambda: [one.exc_type for one in seen] == [ZeroDivisionError])
+
+
+async def test_closing_does_not_wait_for_a_call_that_is_out() -> None:
+    one = Rig(FakeGpus())
+    await one.refresh()
+    gate = one.source.block(FIRST)
+    await one.refresh(wait=0.0)
+    async with asyncio.timeout(2.0):
+        await one.gpus.close()
+    assert one.source.closed == 1, "the driver is not shut down under a call"
+    gate.set()

@@ -1,0 +1,69 @@
+"""The two programs as processes of their own."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.channel import open_channel
+from tests.support.monitor import RunningFleet
+from tests.support.ports import free_port
+
+Started = list[subprocess.Popen[str]]
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    processes: Started = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def start(started: Started, program: str, *flags: str) -> subprocess.Popen[str]:
+    code = f"from gpuscale.monitor.{program}.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    started.append(process)
+    return process
+
+
+async def test_agent_and_fleet_run_find_each_other_and_end_cleanly(started: Started) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    fleet = start(started, "fleet", "--listen", address)
+    flags = ("--listen", "127.0.0.1:0", "--node", "alpha", "--source", "simulated")
+    agent = start(started, "agent", *flags, "--fleet-address", address)
+    async with open_channel(address) as channel:
+        stub = monitor_api.FleetServiceStub(channel)
+        running = RunningFleet(address, stub)
+        await running.until_up()
+        node = await running.until("alpha", monitor_api.NodeState.NODE_STATE_ONLINE)
+        assert node.snapshot.simulated
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(10) == 0
+        await running.until("alpha", monitor_api.NodeState.NODE_STATE_OFFLINE)
+    fleet.send_signal(signal.SIGTERM)
+    assert fleet.wait(10) == 0
+    assert fleet.communicate()[0] == agent.communicate()[0] == "", "stdout stays empty"
+
+
+@pytest.mark.parametrize("program", ["agent", "fleet"])
+def test_an_unknown_flag_is_named(started: Started, program: str) -> None:
+    process = start(started, program, "--no-such-flag")
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "--no-such-flag" in stderr
+
+
+def test_an_address_that_is_taken_is_said(started: Started) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    first = start(started, "fleet", "--listen", address)
+    assert first.stderr is not None
+    assert "fleet serves" in first.stderr.readline()
+    _, stderr = start(started, "fleet", "--listen", address).communicate(timeout=30)
+    assert stderr.splitlines()[-1] == f"gpuscale-fleet: error: another program listens on {address}"

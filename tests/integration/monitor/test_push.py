@@ -1,0 +1,211 @@
+"""The agent's stream to the fleet: it comes back after everything, and a run that was replaced stays away."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+import grpc
+import pytest
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.server import Registration
+from gpuscale.monitor.agent import push
+from tests.support.monitor import running_agent, running_fleet, serve
+from tests.support.ports import free_port
+from tests.support.waiting import eventually
+
+ONLINE = monitor_api.NodeState.NODE_STATE_ONLINE
+OFFLINE = monitor_api.NodeState.NODE_STATE_OFFLINE
+SERVICE = "gpuscale.api.monitor.v1.FleetService"
+
+
+async def test_an_agents_snapshots_reach_the_fleet_each_period() -> None:
+    async with running_fleet() as fleet, running_agent(fleet.address):
+        first = await fleet.until("alpha", ONLINE)
+        later = await fleet.until("alpha", ONLINE, above_seq=first.snapshot.seq + 3)
+        assert later.rejected_count == 0
+        assert later.snapshot.simulated
+        assert len(later.snapshot.gpus) == 4
+        assert later.agent_version
+
+
+async def test_an_agent_that_stops_is_offline_at_once() -> None:
+    async with running_fleet() as fleet:
+        async with running_agent(fleet.address):
+            await fleet.until("alpha", ONLINE)
+        node = await fleet.until("alpha", OFFLINE)
+        assert node.snapshot.seq > 0
+
+
+async def test_an_agent_finds_a_fleet_that_comes_later_and_one_that_was_restarted() -> None:
+    """Nothing of the agent's is lost in between but snapshots; none of its numbers goes back."""
+    listen = f"127.0.0.1:{free_port()}"
+    async with running_agent(listen) as agent:
+        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=5)
+        seq = -1
+        for _ in range(2):
+            async with running_fleet(listen=listen) as fleet:
+                node = await fleet.until("alpha", ONLINE, above_seq=seq)
+                assert node.rejected_count == 0
+                seq = node.snapshot.seq
+
+
+async def test_the_newer_of_two_agents_of_one_node_wins_and_the_older_keeps_away() -> None:
+    async with running_fleet() as fleet, AsyncExitStack() as stack:
+        await stack.enter_async_context(running_agent(fleet.address))
+        old = await fleet.until("alpha", ONLINE)
+        await stack.enter_async_context(running_agent(fleet.address))
+
+        async def replaced() -> str:
+            node = await fleet.node("alpha")
+            return node.snapshot.epoch if node.snapshot.epoch != old.snapshot.epoch else ""
+
+        epoch = await eventually(replaced)
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            node = await fleet.node("alpha")
+            assert (node.snapshot.epoch, node.state) == (epoch, ONLINE)
+
+
+class ScriptedFleet(monitor_api.FleetServiceServicer):
+    """A fleet that ends streams as the test says, and counts them."""
+
+    def __init__(self) -> None:
+        self.hellos = 0
+        self.snapshots: list[int] = []
+        self.status: grpc.StatusCode | None = None
+        self.after = 0
+
+    async def StreamTelemetry(
+        self,
+        request_iterator: AsyncIterator[monitor_api.StreamTelemetryRequest],
+        context: grpc.aio.ServicerContext[
+            monitor_api.StreamTelemetryRequest, monitor_api.StreamTelemetryResponse
+        ],
+    ) -> AsyncGenerator[monitor_api.StreamTelemetryResponse, None]:
+        taken = 0
+        async for request in request_iterator:
+            if request.HasField("hello"):
+                self.hellos += 1
+                yield monitor_api.StreamTelemetryResponse(acked_seq=-1)
+            else:
+                self.snapshots.append(request.snapshot.seq)
+                taken += 1
+                yield monitor_api.StreamTelemetryResponse(acked_seq=request.snapshot.seq)
+            if self.status is not None and taken >= self.after:
+                await context.abort(self.status, "as the test wants")
+
+    async def ListNodes(self, request: object, context: object) -> monitor_api.ListNodesResponse:
+        raise NotImplementedError
+
+    async def GetNode(self, request: object, context: object) -> monitor_api.GetNodeResponse:
+        raise NotImplementedError
+
+    async def WatchNodes(
+        self, request: object, context: object
+    ) -> AsyncGenerator[monitor_api.WatchNodesResponse, None]:
+        raise NotImplementedError
+        yield
+
+
+@asynccontextmanager
+async def scripted(fleet: ScriptedFleet) -> AsyncGenerator[str, None]:
+    add = partial(monitor_api.add_FleetServiceServicer_to_server, fleet)
+    async with serve(Registration(SERVICE, add)) as address:
+        yield address
+
+
+@pytest.fixture
+def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "Backoff", partial(push.Backoff, initial=0.02, cap=0.05))
+
+
+@pytest.mark.usefixtures("quick_backoff")
+@pytest.mark.parametrize(
+    "status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED]
+)
+async def test_a_stream_that_the_fleet_ends_is_opened_again(status: grpc.StatusCode) -> None:
+    """Also where the end is seen while writing, which grpc.aio reports as InvalidStateError."""
+    fleet = ScriptedFleet()
+    fleet.status, fleet.after = status, 1
+    async with scripted(fleet) as address, running_agent(address, period_seconds=0.1):
+        await eventually(lambda: fleet.hellos >= 4)
+    assert fleet.snapshots == sorted(set(fleet.snapshots)), "each stream begins with a new snapshot"
+
+
+@pytest.mark.usefixtures("quick_backoff")
+@pytest.mark.parametrize("status", [grpc.StatusCode.ABORTED, grpc.StatusCode.PERMISSION_DENIED])
+async def test_an_agent_that_is_not_wanted_does_not_try_again_soon(status: grpc.StatusCode) -> None:
+    fleet = ScriptedFleet()
+    fleet.status = status
+    async with scripted(fleet) as address, running_agent(address, period_seconds=0.1) as agent:
+        await eventually(lambda: fleet.hellos == 1)
+        await asyncio.sleep(0.5)
+        assert fleet.hellos == 1
+        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=5)
+
+
+@pytest.mark.usefixtures("quick_backoff")
+async def test_a_fleet_that_acknowledges_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "SILENCE_SECONDS", 0.2)
+
+    class Mute(ScriptedFleet):
+        async def StreamTelemetry(
+            self,
+            request_iterator: AsyncIterator[monitor_api.StreamTelemetryRequest],
+            context: grpc.aio.ServicerContext[
+                monitor_api.StreamTelemetryRequest, monitor_api.StreamTelemetryResponse
+            ],
+        ) -> AsyncGenerator[monitor_api.StreamTelemetryResponse, None]:
+            async for request in request_iterator:
+                self.hellos += request.HasField("hello")
+            return
+            yield
+
+    fleet = Mute()
+    async with scripted(fleet) as address, running_agent(address, period_seconds=0.1):
+        await eventually(lambda: fleet.hellos >= 2)
+
+
+class EndedCall:
+    """A call whose end the writer meets first: grpc.aio raises InvalidStateError there, not AioRpcError."""
+
+    def __init__(self) -> None:
+        self.writes = 0
+        self.written = asyncio.Event()
+
+    async def write(self, message: object) -> None:
+        self.writes += 1
+        self.written.set()
+        raise asyncio.InvalidStateError("RPC already finished")
+
+    async def read(self) -> object:
+        await self.written.wait()
+        await asyncio.sleep(0.05)
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "the fleet restarts"
+        )
+
+    def cancel(self) -> bool:
+        return False
+
+
+@pytest.mark.usefixtures("quick_backoff")
+async def test_a_write_on_a_stream_that_has_ended_is_no_end_of_the_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[EndedCall] = []
+
+    class Stub:
+        def __init__(self, channel: object) -> None: ...
+
+        def StreamTelemetry(self) -> EndedCall:
+            calls.append(EndedCall())
+            return calls[-1]
+
+    monkeypatch.setattr(push.monitor_api, "FleetServiceStub", Stub)
+    async with running_agent("127.0.0.1:1") as agent:
+        await eventually(lambda: len(calls) >= 3)
+        assert {call.writes for call in calls[:2]} == {1}
+        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=5)

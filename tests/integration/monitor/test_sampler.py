@@ -1,0 +1,165 @@
+"""The reading loop: one reading at a time, shared by whoever needs one."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from gpuscale.common.lifecycle import TaskScope
+from gpuscale.monitor.agent.model import HostIdentity, HostReading, Snapshot
+from gpuscale.monitor.agent.sampler import Sampler
+from gpuscale.monitor.agent.watch import Broadcast
+from tests.support.monitor_values import epoch_id
+
+FIRST = Snapshot(
+    node="alpha",
+    epoch=epoch_id(1),
+    seq=0,
+    taken_at=0.0,
+    sample_time=datetime(2026, 1, 1, tzinfo=UTC),
+    period=1.0,
+    host=HostIdentity("alpha", "", ""),
+    host_reading=HostReading(),
+    host_read_at=None,
+)
+
+
+class LoopClock:
+    """The time of the loop, which the tests make virtual."""
+
+    boot_id = "boot"
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def wall(self) -> datetime:
+        return datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Readings:
+    """Readings that take some time, and are counted."""
+
+    def __init__(self, takes: float = 0.0) -> None:
+        self.takes = takes
+        self.times: list[float] = []
+
+    async def collect(self) -> Snapshot:
+        loop = asyncio.get_running_loop()
+        self.times.append(round(loop.time(), 3))
+        await asyncio.sleep(self.takes)
+        return replace(FIRST, seq=len(self.times), taken_at=loop.time())
+
+
+@asynccontextmanager
+async def sampling(readings: Readings, period: float = 1.0) -> AsyncGenerator[Sampler, None]:
+    sampler = Sampler(readings.collect, period, LoopClock())
+    async with TaskScope() as tasks:
+        tasks.spawn("sampler", sampler.run())
+        yield sampler
+
+
+pytestmark = pytest.mark.looptime
+
+
+async def test_it_reads_once_a_period_and_keeps_the_rhythm() -> None:
+    readings = Readings(takes=0.3)
+    async with sampling(readings):
+        await asyncio.sleep(3.5)
+    assert readings.times == [0.0, 1.0, 2.0, 3.0]
+
+
+async def test_a_reading_longer_than_the_period_skips_ticks_and_does_not_pile_up() -> None:
+    readings = Readings(takes=2.5)
+    async with sampling(readings):
+        await asyncio.sleep(7.0)
+    assert readings.times == [0.0, 3.0, 6.0]
+
+
+async def test_a_snapshot_that_is_young_enough_costs_no_reading() -> None:
+    readings = Readings()
+    async with sampling(readings, period=10.0) as sampler:
+        await sampler.get(max_age=5.0)
+        await asyncio.sleep(4.0)
+        assert (await sampler.get(max_age=5.0)).seq == 1
+        assert readings.times == [0.0]
+        await asyncio.sleep(2.0)
+        assert (await sampler.get(max_age=5.0)).seq == 2
+        assert readings.times == [0.0, 6.0]
+
+
+async def test_a_forced_reading_is_new_even_within_one_moment() -> None:
+    readings = Readings()
+    async with sampling(readings, period=10.0) as sampler:
+        assert (await sampler.get(max_age=0.0)).seq == 1
+        assert (await sampler.get(max_age=0.0)).seq == 2
+
+
+async def test_callers_at_the_same_time_share_one_reading() -> None:
+    readings = Readings(takes=0.5)
+    async with sampling(readings, period=10.0) as sampler:
+        await asyncio.sleep(5.0)
+        first = [asyncio.create_task(sampler.get(max_age=0.0)) for _ in range(100)]
+        await asyncio.sleep(0.2)
+        late = [asyncio.create_task(sampler.get(max_age=0.0)) for _ in range(100)]
+        found = {(await task).seq for task in (*first, *late)}
+        assert found == {2}
+        await asyncio.sleep(1.0)
+    assert readings.times == [0.0, 5.0]
+
+
+async def test_a_caller_that_gives_up_takes_the_reading_from_nobody() -> None:
+    async with sampling(Readings(takes=0.5), period=10.0) as sampler:
+        await asyncio.sleep(5.0)
+        impatient, patient = (asyncio.create_task(sampler.get(max_age=0.0)) for _ in range(2))
+        await asyncio.sleep(0.1)
+        impatient.cancel()
+        assert (await patient).seq == 2
+
+
+async def test_however_many_ask_the_driver_has_a_pause_between_readings() -> None:
+    readings = Readings()
+    async with sampling(readings, period=10.0) as sampler:
+        for _ in range(20):
+            await sampler.get(max_age=0.0)
+    assert readings.times == [round(0.1 * number, 3) for number in range(20)]
+
+
+async def test_readings_on_demand_do_not_shift_the_rhythm() -> None:
+    readings = Readings()
+    async with sampling(readings) as sampler:
+        await asyncio.sleep(0.4)
+        await sampler.get(max_age=0.0)
+        await asyncio.sleep(2.0)
+    assert readings.times == [0.0, 0.4, 1.0, 2.0]
+
+
+async def test_subscribers_get_every_snapshot_or_the_newest_and_a_count() -> None:
+    async with sampling(Readings()) as sampler:
+        with sampler.snapshots.subscribe() as quick, sampler.snapshots.subscribe() as slow:
+            seen = [(await quick.get())[0].seq for _ in range(5)]
+            assert seen == [1, 2, 3, 4, 5]
+            snapshot, dropped = await slow.get()
+            assert (snapshot.seq, dropped) == (5, 4)
+            snapshot, dropped = await slow.get()
+            assert (snapshot.seq, dropped) == (6, 0)
+
+
+async def test_a_subscriber_begins_with_the_newest_value_and_leaves_nothing_behind() -> None:
+    broadcast: Broadcast[int] = Broadcast()
+    broadcast.publish(1)
+    broadcast.publish(2)
+    with broadcast.subscribe() as subscription:
+        assert await subscription.get() == (2, 0)
+        assert len(broadcast) == 1
+    assert len(broadcast) == 0
+
+
+async def test_a_subscriber_that_never_reads_holds_one_value() -> None:
+    broadcast: Broadcast[int] = Broadcast()
+    with broadcast.subscribe() as subscription:
+        for number in range(1000):
+            broadcast.publish(number)
+        assert await subscription.get() == (999, 999)

@@ -1,0 +1,156 @@
+"""What is worth asking a GPU, and what becomes of its answers."""
+
+import pytest
+
+from gpuscale.monitor.agent.asking import Asking, Failure, Kept, Unsupported
+from gpuscale.monitor.agent.model import Absent, GpuState, ReadingStatus
+
+NOT_SUPPORTED = Failure(ReadingStatus.NOT_SUPPORTED, "Not Supported")
+NO_PERMISSION = Failure(ReadingStatus.NO_PERMISSION, "Insufficient Permissions")
+UNKNOWN = Failure(ReadingStatus.ERROR, "Unknown Error")
+LOST = Failure(ReadingStatus.LOST, "GPU is lost", GpuState.LOST)
+
+
+class RefusedError(Exception):
+    """What this driver raises."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.detail)
+        self.failure = failure
+
+
+class Question:
+    """A question that counts how often it is asked."""
+
+    def __init__(self, *answers: int | Failure) -> None:
+        self.answers = list(answers)
+        self.asked = 0
+
+    def __call__(self) -> int:
+        self.asked += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Failure):
+            raise RefusedError(answer)
+        return answer
+
+
+def asking(unsupported: Unsupported | None = None, now: float = 0.0) -> Asking[RefusedError]:
+    return Asking(unsupported or Unsupported(), now, RefusedError, lambda error: error.failure)
+
+
+def test_a_number_is_scaled_and_nothing_is_absent() -> None:
+    one = asking()
+    assert one.number("power_watts", Question(71_500), scale=1000, high=1000) == 71.5
+    assert one.absent == ()
+    assert one.state() is GpuState.OK
+
+
+def test_a_failed_question_leaves_its_field_absent_with_the_reason() -> None:
+    one = asking()
+    assert one.number("power_watts", Question(UNKNOWN), high=1000) is None
+    assert one.absent == (Absent("power_watts", ReadingStatus.ERROR, "Unknown Error"),)
+    assert one.state() is GpuState.DEGRADED
+
+
+def test_what_is_not_supported_is_asked_once_for_all_ticks_and_says_nothing_against_the_gpu() -> None:
+    unsupported, question = Unsupported(), Question(NOT_SUPPORTED)
+    for tick in range(3):
+        one = asking(unsupported, now=float(tick))
+        assert one.number("power_watts", question, high=1000) is None
+        assert one.absent[0].status is ReadingStatus.NOT_SUPPORTED
+        assert one.state() is GpuState.OK
+    assert question.asked == 1
+
+
+def test_what_is_not_permitted_is_asked_again_and_says_nothing_against_the_gpu() -> None:
+    unsupported, question = Unsupported(), Question(NO_PERMISSION)
+    for _ in range(2):
+        one = asking(unsupported)
+        one.number("power_watts", question, high=1000)
+        assert one.state() is GpuState.OK
+    assert question.asked == 2
+
+
+def test_a_gpu_that_is_gone_is_asked_nothing_more_in_the_same_tick() -> None:
+    one, second = asking(), Question(5)
+    one.number("temperature_celsius", Question(LOST), high=300)
+    one.number("power_watts", second, high=1000)
+    assert second.asked == 0
+    assert [absent.status for absent in one.absent] == [ReadingStatus.LOST, ReadingStatus.LOST]
+    assert one.state() is GpuState.LOST
+
+
+def test_a_value_that_cannot_be_true_is_absent_and_not_cut_to_the_range() -> None:
+    one = asking()
+    assert one.within("utilization_percent", 4294967295, high=100) is None
+    assert one.absent == (Absent("utilization_percent", ReadingStatus.ERROR, "the driver said 4.29497e+09"),)
+
+
+def test_zero_is_a_value() -> None:
+    one = asking()
+    assert one.number("utilization_percent", Question(0), high=100) == 0.0
+    assert one.absent == ()
+
+
+def keep(
+    kept: Kept[float] | None, question: Question, now: float
+) -> tuple[Kept[float], Asking[RefusedError]]:
+    one = asking(now=now)
+    return one.kept(kept, 30.0, lambda: one.number("power_limit_watts", question, high=1000)), one
+
+
+def test_a_dear_reading_is_kept_until_it_is_due() -> None:
+    question = Question(300, 400)
+    kept, _ = keep(None, question, now=0.0)
+    kept, _ = keep(kept, question, now=29.9)
+    assert (kept.value, question.asked) == (300.0, 1)
+    kept, _ = keep(kept, question, now=30.0)
+    assert (kept.value, question.asked) == (400.0, 2)
+
+
+def test_a_dear_reading_that_is_not_supported_stays_absent_while_it_is_kept() -> None:
+    question = Question(NOT_SUPPORTED)
+    kept, _ = keep(None, question, now=0.0)
+    _, later = keep(kept, question, now=10.0)
+    assert later.absent == (Absent("power_limit_watts", ReadingStatus.NOT_SUPPORTED, "Not Supported"),)
+    assert question.asked == 1
+
+
+def test_a_dear_reading_that_failed_is_asked_again_at_once() -> None:
+    question = Question(UNKNOWN, 300)
+    kept, failed = keep(None, question, now=0.0)
+    assert failed.state() is GpuState.DEGRADED
+    kept, well = keep(kept, question, now=1.0)
+    assert (kept.value, well.state()) == (300.0, GpuState.OK)
+
+
+def test_a_tick_without_any_answer_is_known_as_such() -> None:
+    one = asking()
+    assert one.silence() is None
+    one.number("power_watts", Question(UNKNOWN), high=1000)
+    one.number("temperature_celsius", Question(NOT_SUPPORTED), high=300)
+    assert one.silence() == UNKNOWN
+    one.number("sm_clock_mhz", Question(0), high=3000)
+    assert one.silence() is None
+
+
+def test_a_gpu_that_supports_little_is_not_silent() -> None:
+    one = asking()
+    one.number("power_watts", Question(NOT_SUPPORTED), high=1000)
+    assert one.silence() is None
+
+
+def test_an_answer_that_is_not_believed_counts_as_none() -> None:
+    one, unsupported = asking(), Unsupported()
+    assert asking(unsupported).attempt("processes", lambda: NOT_SUPPORTED) == NOT_SUPPORTED
+    assert asking(unsupported).attempt("processes", lambda: 5) == NOT_SUPPORTED
+    assert one.attempt("processes", lambda: 5) == 5
+
+
+def test_an_error_that_no_gpu_causes_ends_the_tick() -> None:
+    def explain(error: RefusedError) -> Failure:
+        raise LookupError(error.failure.detail)
+
+    one = Asking(Unsupported(), 0.0, RefusedError, explain)
+    with pytest.raises(LookupError, match="Unknown Error"):
+        one.number("power_watts", Question(UNKNOWN), high=1000)

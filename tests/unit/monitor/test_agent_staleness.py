@@ -1,0 +1,63 @@
+"""A GPU that is slow or silent is shown as that, and never with readings that say nothing about it any more."""
+
+import pytest
+
+from gpuscale.monitor.agent.model import GPU_FIELDS, GpuState, ReadingStatus, Timed
+from gpuscale.monitor.agent.staleness import Deadlines, view
+from tests.support.monitor_values import identity, sample
+
+DEADLINES = Deadlines(soft=2.0, hard=10.0)
+READ = Timed(sample(), ordered_at=100.0, read_at=100.1)
+
+
+def test_a_gpu_that_answered_in_time_is_shown_as_it_answered() -> None:
+    shown = view(identity(), READ, ordered_at=None, now=100.5, deadlines=DEADLINES)
+    assert (shown.state, shown.reading, shown.read_at) == (GpuState.OK, READ.value.reading, 100.1)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "state"),
+    [
+        (1.99, GpuState.OK),
+        (2.0, GpuState.SLOW),
+        (9.99, GpuState.SLOW),
+        (10.0, GpuState.HUNG),
+        (1e6, GpuState.HUNG),
+    ],
+)
+def test_a_call_that_is_out_makes_the_gpu_slow_and_then_hung(waiting: float, state: GpuState) -> None:
+    shown = view(identity(), READ, ordered_at=101.0, now=101.0 + waiting, deadlines=DEADLINES)
+    assert shown.state is state
+
+
+def test_a_slow_gpu_keeps_its_last_readings_with_their_time() -> None:
+    shown = view(identity(), READ, ordered_at=101.0, now=105.0, deadlines=DEADLINES)
+    assert shown.reading == READ.value.reading
+    assert shown.read_at == 100.1
+
+
+def test_a_hung_gpu_has_no_readings_and_says_why() -> None:
+    shown = view(identity(), READ, ordered_at=101.0, now=121.0, deadlines=DEADLINES)
+    assert shown.reading.utilization_percent is None
+    assert {absent.field for absent in shown.reading.absent} == set(GPU_FIELDS)
+    assert {absent.status for absent in shown.reading.absent} == {ReadingStatus.TIMEOUT}
+    assert shown.reading.absent[0].detail == "no answer for 20 s"
+
+
+def test_a_gpu_that_took_longer_than_the_soft_deadline_is_slow_until_its_next_reading() -> None:
+    late = Timed(sample(), ordered_at=100.0, read_at=103.0)
+    assert view(identity(), late, ordered_at=None, now=103.5, deadlines=DEADLINES).state is GpuState.SLOW
+    assert view(identity(), READ, ordered_at=None, now=103.5, deadlines=DEADLINES).state is GpuState.OK
+
+
+def test_a_gpu_that_never_answered_is_not_shown_as_healthy() -> None:
+    shown = view(identity(), None, ordered_at=100.0, now=100.1, deadlines=DEADLINES)
+    assert shown.state is GpuState.SLOW
+    assert shown.read_at is None
+    assert len(shown.reading.absent) == len(GPU_FIELDS)
+
+
+@pytest.mark.parametrize("state", [GpuState.LOST, GpuState.RESET_REQUIRED])
+def test_a_gpu_that_is_gone_does_not_become_merely_slow(state: GpuState) -> None:
+    lost = Timed(sample(state=state), ordered_at=100.0, read_at=100.1)
+    assert view(identity(), lost, ordered_at=101.0, now=105.0, deadlines=DEADLINES).state is state

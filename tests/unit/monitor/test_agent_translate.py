@@ -1,0 +1,102 @@
+"""From the agent's values to the contract: absent stays absent, ages are counted to the moment of sending."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.validation import violations
+from gpuscale.common.wire import seconds
+from gpuscale.monitor.agent.model import (
+    GPU_FIELDS,
+    HOST_FIELDS,
+    Absent,
+    GpuProcess,
+    GpuReading,
+    GpuState,
+    GpuView,
+    HostIdentity,
+    HostReading,
+    ReadingStatus,
+    Snapshot,
+)
+from gpuscale.monitor.agent.translate import to_snapshot
+from tests.support.monitor_values import epoch_id, identity
+
+READING = GpuReading(utilization_percent=0.0, processes=(GpuProcess(7, None, "a\x1b[2Jb\n"),))
+SNAPSHOT = Snapshot(
+    node="alpha",
+    epoch=epoch_id(1),
+    seq=7,
+    taken_at=100.0,
+    sample_time=datetime(2026, 1, 1, tzinfo=UTC),
+    period=1.0,
+    host=HostIdentity("alpha.example", "Debian", "boot"),
+    host_reading=HostReading(cpu_percent=12.5, absent=(Absent("load_1m", ReadingStatus.ERROR, "no"),)),
+    host_read_at=99.5,
+    driver_version="550.54.15",
+    gpus=(GpuView(identity(), GpuState.OK, READING, 99.0),),
+)
+
+
+def test_ages_are_those_of_the_moment_of_sending() -> None:
+    message = to_snapshot(SNAPSHOT, now=102.0)
+    assert seconds(message.age) == 2.0
+    assert seconds(message.gpus[0].reading.age) == 3.0
+    assert seconds(message.host_reading.age) == 2.5
+    assert seconds(message.period) == 1.0
+
+
+def test_zero_is_sent_and_what_is_unknown_is_not() -> None:
+    reading = to_snapshot(SNAPSHOT, now=100.0).gpus[0].reading
+    assert reading.HasField("utilization_percent")
+    assert reading.utilization_percent == 0.0
+    assert not reading.HasField("memory_free_bytes")
+    assert not reading.processes[0].HasField("memory_used_bytes")
+
+
+def test_a_gpu_that_was_never_read_has_no_age() -> None:
+    view = GpuView(
+        identity(), GpuState.SLOW, GpuReading.nothing(ReadingStatus.TIMEOUT, "no answer yet"), None
+    )
+    message = to_snapshot(replace(SNAPSHOT, gpus=(view,)), now=100.0).gpus[0]
+    assert message.state == types_api.GpuState.GPU_STATE_SLOW
+    assert not message.reading.HasField("age")
+    assert [absent.field for absent in message.reading.absent_readings] == list(GPU_FIELDS)
+    assert message.reading.absent_readings[0].status == types_api.ReadingStatus.READING_STATUS_TIMEOUT
+
+
+def test_every_field_of_the_model_is_a_field_of_the_contract() -> None:
+    """The names in absent_readings mean something to the reader."""
+    assert set(GPU_FIELDS) <= set(types_api.GpuReading.DESCRIPTOR.fields_by_name)
+    assert set(HOST_FIELDS) <= set(types_api.HostReading.DESCRIPTOR.fields_by_name)
+
+
+def test_every_reading_reaches_the_wire() -> None:
+    full = GpuReading(**dict.fromkeys(GPU_FIELDS, 3) | {"processes": (GpuProcess(1),)})
+    host = HostReading(**dict.fromkeys(HOST_FIELDS, 3))
+    message = to_snapshot(
+        replace(SNAPSHOT, host_reading=host, gpus=(GpuView(identity(), GpuState.OK, full, 1.0),)), now=100.0
+    )
+    sent = {field.name for field, _ in message.gpus[0].reading.ListFields()}
+    assert sent == {*GPU_FIELDS, "age"}
+    assert {field.name for field, _ in message.host_reading.ListFields()} == {*HOST_FIELDS, "age"}
+
+
+def test_what_users_and_drivers_wrote_keeps_to_the_rules_of_the_contract() -> None:
+    """Any user can name a process with control characters; the node must not be refused for it."""
+    long = replace(SNAPSHOT, gpu_problem="x" * 5000 + "\n")
+    message = to_snapshot(long, now=100.0)
+    assert violations(message) == []
+    assert message.gpus[0].reading.processes[0].command == "a?[2Jb?"
+    assert len(message.gpu_problem) == 1024
+
+
+def test_gpus_are_named_by_uuid_and_simulated_ones_flagged() -> None:
+    simulated = replace(identity(), simulated=True)
+    message = to_snapshot(
+        replace(SNAPSHOT, simulated=True, gpus=(GpuView(simulated, GpuState.OK, READING, 1.0),)), now=100.0
+    )
+    assert message.gpus[0].name == "nodes/alpha/gpus/gpu-00000000"
+    assert message.gpus[0].uuid == "GPU-00000000"
+    assert message.simulated
+    assert message.gpus[0].simulated

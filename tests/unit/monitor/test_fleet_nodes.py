@@ -1,0 +1,223 @@
+"""The index of nodes: who reports, what is believed, what watchers are told."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.errors import AbortedError, NotFoundError, ResourceExhaustedError
+from gpuscale.common.wire import seconds, to_datetime
+from gpuscale.monitor.fleet.model import NodeState
+from gpuscale.monitor.fleet.nodes import Nodes, Stream
+from gpuscale.monitor.fleet.translate import to_node
+from tests.support.clock import WALL_START, ManualClock
+from tests.support.monitor_values import gpu, hello, snapshot, telemetry
+
+
+class Fleet:
+    """An index, its clock, and streams that stay open until the test ends them."""
+
+    def __init__(self, max_nodes: int = 100) -> None:
+        self.clock = ManualClock()
+        self.nodes = Nodes(self.clock, max_nodes)
+        self.ended: list[str] = []
+        self._stacks: dict[Stream, ExitStack] = {}
+
+    def connect(self, node: str = "alpha", epoch: int = 1, started_at: int | None = None) -> Stream:
+        stack = ExitStack()
+        message = hello(node, epoch=epoch, started_at=started_at)
+        stream = stack.enter_context(
+            self.nodes.connected(message, lambda: self.ended.append(f"{node} {epoch}"))
+        )
+        self._stacks[stream] = stack
+        return stream
+
+    def close(self, stream: Stream) -> None:
+        self._stacks[stream].close()
+
+    def send(self, stream: Stream, message: types_api.Snapshot) -> bool:
+        return self.nodes.take(stream, telemetry(message))
+
+    def state(self, node: str = "alpha") -> NodeState:
+        return self.nodes.get(node).state(self.clock.now())
+
+    def node(self, node: str = "alpha") -> monitor_api.Node:
+        return to_node(self.nodes.get(node), self.clock.now())
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def test_a_node_is_stale_until_its_first_snapshot_then_online(fleet: Fleet) -> None:
+    stream = fleet.connect()
+    assert fleet.state() is NodeState.STALE
+    assert not fleet.node().HasField("snapshot")
+    assert fleet.send(stream, snapshot(seq=3))
+    assert fleet.state() is NodeState.ONLINE
+    assert stream.acked_seq == 3
+
+
+def test_ages_are_counted_on_and_a_stale_node_shows_stale_gpus(fleet: Fleet) -> None:
+    stream = fleet.connect()
+    fleet.send(stream, snapshot(age=0.5, period=1.0))
+    fleet.clock.advance(2.0)
+    node = fleet.node()
+    assert node.state == monitor_api.NodeState.NODE_STATE_ONLINE
+    assert seconds(node.snapshot.age) == 2.5
+    assert seconds(node.snapshot.gpus[0].reading.age) == 2.25
+    assert seconds(node.snapshot.host_reading.age) == 2.5
+    assert node.snapshot.gpus[0].state == types_api.GpuState.GPU_STATE_OK
+    fleet.clock.advance(1.0)
+    node = fleet.node()
+    assert node.state == monitor_api.NodeState.NODE_STATE_STALE
+    assert node.snapshot.gpus[0].state == types_api.GpuState.GPU_STATE_STALE
+    assert node.snapshot.gpus[0].reading.utilization_percent == 10
+
+
+def test_an_answer_does_not_change_what_is_kept(fleet: Fleet) -> None:
+    fleet.send(fleet.connect(), snapshot())
+    fleet.clock.advance(60.0)
+    assert fleet.node() == fleet.node()
+
+
+def test_a_node_whose_stream_closed_is_offline_with_its_last_snapshot(fleet: Fleet) -> None:
+    stream = fleet.connect()
+    fleet.send(stream, snapshot(seq=9))
+    fleet.close(stream)
+    node = fleet.node()
+    assert node.state == monitor_api.NodeState.NODE_STATE_OFFLINE
+    assert node.snapshot.seq == 9
+    assert node.snapshot.gpus[0].state == types_api.GpuState.GPU_STATE_STALE
+
+
+def test_a_newer_run_takes_the_node_over_and_the_older_stream_is_ended(fleet: Fleet) -> None:
+    old = fleet.connect(epoch=1)
+    fleet.send(old, snapshot(epoch=1, seq=50))
+    new = fleet.connect(epoch=2)
+    assert fleet.ended == ["alpha 1"]
+    assert not fleet.send(old, snapshot(epoch=1, seq=51))
+    assert fleet.send(new, snapshot(epoch=2, seq=1))
+    fleet.close(old)
+    assert fleet.state() is NodeState.ONLINE
+
+
+def test_an_older_run_is_turned_away_while_the_newer_one_is_there(fleet: Fleet) -> None:
+    new = fleet.connect(epoch=2)
+    fleet.send(new, snapshot(epoch=2))
+    with pytest.raises(AbortedError) as refused:
+        fleet.connect(epoch=1)
+    assert refused.value.reason == "NEWER_EPOCH"
+    assert fleet.ended == []
+    fleet.close(new)
+    with pytest.raises(AbortedError):
+        fleet.connect(epoch=1)
+    fleet.clock.advance(3.1)
+    fleet.connect(epoch=1)
+
+
+def test_the_same_run_may_come_again_and_goes_on_with_its_numbers(fleet: Fleet) -> None:
+    first = fleet.connect()
+    fleet.send(first, snapshot(seq=5))
+    second = fleet.connect()
+    assert fleet.ended == ["alpha 1"]
+    assert not fleet.send(second, snapshot(seq=5))
+    assert second.rejected_reason == "its seq 5 is not above 5"
+    assert fleet.send(second, snapshot(seq=6))
+
+
+def test_refused_snapshots_are_counted_by_stream_and_node_and_change_nothing(fleet: Fleet) -> None:
+    stream = fleet.connect()
+    fleet.send(stream, snapshot(seq=1))
+    before = fleet.node().snapshot
+    assert not fleet.send(stream, snapshot(seq=2, gpus=(gpu(free=81 * 1024**3),)))
+    assert not fleet.send(stream, snapshot("beta", seq=3))
+    assert not fleet.nodes.take(stream, telemetry(hello()))
+    assert not fleet.nodes.take(stream, monitor_api.StreamTelemetryRequest())
+    assert stream.rejected_count == 4
+    assert stream.rejected_reason == "it is not a snapshot"
+    assert fleet.node().rejected_count == 4
+    assert fleet.node().snapshot == before
+    assert stream.acked_seq == 1
+
+
+def test_a_gpu_belongs_to_the_node_that_reported_it_first(fleet: Fleet) -> None:
+    first, second = fleet.connect("alpha"), fleet.connect("beta")
+    assert fleet.send(first, snapshot("alpha", gpus=(gpu("GPU-X"),)))
+    assert not fleet.send(second, snapshot("beta", gpus=(gpu("gpu-x"),)))
+    assert second.rejected_reason == "GPU gpu-x is reported by nodes/alpha"
+    fleet.close(first)
+    assert not fleet.send(second, snapshot("beta", seq=2, gpus=(gpu("GPU-X"),)))
+
+
+def test_a_gpu_that_its_node_no_longer_lists_may_be_reported_by_another(fleet: Fleet) -> None:
+    first, second = fleet.connect("alpha"), fleet.connect("beta")
+    fleet.send(first, snapshot("alpha", seq=1, gpus=(gpu("GPU-X"), gpu("GPU-Y"))))
+    fleet.send(first, snapshot("alpha", seq=2, gpus=(gpu("GPU-Y"),)))
+    assert fleet.send(second, snapshot("beta", gpus=(gpu("GPU-X"),)))
+    assert not fleet.send(second, snapshot("beta", seq=2, gpus=(gpu("GPU-Y"),)))
+
+
+def test_a_gpu_of_a_node_that_is_gone_moves_and_is_listed_once(fleet: Fleet) -> None:
+    """A host that was renamed."""
+    first, second = fleet.connect("alpha"), fleet.connect("beta")
+    fleet.send(first, snapshot("alpha", gpus=(gpu("GPU-X"), gpu("GPU-Y"))))
+    fleet.close(first)
+    fleet.clock.advance(3.1)
+    assert fleet.send(second, snapshot("beta", gpus=(gpu("GPU-X"),)))
+    assert [one.uuid for one in fleet.node("alpha").snapshot.gpus] == ["GPU-Y"]
+    assert [one.name for one in fleet.node("beta").snapshot.gpus] == ["nodes/beta/gpus/gpu-x"]
+    again = fleet.connect("alpha")
+    assert not fleet.send(again, snapshot("alpha", seq=2, gpus=(gpu("GPU-X"), gpu("GPU-Y"))))
+
+
+def test_gpus_are_named_by_the_fleet_and_not_by_the_agent(fleet: Fleet) -> None:
+    one = gpu("GPU-X")
+    one.name = "nodes/other/gpus/stolen"
+    fleet.send(fleet.connect(), snapshot(gpus=(one,)))
+    assert fleet.node().snapshot.gpus[0].name == "nodes/alpha/gpus/gpu-x"
+
+
+def test_a_node_tells_its_version_and_when_it_was_first_seen(fleet: Fleet) -> None:
+    fleet.close(fleet.connect(epoch=1))
+    fleet.clock.advance(10.0)
+    fleet.connect(epoch=2)
+    node = fleet.node()
+    assert node.name == "nodes/alpha"
+    assert node.agent_version == "1.2.3"
+    assert to_datetime(node.first_seen_time) == WALL_START
+
+
+def test_an_unknown_node_is_not_found(fleet: Fleet) -> None:
+    with pytest.raises(NotFoundError):
+        fleet.nodes.get("nowhere")
+
+
+def test_the_number_of_nodes_is_limited() -> None:
+    fleet = Fleet(max_nodes=2)
+    fleet.close(fleet.connect("alpha"))
+    fleet.connect("beta")
+    with pytest.raises(ResourceExhaustedError):
+        fleet.connect("gamma")
+    fleet.connect("alpha")
+    assert [record.node for record in fleet.nodes.all()] == ["alpha", "beta"]
+
+
+async def test_watchers_learn_of_every_change_and_of_time_alone(fleet: Fleet) -> None:
+    with fleet.nodes.watchers.watch() as watch:
+        stream = fleet.connect()
+        fleet.send(stream, snapshot(seq=1))
+        fleet.connect("beta")
+        assert await watch.changed() == ["alpha", "beta"]
+        fleet.nodes.sweep()
+        fleet.send(stream, snapshot(seq=1))
+        assert await watch.changed() == ["alpha"], "a refusal shows in rejected_count"
+        fleet.clock.advance(3.1)
+        fleet.nodes.sweep()
+        assert await watch.changed() == ["alpha"]
+        fleet.nodes.sweep()
+        fleet.close(stream)
+        assert await watch.changed() == ["alpha"]
+    assert len(fleet.nodes.watchers) == 0

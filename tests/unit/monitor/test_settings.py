@@ -1,0 +1,47 @@
+"""Settings of the agent and the fleet."""
+
+import pytest
+from pydantic import ValidationError
+
+from gpuscale.common.names import is_id
+from gpuscale.common.settings import load_table
+from gpuscale.monitor.agent.settings import AgentSettings
+from gpuscale.monitor.agent.staleness import Deadlines
+from gpuscale.monitor.fleet.settings import FleetSettings
+
+
+def test_the_defaults_read_real_gpus_once_a_second_under_the_name_of_the_host() -> None:
+    settings = load_table(AgentSettings, {}, environ={})
+    assert settings.listen == "127.0.0.1:7071"
+    assert is_id(settings.node)
+    assert (settings.source, settings.period_seconds, settings.fleet_address) == ("nvml", 1.0, "")
+    assert settings.deadlines() == Deadlines(2.0, 10.0)
+    assert load_table(FleetSettings, {}, environ={}).listen == "127.0.0.1:7072"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"node": "Not An Id"},
+        {"node": ""},
+        {"source": "magic"},
+        {"period_seconds": 0.01},
+        {"period_seconds": float("nan")},
+        {"simulated_gpu_count": -1},
+        {"simulated_gpu_count": 1025},
+        {"soft_deadline_seconds": 10.0, "hard_deadline_seconds": 10.0},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        AgentSettings.model_validate(wrong)
+
+
+def test_flags_environment_and_file_reach_the_agent() -> None:
+    settings = load_table(
+        AgentSettings,
+        {"agent": {"node": "from-file", "source": "simulated"}},
+        {"period_seconds": "2"},
+        environ={"GPUSCALE_AGENT_NODE": "from-environment"},
+    )
+    assert (settings.node, settings.source, settings.period_seconds) == ("from-environment", "simulated", 2.0)
