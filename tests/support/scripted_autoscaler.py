@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import uuid4
 
 import grpc
 import psutil
@@ -62,8 +63,12 @@ TEMPLATES: Mapping[str, Mapping[str, object]] = {
 }
 
 
+# A replica's name is its identity on the host: another run of these tests must not use the same.
+ENDPOINT = f"endpoints/test-{uuid4().hex[:12]}"
+
+
 def replica(number: int) -> str:
-    return f"endpoints/jobs/replicas/r{number}"
+    return f"{ENDPOINT}/replicas/r{number}"
 
 
 @dataclass
@@ -232,7 +237,7 @@ def adapter_process(folder: Path, address: str) -> Iterator[AdapterProcess]:
     finally:
         if one.process is not None and one.process.poll() is None:
             one.kill()
-        for process in processes_of("endpoints/jobs/replicas/"):
+        for process in processes_of(f"{ENDPOINT}/"):
             process.kill()
 
 

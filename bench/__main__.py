@@ -1,0 +1,29 @@
+"""Run the measurements: all of them, or those that are named.
+
+    python -m bench              all
+    python -m bench reserve      one
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ALL = sorted(path.stem for path in HERE.glob("*.py") if not path.stem.startswith("_"))
+
+
+def main() -> None:
+    """Run each module's main() in turn."""
+    names = sys.argv[1:] or ALL
+    unknown = sorted(set(names) - set(ALL))
+    if unknown:
+        sys.exit(f"no such measurement: {', '.join(unknown)} (there are: {', '.join(ALL)})")
+    for name in names:
+        print(f"== {name}", flush=True)
+        importlib.import_module(f"bench.{name}").main()
+
+
+if __name__ == "__main__":
+    main()

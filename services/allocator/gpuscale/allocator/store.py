@@ -1,0 +1,170 @@
+"""Store: what the allocator must never forget, in SQLite. The schema is SQLModel's, the writes are Core statements.
+
+The primary key of `hold` is the GPU's UUID, so the database itself refuses to give one GPU to two reservations, and
+`request_id` is unique, so it refuses a second grant for one request.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
+
+from gpuscale.allocator import schema_store as schema
+from gpuscale.allocator.model import Reservation, State
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
+from gpuscale.common.store import Store
+
+_TABLES = schema.Table.metadata.tables
+_RESERVATION = _TABLES["reservation"]
+_HOLD = _TABLES["hold"]
+_RANK = _TABLES["rank"]
+_COUNTER = _TABLES["counter"]
+
+_CHANGING = ("state", "ttl_seconds", "deadline_seconds", "boot_id", "end_time")
+_ADD = insert(_RESERVATION)
+_HOLD_GPUS = insert(_HOLD)
+_FREE_GPUS = delete(_HOLD).where(_HOLD.c.reservation_id == bindparam("key"))
+# What has ended never lives again, whatever a late write says.
+_CHANGE = (
+    update(_RESERVATION)
+    .where(_RESERVATION.c.id == bindparam("key"))
+    .where(or_(_RESERVATION.c.state == State.ACTIVE.value, _RESERVATION.c.state == bindparam("state")))
+    .values({column: bindparam(column) for column in _CHANGING})
+)
+_FORGET = delete(_RESERVATION).where(_RESERVATION.c.id == bindparam("key"))
+_KEEP_FENCE = insert(_COUNTER).prefix_with("OR REPLACE")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the disk holds.
+
+    `reservations` come oldest first, each with the id of the boot that its deadline belongs to; `fence` is the highest
+    one that had been given when a record was last forgotten, `ranks` the rank of every node ever seen.
+    """
+
+    reservations: Sequence[tuple[Reservation, str]]
+    fence: int
+    ranks: Mapping[str, int]
+
+
+class AllocatorStore:
+    """Reads and writes of the allocator's state.
+
+    Every write returns once it is on disk and raises UnavailableError, with the reason of the store, if it cannot be.
+
+    Args:
+        store: the open file.
+        boot_id: of the current boot, to which all deadlines written belong.
+    """
+
+    def __init__(self, store: Store, boot_id: str) -> None:
+        self._store = store
+        self._boot_id = boot_id
+
+    async def load(self) -> Saved:
+        """Read everything.
+
+        Raises:
+            FailedPreconditionError: STATE_INCONSISTENT, the holds are not those of the live reservations; or the file
+                is damaged.
+            UnavailableError: the file cannot be read now.
+        """
+        return await self._store.read(_load)
+
+    async def add(self, reservation: Reservation) -> None:
+        """Write a new reservation and hold its GPUs."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(_ADD, schema.to_row(reservation, self._boot_id))
+            connection.execute(
+                _HOLD_GPUS,
+                [{"gpu_uuid": gpu.uuid, "reservation_id": reservation.id} for gpu in reservation.gpus],
+            )
+
+        await self._write(work)
+
+    async def change(self, reservations: Sequence[Reservation]) -> None:
+        """Write what changes in the life of reservations; those that have ended give their GPUs back."""
+
+        def work(connection: Connection) -> None:
+            rows = [schema.to_row(one, self._boot_id) for one in reservations]
+            values = [{"key": row["id"], **{name: row[name] for name in _CHANGING}} for row in rows]
+            connection.execute(_CHANGE, values)
+            if ended := [{"key": one.id} for one in reservations if not one.live]:
+                connection.execute(_FREE_GPUS, ended)
+
+        await self._write(work)
+
+    async def forget(self, ended: Sequence[Reservation], fence: int) -> None:
+        """Delete the records of ended reservations; that `fence` is the highest one given stays known."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(_KEEP_FENCE, {"name": schema.FENCE, "value": fence})
+            connection.execute(_FORGET, [{"key": one.id} for one in ended])
+
+        await self._write(work)
+
+    async def save_ranks(self, ranks: Mapping[str, int]) -> None:
+        """Write the ranks of nodes that were not known before."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(insert(_RANK), [{"node": node, "rank": rank} for node, rank in ranks.items()])
+
+        await self._write(work)
+
+    async def _write(self, work: Callable[[Connection], None]) -> None:
+        def guarded(connection: Connection) -> None:
+            try:
+                work(connection)
+            except IntegrityError as error:
+                message = f"the state refuses the change: {error.orig}"
+                raise UnavailableError(message, reason="STATE_CONFLICT") from error
+
+        try:
+            await self._store.write(guarded)
+        except UnavailableError:
+            raise
+        except GpuscaleError as error:
+            raise UnavailableError(
+                error.message, reason=error.reason, retry_after=error.retry_after
+            ) from error
+
+
+@asynccontextmanager
+async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]:
+    """Open the file, or make it.
+
+    Raises:
+        FailedPreconditionError: the file is damaged, or of another version; it stays as it is.
+        UnavailableError: it cannot be used now.
+    """
+    async with Store.open(path, schema.Table.metadata, name="allocator", version=schema.VERSION) as store:
+        yield AllocatorStore(store, boot_id)
+
+
+def _load(connection: Connection) -> Saved:
+    rows = connection.execute(select(_RESERVATION).order_by(_RESERVATION.c.fence)).mappings()
+    saved = [schema.Reservation(**row) for row in rows]
+    reservations = [(schema.from_row(row), row.boot_id) for row in saved]
+    _check_holds([reservation for reservation, _ in reservations], connection)
+    fence: int | None = connection.execute(select(_COUNTER.c.value)).scalar()
+    ranks = {row["node"]: row["rank"] for row in connection.execute(select(_RANK)).mappings()}
+    return Saved(reservations, fence or 0, ranks)
+
+
+def _check_holds(reservations: Sequence[Reservation], connection: Connection) -> None:
+    """The holds must be those of the live reservations: anything else was not written by this program."""
+    expected = {(gpu.uuid, one.id) for one in reservations if one.live for gpu in one.gpus}
+    rows = connection.execute(select(_HOLD)).mappings()
+    found = {(row["gpu_uuid"], row["reservation_id"]) for row in rows}
+    if expected != found:
+        different = sorted(expected ^ found)
+        raise FailedPreconditionError(
+            f"the stored holds are not those of the live reservations (first difference: {different[0]});"
+            " nothing is granted on such a state, and it was left as it is",
+            reason="STATE_INCONSISTENT",
+        )

@@ -1,0 +1,102 @@
+"""kill -9 at the worst moments: what was acknowledged is kept, what was not is whole or gone, and repeats are safe."""
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from gpuscale.common.errors import UnavailableError
+from gpuscale.common.wire import seconds
+from tests.support.allocator import Client, Reservation
+from tests.support.allocator_site import site
+from tests.support.waiting import eventually
+
+
+async def test_a_grant_that_a_crash_interrupted_is_whole_or_gone_and_made_once(tmp_path: Path) -> None:
+    """One life after the other dies inside a grant; the last one answers all the requests again."""
+    survives = {
+        "allocator.reserve.before_commit": False,
+        "allocator.store.before_commit": False,
+        "allocator.store.after_commit": True,
+        "allocator.reserve.before_reply": True,
+    }
+    requests: dict[str, str] = {}
+    async with site(tmp_path, gpus=8) as place:
+        # The first sight of the node is a write too, so a life without failpoints comes first.
+        life, successor = await place.start(), await place.prepare(f"{next(iter(survives))}=kill")
+        await life.kill()
+        for point, following in pairwise([*survives, ""]):
+            await place.go(successor)
+            requests[point] = str(uuid4())
+            successor, dying = await place.prepare(f"{following}=kill" if following else ""), successor
+            with pytest.raises(UnavailableError):
+                await place.client.reserve(2, request_id=requests[point])
+            assert (await dying.ended())[0] == -9
+        await place.go(successor)
+        kept = {one.request_id: one for one in await place.client.live()}
+        assert [point for point, request in requests.items() if request in kept] == [
+            point for point, survived in survives.items() if survived
+        ]
+        assert all(len(one.gpus) == 2 for one in kept.values())
+        for request_id in requests.values():
+            again = await place.client.reserve(2, request_id=request_id)
+            assert request_id not in kept or kept[request_id].name == again.name
+        assert len(await place.client.live()) == 4
+
+
+async def test_a_release_that_a_crash_interrupted_happened_or_did_not_and_may_be_repeated(
+    tmp_path: Path,
+) -> None:
+    states = {
+        "allocator.end.before_commit": Reservation.STATE_ACTIVE,
+        "allocator.store.after_commit": Reservation.STATE_RELEASED,
+    }
+    async with site(tmp_path, gpus=8) as place:
+        life, successor = await place.start(), await place.prepare(f"{next(iter(states))}=kill")
+        granted = [await place.client.reserve(4) for _ in states]
+        await life.kill()
+        for one, following in zip(granted, [*states, ""][1:], strict=True):
+            await place.go(successor)
+            successor, dying = await place.prepare(f"{following}=kill" if following else ""), successor
+            with pytest.raises(UnavailableError):
+                await place.client.release(one)
+            assert (await dying.ended())[0] == -9
+        await place.go(successor)
+        assert [(await place.client.get(one.name)).state for one in granted] == list(states.values())
+        assert {(await place.client.release(one)).state for one in granted} == {Reservation.STATE_RELEASED}
+        assert (await place.client.reserve(8)).fence > granted[1].fence
+
+
+async def test_forty_acknowledged_grants_survive_and_run_out_on_time(tmp_path: Path) -> None:
+    """Slurm 22.05, killed right after 40 grants, came back with one of them and gave their ids out again."""
+    loop = asyncio.get_running_loop()
+    async with site(tmp_path, gpus=41) as place:
+        first, intruder = await place.start(), await place.prepare()
+        intruder.go()
+        code, stderr = await intruder.ended()
+        assert code == 1
+        assert f"the directory {tmp_path} is in use by process" in stderr
+        assert len(stderr.splitlines()) == 1
+
+        second, third = await place.prepare(), await place.prepare()
+        granted = await asyncio.gather(*(place.client.reserve(ttl=5) for _ in range(40)))
+        sent = loop.time()
+        renewed = await place.client.renew(granted[0], ttl=60)
+        await first.kill()
+        await place.go(second)
+        kept = {one.name: one for one in await place.client.live()}
+        assert {one.name: one.gpus for one in granted} == {name: one.gpus for name, one in kept.items()}
+        assert seconds(kept[renewed.name].remaining) > 50
+        newer = await place.client.reserve()
+        assert newer.fence > max(one.fence for one in granted)
+        await second.kill()
+        await place.go(third)
+        await eventually(lambda: _few_left(place.client), timeout=12)
+        assert loop.time() - sent >= 4.5
+        assert {one.name for one in await place.client.live()} == {renewed.name, newer.name}
+
+
+async def _few_left(client: Client) -> bool:
+    return len(await client.live()) <= 2

@@ -1,0 +1,235 @@
+"""What becomes of a reservation: renewed, released, listed, run out, kept over restarts and reboots, forgotten."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import grpc
+import pytest
+
+from gpuscale.allocator.ledger import RETENTION
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+)
+from gpuscale.common.principal import Principal, Role
+from gpuscale.common.wire import seconds
+from tests.support.allocator import Client, Reservation, allocator, running
+from tests.support.clock import ManualClock
+from tests.support.fake_fleet import FakeFleet, node_message, serving
+from tests.support.waiting import eventually
+
+
+async def test_a_renewal_starts_the_lease_anew(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with running(tmp_path, FakeFleet(node_message("n0", count=1)), clock=clock) as client:
+        granted = await client.reserve(ttl=60)
+        clock.advance(40)
+        assert seconds((await client.get(granted.name)).remaining) == 20
+        assert seconds((await client.renew(granted)).remaining) == 60
+        renewed = await client.renew(granted, ttl=600)
+        assert (seconds(renewed.ttl), seconds(renewed.remaining)) == (600, 600)
+        assert renewed.fence == granted.fence
+
+
+async def test_a_release_frees_the_gpus_and_may_be_repeated(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
+        granted = await client.reserve()
+        released = await client.release(granted)
+        assert released.state == Reservation.STATE_RELEASED
+        assert released.HasField("end_time")
+        assert not released.HasField("remaining")
+        assert await client.release(granted) == released
+        again = await client.reserve()
+        assert [gpu.uuid for gpu in again.gpus] == [gpu.uuid for gpu in granted.gpus]
+        assert again.fence > granted.fence
+
+
+async def test_wrong_handles_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    """Cases 28-33 of the catalogue."""
+    async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+        granted = await client.reserve()
+        unknown = Reservation(name="reservations/r99-ffff", fence=99)
+        for call in (client.renew, client.release):
+            with pytest.raises(NotFoundError):
+                await call(unknown)
+            with pytest.raises(FailedPreconditionError) as stale:
+                await call(granted, fence=granted.fence + 1)
+            assert stale.value.reason == "FENCE_MISMATCH"
+            with pytest.raises(InvalidArgumentError):
+                await call(granted, fence=-1)
+            with pytest.raises(InvalidArgumentError):
+                await call(Reservation(name="reservations/../x", fence=1))
+        with pytest.raises(NotFoundError):
+            await client.get(unknown.name)
+        assert [one.name for one in await client.live()] == [granted.name]
+        await client.release(granted)
+        with pytest.raises(FailedPreconditionError) as ended:
+            await client.renew(granted)
+        assert ended.value.reason == "RESERVATION_ENDED"
+
+
+async def test_lists_page_by_age_and_filter_by_holder(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=8))) as client:
+        made = [await client.reserve(holder=f"holder-{index % 2}") for index in range(5)]
+        await client.release(made[0])
+        first = await client.page(page_size=3)
+        second = await client.page(page_size=3, page_token=first.next_page_token)
+        names = [one.name for one in [*first.reservations, *second.reservations]]
+        assert names == [one.name for one in made[1:]]
+        assert second.next_page_token == ""
+        everything = await client.page(show_ended=True)
+        assert [one.name for one in everything.reservations] == [one.name for one in made]
+        of_one = await client.page(holder="holder-1")
+        assert [one.name for one in of_one.reservations] == [made[1].name, made[3].name]
+        for fields in ({"page_size": -1}, {"page_token": "forged"}):
+            with pytest.raises(InvalidArgumentError):
+                await client.page(**fields)
+        assert len((await client.page(page_size=10**9)).reservations) == 4
+
+
+async def test_a_lease_that_is_not_renewed_runs_out_and_its_gpus_are_free(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with running(tmp_path, FakeFleet(node_message("n0", count=2)), clock=clock) as client:
+        kept, lost = await client.reserve(ttl=60), await client.reserve(ttl=60)
+        clock.advance(59)
+        await client.renew(kept)
+        clock.advance(1)
+        await eventually(lambda: _is(client, lost, Reservation.STATE_EXPIRED))
+        assert (await client.get(kept.name)).state == Reservation.STATE_ACTIVE
+        assert [gpu.uuid for gpu in (await client.reserve()).gpus] == [gpu.uuid for gpu in lost.gpus]
+        with pytest.raises(FailedPreconditionError) as caught:
+            await client.renew(lost)
+        assert caught.value.reason == "RESERVATION_ENDED"
+
+
+async def test_steps_of_the_wall_clock_neither_end_nor_prolong_a_lease(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with running(tmp_path, FakeFleet(node_message("n0", count=1)), clock=clock) as client:
+        granted = await client.reserve(ttl=60)
+        for step in (3600.0, -7200.0):
+            clock.step_wall(step)
+            found = await client.get(granted.name)
+            assert (found.state, seconds(found.remaining)) == (Reservation.STATE_ACTIVE, 60)
+            assert found.expire_time.seconds - int(clock.wall().timestamp()) == 60
+        clock.advance(60)
+        await eventually(lambda: _is(client, granted, Reservation.STATE_EXPIRED))
+
+
+async def test_a_restart_keeps_reservations_deadlines_request_ids_fences_and_ranks(tmp_path: Path) -> None:
+    clock = ManualClock()
+    fleet = FakeFleet(node_message("second", count=1), node_message("first", count=1))
+    request_id = str(uuid4())
+    async with running(tmp_path, fleet, clock=clock) as client:
+        granted = await client.reserve(request_id=request_id, ttl=60)
+        released = await client.release(await client.reserve())
+    clock.advance(10)
+    async with running(tmp_path, fleet, clock=clock) as client:
+        kept = await client.get(granted.name)
+        assert seconds(kept.remaining) == 50
+        assert (kept.gpus, kept.fence, kept.create_time) == (granted.gpus, granted.fence, granted.create_time)
+        assert await client.get(released.name) == released
+        assert (await client.reserve(request_id=request_id, ttl=60)).name == granted.name
+        newer = await client.reserve()
+        assert newer.fence > released.fence
+        with pytest.raises(ResourceExhaustedError):
+            await client.reserve()
+
+
+async def test_another_boot_gives_a_live_lease_its_full_time_once(tmp_path: Path) -> None:
+    clock = ManualClock()
+    fleet = FakeFleet(node_message("n0", count=1))
+    async with running(tmp_path, fleet, clock=clock) as client:
+        granted = await client.reserve(ttl=60)
+    clock.reboot()
+    async with running(tmp_path, fleet, clock=clock) as client:
+        assert seconds((await client.get(granted.name)).remaining) == 60
+        clock.advance(20)
+    async with running(tmp_path, fleet, clock=clock) as client:
+        assert seconds((await client.get(granted.name)).remaining) == 40
+
+
+async def test_an_ended_reservation_is_forgotten_a_day_later_and_its_fence_is_not(tmp_path: Path) -> None:
+    clock = ManualClock()
+    fleet = FakeFleet(node_message("n0", count=1, period=10 * RETENTION))
+    async with running(tmp_path, fleet, clock=clock) as client:
+        granted = await client.reserve()
+        await client.release(granted)
+        clock.advance(RETENTION - 1)
+        assert (await client.get(granted.name)).state == Reservation.STATE_RELEASED
+        clock.advance(1)
+        await eventually(lambda: _gone(client, granted))
+    async with running(tmp_path, fleet, clock=clock) as client:
+        assert (await client.reserve()).fence > granted.fence
+
+
+class Named:
+    """An authenticator that believes whom the metadata names."""
+
+    def identify(self, context: grpc.aio.ServicerContext) -> Principal:
+        metadata = dict(context.invocation_metadata() or ())
+        name = str(metadata.get("who", "nobody"))
+        return Principal(name, Role.ADMIN if name == "root" else Role.OPERATOR, "token")
+
+
+@asynccontextmanager
+async def callers(data_dir: Path, *names: str) -> AsyncGenerator[list[Client]]:
+    """Clients of one allocator, one for each name."""
+
+    class Who(grpc.aio.UnaryUnaryClientInterceptor):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def intercept_unary_unary(self, continuation, details, request):
+            return await continuation(details._replace(metadata=(("who", self.name),)), request)
+
+    async with (
+        serving(FakeFleet(node_message("n0", count=4))) as fleet,
+        allocator(data_dir, fleet, authenticator=Named()) as address,
+    ):
+        channels = [grpc.aio.insecure_channel(address, interceptors=[Who(name)]) for name in names]
+        clients = [Client(allocator_api.AllocatorServiceStub(channel)) for channel in channels]
+        await clients[0].ready()
+        yield clients
+        for channel in channels:
+            await channel.close()
+
+
+async def test_only_the_owner_or_an_admin_may_change_a_reservation(tmp_path: Path) -> None:
+    async with callers(tmp_path, "ann", "bob", "root") as (ann, bob, root):
+        granted = await ann.reserve()
+        assert granted.owner == "ann"
+        for call in (bob.renew, bob.release):
+            with pytest.raises(PermissionDeniedError) as caught:
+                await call(granted)
+            assert caught.value.reason == "NOT_OWNER"
+        assert (await bob.get(granted.name)).state == Reservation.STATE_ACTIVE
+        assert (await root.renew(granted)).owner == "ann"
+        assert (await root.release(granted)).state == Reservation.STATE_RELEASED
+
+
+async def test_another_caller_cannot_repeat_a_request(tmp_path: Path) -> None:
+    """A request id that leaked gives nobody else the handle of the grant."""
+    request_id = str(uuid4())
+    async with callers(tmp_path, "ann", "bob") as (ann, bob):
+        await ann.reserve(request_id=request_id)
+        with pytest.raises(AlreadyExistsError):
+            await bob.reserve(request_id=request_id)
+
+
+async def _is(client: Client, one: Reservation, state: Reservation.State.ValueType) -> bool:
+    return (await client.get(one.name)).state == state
+
+
+async def _gone(client: Client, one: Reservation) -> bool:
+    try:
+        await client.get(one.name)
+    except NotFoundError:
+        return True
+    return False

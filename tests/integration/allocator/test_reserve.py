@@ -1,0 +1,259 @@
+"""Reserve over real gRPC, with a real store and a fake fleet: grants, filters, refusals, repetitions, concurrency."""
+
+import asyncio
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    GpuscaleError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from gpuscale.common.wire import seconds
+from tests.support.allocator import Reservation, running
+from tests.support.fake_fleet import FakeFleet, GpuState, NodeState, gpu_message, node_message
+
+
+async def test_a_grant_tells_everything_about_itself(tmp_path: Path) -> None:
+    request_id = str(uuid4())
+    async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+        granted = await client.reserve(2, request_id=request_id, ttl=60, labels={"team": "vision"})
+        assert granted.state == Reservation.STATE_ACTIVE
+        assert [gpu.uuid for gpu in granted.gpus] == ["n0-0", "n0-1"]
+        assert [gpu.name for gpu in granted.gpus] == ["nodes/n0/gpus/n0-0", "nodes/n0/gpus/n0-1"]
+        assert all(gpu.simulated for gpu in granted.gpus)
+        assert granted.fence >= 1
+        assert 59 < seconds(granted.remaining) <= 60
+        assert granted.expire_time.seconds - granted.create_time.seconds in {59, 60, 61}
+        assert not granted.HasField("end_time")
+        assert granted.policy == allocator_api.PlacementPolicy.PLACEMENT_POLICY_SPREAD
+        assert (granted.owner, granted.holder, granted.request_id) == ("local", "test", request_id)
+        assert dict(granted.labels) == {"team": "vision"}
+        found = await client.get(granted.name)
+        assert (found.fence, found.gpus) == (granted.fence, granted.gpus)
+
+
+async def test_the_score_of_each_gpu_is_told_with_its_parts(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", gpu_message("g0", free=40_000, utilization=25.0)))
+    async with running(tmp_path, fleet) as client:
+        (gpu,) = (await client.reserve()).gpus
+        assert gpu.score.total == 0.6 * 0.5 + 0.4 * 0.75
+        assert [(part.name, part.value, part.weight) for part in gpu.score.parts] == [
+            ("memory", 0.5, 0.6),
+            ("utilization", 0.75, 0.4),
+        ]
+
+
+async def test_unknown_utilization_is_scored_by_memory_alone_when_allowed(tmp_path: Path) -> None:
+    async with running(
+        tmp_path, FakeFleet(node_message("n0", gpu_message("mig", utilization=None)))
+    ) as client:
+        with pytest.raises(ResourceExhaustedError) as caught:
+            await client.reserve()
+        assert caught.value.metadata["utilization_unknown"] == "1"
+        (gpu,) = (await client.reserve(allow_unknown_utilization=True)).gpus
+        assert gpu.score.total == 0.6
+        assert not gpu.score.parts[1].HasField("value")
+        assert "memory alone" in gpu.score.note
+
+
+async def test_the_defaults_are_the_seeds(tmp_path: Path) -> None:
+    """8000 MiB are enough, 7999 are not; 49 % is little enough, 50 % is not; a lease lasts five minutes."""
+    fleet = FakeFleet(
+        node_message(
+            "n0",
+            gpu_message("small", 0, free=7999),
+            gpu_message("busy", 1, utilization=50.0),
+            gpu_message("just-so", 2, free=8000, utilization=49.0),
+        )
+    )
+    async with running(tmp_path, fleet) as client:
+        granted = await client.reserve()
+        assert [gpu.uuid for gpu in granted.gpus] == ["just-so"]
+        assert seconds(granted.ttl) == 300
+        with pytest.raises(ResourceExhaustedError):
+            await client.reserve()
+        assert len((await client.reserve(2, memory=0, max_utilization_percent=100)).gpus) == 2
+
+
+async def test_weights_and_defaults_come_from_the_settings_and_the_request(tmp_path: Path) -> None:
+    fleet = FakeFleet(
+        node_message("n0", gpu_message("idle", 0, free=10_000), gpu_message("free", 1, utilization=40.0))
+    )
+    options = {"memory_weight": 0.0, "utilization_weight": 1.0, "default_ttl_seconds": 33.0}
+    async with running(tmp_path, fleet, **options) as client:
+        first = await client.reserve()
+        assert ([gpu.uuid for gpu in first.gpus], seconds(first.ttl)) == (["idle"], 33)
+        await client.release(first)
+        weights = allocator_api.ScoreWeights(memory=1.0, utilization=0.0)
+        assert [gpu.uuid for gpu in (await client.reserve(weights=weights)).gpus] == ["free"]
+
+
+async def test_no_room_names_the_nearest_miss_and_when_to_retry(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=4))) as client:
+        await client.reserve(3, ttl=20)
+        with pytest.raises(ResourceExhaustedError) as caught:
+            await client.reserve(2)
+        error = caught.value
+        assert error.reason == "NO_CAPACITY"
+        assert "the nearest is n0 with 1 of 2 (the rest: 3 held by other reservations)" in error.message
+        assert error.metadata["nearest_node"] == "n0"
+        assert error.metadata["held"] == "3"
+        assert error.retry_after is not None
+        assert 15 < error.retry_after <= 20
+
+
+@pytest.mark.parametrize("request_fields", [{"count": 5}, {"count": 1, "memory": 80_001}])
+async def test_what_no_node_has_is_unsatisfiable(tmp_path: Path, request_fields: dict[str, int]) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=4))) as client:
+        with pytest.raises(FailedPreconditionError) as caught:
+            await client.reserve(**request_fields)
+        assert caught.value.reason == "UNSATISFIABLE"
+
+
+async def test_chosen_nodes_must_exist_and_report(tmp_path: Path) -> None:
+    fleet = FakeFleet(
+        node_message("n0", count=1),
+        node_message("off", count=1, state=NodeState.NODE_STATE_OFFLINE),
+        node_message("late", count=1, state=NodeState.NODE_STATE_STALE),
+    )
+    async with running(tmp_path, fleet) as client:
+        with pytest.raises(NotFoundError) as unknown:
+            await client.reserve(nodes=["nodes/n0", "nodes/nope"])
+        assert unknown.value.reason == "NODE_NOT_FOUND"
+        with pytest.raises(FailedPreconditionError) as not_online:
+            await client.reserve(nodes=["nodes/off", "nodes/late"])
+        assert not_online.value.reason == "NODE_NOT_ONLINE"
+        granted = await client.reserve(nodes=["nodes/off", "nodes/n0"])
+        assert [gpu.node for gpu in granted.gpus] == ["n0"]
+
+
+async def test_gpus_that_do_not_answer_or_are_stale_are_not_granted(tmp_path: Path) -> None:
+    fleet = FakeFleet(
+        node_message(
+            "n0",
+            gpu_message("hung", 0, state=GpuState.GPU_STATE_HUNG),
+            gpu_message("lost", 1, state=GpuState.GPU_STATE_LOST),
+            gpu_message("unsaid", 2, state=GpuState.GPU_STATE_UNSPECIFIED),
+            gpu_message("stale", 3, state=GpuState.GPU_STATE_STALE),
+            gpu_message("old", 4, age=31.0),
+            gpu_message("silent", 5, free=None),
+            gpu_message("degraded", 6, state=GpuState.GPU_STATE_DEGRADED),
+            gpu_message("fine", 7),
+            period=10.0,
+        )
+    )
+    async with running(tmp_path, fleet) as client:
+        assert {gpu.uuid for gpu in (await client.reserve(2)).gpus} == {"degraded", "fine"}
+        with pytest.raises(ResourceExhaustedError) as caught:
+            await client.reserve()
+        counts = {
+            key: caught.value.metadata.get(key) for key in ("gpu_not_ok", "stale", "memory_unknown", "held")
+        }
+        assert counts == {"gpu_not_ok": "3", "stale": "2", "memory_unknown": "1", "held": "2"}
+        assert "HUNG, LOST, UNSPECIFIED" in caught.value.message
+
+
+async def test_wrong_arguments_are_named_and_change_nothing(tmp_path: Path) -> None:
+    """Cases 11-27 of the catalogue that are about Reserve."""
+    wrong: list[tuple[str, dict[str, object]]] = [
+        ("gpu_count", {"count": 0}),
+        ("gpu_count", {"count": -1}),
+        ("gpu_count", {"count": 2**31 - 1}),
+        ("ttl", {"ttl": 0}),
+        ("ttl", {"ttl": -5}),
+        ("ttl", {"ttl": 4.9}),
+        ("ttl", {"ttl": 604_801}),
+        ("min_memory_bytes", {"memory": -1}),
+        ("max_utilization_percent", {"max_utilization_percent": 0}),
+        ("max_utilization_percent", {"max_utilization_percent": float("nan")}),
+        ("max_utilization_percent", {"max_utilization_percent": 101}),
+        ("request_id", {"request_id": "1"}),
+        ("request_id", {"request_id": "x" * 1_000_000}),
+        ("holder", {"holder": ""}),
+        ("holder", {"holder": "a\nb"}),
+        ("holder", {"holder": "x" * 10_000}),
+        ("nodes", {"nodes": ["nodes/a", "nodes/a"]}),
+        ("nodes", {"nodes": ["../etc"]}),
+        ("labels", {"labels": {str(index): "" for index in range(65)}}),
+        ("labels", {"labels": {"": "x"}}),
+        ("weights.memory", {"weights": allocator_api.ScoreWeights(memory=float("inf"))}),
+        ("policy", {"policy": 77}),
+    ]
+    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
+        for field, fields in wrong:
+            with pytest.raises(InvalidArgumentError) as caught:
+                await client.reserve(**fields)
+            assert [named.field for named in caught.value.violations if named.field.startswith(field)], field
+        assert await client.live() == []
+
+
+async def test_the_same_request_returns_the_same_grant_whatever_became_of_it(tmp_path: Path) -> None:
+    request_id = str(uuid4())
+    async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+        first = await client.reserve(request_id=request_id)
+        again = await client.reserve(request_id=request_id.upper())
+        assert (again.name, again.fence, again.gpus) == (first.name, first.fence, first.gpus)
+        assert len(await client.live()) == 1
+        await client.release(first)
+        after = await client.reserve(request_id=request_id)
+        assert (after.name, after.state) == (first.name, Reservation.STATE_RELEASED)
+        assert await client.live() == []
+
+
+async def test_the_same_request_id_with_other_arguments_is_refused(tmp_path: Path) -> None:
+    request_id = str(uuid4())
+    async with running(tmp_path, FakeFleet(node_message("n0", count=4))) as client:
+        first = await client.reserve(request_id=request_id)
+        for fields in ({"count": 2}, {"ttl": 60}, {"holder": "else"}, {"labels": {"a": "b"}}):
+            with pytest.raises(AlreadyExistsError) as caught:
+                await client.reserve(request_id=request_id, **fields)
+            assert caught.value.reason == "REQUEST_ID_REUSED"
+        (only,) = await client.live()
+        assert only.name == first.name
+
+
+async def test_before_the_fleet_has_spoken_nothing_is_granted(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", count=1), silent=True)
+    async with running(tmp_path, fleet, ready=False) as client:
+        with pytest.raises(UnavailableError) as caught:
+            await client.reserve()
+        assert caught.value.reason == "NO_TELEMETRY"
+        assert caught.value.retry_after is not None
+        fleet.speak()
+        await client.ready()
+        assert len((await client.reserve()).gpus) == 1
+
+
+async def test_a_thousand_at_once_share_what_there_is_and_nothing_twice(tmp_path: Path) -> None:
+    """Also with each request sent twice at the same time: one grant each, and both answers name it."""
+    fleet = FakeFleet(*(node_message(f"n{index}", count=8) for index in range(8)))
+    async with running(tmp_path, fleet, max_concurrent=2000) as client:
+        client.timeout = 60.0
+        request_ids = [str(uuid4()) for _ in range(500)]
+
+        async def attempt(request_id: str) -> Reservation | GpuscaleError:
+            try:
+                return await client.reserve(request_id=request_id)
+            except ResourceExhaustedError as error:
+                return error
+
+        answers = await asyncio.gather(*(attempt(one) for one in request_ids * 2))
+        granted: dict[str, Reservation] = {}
+        for answer in answers:
+            if isinstance(answer, Reservation):
+                known = granted.setdefault(answer.request_id, answer)
+                assert known.name == answer.name
+            else:
+                assert answer.reason == "NO_CAPACITY"
+        uuids = [gpu.uuid for one in granted.values() for gpu in one.gpus]
+        assert len(uuids) == len(set(uuids)) == 64
+        assert len({one.fence for one in granted.values()}) == 64
+        assert {one.name for one in await client.live()} == {one.name for one in granted.values()}

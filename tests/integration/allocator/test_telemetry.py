@@ -1,0 +1,124 @@
+"""Following the fleet: broken streams, restarts, ageing readings, and the order in which nodes were first seen."""
+
+from pathlib import Path
+
+import pytest
+
+from gpuscale.common.errors import FailedPreconditionError, ResourceExhaustedError
+from tests.support.allocator import Client, running
+from tests.support.clock import ManualClock
+from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message
+from tests.support.waiting import eventually
+
+
+async def nodes_of(client: Client, count: int = 1) -> list[str]:
+    """Where a grant goes; given back at once."""
+    granted = await client.reserve(count)
+    await client.release(granted)
+    return [gpu.node for gpu in granted.gpus]
+
+
+async def test_changes_are_taken_in_as_they_come(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", count=1))
+    async with running(tmp_path, fleet) as client:
+        fleet.put(node_message("n0", gpu_message("g", free=10)), node_message("n1", count=1))
+        await eventually(lambda: _goes_to(client, "n1"))
+        fleet.put(node_message("n1", count=1, state=NodeState.NODE_STATE_OFFLINE))
+        await eventually(lambda: _refused_for(client, "node_not_online"))
+
+
+async def test_a_broken_stream_is_taken_up_again(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", count=1))
+    async with running(tmp_path, fleet) as client:
+        fleet.break_streams()
+        fleet.put(node_message("n1", count=2))
+        await eventually(lambda: _can_have(client, 2))
+        assert fleet.watchers == 1
+
+
+async def test_readings_age_while_nobody_reports_and_the_reason_is_said(tmp_path: Path) -> None:
+    clock = ManualClock()
+    fleet = FakeFleet(node_message("n0", count=1, period=2.0, age=1.0))
+    async with running(tmp_path, fleet, clock=clock) as client:
+        fleet.fall_silent()
+        fleet.break_streams()
+        clock.advance(5.0)
+        assert await nodes_of(client) == ["n0"]
+        clock.advance(0.1)
+        assert await _refused_for(client, "stale")
+        await eventually(lambda: _says(client, "cannot be followed at the moment: the test broke the stream"))
+        with pytest.raises(FailedPreconditionError) as chosen:
+            await client.reserve(nodes=["nodes/n0"])
+        assert chosen.value.reason == "NODE_NOT_ONLINE"
+        assert "the last report of n0 is too old" in chosen.value.message
+        fleet.speak()
+        await eventually(lambda: _goes_to(client, "n0"), retry_on=(ResourceExhaustedError,))
+
+
+async def test_a_node_that_a_restarted_fleet_does_not_know_yet_is_offline_not_gone(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", count=4), node_message("n1", count=1))
+    async with running(tmp_path, fleet) as client:
+        fleet.forget("n0")
+        fleet.break_streams()
+        await eventually(lambda: _refused_for(client, "node_not_online", 4))
+        fleet.put(node_message("n0", count=4))
+        await eventually(lambda: _can_have(client, 4))
+
+
+async def test_ties_go_to_the_node_seen_first_for_ever(tmp_path: Path) -> None:
+    """Also after a restart, when the fleet names the nodes in another order."""
+    fleet = FakeFleet(node_message("old", count=1))
+    async with running(tmp_path, fleet) as client:
+        fleet.put(node_message("new", count=1))
+        await eventually(lambda: _can_have_both(client))
+        assert await nodes_of(client) == ["old"]
+    fleet = FakeFleet(node_message("new", count=1), node_message("old", count=1))
+    async with running(tmp_path, fleet) as client:
+        assert await nodes_of(client) == ["old"]
+
+
+async def test_a_node_remembered_but_silent_since_the_restart_is_not_unknown(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=4), node_message("n1", count=1))):
+        pass
+    async with running(tmp_path, FakeFleet(node_message("n1", count=1))) as client:
+        with pytest.raises(ResourceExhaustedError) as caught:
+            await client.reserve(4)
+        assert "not heard of since the allocator started: n0" in caught.value.message
+        with pytest.raises(FailedPreconditionError) as not_online:
+            await client.reserve(nodes=["nodes/n0"])
+        assert not_online.value.reason == "NODE_NOT_ONLINE"
+
+
+async def _goes_to(client: Client, node: str) -> bool:
+    return await nodes_of(client) == [node]
+
+
+async def _can_have(client: Client, count: int) -> bool:
+    try:
+        await nodes_of(client, count)
+    except (FailedPreconditionError, ResourceExhaustedError):
+        return False
+    return True
+
+
+async def _can_have_both(client: Client) -> bool:
+    """Whether two single GPUs can be had: one on each node."""
+    first = await client.reserve()
+    try:
+        return await _can_have(client, 1)
+    finally:
+        await client.release(first)
+
+
+async def _refused_for(client: Client, reason: str, count: int = 1) -> bool:
+    try:
+        await nodes_of(client, count)
+    except ResourceExhaustedError as error:
+        return error.metadata.get(reason) == str(count)
+    return False
+
+
+async def _says(client: Client, text: str) -> bool:
+    with pytest.raises(ResourceExhaustedError) as caught:
+        await client.reserve()
+    return text in caught.value.message

@@ -1,0 +1,237 @@
+"""The state machine of reservations: holds, fences, request ids, renewals, ends, and the undoing of failed writes."""
+
+import pytest
+
+from gpuscale.allocator.ledger import RETENTION, Ledger, activated, rebased, retention
+from gpuscale.allocator.model import Order, Reservation, State
+from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
+from tests.support.allocator_values import NOW, WALL, order, reserved
+
+
+def granted(ledger: Ledger, *uuids: str, wish: Order | None = None, now: float = NOW) -> Reservation:
+    """A grant that is not on disk yet."""
+    gpus = [reserved(uuid) for uuid in uuids or ("GPU-a",)]
+    return ledger.grant(wish or order(), gpus, suffix="0a1b", now=now, wall=WALL)
+
+
+def active(ledger: Ledger, *uuids: str, wish: Order | None = None, now: float = NOW) -> Reservation:
+    """A grant that is on disk."""
+    return ledger.confirm(granted(ledger, *uuids, wish=wish, now=now))
+
+
+def ended(ledger: Ledger, reservation: Reservation, state: State = State.RELEASED) -> Reservation:
+    """A reservation whose end is on disk."""
+    closed = ledger.close(reservation, state, now=NOW, wall=WALL)
+    ledger.settle(closed)
+    return closed
+
+
+def test_a_grant_holds_its_gpus_at_once_and_shows_only_once_it_is_on_disk() -> None:
+    ledger = Ledger()
+    pending = granted(ledger, "GPU-a", "GPU-b")
+    assert dict(ledger.held) == {"GPU-a": pending.id, "GPU-b": pending.id}
+    assert list(ledger.reservations(ended=True)) == []
+    with pytest.raises(NotFoundError):
+        ledger.get(pending.id)
+    confirmed = ledger.confirm(pending)
+    assert confirmed == activated(pending)
+    assert ledger.get(pending.id) is confirmed
+    assert list(ledger.reservations(ended=False)) == [confirmed]
+
+
+def test_a_held_gpu_is_never_granted_twice() -> None:
+    ledger = Ledger()
+    granted(ledger, "GPU-a")
+    with pytest.raises(ValueError, match="GPU-a is held by r1-0a1b"):
+        granted(ledger, "GPU-b", "GPU-a")
+    assert "GPU-b" not in ledger.held
+
+
+def test_a_withdrawn_grant_leaves_nothing_but_its_used_fence() -> None:
+    ledger = Ledger()
+    wish = order("id")
+    ledger.withdraw(granted(ledger, "GPU-a", wish=wish))
+    assert not ledger.held
+    assert ledger.replay("id", wish.fingerprint) is None
+    assert granted(ledger, "GPU-a", wish=wish).fence == 2
+
+
+def test_fences_grow_and_never_come_again() -> None:
+    ledger = Ledger(fence=41)
+    first = active(ledger, "GPU-a")
+    ledger.forget(ended(ledger, first))
+    second = active(ledger, "GPU-a")
+    assert (first.fence, second.fence) == (42, 43)
+    assert first.id != second.id
+
+
+def test_a_repeated_request_finds_the_same_grant_whatever_has_become_of_it() -> None:
+    ledger = Ledger()
+    wish = order("id")
+    pending = granted(ledger, wish=wish)
+    assert ledger.replay("id", wish.fingerprint) is pending
+    over = ended(ledger, ledger.confirm(pending))
+    assert ledger.replay("id", wish.fingerprint) is over
+
+
+def test_a_request_id_with_other_arguments_is_refused_and_changes_nothing() -> None:
+    ledger = Ledger()
+    original = active(ledger, wish=order("id", fingerprint="one"))
+    with pytest.raises(AlreadyExistsError) as caught:
+        ledger.replay("id", "two")
+    assert caught.value.reason == "REQUEST_ID_REUSED"
+    assert ledger.get(original.id) is original
+
+
+def test_a_renewal_starts_the_lease_anew() -> None:
+    ledger = Ledger()
+    reservation = active(ledger, wish=order(ttl=60))
+    assert ledger.renew(reservation.id, 1, None, NOW + 50).deadline == NOW + 110
+    renewed = ledger.renew(reservation.id, 1, 10.0, NOW + 60)
+    assert (renewed.ttl, renewed.deadline) == (10.0, NOW + 70)
+    assert ledger.due(NOW + 69.9, 10) == []
+    assert ledger.due(NOW + 70, 10) == [renewed]
+
+
+def test_a_lease_that_ran_out_but_was_not_ended_may_still_be_renewed() -> None:
+    """After a stall the renewals that waited go before the sweep (promise P8)."""
+    ledger = Ledger()
+    reservation = active(ledger, wish=order(ttl=60))
+    assert ledger.renew(reservation.id, 1, None, NOW + 61).deadline == NOW + 121
+
+
+@pytest.mark.parametrize("fence", [0, 2, -1])
+def test_another_fence_neither_renews_nor_releases(fence: int) -> None:
+    ledger = Ledger()
+    reservation = active(ledger)
+    with pytest.raises(FailedPreconditionError) as caught:
+        ledger.renew(reservation.id, fence, None, NOW)
+    assert caught.value.reason == "FENCE_MISMATCH"
+    with pytest.raises(FailedPreconditionError):
+        ledger.release(reservation.id, fence, now=NOW, wall=WALL)
+    assert ledger.get(reservation.id) is reservation
+
+
+def test_an_ended_reservation_is_not_renewed_and_released_again_unchanged() -> None:
+    ledger = Ledger()
+    over = ended(ledger, active(ledger), State.EXPIRED)
+    with pytest.raises(FailedPreconditionError) as caught:
+        ledger.renew(over.id, over.fence, None, NOW)
+    assert caught.value.reason == "RESERVATION_ENDED"
+    assert ledger.release(over.id, over.fence, now=NOW + 5, wall=WALL) is over
+
+
+def test_an_unknown_reservation_is_not_found() -> None:
+    with pytest.raises(NotFoundError) as caught:
+        Ledger().renew("r9-ffff", 9, None, NOW)
+    assert caught.value.reason == "RESERVATION_NOT_FOUND"
+
+
+def test_gpus_stay_held_until_the_end_is_on_disk() -> None:
+    ledger = Ledger()
+    reservation = active(ledger)
+    closed = ledger.release(reservation.id, 1, now=NOW, wall=WALL)
+    assert (closed.state, closed.ended) == (State.RELEASED, WALL)
+    assert "GPU-a" in ledger.held
+    assert ledger.get(reservation.id) is reservation
+    with pytest.raises(FailedPreconditionError):
+        ledger.renew(reservation.id, 1, None, NOW)
+    ledger.settle(closed)
+    assert not ledger.held
+    assert ledger.get(reservation.id) is closed
+    assert list(ledger.reservations(ended=False)) == []
+    assert list(ledger.reservations(ended=True)) == [closed]
+
+
+def test_an_end_that_could_not_be_written_is_taken_back() -> None:
+    ledger = Ledger()
+    reservation = active(ledger, wish=order(ttl=60))
+    (due,) = ledger.due(NOW + 60, 10)
+    ledger.reopen(ledger.close(due, State.EXPIRED, now=NOW + 60, wall=WALL))
+    assert ledger.renew(reservation.id, 1, None, NOW + 61).deadline == NOW + 121
+    assert "GPU-a" in ledger.held
+
+
+def test_an_end_that_was_taken_back_is_due_again() -> None:
+    ledger = Ledger()
+    active(ledger, wish=order(ttl=60))
+    (due,) = ledger.due(NOW + 60, 10)
+    assert ledger.due(NOW + 60, 10) == []
+    ledger.reopen(ledger.close(due, State.EXPIRED, now=NOW + 60, wall=WALL))
+    assert ledger.due(NOW + 60, 10) == [due]
+
+
+def test_a_renewal_that_could_not_be_written_is_taken_back_unless_a_later_one_was() -> None:
+    ledger = Ledger()
+    before = active(ledger, wish=order(ttl=60))
+    failed = ledger.renew(before.id, 1, None, NOW + 10)
+    ledger.undo_renewal(before, failed)
+    assert ledger.get(before.id) is before
+    failed = ledger.renew(before.id, 1, None, NOW + 20)
+    later = ledger.renew(before.id, 1, None, NOW + 30)
+    ledger.undo_renewal(before, failed)
+    assert ledger.get(before.id) is later
+
+
+def test_what_is_being_written_is_not_due() -> None:
+    ledger = Ledger()
+    pending = granted(ledger, "GPU-a", wish=order(ttl=60))
+    closing = active(ledger, "GPU-b", wish=order(ttl=60))
+    closed = ledger.release(closing.id, closing.fence, now=NOW, wall=WALL)
+    assert ledger.due(NOW + 60, 10) == []
+    ledger.settle(closed)
+    assert ledger.due(NOW + 60, 10) == []
+    confirmed = ledger.confirm(pending)
+    assert ledger.due(NOW + 60, 10) == [confirmed]
+
+
+def test_due_is_bounded_and_postponed_work_comes_again() -> None:
+    ledger = Ledger()
+    for index in range(5):
+        active(ledger, f"GPU-{index}", wish=order(ttl=60))
+    first = ledger.due(NOW + 60, 2)
+    assert len(first) == 2
+    assert len(ledger.due(NOW + 60, 10)) == 3
+    ledger.postpone(first[0])
+    assert ledger.due(NOW + 60, 10) == [first[0]]
+
+
+def test_an_ended_record_is_kept_a_day_and_twice_its_ttl_and_then_forgotten() -> None:
+    assert retention(60.0) == RETENTION == 86_400.0
+    assert retention(7 * 86_400.0) == 14 * 86_400.0
+    ledger = Ledger()
+    wish = order("id")
+    over = ended(ledger, active(ledger, wish=wish))
+    assert ledger.due(NOW + RETENTION - 0.1, 10) == []
+    assert ledger.due(NOW + RETENTION, 10) == [over]
+    ledger.forget(over)
+    assert ledger.replay("id", wish.fingerprint) is None
+    assert list(ledger.reservations(ended=True)) == []
+
+
+def test_a_restored_ledger_goes_on_where_the_old_one_stopped() -> None:
+    old = Ledger()
+    wish = order("id")
+    kept = active(old, "GPU-a", wish=wish)
+    over = ended(old, active(old, "GPU-b"))
+    new = Ledger(fence=7)
+    new.restore(old.reservations(ended=True))
+    assert dict(new.held) == {"GPU-a": kept.id}
+    assert new.replay("id", wish.fingerprint) == kept
+    assert list(new.reservations(ended=True)) == [kept, over]
+    assert new.next_deadline() == kept.deadline
+    assert active(new, "GPU-c").fence == 8
+
+
+def test_a_disk_that_holds_one_gpu_twice_is_refused() -> None:
+    one, other = Ledger(), Ledger(fence=1)
+    both = [active(one, "GPU-a"), active(other, "GPU-a")]
+    with pytest.raises(ValueError, match="GPU-a is held by r1-0a1b"):
+        Ledger().restore(both)
+
+
+def test_another_boot_gives_every_lease_its_full_time_again() -> None:
+    ledger = Ledger()
+    lease = active(ledger, wish=order(ttl=60))
+    assert rebased(lease, 5.0).deadline == 65.0
+    assert rebased(ended(ledger, lease), 5.0).deadline == 5.0 + RETENTION

@@ -1,0 +1,53 @@
+"""The spread score is the seed's, to the last bit, and shows its parts."""
+
+import pytest
+
+from gpuscale.allocator.model import ScorePart, Weights
+from gpuscale.allocator.scoring import UNKNOWN_UTILIZATION, explained, spread
+from tests.support.allocator_values import gpu
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "total_mib", "utilization", "expected"),
+    [
+        (80_000, 80_000, 0, 1.0),
+        (0, 80_000, 100, 0.0),
+        (80_000, 80_000, 100, 0.6),
+        (0, 80_000, 0, 0.4),
+        (40_000, 80_000, 50, 0.5),
+        (8_000, 24_576, 49, 0.39931249999999996),
+        (24_269, 24_564, 7, 0.9647943331704933),
+        (81_051, 81_559, 1, 0.9922628281366863),
+        (1, 3, 33, 0.46799999999999997),
+        (15_109, 15_360, 13, 0.9381953125),
+        (22_731, 81_920, 37, 0.41848681640624996),
+    ],
+)
+def test_the_score_is_the_seeds(free_mib: int, total_mib: int, utilization: int, expected: float) -> None:
+    """Vectors computed once from the seed's own words. Equality is exact on purpose: weighting before dividing
+    changes the last bit of two of them.
+    """
+    scored = explained(gpu(free=free_mib, total=total_mib, utilization=utilization), Weights())
+    assert scored.total == expected
+    memory_score = free_mib / total_mib
+    utilization_score = (100 - utilization) / 100
+    assert scored.total == 0.6 * memory_score + 0.4 * utilization_score
+
+
+def test_the_parts_and_weights_are_told() -> None:
+    scored = explained(gpu(free=20_000, total=80_000, utilization=25.0), Weights(memory=1.0, utilization=2.0))
+    assert scored.parts == (ScorePart("memory", 0.25, 1.0), ScorePart("utilization", 0.75, 2.0))
+    assert scored.total == 1.75
+    assert scored.note == ""
+
+
+def test_unknown_utilization_earns_nothing_and_is_said() -> None:
+    scored = explained(gpu(free=40_000, total=80_000, utilization=None), Weights())
+    assert scored.total == 0.3
+    assert scored.parts[1] == ScorePart("utilization", None, 0.4)
+    assert scored.note == UNKNOWN_UTILIZATION
+
+
+def test_a_gpu_of_unknown_memory_has_no_score() -> None:
+    with pytest.raises(ValueError, match="GPU-a"):
+        spread(gpu(free=None), Weights())
