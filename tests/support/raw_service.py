@@ -1,7 +1,8 @@
 """An upstream for tests of what stands in between: it does to each call what the call's first bytes say.
 
-Served under names of the contract, since a server answers only methods that have a role there. Messages are bytes and
-not messages: whoever forwards must not care.
+Served under a name of the contract, since a server answers only methods that have a role there; the one kind of call
+that the contract has not, a stream up and one answer, is in a service that this module adds to it. Messages are bytes
+and not messages: whoever forwards must not care.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, empty_pb2  # noqa: F401  (Empty must be known)
 
 # The contract must be known: methods without a role are refused.
 from gpuscale.api.monitor import v1 as _monitor_api  # noqa: F401
+from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.auth import Authenticator
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError
 from gpuscale.common.server import Server, ServerOptions
@@ -24,11 +27,29 @@ FLEET = "gpuscale.api.monitor.v1.FleetService"
 UNARY = f"/{FLEET}/ListNodes"
 SERVER_STREAM = f"/{FLEET}/WatchNodes"
 BOTH_STREAMS = f"/{FLEET}/StreamTelemetry"
+UPLOADS = "gpuscale.api.test.v1.UploadService"
+CLIENT_STREAM = f"/{UPLOADS}/Upload"
 
 ERRORS: dict[bytes, GpuscaleError] = {
     b"invalid": InvalidArgumentError("wrong on purpose", field="spec.size", metadata={"why": "test"}),
     b"stopping": UnavailableError("stopping", reason="SHUTTING_DOWN", retry_after=3.0),
 }
+
+
+def _add_uploads() -> None:
+    """Add the service of the fourth kind to the descriptors of this process."""
+    file = descriptor_pb2.FileDescriptorProto(
+        name="gpuscale/api/test/v1/upload.proto",
+        package="gpuscale.api.test.v1",
+        dependency=["google/protobuf/empty.proto"],
+    )
+    method = file.service.add(name="UploadService").method.add(name="Upload", client_streaming=True)
+    method.input_type = method.output_type = ".google.protobuf.Empty"
+    method.options.Extensions[options_pb2.role] = options_pb2.ROLE_VIEWER
+    descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
+
+
+_add_uploads()
 
 
 @dataclass
@@ -46,6 +67,7 @@ class RawService(grpc.GenericRpcHandler):
         return {
             UNARY: grpc.unary_unary_rpc_method_handler(self.unary),
             SERVER_STREAM: grpc.unary_stream_rpc_method_handler(self.server_stream),
+            CLIENT_STREAM: grpc.stream_unary_rpc_method_handler(self.client_stream),
             BOTH_STREAMS: grpc.stream_stream_rpc_method_handler(self.both_streams),
         }.get(handler_call_details.method)
 
@@ -83,6 +105,13 @@ class RawService(grpc.GenericRpcHandler):
         if error:
             status = to_rpc_status(ERRORS[error[0]])
             await context.abort(status.code, status.details, status.trailing_metadata)
+
+    async def client_stream(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        """All messages, joined."""
+        self._note(context)
+        joined = b"+".join([request async for request in requests])
+        context.set_trailing_metadata((("x-end", "there"),))
+        return joined
 
     async def both_streams(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Echoes each message; `end` ends the call, the name of an error ends it with that, `mute` stops reading."""

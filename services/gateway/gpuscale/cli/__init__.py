@@ -1,0 +1,1 @@
+"""`gpuscalectl`: the command line over the gateway's one address."""

@@ -1,0 +1,108 @@
+"""`gpuscalectl explain`: why there are as many replicas as there are, and what exit codes mean."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpuscale.cli.exit_codes import MEANINGS
+from gpuscale.cli.options import Name
+from gpuscale.cli.output import write_lines
+from gpuscale.cli.session import session_of
+
+if TYPE_CHECKING:
+    from gpuscale.api.autoscaler.v1 import Decision, DecisionStep, Endpoint, Observation
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command("endpoint")
+def explain_endpoint(
+    context: typer.Context,
+    name: Name,
+    last: Annotated[int, typer.Option(min=1, help="How many decisions, newest first.")] = 3,
+) -> None:
+    """Why an endpoint has the replicas it has: its latest decisions, step by step."""
+    from gpuscale.cli import resources
+    from gpuscale.cli.views.autoscaler import DECISIONS
+
+    session = session_of(context)
+    with session.connect() as client:
+        [endpoint] = resources.endpoints(client, [name])
+        decisions = resources.decisions(client, endpoint=endpoint.name, limit=last)
+    if not session.output.human:
+        session.output.write_list(decisions, DECISIONS)
+        return
+    lines = _endpoint_lines(endpoint)
+    for decision in decisions:
+        lines += ["", *decision_lines(decision)]
+    write_lines(lines if decisions else [*lines, "", "No decision yet."])
+
+
+@app.command("decision")
+def explain_decision(context: typer.Context, name: Name) -> None:
+    """One decision, step by step. NAME is ENDPOINT/DECISION."""
+    from gpuscale.cli import resources
+    from gpuscale.cli.views.autoscaler import DECISIONS
+
+    session = session_of(context)
+    with session.connect() as client:
+        [decision] = resources.decisions(client, [name])
+    if session.output.human:
+        write_lines(decision_lines(decision))
+    else:
+        session.output.write_one(decision, DECISIONS)
+
+
+@app.command("exit-codes")
+def explain_exit_codes(context: typer.Context) -> None:
+    """What each exit code of gpuscalectl means."""
+    output = session_of(context).output
+    if output.human:
+        write_lines([f"{code.value:>4}   {meaning}" for code, meaning in MEANINGS.items()])
+    else:
+        output.write_data(
+            {"exitCodes": [{"code": code.value, "meaning": text} for code, text in MEANINGS.items()]}
+        )
+
+
+def _endpoint_lines(endpoint: "Endpoint") -> list[str]:
+    status, spec = endpoint.status, endpoint.spec
+    paused = ", PAUSED" if spec.paused else ""
+    counts = (
+        f"{status.desired_replicas} desired, {status.granted_replicas} granted, {status.ready_replicas} ready"
+    )
+    line = f"{endpoint.name}: {counts}; bounds {spec.min_replicas}-{spec.max_replicas}{paused}"
+    return [line, status.summary] if status.summary else [line]
+
+
+def decision_lines(decision: "Decision") -> list[str]:
+    """A decision in words: what was seen, what each step made of it, and what held it back."""
+    from gpuscale.cli.views.cells import since
+
+    times = (
+        f", {decision.count} times since {since(decision, 'create_time')} ago" if decision.count > 1 else ""
+    )
+    lines = [
+        f"{decision.name}, {since(decision, 'last_time')} ago{times}",
+        f"  {decision.before} -> {decision.wanted} wanted, {decision.granted} granted"
+        + (f", limited by {decision.limited_by}" if decision.limited_by else "")
+        + (f": {decision.summary}" if decision.summary else ""),
+    ]
+    lines += [f"    saw   {_observation(seen)}" for seen in decision.observations]
+    lines += [f"    {_step(step)}" for step in decision.steps]
+    return lines
+
+
+def _observation(seen: "Observation") -> str:
+    from gpuscale.cli.views.cells import duration, number, word
+
+    age = duration(seen, "age")
+    words = f"{seen.signal} = {number(seen, 'value')} {word(seen, 'status')}"
+    return words + (f", {age} old" if age != "-" else "") + (f" ({seen.detail})" if seen.detail else "")
+
+
+def _step(step: "DecisionStep") -> str:
+    from gpuscale.cli.views.cells import word
+
+    stage = f"{word(step, 'stage').lower()} {step.rule}".rstrip()
+    return f"{stage:<16} {step.before} -> {step.after}   {step.code:<16} {step.text}".rstrip()

@@ -1,0 +1,80 @@
+"""Sizes and durations as people write them: `8GiB`, `500MB`, `60s`, `1h30m`; and back, for tables.
+
+Pure: no clock, no wire types. Sizes are whole bytes; durations are seconds.
+"""
+
+import re
+from collections.abc import Mapping
+
+_BYTES: Mapping[str, int] = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)},
+}
+_BYTE_UNITS = {unit.lower(): factor for unit, factor in _BYTES.items()}
+_SECONDS: Mapping[str, float] = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_LARGEST_SIZE = 2**63 - 1  # what an int64 of the contract holds
+_LONGEST_DURATION = 315_576_000_000.0  # what a Duration of protobuf holds: 10,000 years
+
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_SIZE = rf"{_NUMBER}\s*([A-Za-z]*)"
+_DURATION = rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?(?:{_NUMBER}ms)?"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `8GiB`, `500MB`, `1.5TiB` or a plain number of bytes; units in any case, KB = 1000, KiB = 1024.
+
+    Raises:
+        ValueError: not a size, or more than an int64 holds.
+    """
+    found = re.fullmatch(_SIZE, text.strip())
+    factor = _BYTE_UNITS.get(found[2].lower()) if found else None
+    if found is None or factor is None:
+        raise ValueError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1024")
+    whole, _, fraction = found[1].partition(".")
+    # In whole numbers, so that nothing is lost beyond the 53 bits of a float.
+    size: int = int(whole + fraction) * factor // 10 ** len(fraction)
+    if size > _LARGEST_SIZE:
+        raise ValueError(f"{text!r} is more than {_LARGEST_SIZE} bytes")
+    return size
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `60s`, `5m`, `1h30m`, `250ms`, `2d` or a plain number of seconds; larger units come first.
+
+    Raises:
+        ValueError: not a duration, or longer than 10,000 years.
+    """
+    plain = text.strip()
+    found = re.fullmatch(_DURATION, f"{plain}s" if re.fullmatch(_NUMBER, plain) else plain)
+    if not plain or found is None:
+        raise ValueError(f"{text!r} is not a duration; write it like 60s, 5m or 1h30m")
+    parts = zip(found.groups(), _SECONDS.values(), strict=True)
+    seconds = sum(float(number) * unit for number, unit in parts if number)
+    if seconds > _LONGEST_DURATION:
+        raise ValueError(f"{text!r} is longer than 10,000 years")
+    return seconds
+
+
+def format_size(size: int) -> str:
+    """`79.2GiB`: the largest binary unit of which there is at least one, to one decimal; exact when whole."""
+    for power, letter in ((5, "P"), (4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        unit = 1024**power
+        if size >= unit:
+            return f"{size // unit}{letter}iB" if size % unit == 0 else f"{size / unit:.1f}{letter}iB"
+    return f"{size}B"
+
+
+def format_duration(seconds: float) -> str:
+    """`850ms`, `12s`, `3m5s`, `2h7m`, `4d1h`: the two largest units, rounded down."""
+    if seconds < 1:
+        return f"{int(max(seconds, 0) * 1000)}ms"
+    whole = int(seconds)
+    for (large, small), (high, low) in zip(
+        ((86400, 3600), (3600, 60), (60, 1)), (("d", "h"), ("h", "m"), ("m", "s")), strict=True
+    ):
+        if whole >= large:
+            rest = whole % large // small
+            return f"{whole // large}{high}{rest}{low}" if rest else f"{whole // large}{high}"
+    return f"{whole}s"

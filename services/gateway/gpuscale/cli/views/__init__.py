@@ -1,0 +1,1 @@
+"""What each kind of resource looks like in a table: columns, and nothing else."""

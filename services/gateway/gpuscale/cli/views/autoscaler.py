@@ -1,0 +1,96 @@
+"""Endpoints, replicas, queue watchers, decisions and adapters."""
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli.views.cells import Column, View, duration, number, short, since, text, word
+
+
+def _bounds(endpoint: api.Endpoint) -> str:
+    return f"{endpoint.spec.min_replicas}-{endpoint.spec.max_replicas}"
+
+
+def _summary(endpoint: api.Endpoint) -> str:
+    return (
+        f"PAUSED {endpoint.status.summary}".rstrip()
+        if endpoint.spec.paused
+        else text(endpoint.status.summary)
+    )
+
+
+ENDPOINTS = View[api.Endpoint](
+    "endpoints",
+    (
+        Column("NAME", lambda endpoint: short(endpoint.name)),
+        Column("BOUNDS", _bounds),
+        Column("DESIRED", lambda endpoint: str(endpoint.status.desired_replicas)),
+        Column("GRANTED", lambda endpoint: str(endpoint.status.granted_replicas)),
+        Column("STARTING", lambda endpoint: str(endpoint.status.starting_replicas), wide=True),
+        Column("READY", lambda endpoint: str(endpoint.status.ready_replicas)),
+        Column("DRAINING", lambda endpoint: str(endpoint.status.draining_replicas), wide=True),
+        Column("GPUS-EACH", lambda endpoint: str(endpoint.spec.template.gpu_count), wide=True),
+        Column("TEMPLATE", lambda endpoint: text(endpoint.spec.template.template), wide=True),
+        Column("AGE", lambda endpoint: since(endpoint, "create_time")),
+        Column("WHY", _summary),
+    ),
+)
+
+REPLICAS = View[api.Replica](
+    "replicas",
+    (
+        Column("NAME", lambda replica: short(replica.name)),
+        Column("STATE", lambda replica: word(replica, "state")),
+        Column("NODE", lambda replica: text(replica.node)),
+        Column("GPUS", lambda replica: str(len(replica.gpu_uuids))),
+        Column("RESERVATION", lambda replica: short(replica.reservation)),
+        Column("PID", lambda replica: text(str(replica.pid or ""))),
+        Column("EXIT", lambda replica: number(replica, "exit_code")),
+        Column("AGE", lambda replica: since(replica, "create_time")),
+        Column("ADAPTER", lambda replica: short(replica.adapter), wide=True),
+        Column("UUIDS", lambda replica: text(",".join(replica.gpu_uuids)), wide=True),
+        Column("WHY", lambda replica: text(replica.reason)),
+    ),
+)
+
+WATCHERS = View[api.QueueWatcher](
+    "queueWatchers",
+    (
+        Column("NAME", lambda watcher: short(watcher.name)),
+        Column("BROKER", lambda watcher: text(watcher.spec.broker)),
+        Column("VHOST", lambda watcher: watcher.spec.virtual_host or "/", wide=True),
+        Column("QUEUE", lambda watcher: text(watcher.spec.queue)),
+        Column("STATE", lambda watcher: word(watcher.status, "state")),
+        Column("READY", lambda watcher: number(watcher.status, "ready_count", "{:.0f}".format)),
+        Column("UNACKED", lambda watcher: number(watcher.status, "unacked_count", "{:.0f}".format)),
+        Column("CONSUMERS", lambda watcher: number(watcher.status, "consumer_count", "{:.0f}".format)),
+        Column("READ", lambda watcher: duration(watcher.status, "age")),
+        Column("MESSAGE", lambda watcher: text(watcher.status.message)),
+    ),
+)
+
+DECISIONS = View[api.Decision](
+    "decisions",
+    (
+        Column("NAME", lambda decision: short(decision.name)),
+        Column("LAST", lambda decision: since(decision, "last_time")),
+        Column("TIMES", lambda decision: str(decision.count)),
+        Column("BEFORE", lambda decision: str(decision.before)),
+        Column("WANTED", lambda decision: str(decision.wanted)),
+        Column("GRANTED", lambda decision: str(decision.granted)),
+        Column("LIMITED-BY", lambda decision: text(decision.limited_by)),
+        Column("FIRST", lambda decision: since(decision, "create_time"), wide=True),
+        Column("SUMMARY", lambda decision: text(decision.summary)),
+    ),
+)
+
+ADAPTERS = View[api.Adapter](
+    "adapters",
+    (
+        Column("NAME", lambda adapter: short(adapter.name)),
+        Column("KIND", lambda adapter: text(adapter.kind)),
+        Column("STATE", lambda adapter: word(adapter, "state")),
+        Column("NODE", lambda adapter: text(adapter.node)),
+        Column("REPLICAS", lambda adapter: str(adapter.replica_count)),
+        Column("MOST", lambda adapter: text(str(adapter.max_replicas or ""))),
+        Column("TEMPLATES", lambda adapter: text(",".join(adapter.templates))),
+        Column("SEEN", lambda adapter: since(adapter, "last_seen_time")),
+    ),
+)

@@ -1,0 +1,86 @@
+"""Nodes and their GPUs."""
+
+from collections.abc import Mapping
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.cli.views.cells import (
+    ABSENT,
+    Column,
+    View,
+    duration,
+    number,
+    percent,
+    short,
+    size,
+    text,
+    used_of,
+    word,
+)
+
+
+def gpu_count(node: monitor_api.Node) -> str:
+    """`8`, or `4 SIMULATED`; `-` where GPUs cannot be read."""
+    if node.snapshot.gpu_problem and not node.snapshot.gpus:
+        return ABSENT
+    return f"{len(node.snapshot.gpus)}{' SIMULATED' if node.snapshot.simulated else ''}"
+
+
+def _load(node: monitor_api.Node) -> str:
+    host = node.snapshot.host_reading
+    return " ".join(number(host, field, "{:.2f}".format) for field in ("load_1m", "load_5m", "load_15m"))
+
+
+NODES = View[monitor_api.Node](
+    "nodes",
+    (
+        Column("NAME", lambda node: short(node.name)),
+        Column("STATE", lambda node: word(node, "state")),
+        Column("GPUS", gpu_count),
+        Column("CPU", lambda node: number(node.snapshot.host_reading, "cpu_percent", percent)),
+        Column("CORES", lambda node: number(node.snapshot.host_reading, "cpu_count"), wide=True),
+        Column(
+            "MEMORY",
+            lambda node: used_of(node.snapshot.host_reading, "memory_used_bytes", "memory_total_bytes"),
+        ),
+        Column("LOAD", _load),
+        Column("AGE", lambda node: duration(node.snapshot, "age")),
+        Column("HOSTNAME", lambda node: text(node.snapshot.host.hostname), wide=True),
+        Column("SYSTEM", lambda node: text(node.snapshot.host.operating_system), wide=True),
+        Column("DRIVER", lambda node: text(node.snapshot.host.driver_version), wide=True),
+        Column("AGENT", lambda node: text(node.agent_version), wide=True),
+        Column("PROBLEM", lambda node: text(node.snapshot.gpu_problem), wide=True),
+    ),
+)
+
+
+def gpu_model(gpu: types_api.Gpu) -> str:
+    """Product name; a simulated GPU says so."""
+    return f"{text(gpu.model)} SIMULATED" if gpu.simulated else text(gpu.model)
+
+
+def gpus(holders: Mapping[str, str]) -> View[types_api.Gpu]:
+    """The view of GPUs, given who holds the reserved ones: name of the GPU -> holder."""
+    return View(
+        "gpus",
+        (
+            Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
+            Column("GPU", lambda gpu: str(gpu.index)),
+            Column("MODEL", gpu_model),
+            Column("STATE", lambda gpu: word(gpu, "state")),
+            Column("UTIL", lambda gpu: number(gpu.reading, "utilization_percent", percent)),
+            Column("MEMORY", lambda gpu: used_of(gpu.reading, "memory_used_bytes", "memory_total_bytes")),
+            Column("FREE", lambda gpu: number(gpu.reading, "memory_free_bytes", size)),
+            Column("TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format)),
+            Column("POWER", lambda gpu: number(gpu.reading, "power_watts", "{:.0f}W".format)),
+            Column(
+                "LIMIT", lambda gpu: number(gpu.reading, "power_limit_watts", "{:.0f}W".format), wide=True
+            ),
+            Column("CLOCK", lambda gpu: number(gpu.reading, "sm_clock_mhz", "{:.0f}MHz".format), wide=True),
+            Column("PROCESSES", lambda gpu: str(len(gpu.reading.processes)), wide=True),
+            Column("HOLDER", lambda gpu: text(holders.get(gpu.name, ""))),
+            Column("AGE", lambda gpu: duration(gpu.reading, "age")),
+            Column("PCI", lambda gpu: text(gpu.pci_bus_id), wide=True),
+            Column("UUID", lambda gpu: gpu.uuid),
+        ),
+    )

@@ -1,0 +1,75 @@
+"""One screen of everything: nodes, GPUs with bars, reservations, endpoints."""
+
+from collections.abc import Mapping, Sequence
+
+from gpuscale.api.allocator.v1 import Reservation
+from gpuscale.api.autoscaler.v1 import Endpoint
+from gpuscale.api.monitor.v1 import Node
+from gpuscale.api.types.v1 import Gpu
+from gpuscale.cli.output import Output
+from gpuscale.cli.views.allocator import RESERVATIONS
+from gpuscale.cli.views.autoscaler import ENDPOINTS
+from gpuscale.cli.views.cells import ABSENT, Column, View, duration, number, short, text, word
+from gpuscale.cli.views.monitor import NODES, gpu_model
+
+BAR_WIDTH = 20
+
+
+def bar(share: float | None) -> str:
+    """`|||||||             ` for a share from 0 to 1; `-` where it is unknown."""
+    if share is None:
+        return ABSENT.ljust(BAR_WIDTH)
+    return ("|" * round(min(max(share, 0.0), 1.0) * BAR_WIDTH)).ljust(BAR_WIDTH)
+
+
+def _utilization(gpu: Gpu) -> str:
+    reading = gpu.reading
+    share = reading.utilization_percent / 100 if reading.HasField("utilization_percent") else None
+    return f"[{bar(share)}] {number(reading, 'utilization_percent', '{:3.0f}%'.format)}"
+
+
+def _memory(gpu: Gpu) -> str:
+    reading = gpu.reading
+    known = reading.HasField("memory_used_bytes") and reading.memory_total_bytes > 0
+    share = reading.memory_used_bytes / reading.memory_total_bytes if known else None
+    return f"[{bar(share)}] " + (ABSENT if share is None else f"{share:4.0%}")
+
+
+def _gpus(holders: Mapping[str, str]) -> View[Gpu]:
+    return View(
+        "gpus",
+        (
+            Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
+            Column("GPU", lambda gpu: str(gpu.index)),
+            Column("MODEL", gpu_model),
+            Column("STATE", lambda gpu: word(gpu, "state")),
+            Column("UTILIZATION", _utilization),
+            Column("MEMORY", _memory),
+            Column("TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format)),
+            Column("POWER", lambda gpu: number(gpu.reading, "power_watts", "{:.0f}W".format)),
+            Column("HOLDER", lambda gpu: text(holders.get(gpu.name, ""))),
+            Column("AGE", lambda gpu: duration(gpu.reading, "age")),
+        ),
+    )
+
+
+def screen(
+    output: Output,
+    nodes: Sequence[Node],
+    reservations: Sequence[Reservation],
+    endpoints: Sequence[Endpoint],
+    holders: Mapping[str, str],
+) -> list[str]:
+    """The lines of the screen: a table for each kind of thing that there is."""
+    tables = (
+        output.table(nodes, NODES),
+        output.table([gpu for node in nodes for gpu in node.snapshot.gpus], _gpus(holders)),
+        output.table(reservations, RESERVATIONS),
+        output.table(endpoints, ENDPOINTS),
+    )
+    counts = (len(nodes), sum(len(node.snapshot.gpus) for node in nodes), len(reservations), len(endpoints))
+    titles = ("NODES", "GPUS", "RESERVATIONS", "ENDPOINTS")
+    lines: list[str] = []
+    for title, count, table in zip(titles, counts, tables, strict=True):
+        lines += [f"{title}: {count}", *(f"  {line}" for line in table if count), ""]
+    return lines[:-1]

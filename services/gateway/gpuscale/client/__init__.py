@@ -1,0 +1,55 @@
+"""The client library: `from gpuscale.client import connect`.
+
+It needs gRPC and protobuf and nothing else: no database driver, no broker library, no settings.
+"""
+
+from gpuscale.client.client import AsyncClient, Client, ReserveOptions
+from gpuscale.client.connection import connect, connect_async, read_token
+from gpuscale.client.paging import pages, pages_async
+from gpuscale.common.channel import ClientTls
+from gpuscale.common.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    CancelledCallError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    FieldViolation,
+    GpuscaleError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnimplementedError,
+)
+
+__all__ = [
+    "AbortedError",
+    "AlreadyExistsError",
+    "AsyncClient",
+    "CancelledCallError",
+    "Client",
+    "ClientTls",
+    "DeadlineExceededError",
+    "FailedPreconditionError",
+    "FieldViolation",
+    "GpuscaleError",
+    "InternalError",
+    "InvalidArgumentError",
+    "NotFoundError",
+    "OutOfRangeError",
+    "PermissionDeniedError",
+    "ReserveOptions",
+    "ResourceExhaustedError",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "UnimplementedError",
+    "connect",
+    "connect_async",
+    "pages",
+    "pages_async",
+    "read_token",
+]

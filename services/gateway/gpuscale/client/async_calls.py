@@ -1,0 +1,111 @@
+"""What every call of an async client gets: a deadline where it has none, and errors of the tree.
+
+The channel is wrapped and not intercepted: gRPC's interceptors turn a call into another kind of object, which behaves
+differently when it is cancelled or written to, and they must be known before the channel is made. The types of calls are
+those of the generated stubs; here, underneath them, they are `Any`.
+"""
+
+from collections.abc import AsyncIterator, Generator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from gpuscale.common.status import rpc_errors
+
+
+class AsyncCalls(grpc.aio.Channel):
+    """A channel whose calls raise errors of the tree; `timeout` seconds for a unary call that names none. Streams last."""
+
+    def __init__(self, channel: grpc.aio.Channel, timeout: float) -> None:
+        self._channel = channel
+        self._timeout = timeout
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the channel, with a deadline."""
+        return _Method(self._channel.unary_unary(*args, **kwargs), self._timeout)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the channel."""
+        return _Method(self._channel.unary_stream(*args, **kwargs), None)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the channel."""
+        return _Method(self._channel.stream_unary(*args, **kwargs), None)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the channel."""
+        return _Method(self._channel.stream_stream(*args, **kwargs), None)
+
+    async def close(self, grace: float | None = None) -> None:
+        """As of the channel."""
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """As of the channel."""
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """As of the channel."""
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """As of the channel."""
+        await self._channel.channel_ready()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+class _Method:
+    """A method of a stub."""
+
+    def __init__(self, method: Any, timeout: float | None) -> None:
+        self._method = method
+        self._timeout = timeout
+
+    def __call__(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> "_Call":
+        return _Call(self._method(*args, timeout=self._timeout if timeout is None else timeout, **kwargs))
+
+
+class _Call:
+    """A call under way: awaited, read or written to, it raises errors of the tree. All else is the call's own."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._response().__await__()
+
+    async def _response(self) -> Any:
+        with rpc_errors():
+            return await self._call
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        try:
+            with rpc_errors():
+                async for response in self._call:
+                    yield response
+        finally:
+            self._call.cancel()  # a reader that leaves early does not leave the call behind
+
+    async def read(self) -> Any:
+        """The next response, or `grpc.aio.EOF`."""
+        with rpc_errors():
+            return await self._call.read()
+
+    async def write(self, request: Any) -> None:
+        """Send a request of the stream."""
+        with rpc_errors():
+            await self._call.write(request)

@@ -1,0 +1,111 @@
+"""What every call of a sync client gets: a deadline where it has none, and errors of the tree.
+
+As in `gpuscale.client.async_calls`, the channel is wrapped, and calls are `Any` underneath the types of the stubs.
+"""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from gpuscale.common.status import rpc_errors
+
+
+class SyncCalls(grpc.Channel):
+    """A channel whose calls raise errors of the tree; `timeout` seconds for a unary call that names none. Streams last."""
+
+    def __init__(self, channel: grpc.Channel, timeout: float) -> None:
+        self._channel = channel
+        self._timeout = timeout
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the channel, with a deadline."""
+        return _Unary(self._channel.unary_unary(*args, **kwargs), self._timeout)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the channel."""
+        return _Unary(self._channel.stream_unary(*args, **kwargs), None)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the channel."""
+        return _Streaming(self._channel.unary_stream(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the channel."""
+        return _Streaming(self._channel.stream_stream(*args, **kwargs))
+
+    def subscribe(
+        self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False
+    ) -> None:
+        """As of the channel."""
+        self._channel.subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
+        """As of the channel."""
+        self._channel.unsubscribe(callback)
+
+    def close(self) -> None:
+        """As of the channel."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Unary:
+    """A method with one response."""
+
+    def __init__(self, method: Any, timeout: float | None) -> None:
+        self._method = method
+        self._timeout = timeout
+
+    def __call__(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        with rpc_errors():
+            return self._method(request, timeout=self._timeout if timeout is None else timeout, **kwargs)
+
+    def with_call(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """The response and its call."""
+        with rpc_errors():
+            return self._method.with_call(
+                request, timeout=self._timeout if timeout is None else timeout, **kwargs
+            )
+
+    def future(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """GRPC's own future; its errors are gRPC's own too."""
+        return self._method.future(request, timeout=self._timeout if timeout is None else timeout, **kwargs)
+
+
+class _Streaming:
+    """A method with a stream of responses."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Stream":
+        return _Stream(self._method(*args, **kwargs))
+
+
+class _Stream:
+    """A stream of responses that raises errors of the tree. All else is the call's own."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        with rpc_errors():
+            return next(self._call)

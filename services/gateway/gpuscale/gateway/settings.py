@@ -1,0 +1,24 @@
+"""Settings of `gpuscale-gateway`; `gpuscale.common.settings` says where they come from."""
+
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from gpuscale.common.settings import ServerSettings, UpstreamSettings
+
+
+class GatewaySettings(ServerSettings, UpstreamSettings):
+    """What the gateway is told before it starts; the upstreams are the services it forwards to."""
+
+    section: ClassVar[str] = "gateway"
+
+    listen: str = Field("127.0.0.1:7070", description="address to serve on, HOST:PORT")
+    fleet_address: str = Field("127.0.0.1:7072", description="address of the fleet, HOST:PORT")
+    allocator_address: str = Field("127.0.0.1:7073", description="address of the allocator, HOST:PORT")
+    autoscaler_address: str = Field("127.0.0.1:7074", description="address of the autoscaler, HOST:PORT")
+
+    @model_validator(mode="after")
+    def _check_token(self) -> Self:
+        if self.token_file is not None:
+            raise ValueError("token_file: the gateway passes on its callers' tokens and has none of its own")
+        return self

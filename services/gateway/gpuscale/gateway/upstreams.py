@@ -1,0 +1,42 @@
+"""Which service runs where."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc
+
+# Importing the contract makes its services known to the descriptor pool, which the forwarder reads.
+from gpuscale.api.allocator import v1 as _allocator_api
+from gpuscale.api.autoscaler import v1 as _autoscaler_api
+from gpuscale.api.monitor import v1 as _monitor_api
+
+__all__ = ["SERVICES", "Upstream"]
+
+_CONTRACT = (_allocator_api, _autoscaler_api, _monitor_api)
+
+SERVICES: Mapping[str, tuple[str, ...]] = {
+    "fleet": ("gpuscale.api.monitor.v1.FleetService",),
+    "allocator": ("gpuscale.api.allocator.v1.AllocatorService",),
+    "autoscaler": (
+        "gpuscale.api.autoscaler.v1.EndpointService",
+        "gpuscale.api.autoscaler.v1.QueueWatcherService",
+        "gpuscale.api.autoscaler.v1.DecisionService",
+        "gpuscale.api.autoscaler.v1.AdapterService",
+    ),
+}
+"""The services of each program. The agents' service is not among them: there is one on every host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """A program that calls are forwarded to.
+
+    Attributes:
+        name: what to call it in errors.
+        channel: where it is; the caller closes it.
+        private: whether nobody can listen in, so that tokens may travel.
+    """
+
+    name: str
+    channel: grpc.aio.Channel
+    private: bool

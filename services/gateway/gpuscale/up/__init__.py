@@ -1,0 +1,1 @@
+"""`gpuscalectl up`: everything in one process. The only room that knows all the others."""

@@ -1,0 +1,105 @@
+"""Composes every program's app on one server, in one process and one loop.
+
+The apps call each other as they would from host to host, through a unix socket that only this user can open. They end
+in the reverse order: the adapter's workers first, while there is still somebody to report to.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+
+from gpuscale.allocator.app import open_allocator
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types.v1 import Snapshot
+from gpuscale.autoscaler.adapters.app import open_process_adapter
+from gpuscale.autoscaler.app import open_autoscaler
+from gpuscale.common import logs
+from gpuscale.common.channel import RPC_TIMEOUT, open_channel
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.lock import DirectoryLock
+from gpuscale.common.server import Server
+from gpuscale.common.status import rpc_errors
+from gpuscale.monitor.agent.app import open_agent
+from gpuscale.monitor.fleet.app import open_fleet
+from gpuscale.up.settings import AllSettings
+
+STOP_GRACE = 2.0
+"""Seconds for calls to finish; the adapter's workers have had up to 6 before, and the process has 10 in all."""
+MAX_SOCKET_PATH = 100
+"""Bytes; the kernel's limit for the path of a unix socket is 108."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """Everything, up.
+
+    Attributes:
+        address: where it listens, with the port that was taken.
+        snapshot: the first snapshot of this host.
+    """
+
+    address: str
+    snapshot: Snapshot
+
+
+@asynccontextmanager
+async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
+    """Everything, from the first answer to the end of the block.
+
+    Raises:
+        FailedPreconditionError: the address or the data directory is in use, or cannot be used.
+        GpuscaleError: a part cannot start.
+    """
+    clock = SystemClock()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(DirectoryLock(settings.up.data_dir))
+        options = replace(settings.up.server_options(), unix_socket=_socket(settings.up.data_dir))
+        server = Server(options, settings.up.authenticator())
+        address = server.bind()
+        own = await stack.enter_async_context(open_channel(f"unix:{options.unix_socket}"))
+        server.add(
+            *await stack.enter_async_context(open_fleet(settings.fleet, clock=clock)),
+            *await stack.enter_async_context(open_agent(settings.agent, fleet=own, clock=clock)),
+            *await stack.enter_async_context(open_allocator(settings.allocator, fleet=own, clock=clock)),
+            *await stack.enter_async_context(
+                open_autoscaler(settings.autoscaler, allocator=own, clock=clock)
+            ),
+        )
+        stack.push_async_callback(server.stop, STOP_GRACE)
+        # Once the server ends, the parts lose each other, which is no news.
+        stack.callback(logs.configure, "error", settings.up.log_format)
+        await server.start()
+        await stack.enter_async_context(open_process_adapter(settings.adapter, autoscaler=own, clock=clock))
+        yield Running(address, await _first_snapshot(own))
+
+
+def _socket(data_dir: Path) -> Path:
+    """Path of the socket, in a directory that only this user can enter."""
+    directory = data_dir / "run"
+    path = (directory / "internal.sock").absolute()
+    if len(bytes(path)) > MAX_SOCKET_PATH:
+        raise FailedPreconditionError(
+            f"the path of the data directory is too long for a socket in it: {data_dir}",
+            reason="PATH_TOO_LONG",
+        )
+    directory.mkdir(mode=0o700, exist_ok=True)
+    directory.chmod(0o700)
+    return path
+
+
+async def _first_snapshot(own: grpc.aio.Channel) -> Snapshot:
+    """The first snapshot that reached the fleet: from then on everything answers with this host in it."""
+    with rpc_errors():
+        call = monitor_api.FleetServiceStub(own).WatchNodes(
+            monitor_api.WatchNodesRequest(), timeout=RPC_TIMEOUT
+        )
+        async for update in call:
+            for node in update.nodes:
+                if node.HasField("snapshot"):
+                    call.cancel()
+                    return node.snapshot
+    raise FailedPreconditionError("the fleet ended before it heard of this host", reason="NO_TELEMETRY")

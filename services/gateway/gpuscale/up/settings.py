@@ -1,0 +1,99 @@
+"""Settings of `gpuscalectl up`: its own, and those of every program that it runs.
+
+One configuration file serves them all; each reads its table. What `up` decides itself (where state lies, that all is in
+one process) it passes on as overrides.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.autoscaler.adapters.settings import AdapterSettings
+from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.common.logs import Level
+from gpuscale.common.settings import ServerSettings, load
+from gpuscale.common.sources import CONFIG_VARIABLE, load_table, read_config
+from gpuscale.monitor.agent.settings import AgentSettings
+from gpuscale.monitor.agent.sources import SourceKind
+from gpuscale.monitor.fleet.settings import FleetSettings
+
+PROGRAM = "gpuscalectl up"
+DESCRIPTION = (
+    "Start everything on this machine, in one process: agent, fleet, allocator, autoscaler, worker adapter."
+)
+
+
+def _default_data_dir() -> Path:
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "gpuscale"
+
+
+class UpSettings(ServerSettings):
+    """What `up` is told before it starts."""
+
+    section: ClassVar[str] = "up"
+
+    listen: str = Field("127.0.0.1:7070", description="address to serve on, HOST:PORT")
+    data_dir: Path = Field(
+        default_factory=_default_data_dir, description="directory of all state; one `up` each"
+    )
+    simulate: int | None = Field(
+        None, ge=0, le=1024, description="simulate this many GPUs, whatever the host has"
+    )
+    log_level: Level = Field("warning", description="least level that is logged")
+    reflection: bool = Field(default=True, description="serve gRPC reflection")
+
+
+class UpAgentSettings(AgentSettings):
+    """The agent's settings; simulated GPUs stand in where the host has no driver."""
+
+    source: SourceKind = Field("auto", description="GPUs to read: nvml, simulated, or auto")
+
+
+@dataclass(frozen=True)
+class AllSettings:
+    """The settings of every part."""
+
+    up: UpSettings
+    agent: UpAgentSettings
+    fleet: FleetSettings
+    allocator: AllocatorSettings
+    autoscaler: AutoscalerSettings
+    adapter: AdapterSettings
+
+
+def load_all(argv: Sequence[str]) -> AllSettings:
+    """The settings from flags (those of `up`), environment and file.
+
+    Exits with 2 and one line on stderr if a flag, or anything of `up` itself, is unknown or wrong.
+
+    Raises:
+        InvalidArgumentError: a setting of another part is unknown or wrong.
+    """
+    up = load(UpSettings, argv, program=PROGRAM, description=DESCRIPTION)
+    config = _config(argv)
+    state = {"data_dir": up.data_dir}
+    simulated = {} if up.simulate is None else {"source": "simulated", "simulated_gpu_count": up.simulate}
+    agent = load_table(UpAgentSettings, config, simulated)
+    return AllSettings(
+        up=up,
+        agent=agent,
+        fleet=load_table(FleetSettings, config),
+        allocator=load_table(AllocatorSettings, config, state),
+        autoscaler=load_table(AutoscalerSettings, config, state),
+        adapter=load_table(AdapterSettings, config, {**state, "node": agent.node}),
+    )
+
+
+def _config(argv: Sequence[str]) -> Mapping[str, object]:
+    """The tables of the file that `load` used too."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=os.environ.get(CONFIG_VARIABLE))
+    path: str | None = parser.parse_known_args(argv)[0].config
+    return read_config(Path(path)) if path else {}

@@ -1,0 +1,301 @@
+"""What scripts rely on: standard output is the payload, exit codes are from the one table, errors go to stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from gpuscale.common import errors
+from tests.support import canned_gateway as canned
+from tests.support.cli import Ran, run_cli
+from tests.support.ports import free_port
+
+MANIFEST = """\
+kind: Endpoint
+name: jobs
+spec: {minReplicas: 1, maxReplicas: 4, template: {template: worker}}
+---
+kind: QueueWatcher
+name: more
+spec: {broker: default, queue: more}
+"""
+
+GETS = ("nodes", "gpus", "reservations", "endpoints", "replicas", "watchers", "decisions", "adapters")
+KEYS = {noun: noun for noun in GETS} | {"watchers": "queueWatchers"}
+NAMES = {
+    "nodes": "host-1",
+    "gpus": canned.UUIDS[1],
+    "reservations": "r1",
+    "endpoints": "jobs",
+    "replicas": "jobs/p1",
+    "watchers": "watchers/jobs",
+    "decisions": "jobs/d1",
+    "adapters": "host-1",
+}
+COMMANDS: list[tuple[str, ...]] = [
+    *(("get", noun) for noun in GETS),
+    *(("get", noun, name) for noun, name in NAMES.items()),
+    ("reserve", "--gpus", "1", "--ttl", "60s", "--min-memory", "8GiB", "--holder", "me", "--node", "host-1"),
+    ("renew", "r1", "--ttl", "5m"),
+    ("release", "reservations/r1", "--fence", "41"),
+    ("apply", "-f", "-"),
+    ("delete", "endpoint", "jobs", "--yes"),
+    ("delete", "watcher", "jobs", "-y"),
+    ("scale", "endpoint", "jobs", "--replicas", "4", "--current-replicas", "3"),
+    ("explain", "endpoint", "jobs"),
+    ("explain", "decision", "jobs/d1"),
+    ("explain", "exit-codes"),
+    ("top", "--once"),
+]
+READS = [command for command in COMMANDS if command[0] not in {"apply", "delete", "scale"}]
+ASKS = [command for command in COMMANDS if command != ("explain", "exit-codes")]
+EACH = pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+EACH_READ = pytest.mark.parametrize("command", READS, ids=" ".join)
+EACH_THAT_ASKS = pytest.mark.parametrize("command", ASKS, ids=" ".join)
+
+GOLDEN = {
+    ("get", "nodes"): """\
+NAME     STATE    GPUS          CPU   MEMORY       LOAD             AGE
+host-1   ONLINE   2 SIMULATED   12%   4GiB/64GiB   0.50 0.25 0.12   1s
+""",
+    ("get", "gpus"): """\
+NODE     GPU   MODEL                STATE   UTIL   MEMORY        FREE    TEMP   POWER   HOLDER     AGE   UUID
+host-1   0     Test GPU SIMULATED   OK      37%    20GiB/80GiB   60GiB   55C    210W    training   1s    GPU-00000000-0000-0000-0000-00000000000a
+host-1   1     Test GPU SIMULATED   OK      -      -/80GiB       -       -      -       -          1s    GPU-00000000-0000-0000-0000-00000000000b
+""",
+    ("get", "watchers", "--no-headers"): """\
+jobs   default   jobs   OK   12   -   -   1s   -
+""",
+    ("delete", "watcher", "jobs", "-y"): "watchers/jobs deleted\n",
+}
+
+
+@pytest.fixture
+def gateway() -> Iterator[tuple[str, canned.World]]:
+    with canned.canned_gateway() as running:
+        yield running
+
+
+@pytest.fixture
+def world(gateway: tuple[str, canned.World]) -> canned.World:
+    return gateway[1]
+
+
+@pytest.fixture
+def ctl(gateway: tuple[str, canned.World]) -> Any:
+    def run(*arguments: str, stdin: str = MANIFEST) -> Ran:
+        return run_cli("--address", gateway[0], *arguments, stdin=stdin)
+
+    return run
+
+
+@EACH
+def test_json_is_json(ctl: Any, command: tuple[str, ...]) -> None:
+    ran = ctl(*command, "-o", "json")
+    assert ran.code == 0, ran.err
+    json.loads(ran.out)
+
+
+@EACH_READ
+def test_yaml_is_the_same_data(ctl: Any, command: tuple[str, ...]) -> None:
+    as_json, as_yaml = ctl(*command, "-o", "json"), ctl(*command, "-o", "yaml")
+    assert YAML(typ="safe", pure=True).load(as_yaml.out) == json.loads(as_json.out)
+
+
+@EACH
+@pytest.mark.parametrize("wanted", ["table", "wide"])
+def test_tables_are_plain_lines(ctl: Any, command: tuple[str, ...], wanted: str) -> None:
+    ran = ctl(*command, "-o", wanted)
+    assert ran.code == 0, ran.err
+    assert ran.out.strip()
+    assert "\x1b" not in ran.out
+    assert all(line == line.rstrip() for line in ran.out.splitlines())
+
+
+@pytest.mark.parametrize("command", GOLDEN, ids=" ".join)
+def test_tables_look_like_this(ctl: Any, command: tuple[str, ...]) -> None:
+    """An absent reading is a dash, a simulated GPU says so."""
+    assert ctl(*command).out == GOLDEN[command]
+
+
+@EACH_THAT_ASKS
+def test_nothing_listens(command: tuple[str, ...]) -> None:
+    ran = run_cli("--address", f"127.0.0.1:{free_port()}", *command, "-o", "json", stdin=MANIFEST)
+    assert (ran.code, ran.out) == (7, "")
+    assert "nothing answers at 127.0.0.1:" in ran.err
+    assert "gpuscalectl up" in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("noun", GETS)
+def test_a_list_is_under_its_key_and_one_name_gives_the_object(ctl: Any, noun: str) -> None:
+    listed = json.loads(ctl("get", noun, "-o", "json").out)
+    assert list(listed) == [KEYS[noun]]
+    one = json.loads(ctl("get", noun, NAMES[noun], "-o", "json").out)
+    assert one in listed[KEYS[noun]]
+    several = json.loads(ctl("get", noun, NAMES[noun], NAMES[noun], "-o", "json").out)
+    assert several == {KEYS[noun]: [one, one]}
+    name = ctl("get", noun, NAMES[noun], "-o", "name").out
+    assert name == f"{one['name']}\n"
+    assert json.loads(ctl("get", name.strip(), "-o", "json").out) == one
+
+
+@pytest.mark.parametrize("noun", GETS)
+def test_what_is_not_there_is_3(ctl: Any, noun: str) -> None:
+    missing = "nobody/nothing" if noun in {"gpus", "replicas", "decisions"} else "nothing"
+    ran = ctl("get", noun, missing, "-o", "json")
+    assert (ran.code, ran.out) == (3, "")
+    assert "not found" in ran.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("get", "bogus"),
+        ("bogus",),
+        ("get", "nodes", "--bogus"),
+        ("get", "nodes", "-o", "bogus"),
+        ("reserve",),
+        ("reserve", "--gpus", "x"),
+        ("reserve", "--gpus", "0"),
+        ("reserve", "--gpus", "1", "--min-memory", "8Gibi"),
+        ("reserve", "--gpus", "1", "--ttl", "soon"),
+        ("scale", "endpoint", "jobs"),
+        ("get", "nodes", "A/B"),
+        ("delete", "endpoint", "jobs"),
+        ("apply", "-f", "/no/such/file"),
+        ("--request-timeout", "never", "get", "nodes"),
+        ("--token-file", "/no/such/file", "get", "nodes"),
+        ("--ca-file", "/no/such/file", "get", "nodes"),
+    ],
+    ids=" ".join,
+)
+def test_usage_errors_are_2_and_write_nothing(ctl: Any, command: tuple[str, ...]) -> None:
+    ran = ctl(*command)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.strip()
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ResourceExhaustedError("none left", reason="NO_CAPACITY"), 5),
+        (errors.FailedPreconditionError("never", reason="UNSATISFIABLE"), 5),
+        (errors.UnavailableError("the disk is full", reason="DISK_FULL"), 7),
+        (errors.PermissionDeniedError("no"), 8),
+        (errors.DeadlineExceededError("late"), 6),
+        (errors.InvalidArgumentError("wrong", field="gpu_count"), 2),
+        (errors.AlreadyExistsError("taken"), 4),
+        (errors.InternalError("incident 12"), 1),
+    ],
+)
+def test_errors_of_the_server(ctl: Any, world: canned.World, error: errors.GpuscaleError, code: int) -> None:
+    world.refuse["Reserve"] = error
+    ran = ctl("reserve", "--gpus", "2", "-o", "json")
+    assert (ran.code, ran.out) == (code, "")
+    assert f"error: {error.message}" in ran.err
+    assert ("gpu_count: wrong" in ran.err) == (code == 2)
+
+
+def test_reserve_sends_what_was_typed(ctl: Any, world: canned.World) -> None:
+    ran = ctl("reserve", "--gpus", "2", "--min-memory", "8GiB", "--max-utilization", "20", "--ttl", "1m30s",
+              "--holder", "me", "--node", "a", "--node", "nodes/b", "--request-id", "00000000-0000-0000-0000-0000000000ff")  # fmt: skip
+    assert ran.code == 0
+    [request] = world.requests
+    assert (request.gpu_count, request.holder, request.min_memory_bytes) == (2, "me", 8 << 30)
+    assert (request.max_utilization_percent, request.ttl.seconds) == (20, 90)
+    assert list(request.nodes) == ["nodes/a", "nodes/b"]
+    assert request.request_id.endswith("ff")
+    assert f"CUDA_VISIBLE_DEVICES={canned.UUIDS[0]}" in ran.err
+
+
+def test_what_is_not_typed_is_left_to_the_server(ctl: Any, world: canned.World) -> None:
+    ctl("reserve", "--gpus", "1")
+    [request] = world.requests
+    assert not request.HasField("min_memory_bytes")
+    assert not request.HasField("max_utilization_percent")
+    assert not request.HasField("ttl")
+    assert "@" in request.holder
+
+
+def test_the_fence_is_looked_up(ctl: Any, world: canned.World) -> None:
+    ctl("release", "r1")
+    assert world.requests[-1].fence == 41
+    ctl("renew", "r1", "--fence", "7")
+    assert world.requests[-1].fence == 7
+
+
+def test_apply_says_what_it_did(ctl: Any, world: canned.World, tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text(MANIFEST)
+    (tmp_path / "a.yml").write_text("kind: Endpoint\nname: new\nspec: {template: {template: t}}\n")
+    (tmp_path / "notes.txt").write_text("not a manifest")
+    first = ctl("apply", "-f", str(tmp_path))
+    assert first.out.splitlines() == [
+        "watchers/more created",
+        "endpoints/new created",
+        "endpoints/jobs configured",
+    ]
+    second = ctl("apply", "-f", str(tmp_path))
+    assert [line.split()[1] for line in second.out.splitlines()] == ["unchanged"] * 3
+    update = next(request for request in world.requests if type(request).__name__ == "UpdateEndpointRequest")
+    assert update.endpoint.etag == "e1", "what was read must not have changed meanwhile"
+
+
+def test_apply_reads_everything_before_it_changes_anything(ctl: Any, world: canned.World) -> None:
+    ran = ctl("apply", "-f", "-", stdin=MANIFEST + "---\nkind: Endpoint\nname: x\nspec: {bogus: 1}\n")
+    assert ran.code == 2
+    assert "<stdin>:11:8: unknown field 'bogus'" in ran.err
+    assert world.requests == []
+
+
+def test_what_get_prints_is_applied_unchanged(ctl: Any) -> None:
+    for wanted in ("yaml", "json"):
+        printed = ctl("get", "endpoints", "-o", wanted).out
+        assert ctl("apply", "-f", "-", stdin=printed).out == "endpoints/jobs unchanged\n"
+
+
+def test_apply_says_what_was_done_before_it_failed(ctl: Any, world: canned.World) -> None:
+    world.refuse["UpdateEndpoint"] = errors.AbortedError("changed meanwhile")
+    ran = ctl("apply", "-f", "-", "-o", "json")
+    assert (ran.code, ran.out) == (4, "")
+    assert "watchers/more created" in ran.err
+
+
+def test_delete_asks_nobody_without_a_terminal(ctl: Any, world: canned.World) -> None:
+    assert ctl("delete", "ep", "jobs").code == 2
+    assert world.requests == []
+    assert ctl("delete", "endpoints/jobs", "-y").code == 0
+    assert "endpoints/jobs" not in world.things
+
+
+def test_explain_says_why(ctl: Any) -> None:
+    out = ctl("explain", "endpoint", "jobs").out
+    assert "endpoints/jobs: 3 desired, 2 granted, 2 ready; bounds 0-4" in out
+    assert "2 -> 3 wanted, 2 granted, limited by NO_CAPACITY" in out
+    assert "saw   depth = 12 OK, 1s old" in out
+    assert "saw   other = - MISSING (the broker is unreachable)" in out
+    assert "rule up" in out
+    assert "3 -> 2   NO_CAPACITY      one GPU missing" in out
+
+
+def test_the_allocator_away_does_not_hide_the_gpus(ctl: Any, world: canned.World) -> None:
+    world.refuse["ListReservations"] = errors.UnavailableError(
+        "the allocator does not answer", reason="UPSTREAM_UNAVAILABLE"
+    )
+    ran = ctl("get", "gpus")
+    assert ran.code == 0
+    assert "holders are unknown: the allocator does not answer" in ran.err
+
+
+def test_an_empty_list_is_a_list(ctl: Any, world: canned.World) -> None:
+    world.things.clear()
+    assert json.loads(ctl("get", "nodes", "-o", "json").out) == {"nodes": []}
+    ran = ctl("get", "nodes")
+    assert ran.err == "none\n"
+    assert ctl("get", "nodes", "--no-headers").out == ""

@@ -1,0 +1,131 @@
+"""What users of the client library rely on: its names, its weight, and its types."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import gpuscale.client
+from gpuscale.client import GpuscaleError
+from gpuscale.common import errors
+
+HEAVY = (
+    "pydantic",
+    "structlog",
+    "typer",
+    "sqlmodel",
+    "sqlalchemy",
+    "aio_pika",
+    "pynvml",
+    "psutil",
+    "uvloop",
+    "httpx",
+)
+
+SCRIPT = '''\
+"""A user's script; what mypy says about each reveal_type is pinned."""
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client import NotFoundError, connect, connect_async, pages, pages_async
+
+
+def main() -> None:
+    with connect("127.0.0.1:7070", timeout=5) as client:
+        reveal_type(client.fleet.GetNode(monitor_api.GetNodeRequest(name="nodes/a")).node.snapshot.gpus[0].uuid)
+        for page in pages(client.fleet.ListNodes, monitor_api.ListNodesRequest()):
+            reveal_type(page.nodes[0].snapshot.host_reading.cpu_percent)
+        for update in client.fleet.WatchNodes(monitor_api.WatchNodesRequest()):
+            reveal_type(update.full)
+        reveal_type(client.reserve(2, "me", ttl=60, min_memory_bytes=8 << 30).fence)
+        try:
+            client.allocator.GetReservation(allocator_api.GetReservationRequest(name="reservations/x"))
+        except NotFoundError as error:
+            reveal_type(error.retry_after)
+
+
+async def amain() -> None:
+    async with connect_async() as client:
+        reveal_type(await client.allocator.ListReservations(allocator_api.ListReservationsRequest()))
+        async for page in pages_async(client.fleet.ListNodes, monitor_api.ListNodesRequest()):
+            reveal_type(page.nodes[0].agent_version)
+        async for update in client.fleet.WatchNodes(monitor_api.WatchNodesRequest()):
+            reveal_type(update.nodes[0].name)
+        reveal_type((await client.reserve(1, "me")).remaining)
+'''
+REVEALED = [
+    "str",
+    "float",
+    "bool",
+    "int",
+    "float | None",
+    "gpuscale.api.allocator.v1.allocator_service_pb2.ListReservationsResponse",
+    "str",
+    "str",
+    "google.protobuf.duration_pb2.Duration",
+]
+WRONG = {
+    "client.fleet.GetNode(monitor_api.ListNodesRequest())": "incompatible type",
+    "client.fleet.ListNodes(monitor_api.ListNodesRequest()).nods": "has no attribute",
+    'client.reserve(1, "me", tll=5)': "Unexpected keyword argument",
+    'client.reserve("two", "me")': "incompatible type",
+}
+
+
+def test_every_error_of_the_tree_is_exported() -> None:
+    tree = {
+        name
+        for name, thing in vars(errors).items()
+        if isinstance(thing, type) and issubclass(thing, GpuscaleError)
+    }
+    assert tree <= set(gpuscale.client.__all__)
+
+
+def test_all_is_what_is_public() -> None:
+    public = {name for name in vars(gpuscale.client) if not name.startswith("_")}
+    modules = {"async_calls", "client", "connection", "paging", "sync_calls"}
+    assert public - modules == set(gpuscale.client.__all__)
+
+
+def test_it_imports_nothing_heavy() -> None:
+    program = f"import sys, gpuscale.client; print([name for name in {HEAVY!r} if name in sys.modules])"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout == "[]\n"
+
+
+def mypy(folder: Path, script: str) -> list[str]:
+    """What mypy --strict says about a user's script, outside of the repository."""
+    path = folder / "script.py"
+    path.write_text(script)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--no-error-summary",
+        "--cache-dir",
+        str(folder / "cache"),
+    ]
+    ran = subprocess.run(
+        [*command, path.name], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    return ran.stdout.splitlines()
+
+
+def test_types_reach_the_user(tmp_path: Path) -> None:
+    lines = mypy(tmp_path, SCRIPT)
+    assert [line.partition('"')[2].rstrip('"') for line in lines if "Revealed type" in line] == REVEALED
+    assert [line for line in lines if "error:" in line] == []
+
+
+def test_mistakes_are_found(tmp_path: Path) -> None:
+    body = "".join(f"    {line}\n" for line in WRONG)
+    head = "from gpuscale.api.monitor import v1 as monitor_api\nfrom gpuscale.client import Client\n\n\n"
+    lines = mypy(tmp_path, f"{head}def main(client: Client) -> None:\n{body}")
+    first = head.count("\n") + 2
+    for number, complaint in enumerate(WRONG.values(), first):
+        assert any(line.startswith(f"script.py:{number}: error") and complaint in line for line in lines), (
+            lines
+        )

@@ -1,0 +1,194 @@
+"""The whole path on real parts: `gpuscalectl up`, a private RabbitMQ, the example worker and the example endpoint.
+
+300 messages go in; replicas rise within max, each on a GPU of its own; the queue drains; replicas fall to min; every
+message is acknowledged once. With the broker gone in the middle, replicas hold, and the decision says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from tests.support.rabbitmq import RabbitBroker
+from tests.support.rabbitmq_queues import declare_queue, publish_each, queue_counts
+from tests.support.up import CTL, Up, ctl_environment
+from tests.support.waiting import eventually_sync
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDPOINT = "endpoints/jobs"
+QUEUE = "jobs"
+MIN, MAX = 1, 4  # as examples/endpoint.yaml says
+LIVE = {
+    autoscaler_api.Replica.STATE_STARTING,
+    autoscaler_api.Replica.STATE_READY,
+    autoscaler_api.Replica.STATE_DRAINING,
+}
+ON_GPUS = LIVE | {autoscaler_api.Replica.STATE_UNKNOWN}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@dataclass
+class Stack:
+    """A running `up` with the example applied, and what was seen of it."""
+
+    up: Up
+    channel: grpc.Channel
+    most_ready: int = 0
+    seen: set[str] = field(default_factory=set)
+
+    def replicas(self) -> list[Any]:
+        stub = autoscaler_api.EndpointServiceStub(self.channel)
+        request = autoscaler_api.ListReplicasRequest(parent=ENDPOINT, page_size=1000)
+        return list(stub.ListReplicas(request, timeout=10).replicas)
+
+    def reservations(self) -> list[Any]:
+        stub = allocator_api.AllocatorServiceStub(self.channel)
+        return list(
+            stub.ListReservations(
+                allocator_api.ListReservationsRequest(page_size=1000), timeout=10
+            ).reservations
+        )
+
+    def endpoint(self) -> Any:
+        stub = autoscaler_api.EndpointServiceStub(self.channel)
+        return stub.GetEndpoint(autoscaler_api.GetEndpointRequest(name=ENDPOINT), timeout=10).endpoint
+
+    def decisions(self) -> list[Any]:
+        stub = autoscaler_api.DecisionServiceStub(self.channel)
+        request = autoscaler_api.ListDecisionsRequest(parent=ENDPOINT, page_size=1000)
+        return list(stub.ListDecisions(request, timeout=10).decisions)
+
+    def look(self) -> list[Any]:
+        """The live replicas, checked: within max, each with a live reservation of its own, no GPU twice."""
+        before = {item.name for item in self.reservations()}
+        live = [replica for replica in self.replicas() if replica.state in LIVE]
+        held = before | {item.name for item in self.reservations()}
+        assert len(live) <= MAX, [replica.name for replica in live]
+        gpus = [uuid for replica in live for uuid in replica.gpu_uuids]
+        assert len(gpus) == len(set(gpus)) == len(live), "each replica has one GPU of its own"
+        assert {replica.reservation for replica in live} <= held
+        assert len({replica.reservation for replica in live}) == len(live)
+        ready = [replica for replica in live if replica.state == autoscaler_api.Replica.STATE_READY]
+        self.most_ready = max(self.most_ready, len(ready))
+        self.seen |= {replica.name for replica in live}
+        return live
+
+    def ready(self) -> int:
+        return sum(replica.state == autoscaler_api.Replica.STATE_READY for replica in self.look())
+
+
+@pytest.fixture
+def stack(rabbitmq_private: RabbitBroker, tmp_path: Path) -> Iterator[Stack]:
+    """`up` with the example configuration, its queue, and the example applied by the CLI."""
+    broker = rabbitmq_private
+    asyncio.run(declare_queue(broker, QUEUE))
+    environment = ctl_environment(
+        GPUSCALE_BROKER_DEFAULT_AMQP_URL=broker.amqp_url,
+        GPUSCALE_BROKER_DEFAULT_MANAGEMENT_URL=broker.management_url.replace(
+            "://", f"://{broker.user}:{broker.password}@"
+        ),
+        GPUSCALE_EXAMPLE_AMQP_URL=broker.amqp_url,
+    )
+    arguments = ["--config", str(ROOT / "examples" / "gpuscale.toml")]
+    with (
+        Up(tmp_path, simulate=6, arguments=arguments, environment=environment) as up,
+        grpc.insecure_channel(up.address) as channel,
+    ):
+        command = [*CTL, "--address", up.address, "apply", "-f", str(ROOT / "examples" / "endpoint.yaml")]
+        applied = subprocess.run(
+            command, env=ctl_environment(), capture_output=True, text=True, timeout=30, check=False
+        )
+        assert applied.returncode == 0, applied.stderr
+        assert "endpoints/jobs created" in applied.stdout
+        yield Stack(up, channel)
+
+
+def work(count: int, least: float, most: float) -> list[bytes]:
+    """Messages that say how many seconds their work takes; the same ones each time."""
+    source = random.Random(7)
+    return [f"{source.uniform(least, most):.3f}".encode() for _ in range(count)]
+
+
+def broker_totals(broker: RabbitBroker) -> dict[str, int]:
+    """What the broker itself counted for the queue since it was declared."""
+    url = f"{broker.management_url}/api/queues/%2F/{QUEUE}"
+    answer = httpx.get(url, auth=(broker.user, broker.password), timeout=10)
+    answer.raise_for_status()
+    stats = answer.json().get("message_stats", {})
+    return {name: stats.get(name, 0) for name in ("publish", "deliver", "ack", "redeliver")}
+
+
+def test_replicas_follow_the_queue_and_no_message_is_lost(
+    stack: Stack, rabbitmq_private: RabbitBroker
+) -> None:
+    """Done means 2, first half."""
+    broker = rabbitmq_private
+    eventually_sync(lambda: stack.ready() == MIN, timeout=30)
+    asyncio.run(publish_each(broker, QUEUE, work(300, 0.1, 1.0)))
+
+    def drained() -> bool:
+        stack.look()
+        counts = asyncio.run(queue_counts(broker, QUEUE))
+        return counts is not None and counts.ready == 0 and counts.unacknowledged == 0
+
+    eventually_sync(drained, timeout=180, interval=0.3)
+    assert stack.most_ready == MAX, "300 messages need every replica that max allows"
+
+    def at_min() -> bool:
+        live = stack.look()
+        return len(live) == MIN and live[0].state == autoscaler_api.Replica.STATE_READY
+
+    eventually_sync(at_min, timeout=60, interval=0.2)
+    eventually_sync(lambda: len(stack.reservations()) == MIN, timeout=10)
+    expected = {"publish": 300, "deliver": 300, "ack": 300, "redeliver": 0}
+    eventually_sync(lambda: broker_totals(broker) == expected, timeout=10)
+    assert len(stack.seen) >= MAX
+    codes = {step.code for decision in stack.decisions() for step in decision.steps}
+    assert {"FIRED", "UP", "DOWN"} <= codes, codes
+
+
+def test_without_the_broker_replicas_hold_and_the_decision_says_why(
+    stack: Stack, rabbitmq_private: RabbitBroker
+) -> None:
+    """Done means 2, second half: unknown is not zero."""
+    broker = rabbitmq_private
+    asyncio.run(publish_each(broker, QUEUE, work(120, 0.3, 0.5)))
+    eventually_sync(lambda: stack.ready() >= 3, timeout=60, interval=0.1)
+    broker.stop()
+
+    def says_why() -> Any:
+        newest = stack.decisions()[0]
+        return (
+            newest if any(step.code in {"SIGNAL_MISSING", "SIGNAL_STALE"} for step in newest.steps) else None
+        )
+
+    first = eventually_sync(says_why, timeout=40)
+    held = stack.endpoint().status.desired_replicas
+    assert held >= 3
+    later = eventually_sync(
+        lambda: (found := says_why()) and found.count >= first.count + 5 and found, timeout=40
+    )
+    assert later.wanted == later.before == held
+    assert stack.endpoint().status.desired_replicas == held
+    assert stack.ready() == held, "no replica was stopped"
+    why = " ".join(step.text for step in later.steps) + " ".join(item.detail for item in later.observations)
+    assert "unreachable" in why.lower() or "refused" in why.lower(), why
+    assert broker.password not in str(later)
+
+    broker.start()
+    eventually_sync(lambda: len(stack.look()) == MIN, timeout=120, interval=0.3)
+    counts = asyncio.run(queue_counts(broker, QUEUE))
+    assert counts is not None
+    assert (counts.ready, counts.unacknowledged) == (0, 0)

@@ -1,0 +1,206 @@
+"""`gpuscalectl up` as a user has it: one command, everything there, state that survives, and a clean end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.up import CTL, Up, ctl_environment
+from tests.support.waiting import eventually_sync
+
+READY_SECONDS = 10.0
+"""The promise is 3 s on an idle machine; here others may be at work. The figure itself is printed."""
+STOP_SECONDS = 10.0
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+CONFIG = f"""
+[templates.stubborn]
+command = ["{{python}}", "-c", "{STUBBORN}"]
+"""
+ENDPOINT = """
+kind: Endpoint
+name: stubborn
+spec: {minReplicas: 2, maxReplicas: 2, tick: 0.2s, template: {template: stubborn, gpuCount: 1, maxUtilizationPercent: 100}}
+"""
+
+
+def ctl(address: str, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `gpuscalectl` as a second shell would."""
+    return subprocess.run(
+        [*CTL, "--address", address, *arguments],
+        input=stdin,
+        env=ctl_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def data(address: str, *arguments: str) -> Any:
+    """What a command prints as JSON."""
+    ran = ctl(address, *arguments, "-o", "json")
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def reserve(
+    address: str, gpus: int, ttl: str = "60s", holder: str = "first"
+) -> subprocess.CompletedProcess[str]:
+    arguments = ("--gpus", str(gpus), "--min-memory", "8GiB", "--max-utilization", "100", "--ttl", ttl)
+    return ctl(address, "reserve", *arguments, "--holder", holder, "-o", "json")
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    with Up(tmp_path_factory.mktemp("up"), simulate=4) as running:
+        yield running
+
+
+def test_it_is_there_at_once(up: Up) -> None:
+    """Done means 1: the banner, and what it says."""
+    print(f"\nready {up.ready_seconds:.2f} s after the start of the process")
+    assert up.ready_seconds < READY_SECONDS
+    assert up.process.stdout is not None
+    lines = up.banner.splitlines() + [up.process.stdout.readline().rstrip() for _ in range(3)]
+    assert lines[0].endswith(f" is up at {up.address}")
+    assert lines[1:] == [
+        "  dashboard  not installed",
+        f"  data       {up.folder / 'data'}",
+        "  GPUs       4 SIMULATED: no hardware stands behind them",
+    ]
+    assert up.errors.read_text().startswith("next:  gpuscalectl --address ")
+
+
+def test_nodes_show_this_host(up: Up) -> None:
+    def node() -> Any:
+        [found] = data(up.address, "get", "nodes")["nodes"]
+        return found if "cpuPercent" in found["snapshot"]["hostReading"] else None
+
+    found = eventually_sync(node, timeout=20)
+    host = found["snapshot"]["hostReading"]
+    assert found["state"] == "NODE_STATE_ONLINE"
+    assert int(host["memoryTotalBytes"]) == psutil.virtual_memory().total
+    assert host["cpuCount"] == psutil.cpu_count()
+    assert 0 <= host["cpuPercent"] <= 100
+    assert abs(host["load1m"] - os.getloadavg()[0]) < 5
+    assert len(data(up.address, "get", "gpus")["gpus"]) == 4
+    assert all(gpu["simulated"] for gpu in data(up.address, "get", "gpus")["gpus"])
+
+
+def test_what_is_reserved_nobody_else_gets(up: Up) -> None:
+    ran = reserve(up.address, 2)
+    assert ran.returncode == 0, ran.stderr
+    reservation = json.loads(ran.stdout)
+    uuids = {gpu["uuid"] for gpu in reservation["gpus"]}
+    assert len(uuids) == 2
+    assert int(reservation["fence"]) >= 1
+    assert reservation["expireTime"]
+    assert all(gpu["score"]["total"] > 0 and gpu["score"]["parts"] for gpu in reservation["gpus"])
+    assert reserve(up.address, 3, holder="second").returncode == 5
+    others = json.loads(reserve(up.address, 2, holder="second").stdout)
+    assert uuids.isdisjoint(gpu["uuid"] for gpu in others["gpus"])
+    refused = reserve(up.address, 1, holder="third")
+    assert (refused.returncode, refused.stdout) == (5, "")
+    assert reserve(up.address, 5, holder="third").returncode == 5
+    for name in (reservation["name"], others["name"]):
+        assert ctl(up.address, "release", name).returncode == 0
+    assert data(up.address, "get", "reservations") == {"reservations": []}
+
+
+def test_every_get_answers(up: Up) -> None:
+    for noun in (
+        "nodes",
+        "gpus",
+        "reservations",
+        "endpoints",
+        "replicas",
+        "watchers",
+        "decisions",
+        "adapters",
+    ):
+        assert isinstance(data(up.address, "get", noun), dict)
+    assert "GPUS: 4" in ctl(up.address, "top", "--once").stdout
+
+
+def test_a_second_one_is_turned_away(up: Up, tmp_path: Path) -> None:
+    """Done means 5: on the data directory or the port of another, it says so and ends at once."""
+    for arguments, complaint in (
+        (
+            ("--listen", "127.0.0.1:0", "--data-dir", str(up.folder / "data")),
+            f"is in use by process {up.process.pid}",
+        ),
+        (("--listen", up.address, "--data-dir", str(tmp_path)), f"another program listens on {up.address}"),
+    ):
+        started = time.monotonic()
+        command = [*CTL, "up", *arguments]
+        ran = subprocess.run(
+            command, env=ctl_environment(), capture_output=True, text=True, timeout=30, check=False
+        )
+        assert (ran.returncode, ran.stdout) == (4, "")
+        assert complaint in ran.stderr
+        assert len(ran.stderr.splitlines()) == 1
+        assert time.monotonic() - started < READY_SECONDS
+    assert data(up.address, "get", "nodes")["nodes"]
+
+
+def test_a_reservation_survives_a_power_cut_and_expires_on_time(tmp_path: Path) -> None:
+    ttl = 15.0
+    with Up(tmp_path, simulate=4) as up:
+        ran = reserve(up.address, 2, ttl=f"{ttl:g}s")
+        granted = time.monotonic()
+        assert ran.returncode == 0, ran.stderr
+        name = json.loads(ran.stdout)["name"]
+        up.kill()
+    with Up(tmp_path, simulate=4) as up:
+        kept = data(up.address, "get", "reservations", name)
+        assert kept["state"] == "STATE_ACTIVE"
+        assert kept["gpus"] == json.loads(ran.stdout)["gpus"]
+        assert reserve(up.address, 3).returncode == 5
+        left = float(kept["remaining"].rstrip("s"))
+        assert abs(left - (ttl - (time.monotonic() - granted))) < 3
+        eventually_sync(
+            lambda: data(up.address, "get", "reservations", name)["state"] == "STATE_EXPIRED",
+            timeout=ttl + 10,
+        )
+        lasted = time.monotonic() - granted
+        print(f"\nexpired {lasted - ttl:.2f} s after its {ttl:g} s, as seen by polling")
+        assert ttl - 1 < lasted < ttl + 5
+        assert reserve(up.address, 4).returncode == 0
+
+
+def test_sigterm_takes_the_workers_along(tmp_path: Path) -> None:
+    """Done means 5: a clean exit within 10 s, children gone, even those that ignore SIGTERM."""
+    (tmp_path / "gpuscale.toml").write_text(CONFIG)
+    with Up(tmp_path, simulate=4, arguments=["--config", str(tmp_path / "gpuscale.toml")]) as up:
+        assert ctl(up.address, "apply", "-f", "-", stdin=ENDPOINT).stdout == "endpoints/stubborn created\n"
+
+        def ready() -> list[Any]:
+            replicas = data(up.address, "get", "replicas")["replicas"]
+            return replicas if [item["state"] for item in replicas] == ["STATE_READY"] * 2 else []
+
+        replicas = eventually_sync(ready, timeout=30)
+        workers = [psutil.Process(int(replica["pid"])) for replica in replicas]
+        assert {worker.ppid() for worker in workers} == {up.process.pid}
+        code, seconds = up.stop(timeout=20)
+        print(f"\nstopped in {seconds:.2f} s with two workers that ignore SIGTERM")
+        assert code == 0
+        assert seconds < STOP_SECONDS
+        assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+
+
+def test_ctrl_c_is_a_clean_end(tmp_path: Path) -> None:
+    with Up(tmp_path, simulate=1) as up:
+        up.process.send_signal(signal.SIGINT)
+        up.process.communicate(timeout=STOP_SECONDS)
+        assert up.process.returncode == 0
+        assert "Traceback" not in up.errors.read_text()

@@ -1,0 +1,259 @@
+"""The gateway forwards every kind of call as it is, in both directions, and says which upstream is away."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.channel import open_channel
+from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.server import Server, ServerOptions
+from gpuscale.common.status import from_rpc_error
+from gpuscale.gateway.app import open_gateway
+from gpuscale.gateway.forwarder import Forwarder
+from gpuscale.gateway.settings import GatewaySettings
+from gpuscale.gateway.upstreams import Upstream
+from tests.support.ports import free_port
+from tests.support.raw_service import (
+    BOTH_STREAMS,
+    CLIENT_STREAM,
+    FLEET,
+    SERVER_STREAM,
+    UNARY,
+    UPLOADS,
+    RawService,
+)
+from tests.support.waiting import eventually
+
+ALLOCATOR_METHOD = "/gpuscale.api.allocator.v1.AllocatorService/ListReservations"
+MEBIBYTE = 1 << 20
+
+
+@dataclass
+class Chain:
+    """A caller's channel to the gateway, and one past it to the upstream."""
+
+    through: grpc.aio.Channel
+    direct: grpc.aio.Channel
+    upstream: RawService
+
+
+@asynccontextmanager
+async def served(handler: grpc.GenericRpcHandler, *services: str) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a server with that handler."""
+    server = Server(ServerOptions(), Authenticator())
+    server.add_generic(handler, services)
+    address = server.bind()
+    async with server, open_channel(address) as channel:
+        yield channel
+
+
+@asynccontextmanager
+async def gateway(fleet_address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a gateway in front of that fleet; nothing runs where its other upstreams should be."""
+    settings = GatewaySettings(
+        listen="127.0.0.1:0",
+        fleet_address=fleet_address,
+        allocator_address=f"127.0.0.1:{free_port()}",
+        autoscaler_address=f"127.0.0.1:{free_port()}",
+    )
+    async with open_gateway(settings) as (forwarder, services), served(forwarder, *services) as channel:
+        yield channel
+
+
+@pytest.fixture
+async def chain() -> AsyncIterator[Chain]:
+    upstream = RawService()
+    fleet = Server(ServerOptions(), Authenticator())
+    fleet.add_generic(upstream, [FLEET, UPLOADS])
+    address = fleet.bind()
+    async with fleet, open_channel(address) as direct, gateway(address) as through:
+        yield Chain(through, direct, upstream)
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    """The error that a call, unary or stream, ends with."""
+    try:
+        if hasattr(call, "read"):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return error
+    raise AssertionError("the call did not fail")
+
+
+def why(error: grpc.aio.AioRpcError) -> tuple[type[GpuscaleError], str, dict[str, str]]:
+    found = from_rpc_error(error)
+    return type(found), found.reason, dict(found.metadata)
+
+
+async def test_unary(chain: Chain) -> None:
+    """Bytes, deadline and metadata go there; bytes and trailing metadata come back."""
+    metadata = (("x-trace", "t1"), ("authorization", "Bearer abc"))
+    call: Any = chain.through.unary_unary(UNARY)(b"\xff\x00 no message", timeout=30, metadata=metadata)
+    assert await call == b"echo \xff\x00 no message"
+    assert dict(await call.trailing_metadata()) == {"x-end": "there"}
+    seen = chain.upstream
+    assert (seen.metadata["x-trace"], seen.metadata["authorization"]) == ("t1", "Bearer abc")
+    assert seen.time_remaining is not None
+    assert 20 < seen.time_remaining < 31
+
+
+@pytest.mark.parametrize("request_", [b"invalid", b"stopping"])
+async def test_an_error_comes_back_unchanged(chain: Chain, request_: bytes) -> None:
+    """Code, text and details; an upstream's own UNAVAILABLE stays its own."""
+    for path, call in ((UNARY, "unary_unary"), (SERVER_STREAM, "unary_stream")):
+        request = request_ if path == UNARY else b"2 1 " + request_
+        direct, through = [
+            await failure(getattr(channel, call)(path)(request, timeout=10))
+            for channel in (chain.direct, chain.through)
+        ]
+        assert (through.code(), through.details()) == (direct.code(), direct.details())
+        assert tuple(through.trailing_metadata()) == tuple(direct.trailing_metadata())
+
+
+async def test_client_stream(chain: Chain) -> None:
+    forwarder = Forwarder({UPLOADS: Upstream("uploads", chain.direct, private=True)})
+    async with served(forwarder, UPLOADS) as through:
+        call: Any = through.stream_unary(CLIENT_STREAM)(iter([b"a", b"b"]), timeout=30)
+        assert await call == b"a+b"
+        assert dict(await call.trailing_metadata()) == {"x-end": "there"}
+    assert chain.upstream.time_remaining is not None
+    assert 20 < chain.upstream.time_remaining < 31
+
+
+async def test_server_stream(chain: Chain) -> None:
+    call: Any = chain.through.unary_stream(SERVER_STREAM)(b"100 8", timeout=10)
+    numbers = [int.from_bytes(message[:4], "big") async for message in call]
+    assert numbers == list(range(100))
+
+
+async def test_streams_in_both_directions(chain: Chain) -> None:
+    """Each message is echoed before the next is sent; the upstream ends the call while the caller still could write."""
+    call: Any = chain.through.stream_stream(BOTH_STREAMS)(timeout=10)
+    for message in (b"a", b"b"):
+        await call.write(message)
+        assert await call.read() == message
+    await call.write(b"end")
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_caller_that_is_done_writing_ends_the_upstreams_reading(chain: Chain) -> None:
+    call: Any = chain.through.stream_stream(BOTH_STREAMS)(iter([b"a", b"b"]), timeout=10)
+    assert [message async for message in call] == [b"a", b"b"]
+
+
+async def test_an_error_in_the_middle_of_streams(chain: Chain) -> None:
+    call: Any = chain.through.stream_stream(BOTH_STREAMS)(timeout=10)
+    await call.write(b"a")
+    await call.read()
+    await call.write(b"invalid")
+    assert why(await failure(call))[1:] == ("INVALID_ARGUMENT", {"why": "test"})
+
+
+@pytest.mark.parametrize(
+    ("path", "call", "request_"),
+    [
+        (UNARY, "unary_unary", b"hang"),
+        (SERVER_STREAM, "unary_stream", b"1 1 hang"),
+        (BOTH_STREAMS, "stream_stream", iter([b"mute"])),
+    ],
+)
+async def test_a_cancelled_call_is_cancelled_upstream(
+    chain: Chain, path: str, call: str, request_: Any
+) -> None:
+    under_way: Any = getattr(chain.through, call)(path)(request_, timeout=30)
+    async with asyncio.timeout(10):
+        await chain.upstream.begun.wait()
+        under_way.cancel()
+        await chain.upstream.cancelled.wait()
+
+
+async def test_a_deadline_ends_the_call_on_both_sides(chain: Chain) -> None:
+    error = await failure(chain.through.unary_unary(UNARY)(b"hang", timeout=0.3))
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    async with asyncio.timeout(10):
+        await chain.upstream.cancelled.wait()
+
+
+async def test_a_slow_reader_slows_the_upstream(chain: Chain) -> None:
+    """512 MiB are on offer; what the caller has not read is neither sent nor kept, but for windows and buffers."""
+    call: Any = chain.through.unary_stream(SERVER_STREAM)(b"512 %d" % MEBIBYTE, timeout=60)
+    await call.read()
+    before = -1
+    while before != chain.upstream.sent:  # until it stands still
+        before = chain.upstream.sent
+        await asyncio.sleep(0.3)
+    assert chain.upstream.sent < 64
+    for _ in range(100):
+        await call.read()
+    assert chain.upstream.sent >= 100
+    call.cancel()
+
+
+async def test_an_upstream_that_is_away_is_named(chain: Chain) -> None:
+    error = await failure(chain.through.unary_unary(ALLOCATOR_METHOD)(b"", timeout=10))
+    assert why(error) == (UnavailableError, "UPSTREAM_UNAVAILABLE", {"service": "allocator"})
+    assert error.details() == "the allocator does not answer"
+
+
+async def test_an_upstream_that_is_killed_in_the_middle() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.raw_service"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        address = (await asyncio.to_thread(process.stdout.readline)).strip()
+        async with gateway(address) as through:
+            stream: Any = through.unary_stream(SERVER_STREAM)(b"1 1 hang", timeout=30)
+            assert await stream.read()
+            both: Any = through.stream_stream(BOTH_STREAMS)(timeout=30)
+            await both.write(b"a")
+            assert await both.read() == b"a"
+            unary = asyncio.ensure_future(failure(through.unary_unary(UNARY)(b"hang", timeout=30)))
+            await asyncio.sleep(0.2)
+            process.kill()
+            for error in (await failure(stream), await failure(both), await unary):
+                assert why(error) == (UnavailableError, "UPSTREAM_UNAVAILABLE", {"service": "fleet"})
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("path", [f"/{FLEET}/NoSuchMethod", "/no.such.Service/Method"])
+async def test_an_unknown_method(chain: Chain, path: str) -> None:
+    assert (
+        await failure(chain.through.unary_unary(path)(b"", timeout=10))
+    ).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_nothing_is_left_when_the_upstream_ends_first(chain: Chain) -> None:
+    before = len(asyncio.all_tasks())
+    for _ in range(20):
+        call: Any = chain.through.stream_stream(BOTH_STREAMS)(timeout=10)
+        await call.write(b"end")
+        assert await call.read() is grpc.aio.EOF
+    await eventually(lambda: len(asyncio.all_tasks()) <= before + 1)
+
+
+async def test_a_token_stays_here_where_others_could_read_it(chain: Chain) -> None:
+    forwarder = Forwarder({FLEET: Upstream("fleet", chain.direct, private=False)})
+    async with served(forwarder, FLEET) as channel:
+        metadata = (("authorization", "Bearer abc"), ("x-trace", "t1"))
+        await channel.unary_unary(UNARY)(b"", timeout=10, metadata=metadata)
+    assert "authorization" not in chain.upstream.metadata
+    assert chain.upstream.metadata["x-trace"] == "t1"

@@ -1,0 +1,86 @@
+"""Tables, colours, and what a terminal must never get."""
+
+import io
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from gpuscale.api.allocator.v1 import Reservation
+from gpuscale.api.autoscaler.v1 import Replica
+from gpuscale.api.monitor.v1 import Node
+from gpuscale.api.types.v1 import GpuReading
+from gpuscale.cli.output import Format, Output, write_lines
+from gpuscale.cli.views import cells
+from gpuscale.cli.views.cells import Column, View
+from gpuscale.cli.views.top import bar
+
+VIEW = View[Node](
+    "nodes",
+    (
+        Column("NAME", lambda node: cells.short(node.name)),
+        Column("VERSION", lambda node: cells.text(node.agent_version)),
+        Column("MORE", lambda node: "more", wide=True),
+    ),
+)
+ITEMS = [Node(name="nodes/a", agent_version="1"), Node(name="nodes/longer")]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_table_is_aligned_without_trailing_blanks() -> None:
+    assert Output().table(ITEMS, VIEW) == ["NAME     VERSION", "a        1", "longer   -"]
+    assert Output(Format.WIDE).table(ITEMS, VIEW)[0] == "NAME     VERSION   MORE"
+    assert Output(headers=False).table(ITEMS, VIEW) == ["a        1", "longer   -"]
+    assert Output(headers=False).table([], VIEW) == []
+
+
+def test_control_characters_never_reach_a_terminal() -> None:
+    [line] = Output(headers=False).table([Node(name="nodes/a", agent_version="\x1b[2J\u009b\n")], VIEW)
+    assert line == "a   ?[2J??"
+
+
+@pytest.mark.parametrize(
+    ("environment", "terminal", "coloured"),
+    [({}, True, True), ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, True, False), ({}, False, False)],
+)
+def test_states_are_coloured_only_where_that_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], terminal: bool, coloured: bool
+) -> None:
+    out = Terminal() if terminal else io.StringIO()
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", out)
+    write_lines(["STALE and NODES"])
+    assert out.getvalue() == ("\x1b[33mSTALE\x1b[0m and NODES\n" if coloured else "STALE and NODES\n")
+
+
+def test_an_absent_reading_is_a_dash_and_zero_is_zero() -> None:
+    assert cells.number(GpuReading(), "power_watts") == "-"
+    assert cells.number(GpuReading(power_watts=0), "power_watts") == "0"
+    assert cells.used_of(GpuReading(), "memory_used_bytes", "memory_total_bytes") == "-"
+    assert cells.duration(Reservation(), "remaining") == "-"
+    assert cells.duration(Reservation(remaining=Duration()), "remaining") == "0ms"
+    assert cells.since(Reservation(), "create_time") == "-"
+    assert bar(None).strip() == "-"
+    assert bar(0).strip() == ""
+    assert bar(2.0) == "|" * 20
+
+
+def test_enum_values_lose_their_prefix_and_unknown_ones_are_shown() -> None:
+    assert cells.word(Replica(state=Replica.STATE_READY), "state") == "READY"
+    assert cells.word(Replica(), "state") == "-"
+    newer = Replica.FromString(b"\x10\x63")  # state = 99, of a newer server
+    assert cells.word(newer, "state") == "99"
+
+
+def test_ages_are_counted_from_now() -> None:
+    reservation = Reservation()
+    reservation.create_time.FromDatetime(datetime.now(UTC) - timedelta(seconds=90))
+    assert cells.since(reservation, "create_time") == "1m30s"

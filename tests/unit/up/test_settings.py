@@ -1,0 +1,82 @@
+"""One file configures every part, and `up` decides where state lies and which GPUs are simulated."""
+
+from pathlib import Path
+
+import pytest
+
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.up.settings import load_all
+
+FILE = """\
+[up]
+listen = "127.0.0.1:1"
+[agent]
+node = "here"
+period_seconds = 2.0
+[allocator]
+default_ttl_seconds = 99
+[brokers.default]
+amqp_url_env = "SOME_URL"
+[templates.worker]
+command = ["{python}", "-c", "pass"]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "gpuscale.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_each_part_reads_its_table(file: Path, tmp_path: Path) -> None:
+    settings = load_all(["--config", str(file), "--data-dir", str(tmp_path / "data")])
+    assert settings.up.listen == "127.0.0.1:1"
+    assert (settings.agent.node, settings.agent.period_seconds) == ("here", 2.0)
+    assert settings.allocator.default_ttl_seconds == 99
+    assert set(settings.autoscaler.brokers) == {"default"}
+    assert set(settings.adapter.templates) == {"worker"}
+    assert settings.adapter.node == "here", "the adapter's replicas use the agent's GPUs"
+    assert {settings.allocator.data_dir, settings.autoscaler.data_dir, settings.adapter.data_dir} == {
+        tmp_path / "data"
+    }
+
+
+def test_the_file_may_be_named_by_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSCALE_CONFIG", str(file))
+    assert load_all([]).agent.node == "here"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "source", "count"),
+    [((), "auto", 4), (("--simulate", "2"), "simulated", 2), (("--simulate=0",), "simulated", 0)],
+)
+def test_simulated_gpus(arguments: tuple[str, ...], source: str, count: int) -> None:
+    agent = load_all(arguments).agent
+    assert (agent.source, agent.simulated_gpu_count) == (source, count)
+
+
+def test_the_source_may_be_forced_by_the_file(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('[agent]\nsource = "nvml"\n')
+    assert load_all(["--config", str(tmp_path / "c.toml")]).agent.source == "nvml"
+
+
+def test_data_is_kept_where_users_keep_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/somewhere")
+    assert load_all([]).up.data_dir == Path("/somewhere/gpuscale")
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_all([]).up.data_dir == Path("/home/me/.local/share/gpuscale")
+
+
+def test_a_wrong_key_is_named(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[allocator]\nbogus = 1\n")
+    with pytest.raises(InvalidArgumentError, match="bogus"):
+        load_all(["--config", str(tmp_path / "c.toml")])
+
+
+def test_a_wrong_flag_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_all(["--simulat", "4"])
+    assert caught.value.code == 2
+    assert "did you mean --simulate" in capsys.readouterr().err
