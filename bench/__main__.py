@@ -1,7 +1,7 @@
 """Run the measurements: all of them, or those that are named.
 
-    python -m bench              all
-    python -m bench reserve      one
+python -m bench              all
+python -m bench reserve      one
 """
 
 from __future__ import annotations

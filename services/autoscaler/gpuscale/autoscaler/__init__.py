@@ -1,0 +1,1 @@
+"""The autoscaler: signals in, decisions with their reasons out, replicas driven to match through worker adapters."""

@@ -1,0 +1,62 @@
+"""The process adapter put together: journal, replicas, logs, and the connection to the autoscaler."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+import grpc
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.connection import AutoscalerConnection
+from gpuscale.autoscaler.adapters.journal import Journal
+from gpuscale.autoscaler.adapters.replica import Workshop
+from gpuscale.autoscaler.adapters.replica_logs import ReplicaLogs
+from gpuscale.autoscaler.adapters.settings import AdapterSettings
+from gpuscale.autoscaler.adapters.supervisor import Supervisor
+from gpuscale.common.clock import Clock
+from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.server import Registration
+
+KIND = "process"
+STOP_GRACE = 6.0
+
+
+@asynccontextmanager
+async def open_process_adapter(
+    settings: AdapterSettings, *, autoscaler: grpc.aio.Channel, clock: Clock
+) -> AsyncGenerator[tuple[Registration, ...]]:
+    """Run replicas for the autoscaler until the block ends; it serves nothing itself.
+
+    At the end every replica is asked to finish, and after `STOP_GRACE` seconds killed. The caller holds the lock on
+    `settings.data_dir` and owns the channel.
+
+    Raises:
+        FailedPreconditionError: what was started before cannot be read.
+    """
+    changed = asyncio.Event()
+    workshop = Workshop(
+        journal=Journal(settings.data_dir / "replicas"),
+        logs=ReplicaLogs(settings.data_dir / "logs", settings.replica_log_max_bytes),
+        clock=clock,
+        changed=changed.set,
+    )
+    templates = {name: table.template(name) for name, table in settings.templates.items()}
+    register = api.Register(
+        adapter=settings.adapter_id,
+        kind=KIND,
+        node=settings.node,
+        templates=sorted(templates),
+        max_replicas=settings.max_replicas,
+        version=version("gpuscale"),
+    )
+    async with TaskScope() as tasks:
+        supervisor = Supervisor(templates, workshop, tasks, max_replicas=settings.max_replicas)
+        await supervisor.recover()
+        connection = AutoscalerConnection(autoscaler, register, supervisor, changed)
+        tasks.spawn("connection to the autoscaler", connection.run())
+        tasks.spawn("bounds of the replicas' logs", supervisor.bound_logs())
+        try:
+            yield ()
+        finally:
+            await supervisor.stop_all(STOP_GRACE)

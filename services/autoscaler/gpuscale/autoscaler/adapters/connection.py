@@ -1,0 +1,175 @@
+"""The adapter's connection to the autoscaler: says what runs, hears what should, and comes back when it is lost."""
+
+import asyncio
+from random import SystemRandom
+
+import grpc
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.supervisor import Desired, Goal, Supervisor
+from gpuscale.autoscaler.adapters.templates import ReplicaOrder
+from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
+from gpuscale.common import names, wire
+from gpuscale.common.backoff import Backoff
+from gpuscale.common.errors import (
+    AbortedError,
+    FailedPreconditionError,
+    GpuscaleError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from gpuscale.common.logs import get_logger
+from gpuscale.common.status import rpc_errors
+
+REPORT_PERIOD = 5.0
+# Trying again soon would change nothing, and two adapters of one id would drive each other out without end.
+REFUSED_WAIT_SECONDS = (30.0, 60.0)
+
+_REFUSALS = (
+    AbortedError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+_GOALS = {
+    api.DesiredReplica.GOAL_RUN: Goal.RUN,
+    api.DesiredReplica.GOAL_STOP: Goal.STOP,
+    api.DesiredReplica.GOAL_FORGET: Goal.FORGET,
+}
+_STATES = {
+    ReplicaState.STARTING: api.Replica.STATE_STARTING,
+    ReplicaState.READY: api.Replica.STATE_READY,
+    ReplicaState.DRAINING: api.Replica.STATE_DRAINING,
+    ReplicaState.STOPPED: api.Replica.STATE_STOPPED,
+    ReplicaState.FAILED: api.Replica.STATE_FAILED,
+}
+_Call = grpc.aio.StreamStreamCall[api.ConnectRequest, api.ConnectResponse]
+_log = get_logger(__name__)
+_random = SystemRandom()
+
+
+class AutoscalerConnection:
+    """One stream at a time, opened again whenever it ends.
+
+    Args:
+        channel: leads to the autoscaler.
+        register: who connects.
+        supervisor: what runs, and what is told what should.
+        changed: set whenever there is something new to report.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        register: api.Register,
+        supervisor: Supervisor,
+        changed: asyncio.Event,
+    ) -> None:
+        self._stub = api.AdapterServiceStub(channel)
+        self._register = register
+        self._supervisor = supervisor
+        self._changed = changed
+        self._revision = 0
+        self._backoff = Backoff(initial=0.5, cap=10.0)
+
+    async def run(self) -> None:
+        """Stay connected, for ever."""
+        while True:
+            error = await self._stream()
+            wait = _random.uniform(*REFUSED_WAIT_SECONDS)
+            if not isinstance(error, _REFUSALS):
+                wait = self._backoff.next()
+            _log.warning(
+                "the stream to the autoscaler ended",
+                reason=error.reason,
+                error=error.message,
+                retry_in=round(wait, 1),
+            )
+            await asyncio.sleep(wait)
+
+    async def _stream(self) -> GpuscaleError:
+        """One stream, from its beginning to its end; returns why it ended."""
+        # Nothing was heard on it yet. The autoscaler may be another process by now, that counts from the beginning.
+        self._revision = 0
+        call = self._stub.Connect()
+        try:
+            async with asyncio.TaskGroup() as group:
+                writer = group.create_task(self._write(call), name="adapter report writer")
+                error = await self._read(call)
+                writer.cancel()
+        finally:
+            call.cancel()
+        return error
+
+    async def _write(self, call: _Call) -> None:
+        """Report at once, after every change, and every few seconds."""
+        try:
+            await call.write(api.ConnectRequest(register=self._register))
+            while True:
+                self._changed.clear()
+                await call.write(api.ConnectRequest(report=self._report()))
+                await self._wait()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # grpc.aio raises the latter where the autoscaler has ended the stream already. The reader learns why.
+            return
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(REPORT_PERIOD):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def _read(self, call: _Call) -> GpuscaleError:
+        """Do what is told until the stream ends; returns why it did."""
+        try:
+            with rpc_errors():
+                while True:
+                    # Without a limit: the autoscaler is silent while nothing changes, and keepalive notices its death.
+                    answer = await call.read()
+                    if not isinstance(answer, api.ConnectResponse):
+                        return UnavailableError("the autoscaler ended the stream", reason="STREAM_ENDED")
+                    self._apply(answer)
+        except GpuscaleError as error:
+            return error
+
+    def _apply(self, answer: api.ConnectResponse) -> None:
+        self._backoff.reset()
+        if self._revision == 0:
+            _log.info("connected to the autoscaler", adapter=self._register.adapter)
+        self._supervisor.apply([desired for item in answer.replicas if (desired := to_desired(item))])
+        self._revision = answer.revision
+        self._changed.set()
+
+    def _report(self) -> api.Report:
+        replicas = [_to_wire(name, report) for name, report in self._supervisor.reports().items()]
+        return api.Report(revision=self._revision, replicas=replicas)
+
+
+def to_desired(item: api.DesiredReplica) -> Desired | None:
+    """What is wanted of one replica; None for a goal or a name that this version does not know."""
+    ids = names.match(names.REPLICA, item.replica)
+    if item.goal not in _GOALS or ids is None:
+        _log.warning("the autoscaler asks for something unknown", replica=item.replica, goal=item.goal)
+        return None
+    order = ReplicaOrder(
+        replica=item.replica,
+        endpoint=names.endpoint_name(ids["endpoint"]),
+        parameters=dict(item.parameters),
+        gpu_uuids=tuple(item.gpu_uuids),
+        fence=item.fence,
+    )
+    return Desired(order, _GOALS[item.goal], item.template, wire.optional_seconds(item, "drain_timeout"))
+
+
+def _to_wire(name: str, report: ReplicaReport) -> api.ReplicaReport:
+    return api.ReplicaReport(
+        replica=name,
+        state=_STATES[report.state],
+        pid=report.pid,
+        exit_code=report.exit_code,
+        reason=report.reason,
+    )

@@ -1,0 +1,135 @@
+"""What the adapter started, on disk, so that no crash makes it start a replica twice or lose one that runs.
+
+One small file for each replica, replaced as a whole: written beside, flushed to the disk, renamed. The intent stands
+there before the process is started, its pid right after. Blocking; call it in a thread.
+"""
+
+import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from gpuscale.autoscaler.adapters.procfs import ProcessId
+from gpuscale.common.errors import FailedPreconditionError
+
+_SUFFIX = ".json"
+
+
+class Phase(StrEnum):
+    """How far a replica has come."""
+
+    INTENT = "intent"
+    """It is about to be started, or was."""
+    RUNNING = "running"
+    """It was started; its process is known."""
+    ENDED = "ended"
+    """It has ended, or will never be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One replica in the journal.
+
+    Attributes:
+        replica: endpoints/{endpoint}/replicas/{replica}.
+        phase: how far it has come.
+        boot_id: the boot in which it was started.
+        process: its main process, once known.
+        asked_to_stop_at: seconds since boot when it was sent SIGTERM; None if it was not.
+        failed: whether it ended by itself or could not be started; of one that ended.
+        exit_code: negative for the signal that ended it; None where unknown.
+        reason: why it ended as it did; may be empty.
+    """
+
+    replica: str
+    phase: Phase
+    boot_id: str
+    process: ProcessId | None = None
+    asked_to_stop_at: float | None = None
+    failed: bool = False
+    exit_code: int | None = None
+    reason: str = ""
+
+
+_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+class Journal:
+    """The records in a directory, which is made if it is missing."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def load(self) -> list[Record]:
+        """Every record, by the name of its replica.
+
+        Raises:
+            FailedPreconditionError: a record cannot be read; it stays as it is, and nothing must be started.
+        """
+        with self._errors():
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for left in self._directory.glob(f"*{_SUFFIX}.new"):
+                left.unlink()
+            paths = sorted(self._directory.glob(f"*{_SUFFIX}"))
+            return sorted((_read(path) for path in paths), key=lambda record: record.replica)
+
+    def write(self, record: Record) -> None:
+        """Keep a record in place of the one before; it is on disk when this returns.
+
+        Raises:
+            OSError: it could not be written; the one before stands.
+        """
+        path = self._path(record.replica)
+        beside = path.with_name(f"{path.name}.new")
+        data = json.dumps(asdict(record)).encode()
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        self._flush_directory()
+
+    def remove(self, replica: str) -> None:
+        """Forget a replica; harmless if it is not there.
+
+        Raises:
+            OSError: the directory cannot be changed.
+        """
+        self._path(replica).unlink(missing_ok=True)
+        self._flush_directory()
+
+    def _path(self, replica: str) -> Path:
+        _, endpoint, _, own = replica.split("/")
+        return self._directory / f"{endpoint}~{own}{_SUFFIX}"  # no id holds a '~'
+
+    def _flush_directory(self) -> None:
+        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _errors(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise FailedPreconditionError(
+                f"cannot read what was started, in {self._directory}: {error.strerror}",
+                reason="STATE_UNREADABLE",
+            ) from error
+
+
+def _read(path: Path) -> Record:
+    try:
+        return _RECORD.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise FailedPreconditionError(
+            f"{path} cannot be read, so a replica may run that is not known; it was left as it is",
+            reason="STATE_UNREADABLE",
+        ) from error

@@ -1,0 +1,45 @@
+"""`gpuscale-adapter`: the process adapter as a program of its own."""
+
+import asyncio
+import sys
+from functools import partial
+
+from gpuscale.autoscaler.adapters.app import open_process_adapter
+from gpuscale.autoscaler.adapters.settings import AdapterSettings
+from gpuscale.common import logs
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.lifecycle import run
+from gpuscale.common.lock import DirectoryLock
+from gpuscale.common.logs import get_logger
+from gpuscale.common.settings import load
+
+PROGRAM = "gpuscale-adapter"
+DESCRIPTION = "Starts and stops replicas as processes of this host."
+
+_log = get_logger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    settings = load(AdapterSettings, argv, program=PROGRAM, description=DESCRIPTION)
+    logs.configure(settings.log_level, settings.log_format)
+    return run(partial(serve, settings), program=PROGRAM)
+
+
+async def serve(settings: AdapterSettings, stop: asyncio.Event) -> None:
+    """Run replicas until `stop` is set.
+
+    Raises:
+        GpuscaleError: the data directory, or what stands in it, cannot be used.
+    """
+    with DirectoryLock(settings.data_dir):
+        async with (
+            settings.open_channel(settings.autoscaler_address) as autoscaler,
+            open_process_adapter(settings, autoscaler=autoscaler, clock=SystemClock()),
+        ):
+            _log.info("running", adapter=settings.adapter_id, autoscaler=settings.autoscaler_address)
+            await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

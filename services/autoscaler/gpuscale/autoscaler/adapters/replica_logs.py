@@ -1,0 +1,47 @@
+"""Files that replicas write their output to: <directory>/<endpoint>/<replica>.log. Blocking; call it in a thread.
+
+A replica writes to its file itself, in append mode, so that it lives on without the adapter. The adapter looks at the
+files every few seconds: one that has grown beyond the limit is copied to <replica>.log.1, over the copy before, and cut
+to nothing. So a replica keeps at most two times the limit and what it writes between two looks; what it writes between
+the copy and the cut is lost. Of replicas that have ended, the newest `KEPT` files of each endpoint stay.
+"""
+
+import os
+import shutil
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+KEPT = 50
+
+
+class ReplicaLogs:
+    """The logs in a directory, none much larger than twice `max_bytes`."""
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self._directory = directory
+        self._max_bytes = max_bytes
+
+    def path(self, replica: str) -> Path:
+        """Where endpoints/{endpoint}/replicas/{replica} writes to."""
+        _, endpoint, _, own = replica.split("/")
+        return self._directory / endpoint / f"{own}.log"
+
+    def bound(self, running: AbstractSet[str]) -> None:
+        """Cut what is too large, and remove what is too old, except of the replicas that run.
+
+        Raises:
+            OSError: a file cannot be changed.
+        """
+        in_use = {self.path(replica) for replica in running}
+        for endpoint in self._directory.glob("*/"):
+            ended: list[tuple[float, Path]] = []
+            for path in endpoint.glob("*.log"):
+                status = path.stat()
+                if status.st_size > self._max_bytes:
+                    shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+                    os.truncate(path, 0)
+                if path not in in_use:
+                    ended.append((status.st_mtime, path))
+            for _, path in sorted(ended, reverse=True)[KEPT:]:
+                path.unlink(missing_ok=True)
+                path.with_name(f"{path.name}.1").unlink(missing_ok=True)

@@ -1,0 +1,209 @@
+"""Command templates: how the adapter's own configuration says that a replica is started. Pure.
+
+A command is a list of arguments, never a line for a shell. `{name}` in an argument is a placeholder: one of `BUILTIN`, or
+a parameter that the endpoint gives. `{name:int}` takes a whole number only. `{{` and `}}` are the braces themselves. A
+placeholder never reaches beyond its argument, the program itself is fixed, and the environment takes no placeholders: so
+whoever may use the API chooses values, and nothing else.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpuscale.common.names import is_id
+
+BUILTIN = frozenset({"python", "replica", "endpoint", "gpu_uuids", "gpu_count"})
+INHERITED = ("PATH", "HOME", "LANG")
+"""What every replica gets of the adapter's own environment."""
+PYTHON = "{python}"
+MAX_VALUE_LENGTH = 1024
+
+_OWN_VARIABLE = re.compile(r"GPUSCALE_(REPLICA|ENDPOINT|GPU_UUIDS|FENCE)|CUDA_VISIBLE_DEVICES")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PIECE = re.compile(r"\{\{|\}\}|\{(?P<name>[^{}:]*)(?::(?P<kind>[^{}]*))?\}|(?P<stray>[{}])|[^{}]+")
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+
+
+class LaunchRefusedError(Exception):
+    """A replica cannot be started as asked; the text says why, for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A part of an argument that is filled in: the name of a value, and whether it must be a whole number."""
+
+    name: str
+    integer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A command template, checked.
+
+    Attributes:
+        name: what endpoints know it by.
+        command: the arguments, each as texts and placeholders in a row.
+        working_dir: where it is started; None for where the adapter runs.
+        env: variables set for it.
+        pass_env: variables handed on from the adapter's own environment, which must have them.
+    """
+
+    name: str
+    command: tuple[tuple[str | Placeholder, ...], ...]
+    working_dir: Path | None = None
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    pass_env: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOrder:
+    """What the autoscaler says of a replica that is to run.
+
+    Attributes:
+        replica: endpoints/{endpoint}/replicas/{replica}.
+        endpoint: endpoints/{endpoint}.
+        parameters: values for the template's placeholders.
+        gpu_uuids: its GPUs.
+        fence: of the reservation that holds them; 0 where it needs none.
+    """
+
+    replica: str
+    endpoint: str
+    parameters: Mapping[str, str]
+    gpu_uuids: tuple[str, ...] = ()
+    fence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is to be started: arguments, the whole environment, and the working directory."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    working_dir: Path | None
+
+
+def parse_command(command: Iterable[str]) -> tuple[tuple[str | Placeholder, ...], ...]:
+    """The arguments of a command, split into texts and placeholders.
+
+    Raises:
+        ValueError: no program, a program that is neither absolute nor {python}, or a brace that stands alone.
+    """
+    arguments = list(command)
+    if not arguments:
+        raise ValueError("needs at least a program")
+    program = arguments[0]
+    if program != PYTHON and (not program.startswith("/") or "{" in program or "}" in program):
+        raise ValueError("must begin with an absolute path or {python}")
+    if any("\0" in argument for argument in arguments):
+        raise ValueError("must not hold NUL characters")
+    return tuple(_parse(argument) for argument in arguments)
+
+
+def check_environment(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
+    """Check the variables that a template sets and hands on.
+
+    Raises:
+        ValueError: a name that is none, one that the adapter sets itself, or a value with a NUL character.
+    """
+    for name in (*env, *pass_env):
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a variable")
+        if _OWN_VARIABLE.fullmatch(name):
+            raise ValueError(f"{name} is set by the adapter")
+    if any("\0" in value for value in env.values()):
+        raise ValueError("must not hold NUL characters")
+
+
+def launch(template: Template, order: ReplicaOrder, python: str, environment: Mapping[str, str]) -> Launch:
+    """What to start for a replica.
+
+    Args:
+        template: how.
+        order: which replica, with which values.
+        python: path of the interpreter that {python} stands for.
+        environment: the adapter's own, of which `INHERITED` and the template's `pass_env` are handed on.
+
+    Raises:
+        LaunchRefusedError: a value is missing, is of no use, or is not what its placeholder takes.
+    """
+    values = _values(template, order, python)
+    return Launch(
+        argv=tuple(_fill(argument, values, template.name) for argument in template.command),
+        env=_environment(template, order, environment),
+        working_dir=template.working_dir,
+    )
+
+
+def _parse(argument: str) -> tuple[str | Placeholder, ...]:
+    parts: list[str | Placeholder] = []
+    for piece in _PIECE.finditer(argument):
+        name, kind = piece["name"], piece["kind"]
+        if piece["stray"] is not None:
+            raise ValueError("has a brace that stands alone; write {{ or }} for the brace itself")
+        if name is None:
+            parts.append(piece[0].replace("{{", "{").replace("}}", "}"))
+        elif not is_id(name) or kind not in {None, "int"}:
+            raise ValueError(f"has a placeholder {piece[0]} that is neither {{name}} nor {{name:int}}")
+        else:
+            parts.append(Placeholder(name, integer=kind == "int"))
+    return tuple(parts)
+
+
+def _values(template: Template, order: ReplicaOrder, python: str) -> dict[str, str]:
+    used = {part.name for argument in template.command for part in argument if isinstance(part, Placeholder)}
+    for name, value in order.parameters.items():
+        if name in BUILTIN:
+            raise LaunchRefusedError(f"parameter {name} is set by the adapter")
+        if name not in used:
+            raise LaunchRefusedError(f"template {template.name} has no placeholder {{{name}}}")
+        if not value.isprintable() or len(value) > MAX_VALUE_LENGTH:
+            raise LaunchRefusedError(
+                f"parameter {name} must be at most {MAX_VALUE_LENGTH} printable characters"
+            )
+    if missing := sorted(used - BUILTIN - order.parameters.keys()):
+        raise LaunchRefusedError(f"template {template.name} needs the parameter {missing[0]}")
+    return {
+        **order.parameters,
+        "python": python,
+        "replica": order.replica,
+        "endpoint": order.endpoint,
+        "gpu_uuids": ",".join(order.gpu_uuids),
+        "gpu_count": str(len(order.gpu_uuids)),
+    }
+
+
+def _fill(argument: tuple[str | Placeholder, ...], values: Mapping[str, str], template: str) -> str:
+    filled = ""
+    for part in argument:
+        if isinstance(part, str):
+            filled += part
+            continue
+        value = values[part.name]
+        if part.integer and not _INTEGER.fullmatch(value):
+            raise LaunchRefusedError(f"parameter {part.name} of template {template} must be a whole number")
+        # At the head of an argument it would turn a value into an option of the program.
+        if not filled and value.startswith("-") and not part.integer:
+            raise LaunchRefusedError(f"parameter {part.name} of template {template} must not begin with '-'")
+        filled += value
+    return filled
+
+
+def _environment(template: Template, order: ReplicaOrder, environment: Mapping[str, str]) -> dict[str, str]:
+    for name in template.pass_env:
+        if name not in environment:
+            raise LaunchRefusedError(
+                f"template {template.name} hands on {name}, which the adapter's environment does not have"
+            )
+    gpu_uuids = ",".join(order.gpu_uuids)
+    return {
+        **{name: environment[name] for name in (*INHERITED, *template.pass_env) if name in environment},
+        **template.env,
+        # Empty for a replica without GPUs, so that it sees none.
+        "CUDA_VISIBLE_DEVICES": gpu_uuids,
+        "GPUSCALE_ENDPOINT": order.endpoint,
+        "GPUSCALE_FENCE": str(order.fence),
+        "GPUSCALE_GPU_UUIDS": gpu_uuids,
+        "GPUSCALE_REPLICA": order.replica,
+    }

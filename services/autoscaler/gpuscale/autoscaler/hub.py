@@ -1,0 +1,190 @@
+"""All worker adapters: who is connected, what runs, and what should run.
+
+An adapter that is silent or gone says nothing about its replicas: they become UNKNOWN, and nothing is stopped or started
+in their place until it is heard of again (Ray #58933: a failed listing was read as "no workers").
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+
+from gpuscale.autoscaler import replica_store
+from gpuscale.autoscaler.adapter_session import AdapterSession
+from gpuscale.autoscaler.desired import desired_state, unknown_to
+from gpuscale.autoscaler.planning import AdapterFacts
+from gpuscale.autoscaler.replicas import (
+    Goal,
+    Moment,
+    Replica,
+    ReplicaReport,
+    ReplicaState,
+    ended,
+    reported,
+)
+from gpuscale.autoscaler.store import Connection
+from gpuscale.autoscaler.wakes import Wakes
+from gpuscale.common.clock import Clock
+from gpuscale.common.errors import AbortedError
+from gpuscale.common.logs import get_logger
+from gpuscale.common.names import adapter_name, replica_name
+from gpuscale.common.store import Store
+
+SILENT = 15.0
+"""Seconds without a report after which nobody knows what an adapter's replicas do."""
+STRAY = 5.0
+"""Seconds for which an adapter reports a replica that is not known here before it is told to stop it."""
+_REVISIONS_PER_START = 1_000_000_000
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterView:
+    """An adapter to show: what it is, what it reported, and when it was heard of last."""
+
+    facts: AdapterFacts
+    replica_count: int
+    last_seen: datetime
+
+
+class AdapterHub:
+    """Keeps the connections of adapters.
+
+    Args:
+        store: the autoscaler's store.
+        clock: what silence is measured by.
+        starts: how often this program was started on its state; revisions grow across starts.
+        wakes: told which endpoints' replicas changed.
+    """
+
+    def __init__(self, store: Store, clock: Clock, starts: int, wakes: Wakes) -> None:
+        self._store = store
+        self._clock = clock
+        self._revision = starts * _REVISIONS_PER_START
+        self._wakes = wakes
+        self._sessions: dict[str, AdapterSession] = {}
+        self._known: dict[str, AdapterFacts] = {}
+        self._seen: dict[str, Moment] = {}
+
+    def connect(self, facts: AdapterFacts) -> AdapterSession:
+        """Begin a connection; one that the adapter had before ends with AbortedError."""
+        before = self._sessions.get(facts.id)
+        if before is not None:
+            name = adapter_name(facts.id)
+            before.close(AbortedError(f"another connection of {name} took over", reason="TAKEN_OVER"))
+        session = AdapterSession(facts, self._next_revision)
+        self._sessions[facts.id] = session
+        self._known[facts.id] = facts
+        self._seen[facts.id] = self._moment()
+        _log.info(
+            "adapter connected",
+            adapter=facts.id,
+            kind=facts.kind,
+            node=facts.node,
+            took_over=before is not None,
+        )
+        return session
+
+    def disconnect(self, session: AdapterSession) -> None:
+        """End a connection; harmless if another one took over."""
+        session.close()
+        adapter = session.facts.id
+        if self._sessions.get(adapter) is session:
+            del self._sessions[adapter]
+            _log.info("adapter disconnected", adapter=adapter)
+            self._wakes.call_all()
+
+    async def report(
+        self, session: AdapterSession, revision: int, reports: Mapping[str, ReplicaReport]
+    ) -> None:
+        """Take a report of all replicas of an adapter, by name.
+
+        Raises:
+            UnavailableError: it cannot be stored.
+        """
+        adapter = session.facts.id
+        if self._sessions.get(adapter) is not session:
+            return
+        first = session.reported is None
+        at = self._seen[adapter] = self._moment()
+        absent = session.heard(revision, reports)
+        changed = await self._store.write(
+            partial(_apply, adapter=adapter, reports=reports, absent=absent, at=at)
+        )
+        await self.refresh([adapter])
+        if first:
+            self._wakes.call_all()
+        else:
+            self._wakes.call_each({replica.endpoint for replica in changed})
+
+    async def refresh(self, adapters: Iterable[str]) -> None:
+        """Tell these adapters what is desired of them now. One that has not reported yet is told nothing."""
+        for adapter in adapters:
+            session = self._sessions.get(adapter)
+            if session is None or session.reported is None:
+                continue
+            rows = await self._store.read(partial(replica_store.of_adapter, adapter=adapter))
+            own = {replica_name(replica.endpoint, replica.id): replica for replica in rows}
+            now = self._clock.now()
+            session.unknown_since = unknown_to(own, session.reported, session.unknown_since, now)
+            strays = {name for name, since in session.unknown_since.items() if now - since > STRAY}
+            session.tell(desired_state(own, session.reported, strays))
+
+    def facts(self) -> list[AdapterFacts]:
+        """Every adapter that was ever connected, and whether it is heard of now; by id."""
+        return [replace(self._known[id_], live=self.live(id_)) for id_ in sorted(self._known)]
+
+    def live(self, adapter: str) -> bool:
+        """Whether it is known what an adapter's replicas do: it is connected, has reported, and not long ago."""
+        session = self._sessions.get(adapter)
+        if session is None or session.reported is None:
+            return False
+        return self._clock.now() - self._seen[adapter].now <= SILENT
+
+    def views(self) -> list[AdapterView]:
+        """Every adapter to show, by id."""
+        return [
+            AdapterView(facts, len(self._reported(facts.id)), self._seen[facts.id].wall)
+            for facts in self.facts()
+        ]
+
+    def _reported(self, adapter: str) -> Mapping[str, ReplicaReport]:
+        session = self._sessions.get(adapter)
+        return (session.reported if session else None) or {}
+
+    def _next_revision(self) -> int:
+        self._revision += 1
+        return self._revision
+
+    def _moment(self) -> Moment:
+        return Moment(self._clock.now(), self._clock.wall())
+
+
+def _apply(
+    connection: Connection,
+    adapter: str,
+    reports: Mapping[str, ReplicaReport],
+    absent: frozenset[str],
+    at: Moment,
+) -> list[Replica]:
+    """Move the replicas of an adapter to where its report says they are; returns those that moved."""
+    changed: list[Replica] = []
+    for before in replica_store.of_adapter(connection, adapter):
+        after = _after_report(before, reports, absent, at)
+        if after != before:
+            replica_store.save_replica(connection, after)
+            changed.append(after)
+    return changed
+
+
+def _after_report(
+    before: Replica, reports: Mapping[str, ReplicaReport], absent: frozenset[str], at: Moment
+) -> Replica:
+    name = replica_name(before.endpoint, before.id)
+    report = reports.get(name)
+    if report is not None:
+        return reported(before, report, at)
+    if name in absent and before.goal is Goal.STOP:
+        return ended(before, ReplicaState.STOPPED, before.reason or "its adapter does not have it", at)
+    return before

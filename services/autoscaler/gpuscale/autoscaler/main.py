@@ -1,0 +1,50 @@
+"""`gpuscale-autoscaler`: the autoscaler as a program of its own."""
+
+import asyncio
+import sys
+from functools import partial
+
+from gpuscale.autoscaler.app import open_autoscaler
+from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.common import logs
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.lifecycle import run
+from gpuscale.common.lock import DirectoryLock
+from gpuscale.common.logs import get_logger
+from gpuscale.common.server import Server
+from gpuscale.common.settings import load
+
+PROGRAM = "gpuscale-autoscaler"
+DESCRIPTION = "Scales endpoints by their rules, and drives their replicas through worker adapters."
+
+_log = get_logger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    settings = load(AutoscalerSettings, argv, program=PROGRAM, description=DESCRIPTION)
+    logs.configure(settings.log_level, settings.log_format)
+    return run(partial(serve, settings), program=PROGRAM)
+
+
+async def serve(settings: AutoscalerSettings, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set.
+
+    Raises:
+        GpuscaleError: the data directory, the stored state, or the address cannot be used.
+    """
+    server = Server(settings.server_options(), settings.authenticator())
+    with DirectoryLock(settings.data_dir):
+        address = server.bind()
+        async with (
+            settings.open_channel(settings.allocator_address) as allocator,
+            open_autoscaler(settings, allocator=allocator, clock=SystemClock()) as registrations,
+        ):
+            server.add(*registrations)
+            async with server:
+                _log.info("serving", address=address, data_dir=str(settings.data_dir))
+                await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

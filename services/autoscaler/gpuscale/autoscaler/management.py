@@ -1,0 +1,109 @@
+"""RabbitMQ's management API: the ready and unacknowledged messages of all queues of a virtual host in one request.
+
+With statistics disabled and totals asked for, the API asks the queues themselves: the counts are milliseconds old
+where its usual statistics are seconds old, and a thousand queues take 50 ms (research on RabbitMQ 3.10). Asked for a
+single queue in this way it returns no counts (rabbitmq/rabbitmq-server#10314), so the list is always read whole.
+"""
+
+import asyncio
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from gpuscale.autoscaler.brokers import Broker, VirtualHostError
+from gpuscale.autoscaler.queue_model import QueueFailure, QueueState, Totals
+from gpuscale.common.secrets import SecretUrl
+
+TIMEOUT = 5.0
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+
+
+class _Queue(BaseModel):
+    """A queue as the API lists it; one whose node is down has no counts."""
+
+    name: str
+    messages_ready: int | None = None
+    messages_unacknowledged: int | None = None
+
+
+_QUEUES = TypeAdapter(list[_Queue])
+
+
+class ManagementClient:
+    """The management API of one broker; one HTTP client with at most `CONNECTIONS` connections."""
+
+    CONNECTIONS = 4
+
+    def __init__(self, broker: Broker, url: SecretUrl) -> None:
+        self._name = broker.name
+        port = "" if url.port is None else f":{url.port}"
+        host = f"[{url.host}]" if ":" in url.host else url.host
+        self._client = httpx.AsyncClient(
+            base_url=f"{url.scheme}://{host}{port}{url.path.rstrip('/')}/api/",
+            auth=httpx.BasicAuth(url.username.get_secret_value(), url.password.get_secret_value()),
+            verify=broker.tls or False,  # there is always one where the URL is https://
+            timeout=TIMEOUT,
+            limits=httpx.Limits(max_connections=self.CONNECTIONS),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    async def totals(self, virtual_host: str) -> dict[str, Totals | None]:
+        """The counts of every queue by name; None for a queue that has none now.
+
+        Raises:
+            VirtualHostError: the API cannot tell.
+        """
+        queues = await self._list(virtual_host)
+        return {queue.name: _totals(queue) for queue in queues}
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+    async def _list(self, virtual_host: str) -> list[_Queue]:
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                answer = await self._get(f"queues/{quote(virtual_host, safe='')}")
+        except (TimeoutError, httpx.TimeoutException):
+            raise self._error(QueueState.TIMEOUT, f"does not answer within {TIMEOUT:g} s") from None
+        except httpx.RequestError as error:
+            raise self._error(QueueState.UNREACHABLE, "cannot be reached") from error
+        try:
+            return _QUEUES.validate_json(answer)
+        except ValidationError:
+            raise self._error(QueueState.ERROR, "answers something that is not a list of queues") from None
+
+    async def _get(self, path: str) -> bytes:
+        params = {"disable_stats": "true", "enable_queue_totals": "true"}
+        async with self._client.stream("GET", path, params=params) as response:
+            match response.status_code:
+                case httpx.codes.OK:
+                    return await self._body(response)
+                case httpx.codes.UNAUTHORIZED | httpx.codes.FORBIDDEN:
+                    raise self._error(
+                        QueueState.AUTH_FAILED,
+                        "refuses the user, its password, or its access to the virtual host",
+                    )
+                case httpx.codes.NOT_FOUND:
+                    raise self._error(QueueState.NOT_FOUND, "has no such virtual host")
+                case code:
+                    raise self._error(QueueState.ERROR, f"answers with HTTP status {code}")
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        body = bytearray()
+        async for chunk in response.aiter_bytes():
+            body += chunk
+            if len(body) > MAX_ANSWER_BYTES:
+                raise self._error(QueueState.ERROR, f"answers with more than {MAX_ANSWER_BYTES} bytes")
+        return bytes(body)
+
+    def _error(self, state: QueueState, what: str) -> VirtualHostError:
+        return VirtualHostError(QueueFailure(state, f"the management API of broker {self._name} {what}"))
+
+
+def _totals(queue: _Queue) -> Totals | None:
+    if queue.messages_ready is None or queue.messages_unacknowledged is None:
+        return None
+    return Totals(queue.messages_ready, queue.messages_unacknowledged)

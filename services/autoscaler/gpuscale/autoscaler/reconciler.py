@@ -1,0 +1,187 @@
+"""Drives every endpoint towards what is wanted of it: one loop each, by level and not by edge.
+
+An endpoint is looked at when its tick is due, and at once when its spec, its replicas or its adapters changed, or when
+GPUs became free. Rules are read at ticks and after changes of the spec only. Whatever fails for one endpoint is tried
+again later, and stops no other.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from gpuscale.autoscaler import decision_log, replica_store, store
+from gpuscale.autoscaler.acting import AGAIN, RETRY, Actor, Refusal
+from gpuscale.autoscaler.decisions import Outcome, afterwards, compose, sameness
+from gpuscale.autoscaler.hub import AdapterHub
+from gpuscale.autoscaler.leases import LeaseKeeper
+from gpuscale.autoscaler.model import Code, Endpoint, Stage, Step
+from gpuscale.autoscaler.passes import Facts, Pass, run_pass
+from gpuscale.autoscaler.queue_model import QueueReading
+from gpuscale.autoscaler.replicas import Moment, Replica, ReplicaState
+from gpuscale.autoscaler.wakes import Wake, Wakes
+from gpuscale.autoscaler.watcher_uses import WatcherUses
+from gpuscale.common.backoff import Backoff
+from gpuscale.common.clock import Clock
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.logs import get_logger
+from gpuscale.common.store import Store
+
+CONCURRENT = 16
+"""Endpoints that are looked at at a time."""
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """What a pass works with."""
+
+    store: Store
+    clock: Clock
+    reading: Callable[[str], QueueReading | None]
+    hub: AdapterHub
+    actor: Actor
+    keeper: LeaseKeeper
+    uses: WatcherUses
+
+
+class Reconciler:
+    """Runs the loops of all endpoints that `wakes` announces."""
+
+    def __init__(self, rooms: Rooms, wakes: Wakes) -> None:
+        self._rooms = rooms
+        self._wakes = wakes
+        self._limit = asyncio.Semaphore(CONCURRENT)
+
+    async def run(self) -> None:
+        """Begin with the stored endpoints; never ends."""
+        for endpoint in await self._rooms.store.read(store.endpoints):
+            self._wakes.call(endpoint.id)
+        async with TaskScope() as scope:
+            while True:
+                endpoint_id, wake = await self._wakes.arrival()
+                scope.start(f"endpoint {endpoint_id}", self._keep(endpoint_id, wake))
+
+    async def _keep(self, endpoint_id: str, wake: Wake) -> None:
+        loop = EndpointLoop(endpoint_id, self._rooms)
+        backoff = Backoff(initial=0.5, cap=10.0)
+        wait = 0.0
+        while True:
+            await wake.wait(wait)
+            try:
+                async with self._limit:
+                    wanted = await loop.look(evaluate=wake.answer())
+            except GpuscaleError as error:
+                _log.warning(
+                    "an endpoint could not be looked after", endpoint=endpoint_id, error=error.message
+                )
+                wait = backoff.next()
+                continue
+            backoff.reset()
+            wake.waiting = loop.waiting
+            if wanted is None and not wake.called:  # gone, and not created anew meanwhile
+                self._rooms.uses.set(endpoint_id, frozenset())
+                self._wakes.forget(endpoint_id)
+                return
+            wait = wanted or 0.0
+
+
+class EndpointLoop:
+    """What is remembered of one endpoint between two looks; all that matters is in the store."""
+
+    def __init__(self, endpoint_id: str, rooms: Rooms) -> None:
+        self.waiting = False
+        self._id = endpoint_id
+        self._rooms = rooms
+        self._evaluation_due = 0.0
+        self._asked = True
+        self._last_news = ""
+
+    async def look(self, *, evaluate: bool) -> float | None:
+        """Evaluate if it is time, act, and note what came of it.
+
+        Returns:
+            Seconds until the next look; None once the endpoint is gone.
+
+        Raises:
+            GpuscaleError: the state cannot be read or written; the look is to be repeated.
+        """
+        rooms = self._rooms
+        self._asked = self._asked or evaluate or rooms.clock.now() >= self._evaluation_due
+        facts = self._facts(await rooms.store.read(partial(store.endpoint, endpoint_id=self._id)))
+        passed = await rooms.store.write(partial(run_pass, endpoint_id=self._id, facts=facts))
+        if passed is None:
+            return None
+        spec = passed.endpoint.spec
+        rooms.uses.set(self._id, spec.watchers)
+        if passed.evaluation is not None:
+            self._asked, self._evaluation_due = False, facts.at.now + spec.period
+        await rooms.hub.refresh(passed.told)
+        if not any(one.state is ReplicaState.PENDING for one in passed.live):
+            if passed.owing:
+                rooms.keeper.changed()
+            return self._pause(passed, None, await self._note(passed, None, passed.live))
+        try:
+            refusal = await rooms.actor.act(passed.live)
+        finally:
+            rooms.keeper.changed()
+        after = await rooms.store.read(partial(replica_store.replicas, endpoint=self._id))
+        return self._pause(passed, refusal, await self._note(passed, refusal, after))
+
+    def _facts(self, endpoint: Endpoint | None) -> Facts:
+        """What the pass goes by; where the endpoint is not there (yet), the pass alone finds out."""
+        rooms = self._rooms
+        watchers = endpoint.spec.watchers if endpoint else frozenset[str]()
+        return Facts(
+            at=Moment(rooms.clock.now(), rooms.clock.wall()),
+            live=frozenset(facts.id for facts in rooms.hub.facts() if facts.live),
+            readings={watcher: rooms.reading(watcher) for watcher in watchers},
+            evaluate=self._asked,
+            etag=endpoint.etag if endpoint else "",
+        )
+
+    async def _note(
+        self, passed: Pass, refusal: Refusal | None, after: Sequence[Replica]
+    ) -> Sequence[Replica]:
+        """Complete the decision with what was done about it; between evaluations only if that is news."""
+        outcome = _outcome(passed, refusal, after)
+        decision = afterwards(passed.endpoint, outcome)
+        news, last, self._last_news = sameness(decision), self._last_news, sameness(decision)
+        if passed.evaluation is not None:
+            decision = compose(passed.endpoint, passed.evaluation, outcome)
+        elif passed.decision is None and (news == last or not (outcome.steps or self.waiting)):
+            return after
+        if passed.decision is None:
+            wall = self._rooms.clock.wall()
+            await self._rooms.store.write(partial(decision_log.record, decision=decision, wall=wall))
+        elif after is not passed.live:
+            work = partial(decision_log.amend, decision_id=passed.decision, decision=decision)
+            await self._rooms.store.write(work)
+        return after
+
+    def _pause(self, passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) -> float:
+        """Seconds until the next look; few where more replicas are to be decided than may wait at a time."""
+        self.waiting = refusal is not None
+        pauses = [max(0.0, self._evaluation_due - self._rooms.clock.now())]
+        if passed.endpoint.deleting:
+            pauses = [RETRY]
+        if refusal is not None:
+            pauses.append(refusal.retry_after)
+        if passed.delay:
+            pauses.append(passed.delay)
+        if not (refusal or passed.delay) and sum(one.aimed_at for one in after) < passed.endpoint.desired:
+            pauses.append(AGAIN)
+        return min(pauses)
+
+
+def _outcome(passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) -> Outcome:
+    granted = sum(one.granted for one in after)
+    steps = list(passed.steps)
+    gained = granted - passed.granted
+    if gained > 0 and passed.endpoint.spec.template.gpu_count:
+        text = f"GPUs reserved for {gained} more"
+        steps.append(Step(Stage.GPU, Code.GRANTED, passed.granted, granted, text))
+    if refusal is not None:
+        steps.append(Step(refusal.stage, refusal.code, passed.endpoint.desired, granted, refusal.text))
+    return Outcome(granted, tuple(steps))

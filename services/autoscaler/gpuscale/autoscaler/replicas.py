@@ -1,0 +1,180 @@
+"""A replica and how it moves from state to state. Pure.
+
+    PENDING ──assigned──> STARTING ──> READY
+       │                     │           │
+       │                     └─────┬─────┘
+    asked to stop            asked to stop ──> DRAINING ──reported──> STOPPED
+       └──> STOPPED          ended by itself ──────────────────────> FAILED
+
+Only what its adapter reports ends a replica that an adapter was told of: silence never does. `UNKNOWN` is shown while
+the adapter is silent and never stored. The intent, with the id of its Reserve request, is on disk before any action.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import Enum
+
+from gpuscale.autoscaler.model import ReplicaTemplate
+
+
+class ReplicaState(Enum):
+    """Where a replica stands."""
+
+    PENDING = "PENDING"
+    STARTING = "STARTING"
+    READY = "READY"
+    DRAINING = "DRAINING"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+    UNKNOWN = "UNKNOWN"
+
+
+ENDED = frozenset({ReplicaState.STOPPED, ReplicaState.FAILED})
+
+
+class Goal(Enum):
+    """What should become of a replica."""
+
+    RUN = "RUN"
+    STOP = "STOP"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The reservation that holds a replica's GPUs: `reservations/{reservation}`, its fence and its GPUs by UUID."""
+
+    reservation: str
+    fence: int
+    gpu_uuids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One replica as it is stored.
+
+    Attributes:
+        endpoint: id of its endpoint.
+        id: its own id; never used again.
+        request_id: UUID of its one Reserve request, however often that is sent.
+        template: what it is made of, as the endpoint's spec said when it was decided.
+        create_time: when it was decided.
+        nodes: ids of the nodes that Reserve was asked for; empty while no answer to a Reserve is outstanding.
+        lease: what holds its GPUs; None where it needs none or has none yet.
+        owes_release: it has ended, and the allocator has not yet acknowledged the end of its lease.
+        hurry: it lost its GPUs and must leave them at once.
+        ready_at: when it was first ready, in seconds since boot.
+        ended_at: when it ended, in seconds since boot; None after a reboot too.
+    """
+
+    endpoint: str
+    id: str
+    request_id: str
+    template: ReplicaTemplate
+    create_time: datetime
+    state: ReplicaState = ReplicaState.PENDING
+    goal: Goal = Goal.RUN
+    nodes: tuple[str, ...] = ()
+    adapter: str = ""
+    node: str = ""
+    lease: Lease | None = None
+    owes_release: bool = False
+    hurry: bool = False
+    pid: int = 0
+    exit_code: int | None = None
+    reason: str = ""
+    ready_at: float | None = None
+    ended_at: float | None = None
+    end_time: datetime | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over."""
+        return self.state in ENDED
+
+    @property
+    def aimed_at(self) -> bool:
+        """Whether it counts towards the number that is wanted."""
+        return not self.ended and self.goal is Goal.RUN
+
+    @property
+    def granted(self) -> bool:
+        """Whether it counts and has all the GPUs it needs."""
+        return self.aimed_at and (self.template.gpu_count == 0 or self.lease is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One moment on both clocks: `now` seconds since boot for reckoning, `wall` for display."""
+
+    now: float
+    wall: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """A replica as its adapter sees it."""
+
+    state: ReplicaState
+    pid: int = 0
+    exit_code: int | None = None
+    reason: str = ""
+
+
+def assigned(replica: Replica, adapter: str, node: str, lease: Lease | None) -> Replica:
+    """Its adapter is chosen and its GPUs are reserved: from here on the adapter is told to run it."""
+    return replace(
+        replica, state=ReplicaState.STARTING, nodes=(), adapter=adapter, node=node, lease=lease, reason=""
+    )
+
+
+def asked_to_stop(replica: Replica, reason: str, at: Moment, *, hurry: bool = False) -> Replica:
+    """It should finish its work and stop; one that nobody was told of stops here.
+
+    A replica whose Reserve has no answer yet stays PENDING until it is known what there is to release.
+    """
+    if replica.ended or (replica.goal is Goal.STOP and replica.hurry >= hurry):
+        return replica
+    stopping = replace(replica, goal=Goal.STOP, reason=reason, hurry=hurry)
+    if replica.state is not ReplicaState.PENDING:
+        return replace(stopping, state=ReplicaState.DRAINING)
+    return stopping if replica.nodes else ended(stopping, ReplicaState.STOPPED, reason, at)
+
+
+def ended(replica: Replica, state: ReplicaState, reason: str, at: Moment) -> Replica:
+    """It is over; a lease that it has is owed back to the allocator."""
+    return replace(
+        replica,
+        state=state,
+        nodes=(),
+        reason=reason,
+        owes_release=replica.lease is not None,
+        ended_at=at.now,
+        end_time=at.wall,
+    )
+
+
+def reported(replica: Replica, report: ReplicaReport, at: Moment) -> Replica:
+    """What its adapter's report makes of a replica that has not ended.
+
+    One that ended although it should run has failed, whatever its exit code. One that should stop stays DRAINING until
+    it has ended, even if its adapter has not heard of that yet.
+    """
+    seen = replace(replica, pid=report.pid, exit_code=report.exit_code)
+    if report.state in ENDED:
+        if replica.goal is Goal.STOP:
+            return ended(seen, report.state, report.reason or replica.reason, at)
+        return ended(seen, ReplicaState.FAILED, report.reason or "it ended by itself", at)
+    if replica.goal is Goal.STOP:
+        return seen
+    ready = report.state is ReplicaState.READY
+    ready_at = at.now if ready and replica.ready_at is None else replica.ready_at
+    return replace(seen, state=report.state, reason=report.reason, ready_at=ready_at)
+
+
+def shown_state(replica: Replica, silent: bool) -> ReplicaState:
+    """The state to show: UNKNOWN for a replica whose adapter is silent, since it may or may not run."""
+    if silent and replica.adapter and not replica.ended:
+        return ReplicaState.UNKNOWN
+    return replica.state

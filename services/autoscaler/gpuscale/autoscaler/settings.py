@@ -1,0 +1,23 @@
+"""Settings of `gpuscale-autoscaler`; `gpuscale.common.settings` says where they come from."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from gpuscale.autoscaler.brokers import BrokerSettings
+from gpuscale.common.settings import ServerSettings, UpstreamSettings
+
+
+class AutoscalerSettings(ServerSettings, UpstreamSettings):
+    """What the autoscaler is told before it starts."""
+
+    section: ClassVar[str] = "autoscaler"
+
+    listen: str = Field("127.0.0.1:7074", description="address to serve on, HOST:PORT")
+    data_dir: Path = Field(description="directory of endpoints, replicas and decisions; one autoscaler each")
+    allocator_address: str = Field("127.0.0.1:7073", description="address of the allocator, HOST:PORT")
+    brokers: dict[str, BrokerSettings] = Field(
+        default_factory=dict[str, BrokerSettings],
+        description="message brokers, by the name watchers call them",
+    )

@@ -1,0 +1,103 @@
+"""Reading the queues of one broker, all that are due in one sweep.
+
+Connections and tasks stay the same in number however long it goes on: one task for each broker, which during a sweep
+has one more for each virtual host that is watched, and a connection with a channel for each of those.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from gpuscale.autoscaler.brokers import Broker
+from gpuscale.autoscaler.management import ManagementClient
+from gpuscale.autoscaler.queue_model import (
+    PENDING,
+    QueueFailure,
+    QueueReading,
+    QueueTarget,
+    failed,
+    next_sweep,
+)
+from gpuscale.autoscaler.virtual_hosts import VirtualHostReader
+from gpuscale.common.clock import Clock
+
+MAX_VIRTUAL_HOSTS_AT_ONCE = 4
+
+
+class BrokerSweeps:
+    """Reads the queues of one broker that are watched, each at its own interval."""
+
+    def __init__(self, broker: Broker, clock: Clock) -> None:
+        self._broker = broker
+        self._clock = clock
+        self._management = ManagementClient(broker, broker.management) if broker.management else None
+        self._intervals: Mapping[QueueTarget, float] = {}
+        self._next: dict[QueueTarget, float] = {}
+        self._readings: dict[QueueTarget, QueueReading] = {}
+        self._readers: dict[str, VirtualHostReader] = {}
+        self._changed = asyncio.Event()
+
+    def watch(self, intervals: Mapping[QueueTarget, float]) -> None:
+        """Watch these queues, every so many seconds, and no others; new ones are read at once."""
+        self._next = {target: self._next.get(target, 0.0) for target in intervals}
+        self._readings = {target: self._readings.get(target, PENDING) for target in intervals}
+        self._intervals = intervals
+        for host, reader in self._readers.items():
+            reader.keep({target.queue for target in intervals if target.virtual_host == host})
+        self._changed.set()
+
+    def reading(self, target: QueueTarget) -> QueueReading:
+        """What was read of a queue last."""
+        return self._readings.get(target, PENDING)
+
+    async def run(self) -> None:
+        """Sweep for ever; cancelled, close what was opened."""
+        try:
+            while True:
+                await self._sweep()
+                await self._wait()
+        finally:
+            for reader in self._readers.values():
+                await reader.close()
+            if self._management is not None:
+                await self._management.close()
+
+    async def _sweep(self) -> None:
+        now = asyncio.get_running_loop().time()
+        due = [target for target, at in self._next.items() if at <= now]
+        self._next.update({target: next_sweep(now, self._intervals[target]) for target in due})
+        await self._close_unused()
+        hosts = {target.virtual_host for target in due}
+        some = asyncio.Semaphore(MAX_VIRTUAL_HOSTS_AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            for host in hosts:
+                queues = [target.queue for target in due if target.virtual_host == host]
+                group.create_task(self._read(host, queues, some), name=f"sweep {self._broker.name} {host}")
+
+    async def _read(self, host: str, queues: list[str], some: asyncio.Semaphore) -> None:
+        if host not in self._readers:
+            self._readers[host] = VirtualHostReader(self._broker, host, self._management, self._clock)
+
+        def publish(queue: str, result: QueueReading | QueueFailure) -> None:
+            target = QueueTarget(self._broker.name, host, queue)
+            previous = self._readings.get(target)
+            if previous is not None:  # it may be watched no longer
+                self._readings[target] = (
+                    failed(previous, result) if isinstance(result, QueueFailure) else result
+                )
+
+        async with some:
+            await self._readers[host].read(queues, publish)
+
+    async def _close_unused(self) -> None:
+        for host in self._readers.keys() - {target.virtual_host for target in self._next}:
+            await self._readers.pop(host).close()
+
+    async def _wait(self) -> None:
+        """Wait for the next queue that is due, or for other queues to watch."""
+        until = min(self._next.values(), default=None)
+        self._changed.clear()
+        try:
+            async with asyncio.timeout_at(until):
+                await self._changed.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,138 @@
+"""QueueWatcherService on the wire."""
+
+import grpc
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.queue_model import (
+    DEFAULT_INTERVAL,
+    DEFAULT_VIRTUAL_HOST,
+    PENDING,
+    QueueReading,
+    QueueState,
+    QueueTarget,
+    Watcher,
+    WatchSpec,
+)
+from gpuscale.autoscaler.watchers import QueueWatchers
+from gpuscale.common import names, wire
+from gpuscale.common.clock import Clock
+
+_Status = api.QueueWatcherStatus
+_STATES = {
+    QueueState.PENDING: _Status.STATE_PENDING,
+    QueueState.OK: _Status.STATE_OK,
+    QueueState.UNREACHABLE: _Status.STATE_UNREACHABLE,
+    QueueState.AUTH_FAILED: _Status.STATE_AUTH_FAILED,
+    QueueState.NOT_FOUND: _Status.STATE_NOT_FOUND,
+    QueueState.TIMEOUT: _Status.STATE_TIMEOUT,
+    QueueState.ERROR: _Status.STATE_ERROR,
+}
+
+
+class QueueWatcherServicer(api.QueueWatcherServiceServicer):
+    """Translates between the wire and `QueueWatchers`."""
+
+    def __init__(self, watchers: QueueWatchers, clock: Clock) -> None:
+        self._watchers = watchers
+        self._clock = clock
+
+    async def CreateQueueWatcher(
+        self,
+        request: api.CreateQueueWatcherRequest,
+        context: grpc.aio.ServicerContext[api.CreateQueueWatcherRequest, api.CreateQueueWatcherResponse],
+    ) -> api.CreateQueueWatcherResponse:
+        """Create a watcher."""
+        watcher = await self._watchers.create(
+            _id(request.queue_watcher.name, "queue_watcher.name"),
+            _to_spec(request.queue_watcher.spec),
+            request_id=request.request_id,
+            validate_only=request.validate_only,
+        )
+        return api.CreateQueueWatcherResponse(queue_watcher=self._to_wire(watcher))
+
+    async def GetQueueWatcher(
+        self,
+        request: api.GetQueueWatcherRequest,
+        context: grpc.aio.ServicerContext[api.GetQueueWatcherRequest, api.GetQueueWatcherResponse],
+    ) -> api.GetQueueWatcherResponse:
+        """Return one watcher with what it read last."""
+        watcher = self._watchers.get(_id(request.name, "name"))
+        return api.GetQueueWatcherResponse(queue_watcher=self._to_wire(watcher))
+
+    async def ListQueueWatchers(
+        self,
+        request: api.ListQueueWatchersRequest,
+        context: grpc.aio.ServicerContext[api.ListQueueWatchersRequest, api.ListQueueWatchersResponse],
+    ) -> api.ListQueueWatchersResponse:
+        """List watchers by id."""
+        watchers, token = self._watchers.list(request.page_size, request.page_token)
+        return api.ListQueueWatchersResponse(
+            queue_watchers=[self._to_wire(watcher) for watcher in watchers], next_page_token=token
+        )
+
+    async def UpdateQueueWatcher(
+        self,
+        request: api.UpdateQueueWatcherRequest,
+        context: grpc.aio.ServicerContext[api.UpdateQueueWatcherRequest, api.UpdateQueueWatcherResponse],
+    ) -> api.UpdateQueueWatcherResponse:
+        """Replace what is watched."""
+        watcher = await self._watchers.update(
+            _id(request.queue_watcher.name, "queue_watcher.name"),
+            _to_spec(request.queue_watcher.spec),
+            etag=request.queue_watcher.etag,
+            validate_only=request.validate_only,
+        )
+        return api.UpdateQueueWatcherResponse(queue_watcher=self._to_wire(watcher))
+
+    async def DeleteQueueWatcher(
+        self,
+        request: api.DeleteQueueWatcherRequest,
+        context: grpc.aio.ServicerContext[api.DeleteQueueWatcherRequest, api.DeleteQueueWatcherResponse],
+    ) -> api.DeleteQueueWatcherResponse:
+        """Delete a watcher that no endpoint reads."""
+        await self._watchers.delete(_id(request.name, "name"))
+        return api.DeleteQueueWatcherResponse()
+
+    def _to_wire(self, watcher: Watcher) -> api.QueueWatcher:
+        reading = self._watchers.reading(watcher.id) or PENDING
+        return api.QueueWatcher(
+            name=names.watcher_name(watcher.id),
+            spec=_from_spec(watcher.spec),
+            status=to_status(reading, self._clock.now()),
+            etag=watcher.etag,
+            create_time=wire.to_timestamp(watcher.create_time),
+        )
+
+
+def to_status(reading: QueueReading, now: float) -> api.QueueWatcherStatus:
+    """The status of a reading; `now` is seconds since boot. Counts that are unknown stay unset."""
+    age = None if reading.observed_at is None else wire.to_duration(max(0.0, now - reading.observed_at))
+    return api.QueueWatcherStatus(
+        state=_STATES[reading.state],
+        ready_count=reading.ready,
+        unacked_count=reading.unacked,
+        consumer_count=reading.consumers,
+        age=age,
+        message=reading.message,
+    )
+
+
+def _id(name: str, field: str) -> str:
+    return names.parse(names.WATCHER, name, field)["watcher"]
+
+
+def _to_spec(spec: api.QueueWatcherSpec) -> WatchSpec:
+    interval = wire.optional_seconds(spec, "interval")
+    return WatchSpec(
+        QueueTarget(spec.broker, spec.virtual_host or DEFAULT_VIRTUAL_HOST, spec.queue),
+        DEFAULT_INTERVAL if interval is None else interval,
+    )
+
+
+def _from_spec(spec: WatchSpec) -> api.QueueWatcherSpec:
+    return api.QueueWatcherSpec(
+        broker=spec.target.broker,
+        virtual_host=spec.target.virtual_host,
+        queue=spec.target.queue,
+        interval=wire.to_duration(spec.interval),
+    )

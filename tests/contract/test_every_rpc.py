@@ -1,0 +1,222 @@
+"""Every RPC of the contract answers bad input with the documented status, never UNKNOWN, and changes nothing.
+
+The cases come from the descriptors, so an RPC that is added later is covered by itself. They run against `gpuscalectl up`
+as a process of its own: what is tested is what users get.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types.v1 import options_pb2
+from tests.support.contract import Rpc, right, rpcs, rules_of, wrong
+from tests.support.up import Up
+
+RPCS = rpcs()
+UNARY = [rpc for rpc in RPCS if not rpc.client_streaming and not rpc.server_streaming]
+EACH = pytest.mark.parametrize("rpc", RPCS, ids=lambda rpc: rpc.path)
+EACH_UNARY = pytest.mark.parametrize("rpc", UNARY, ids=lambda rpc: rpc.path)
+SEMANTIC = {
+    "NOT_FOUND",
+    "FAILED_PRECONDITION",
+    "ALREADY_EXISTS",
+    "OUT_OF_RANGE",
+    "ABORTED",
+    "RESOURCE_EXHAUSTED",
+}
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """One `gpuscalectl up` with simulated GPUs for the whole module."""
+    with Up(tmp_path_factory.mktemp("up"), simulate=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def channel(up: Up) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(up.address) as open_channel:
+        yield open_channel
+
+
+@pytest.fixture(autouse=True)
+def nothing_changes(channel: grpc.Channel) -> Iterator[None]:
+    """Whatever a test sends, what the services list stays the same."""
+    before = listed(channel)
+    yield
+    assert listed(channel) == before
+
+
+def listed(channel: grpc.Channel) -> dict[str, list[str]]:
+    """Names of everything the services keep."""
+    endpoints = autoscaler_api.EndpointServiceStub(channel)
+    watchers = autoscaler_api.QueueWatcherServiceStub(channel)
+    decisions = autoscaler_api.DecisionServiceStub(channel)
+    adapters = autoscaler_api.AdapterServiceStub(channel)
+    fleet = monitor_api.FleetServiceStub(channel)
+    allocator = allocator_api.AllocatorServiceStub(channel)
+    answers: list[tuple[str, Any]] = [
+        ("nodes", fleet.ListNodes(monitor_api.ListNodesRequest(), timeout=10)),
+        (
+            "reservations",
+            allocator.ListReservations(allocator_api.ListReservationsRequest(show_ended=True), timeout=10),
+        ),
+        ("endpoints", endpoints.ListEndpoints(autoscaler_api.ListEndpointsRequest(), timeout=10)),
+        ("replicas", endpoints.ListReplicas(autoscaler_api.ListReplicasRequest(show_ended=True), timeout=10)),
+        ("queue_watchers", watchers.ListQueueWatchers(autoscaler_api.ListQueueWatchersRequest(), timeout=10)),
+        ("decisions", decisions.ListDecisions(autoscaler_api.ListDecisionsRequest(), timeout=10)),
+        ("adapters", adapters.ListAdapters(autoscaler_api.ListAdaptersRequest(), timeout=10)),
+    ]
+    return {field: [item.name for item in getattr(answer, field)] for field, answer in answers}
+
+
+def call(
+    channel: grpc.Channel, rpc: Rpc, *payloads: bytes, timeout: float | None = 10
+) -> tuple[str, grpc.RpcError | None]:
+    """Send raw bytes and return (name of the status, the error). A server stream counts as OK at its first message."""
+    try:
+        if rpc.client_streaming:
+            answers = channel.stream_stream(rpc.path)(iter(payloads), timeout=timeout)
+        elif rpc.server_streaming:
+            answers = channel.unary_stream(rpc.path)(payloads[0], timeout=timeout)
+        else:
+            channel.unary_unary(rpc.path)(payloads[0], timeout=timeout)
+            return "OK", None
+        next(iter(answers), None)
+        answers.cancel()
+    except grpc.RpcError as error:
+        return error.code().name, error  # type: ignore[attr-defined]
+    return "OK", None
+
+
+def violated_fields(error: grpc.RpcError) -> list[str]:
+    """Field paths of the BadRequest detail."""
+    status = rpc_status.from_call(error)
+    assert status is not None, "an error without google.rpc.Status"
+    bad = error_details_pb2.BadRequest()
+    for detail in status.details:
+        if detail.Unpack(bad):
+            return [violation.field for violation in bad.field_violations]
+    return []
+
+
+@EACH
+def test_has_a_role(rpc: Rpc) -> None:
+    """An RPC without a role would be refused to everybody; the contract must say who may call it."""
+    assert rpc.method.GetOptions().Extensions[options_pb2.role] != options_pb2.ROLE_UNSPECIFIED
+
+
+@EACH
+def test_bytes_that_are_no_message(channel: grpc.Channel, rpc: Rpc) -> None:
+    for payload in (b"\xff\xff\xff\xff\xff", b"\x0a\x7fshort", b"\x08"):
+        code, error = call(channel, rpc, payload)
+        assert code == "INVALID_ARGUMENT", (payload, error)
+
+
+@EACH
+def test_random_bytes(channel: grpc.Channel, rpc: Rpc) -> None:
+    """Some random bytes decode to a message with unknown fields; the answer is then a documented one, never UNKNOWN."""
+    source = random.Random(rpc.path)
+    for _ in range(40):
+        code, error = call(channel, rpc, source.randbytes(source.randrange(1, 60)))
+        assert code in {"OK", "INVALID_ARGUMENT"} | rpc.documented, error
+
+
+@EACH_UNARY
+def test_a_field_that_breaks_a_rule_is_named(channel: grpc.Channel, rpc: Rpc) -> None:
+    for path, what, request in wrong(rpc.request_class):
+        code, error = call(channel, rpc, request.SerializeToString())
+        assert code == "INVALID_ARGUMENT", (path, what, error)
+        assert error is not None
+        assert any(field == path or field.startswith(path + ".") for field in violated_fields(error)), (
+            path,
+            what,
+            error,
+        )
+
+
+@pytest.mark.parametrize("rpc", [rpc for rpc in RPCS if rpc.client_streaming], ids=lambda rpc: rpc.path)
+def test_a_first_message_that_breaks_a_rule(channel: grpc.Channel, rpc: Rpc) -> None:
+    first = rpc.method.input_type.fields[0].name
+    cases = [case for case in wrong(rpc.request_class) if case[0].startswith(first + ".")]
+    assert cases
+    for path, what, request in cases:
+        code, error = call(channel, rpc, request.SerializeToString())
+        assert code == "INVALID_ARGUMENT", (path, what, error)
+        assert error is not None
+        assert path in violated_fields(error), (path, what, error)
+
+
+@pytest.mark.parametrize("rpc", [rpc for rpc in RPCS if rpc.client_streaming], ids=lambda rpc: rpc.path)
+def test_a_stream_that_begins_with_the_wrong_message(channel: grpc.Channel, rpc: Rpc) -> None:
+    second = rpc.request_class()
+    getattr(second, rpc.method.input_type.fields[1].name).SetInParent()
+    code, error = call(channel, rpc, second.SerializeToString())
+    assert code == "FAILED_PRECONDITION", error
+
+
+@EACH
+def test_text_that_is_not_utf8(channel: grpc.Channel, rpc: Rpc) -> None:
+    texts = [f for f in rpc.method.input_type.fields if f.type == f.TYPE_STRING and not f.is_repeated]
+    for field in texts:
+        payload = bytes([field.number << 3 | 2, 2, 0xC3, 0x28])
+        code, error = call(channel, rpc, payload)
+        assert code == "INVALID_ARGUMENT", (field.name, error)
+
+
+def named_resources(rpc: Rpc) -> list[str]:
+    """Required fields of the request that name a resource."""
+    return [f.name for f in rpc.method.input_type.fields if rules_of(f).resource and rules_of(f).required]
+
+
+@pytest.mark.parametrize("rpc", [rpc for rpc in UNARY if named_resources(rpc)], ids=lambda rpc: rpc.path)
+def test_an_unknown_name(channel: grpc.Channel, rpc: Rpc) -> None:
+    assert "NOT_FOUND" in rpc.documented, "the comment of the RPC must say so"
+    code, error = call(channel, rpc, right(rpc.request_class).SerializeToString())
+    assert code == "NOT_FOUND", error
+
+
+def test_a_page_token_that_nobody_gave(channel: grpc.Channel) -> None:
+    lists = [rpc for rpc in UNARY if "page_token" in rpc.method.input_type.fields_by_name]
+    assert lists
+    for rpc in lists:
+        code, error = call(channel, rpc, rpc.request_class(page_token="bm90LWEtdG9rZW4").SerializeToString())  # type: ignore[call-arg]
+        assert code == "INVALID_ARGUMENT", (rpc.path, error)
+        assert error is not None
+        assert violated_fields(error) == ["page_token"]
+
+
+READS = [rpc for rpc in RPCS if rpc.method.name.startswith(("Get", "List", "Watch"))]
+
+
+@pytest.mark.parametrize("rpc", READS, ids=lambda rpc: rpc.path)
+def test_no_deadline(channel: grpc.Channel, rpc: Rpc) -> None:
+    """Without a deadline the server imposes one, and answers."""
+    code, error = call(channel, rpc, right(rpc.request_class).SerializeToString(), timeout=None)
+    assert code in {"OK", "NOT_FOUND"}, error
+
+
+@EACH
+def test_a_message_that_is_too_large(channel: grpc.Channel, rpc: Rpc) -> None:
+    code, error = call(channel, rpc, b"\x0a" + b"\xff" * (5 * 1024 * 1024))
+    assert code == "RESOURCE_EXHAUSTED", error
+
+
+def test_an_unknown_method(channel: grpc.Channel) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/gpuscale.api.allocator.v1.AllocatorService/NoSuchMethod")(b"", timeout=10)
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
+
+
+def test_the_process_lives(up: Up) -> None:
+    assert up.process.poll() is None

@@ -1,0 +1,147 @@
+"""A queue watcher while its broker is killed, restarted, frozen, and polled for long."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import httpx
+import psutil
+import pytest
+
+from gpuscale.autoscaler import rabbitmq as amqp
+from gpuscale.autoscaler.brokers import BrokerSettings, resolve
+from gpuscale.autoscaler.queue_model import QueueState, QueueTarget
+from gpuscale.autoscaler.sweeps import BrokerSweeps
+from gpuscale.autoscaler.virtual_hosts import Publish, VirtualHostReader
+from gpuscale.common.clock import SystemClock
+from tests.support.queue_watching import broker_settings, shows, spec, watching
+from tests.support.rabbitmq import RabbitBroker
+from tests.support.rabbitmq_queues import declare_queue, publish, unique_queue_name
+from tests.support.waiting import eventually
+
+
+async def test_a_killed_broker_is_unreachable_and_read_again_after_its_restart(
+    tmp_path: Path, rabbitmq_private: RabbitBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No count is shown while the broker is gone, only how long ago the last was; the log tells it in a few lines.
+
+    A watcher that is opened while the broker is down waits for it just the same.
+    """
+    await declare_queue(rabbitmq_private, "jobs")
+    await publish(rabbitmq_private, "jobs", 3)
+    brokers = {"default": broker_settings(rabbitmq_private)}
+    async with watching(tmp_path / "early", brokers) as watchers:
+        await watchers.create("jobs", spec("jobs"), request_id=str(uuid4()))
+        before = await shows(watchers, "jobs", QueueState.OK, ready=3, unacked=0)
+        await asyncio.to_thread(rabbitmq_private.kill)
+        gone = await shows(watchers, "jobs", QueueState.UNREACHABLE, ready=None, unacked=None, consumers=None)
+        assert gone.observed_at is not None
+        assert before.observed_at is not None
+        assert gone.observed_at >= before.observed_at
+        async with watching(tmp_path / "late", brokers) as late:
+            await late.create("jobs", spec("jobs"), request_id=str(uuid4()))
+            await shows(late, "jobs", QueueState.UNREACHABLE, observed_at=None)
+            assert watchers.reading("jobs") == gone
+            await asyncio.to_thread(rabbitmq_private.start)
+            # RabbitMQ may lose a queue that was declared within the first second of its first run.
+            await declare_queue(rabbitmq_private, "jobs")
+            await shows(late, "jobs", QueueState.OK, unacked=0, consumers=0)
+        await shows(watchers, "jobs", QueueState.OK, unacked=0, consumers=0)
+    assert [record.name for record in caplog.records if record.name.startswith(("aiormq", "aio_pika"))] == []
+    assert 4 <= len([record for record in caplog.records if record.name.startswith("gpuscale")]) <= 12
+    assert rabbitmq_private.password not in caplog.text
+
+
+async def test_a_frozen_broker_times_out_and_is_read_again_when_it_thaws(
+    tmp_path: Path, rabbitmq_private: RabbitBroker
+) -> None:
+    """And a watcher that is closed while its broker is frozen does not wait for it."""
+    await declare_queue(rabbitmq_private, "jobs")
+    loop = asyncio.get_running_loop()
+    try:
+        async with watching(tmp_path, {"default": broker_settings(rabbitmq_private)}) as watchers:
+            await watchers.create("jobs", spec("jobs"), request_id=str(uuid4()))
+            await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=0, consumers=0)
+            rabbitmq_private.pause()
+            await shows(watchers, "jobs", QueueState.TIMEOUT, ready=None, unacked=None, timeout=20)
+            rabbitmq_private.resume()
+            await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=0, consumers=0, timeout=20)
+            rabbitmq_private.pause()
+            started = loop.time()
+        assert loop.time() - started < amqp.TIMEOUT + 1
+    finally:
+        rabbitmq_private.resume()
+
+
+@asynccontextmanager
+async def sweeping(settings: BrokerSettings, queue: str) -> AsyncIterator[tuple[BrokerSweeps, QueueTarget]]:
+    """One queue polled two hundred times a second."""
+    broker = resolve({"default": settings}, {})["default"]
+    sweeps = BrokerSweeps(broker, SystemClock())
+    target = QueueTarget("default", "/", queue)
+    sweeps.watch({target: 0.005})
+    task = asyncio.create_task(sweeps.run())
+    try:
+        yield sweeps, target
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def footprint(broker: RabbitBroker) -> tuple[int, int, int]:
+    """Open files, tasks, and connections to the broker's AMQP port, of this process."""
+    connections = psutil.Process().net_connections("tcp")
+    to_broker = [item for item in connections if item.raddr and item.raddr[1] == broker.amqp_port]
+    return len(list(Path("/proc/self/fd").iterdir())), len(asyncio.all_tasks()), len(to_broker)
+
+
+@pytest.mark.parametrize("management", [True, False], ids=["management", "amqp only"])
+@pytest.mark.parametrize("case", ["ok", "missing", "password", "down"])
+async def test_connections_channels_and_tasks_stay_the_same_over_hundreds_of_polls(
+    rabbitmq: RabbitBroker, case: str, management: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polls = 0
+    read = VirtualHostReader.read
+
+    async def counted(reader: VirtualHostReader, queues: Iterable[str], publish: Publish) -> None:
+        nonlocal polls
+        await read(reader, queues, publish)
+        polls += 1
+
+    monkeypatch.setattr(VirtualHostReader, "read", counted)
+    monkeypatch.setattr("gpuscale.autoscaler.virtual_hosts.CONSUMERS_PERIOD", 0.0)
+    monkeypatch.setattr("gpuscale.autoscaler.brokers.RetryGate.check", lambda gate, now: None)
+    queue = unique_queue_name()
+    password = "wrong" if case == "password" else ""
+    settings = broker_settings(rabbitmq, management=management, password=password)
+    if case == "ok":
+        await declare_queue(rabbitmq, queue)
+    if case == "down":
+        settings = BrokerSettings(amqp_url="amqp://user:word@127.0.0.1:9/")
+    async with sweeping(settings, queue) as (sweeps, target):
+        await eventually(lambda: sweeps.reading(target).state is not QueueState.PENDING)
+        await eventually(lambda: polls >= 50, timeout=60)
+        early = footprint(rabbitmq)
+        await eventually(lambda: polls >= 400, timeout=60)
+        late = footprint(rabbitmq)
+        assert late[0] - early[0] <= 3, (early, late)
+        assert late[1] - early[1] <= 4, (early, late)
+        assert late[2] <= 1, (early, late)
+        if late[2] and case in {"ok", "missing"}:
+            await eventually(lambda: _one_channel(rabbitmq), timeout=15, interval=0.3)
+    assert footprint(rabbitmq)[2] == 0
+
+
+async def _one_channel(broker: RabbitBroker) -> bool:
+    """Whether the broker counts at most two channels on the watcher's connection (one may be closing)."""
+    async with httpx.AsyncClient(auth=(broker.user, broker.password)) as client:
+        answer = await client.get(f"{broker.management_url}/api/connections")
+    ours = [
+        item
+        for item in answer.json()
+        if item.get("client_properties", {}).get("connection_name") == "gpuscale queue watcher"
+    ]
+    assert len(ours) == 1, len(ours)
+    return 1 <= ours[0]["channels"] <= 2

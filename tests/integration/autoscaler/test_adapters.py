@@ -1,0 +1,290 @@
+"""What happens when an adapter is lost, silent, doubled, restarted, or knows of replicas that nobody else does."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler import hub
+from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running, scaling
+from tests.support.fake_adapter import FAILED, READY, STOPPED, FakeAdapter
+from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.waiting import eventually
+
+State = api.Replica.State
+STRAY = "endpoints/e/replicas/stray"
+REGISTER = api.Register(adapter="a", kind="fake", node="n", templates=["worker"])
+Message = api.Register | api.Report
+
+
+@pytest.fixture
+def allocator() -> FakeAllocator:
+    return FakeAllocator({"n": ["GPU-0", "GPU-1", "GPU-2"]})
+
+
+@pytest.fixture
+async def autoscaler(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator[Autoscaler]:
+    async with serving(allocator) as address, running(tmp_path, address) as one:
+        yield one
+
+
+class Connection:
+    """A stream that a test writes to and reads from by hand."""
+
+    def __init__(self, stream: grpc.aio.StreamStreamCall[api.ConnectRequest, api.ConnectResponse]) -> None:
+        self._stream = stream
+
+    async def send(self, *messages: Message) -> None:
+        for message in messages:
+            await self._stream.write(request(message))
+
+    async def receive(self) -> api.ConnectResponse:
+        """The next desired state that names a replica, or the error that ended the stream."""
+        async with asyncio.timeout(TIMEOUT):
+            found = await self._stream.read()
+        if isinstance(found, api.ConnectResponse):
+            return found if found.replicas else await self.receive()
+        async with asyncio.timeout(TIMEOUT):
+            code, details = await self._stream.code(), await self._stream.details()
+        raise grpc.aio.AioRpcError(
+            code, await self._stream.initial_metadata(), await self._stream.trailing_metadata(), details or ""
+        )
+
+
+@asynccontextmanager
+async def connection(channel: grpc.aio.Channel, *messages: Message) -> AsyncGenerator[Connection]:
+    """A connection on which these messages were sent."""
+    stream = api.AdapterServiceStub(channel).Connect()
+    opened = Connection(stream)
+    try:
+        await opened.send(*messages)
+        yield opened
+    finally:
+        stream.cancel()
+
+
+def request(message: Message) -> api.ConnectRequest:
+    if isinstance(message, api.Register):
+        return api.ConnectRequest(register=message)
+    return api.ConnectRequest(report=message)
+
+
+async def sent(messages: list[Message]) -> AsyncGenerator[api.ConnectRequest]:
+    """These messages, and then nothing for as long as the call lasts."""
+    for message in messages:
+        yield request(message)
+    await asyncio.Event().wait()
+
+
+async def listed(autoscaler: Autoscaler) -> list[api.Adapter]:
+    answer = await autoscaler.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=TIMEOUT)
+    return list(answer.adapters)
+
+
+async def shows(autoscaler: Autoscaler, *wanted: str) -> None:
+    """Wait until the replicas that have not ended are in these states, in alphabetical order."""
+
+    async def check() -> bool:
+        found = [State.Name(one.state).removeprefix("STATE_") for one in await autoscaler.replicas()]
+        return sorted(found) == list(wanted)
+
+    await eventually(check)
+
+
+async def test_a_lost_adapter_makes_its_replicas_unknown_and_nothing_else_happens(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    """P14: neither are they replaced on another adapter, nor is one of those stopped, nor are their GPUs released."""
+    lost, other = FakeAdapter("a"), FakeAdapter("b")
+    autoscaler.watchers.queues["jobs"] = (100, 0)
+
+    async def held() -> api.Decision | None:
+        latest = await autoscaler.latest()
+        codes = [step.code for step in latest.steps]
+        return latest if "REPLICAS_UNKNOWN" in codes and latest.count > 3 else None
+
+    async with other.connected(autoscaler.address):
+        async with lost.connected(autoscaler.address):
+            await eventually(lambda: _connected(autoscaler, 2))
+            await autoscaler.create(scaling(high=2, gpus=1))
+            await shows(autoscaler, "READY", "READY")
+            assert (len(lost.alive), len(other.alive)) == (1, 1)
+        await shows(autoscaler, "READY", "UNKNOWN")
+        autoscaler.watchers.queues["jobs"] = (0, 0)
+        decision = await eventually(held)
+        assert (decision.before, decision.wanted, decision.limited_by) == (2, 2, "ADAPTER_LOST")
+        assert (len(lost.starts), len(other.starts)) == (1, 1)
+        assert len(other.alive) == 1
+        assert len(allocator.held) == 2
+        assert "have not been heard of" in (await autoscaler.status()).summary
+        async with lost.connected(autoscaler.address):
+            await shows(autoscaler)
+    assert set((lost.starts + other.starts).values()) == {1}
+
+
+async def _connected(autoscaler: Autoscaler, count: int) -> bool:
+    return sum(one.state == api.Adapter.STATE_CONNECTED for one in await listed(autoscaler)) == count
+
+
+async def test_leases_of_silent_replicas_are_renewed(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    async with FakeAdapter().connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=1, high=1, gpus=1))
+        await shows(autoscaler, "READY")
+    await shows(autoscaler, "UNKNOWN")
+    before = allocator.calls["RenewReservation"]
+    await eventually(lambda: allocator.calls["RenewReservation"] > before)
+
+
+async def test_a_silent_adapter_is_lost_although_it_is_connected(
+    autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "SILENT", 1.0)
+    adapter = FakeAdapter()
+    async with adapter.connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=1, high=1))
+        await shows(autoscaler, "READY")
+        adapter.silent = True
+        await shows(autoscaler, "UNKNOWN")
+        assert await _connected(autoscaler, 0)
+        adapter.silent = False
+        await shows(autoscaler, "READY")
+    assert set(adapter.starts.values()) == {1}
+
+
+async def test_what_ended_while_the_adapter_was_away_is_noted_when_it_comes_back(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    adapter = FakeAdapter()
+    async with adapter.connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=1, high=1, gpus=1))
+        await shows(autoscaler, "READY")
+        [name] = adapter.alive
+    adapter.states[name] = FAILED
+    async with adapter.connected(autoscaler.address):
+        await eventually(lambda: len(adapter.starts) == 2)
+        await shows(autoscaler, "READY")
+        await eventually(lambda: len(allocator.held) == 1)
+        await eventually(lambda: name in adapter.forgotten)
+
+
+async def test_a_second_connection_takes_over_and_the_first_is_aborted(autoscaler: Autoscaler) -> None:
+    async with connection(autoscaler.channel, REGISTER) as first:
+        async with FakeAdapter("a").connected(autoscaler.address):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await first.receive()
+            assert reason(caught.value) == ("ABORTED", "TAKEN_OVER")
+            await autoscaler.create(endpoint(low=1, high=1))
+            await shows(autoscaler, "READY")
+
+
+def _report(*states: State.ValueType, name: str = STRAY) -> api.Report:
+    return api.Report(replicas=[api.ReplicaReport(replica=name, state=state) for state in states])
+
+
+@pytest.mark.parametrize(
+    ("messages", "code"),
+    [
+        ([api.Report()], "FAILED_PRECONDITION"),
+        ([api.Register(adapter="A B", kind="fake")], "INVALID_ARGUMENT"),
+        ([REGISTER, REGISTER], "INVALID_ARGUMENT"),
+        ([REGISTER, api.Report(revision=-1)], "INVALID_ARGUMENT"),
+        ([REGISTER, _report(READY, name="x")], "INVALID_ARGUMENT"),
+        ([REGISTER, _report(State.STATE_PENDING)], "INVALID_ARGUMENT"),
+        ([REGISTER, _report(READY, READY)], "INVALID_ARGUMENT"),
+    ],
+)
+async def test_messages_that_an_adapter_may_not_send(
+    autoscaler: Autoscaler, messages: list[Message], code: str
+) -> None:
+    call = api.AdapterServiceStub(autoscaler.channel).Connect(sent(messages), timeout=TIMEOUT)
+    assert (await call.code()).name == code
+
+
+async def test_an_adapter_is_told_nothing_before_it_has_reported(autoscaler: Autoscaler) -> None:
+    """Only its report says what runs already; starting before it would start twice."""
+    await autoscaler.create(endpoint(low=1, high=1))
+    async with connection(autoscaler.channel, REGISTER) as opened:
+        await eventually(lambda: listed(autoscaler))
+        assert await _connected(autoscaler, 0)
+        await shows(autoscaler, "PENDING")
+        await opened.send(api.Report())
+        told = await opened.receive()
+        assert [line.goal for line in told.replicas] == [api.DesiredReplica.GOAL_RUN]
+
+
+async def test_the_desired_state_is_sent_again_until_it_is_acknowledged(autoscaler: Autoscaler) -> None:
+    adapter = FakeAdapter()
+    adapter.acknowledges = False
+    async with adapter.connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=1, high=1))
+        await shows(autoscaler, "READY")
+        await eventually(lambda: len(adapter.revisions) > len(set(adapter.revisions)))
+    assert set(adapter.starts.values()) == {1}
+
+
+async def test_a_replica_that_nobody_knows_is_stopped_after_a_while_and_forgotten(
+    autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = FakeAdapter()
+    adapter.states[STRAY] = READY
+    async with adapter.connected(autoscaler.address):
+        await eventually(lambda: _counts_one(autoscaler))
+        first = (await listed(autoscaler))[0].last_seen_time
+        adapter.report_again()
+        await eventually(lambda: _heard_after(autoscaler, first))
+        assert STRAY not in adapter.told, "not before it was reported for a while"
+        monkeypatch.setattr(hub, "STRAY", 0.2)
+        await eventually(lambda: STRAY in adapter.forgotten)
+
+
+async def _counts_one(autoscaler: Autoscaler) -> bool:
+    return [one.replica_count for one in await listed(autoscaler)] == [1]
+
+
+async def _heard_after(autoscaler: Autoscaler, time: Timestamp) -> bool:
+    return (await listed(autoscaler))[0].last_seen_time.ToNanoseconds() > time.ToNanoseconds() + 10**9
+
+
+async def test_a_stranger_that_ended_is_forgotten_at_once(autoscaler: Autoscaler) -> None:
+    adapter = FakeAdapter()
+    adapter.states[STRAY] = STOPPED
+    async with adapter.connected(autoscaler.address):
+        await eventually(lambda: STRAY in adapter.forgotten)
+
+
+async def test_a_replica_that_never_reached_its_adapter_ends_when_the_stop_is_acknowledged(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    """Its adapter was told RUN on a connection that broke; then it is told STOP, and knows nothing of it."""
+    async with connection(autoscaler.channel, REGISTER, api.Report()) as opened:
+        await autoscaler.create(endpoint(low=1, high=1, gpus=1))
+        await opened.receive()
+    await autoscaler.delete()
+    async with connection(autoscaler.channel, REGISTER, api.Report()) as opened:
+        told = await opened.receive()
+        while told.replicas[0].goal != api.DesiredReplica.GOAL_STOP:
+            told = await opened.receive()
+        await opened.send(api.Report(revision=told.revision - 1))
+        await shows(autoscaler, "DRAINING")
+        assert allocator.held == ["GPU-0"]
+        await opened.send(api.Report(revision=told.revision))
+        await shows(autoscaler)
+        await eventually(lambda: not allocator.held)
+
+
+async def test_adapters_are_listed_by_id(autoscaler: Autoscaler) -> None:
+    one, two = FakeAdapter("b", node=""), FakeAdapter("a", templates=("y", "x"), max_replicas=3)
+    async with one.connected(autoscaler.address), two.connected(autoscaler.address):
+        await eventually(lambda: _connected(autoscaler, 2))
+        first, second = await listed(autoscaler)
+    assert (first.name, first.kind, first.node, first.max_replicas) == ("adapters/a", "fake", "n", 3)
+    assert list(first.templates) == ["x", "y"]
+    assert (second.name, second.node) == ("adapters/b", "")
+    assert second.HasField("last_seen_time")

@@ -1,0 +1,170 @@
+"""What is on disk outlives the program, is bounded, and does not trust the clock of another boot."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from sqlmodel import SQLModel
+
+from gpuscale.autoscaler import decision_store, endpoint_changes, replica_store, store
+from gpuscale.autoscaler.replicas import ReplicaState
+from gpuscale.common.errors import AbortedError
+from gpuscale.common.store import Store
+from tests.support.autoscaler_app import FakeWatchers, running, scaling
+from tests.support.autoscaler_values import NOW, WALL, endpoint, lease, replica, spec, up
+from tests.support.clock import ManualClock
+from tests.support.fake_adapter import FakeAdapter
+from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.waiting import eventually
+
+S = ReplicaState
+
+
+@pytest.fixture
+async def state(tmp_path: Path) -> AsyncGenerator[Store]:
+    async with Store.open(
+        tmp_path / "a.db", SQLModel.metadata, name="autoscaler", version=store.VERSION
+    ) as one:
+        yield one
+
+
+async def test_endpoints_and_rule_changes(state: Store) -> None:
+    first = endpoint(spec(up()), desired=3)
+    second = replace(first, desired=4, deleting=True, etag="other")
+    for one in (first, second):
+        await state.write(partial(store.save_endpoint, one=one))
+        assert await state.read(store.endpoints) == [one]
+    await state.write(partial(store.save_rule_changes, endpoint_id="e", rules={"up", "x"}, now=5.0))
+    await state.write(partial(store.save_rule_changes, endpoint_id="e", rules={"up"}, now=6.0))
+    changes = partial(store.rule_changes, endpoint_id="e")
+    assert await state.read(changes) == {"up": 6.0, "x": 5.0}
+    await state.write(partial(store.restart_rests, now=9.0))
+    assert await state.read(changes) == {"up": 9.0, "x": 9.0}
+    await state.write(partial(store.remove_endpoint, endpoint_id="e"))
+    assert (await state.read(store.endpoints), await state.read(changes)) == ([], {})
+
+
+async def test_an_update_keeps_what_rules_made_of_the_count_meanwhile(state: Store) -> None:
+    read = endpoint(spec(up()), desired=1)
+    await state.write(partial(store.save_endpoint, one=replace(read, desired=5)))
+    changed = replace(read, spec=spec(high=7), etag="etag-2")
+    await state.write(partial(endpoint_changes.update, after=changed, etag="etag-1"))
+    [now] = await state.read(store.endpoints)
+    assert (now.desired, now.spec.max_replicas, now.etag) == (5, 7, "etag-2")
+    with pytest.raises(AbortedError):
+        await state.write(partial(endpoint_changes.update, after=changed, etag="etag-1"))
+
+
+async def test_starts_are_counted_and_a_reboot_is_noticed(state: Store) -> None:
+    begun = [await state.write(partial(store.begin, boot_id=boot)) for boot in ("b1", "b1", "b2", "b2")]
+    assert begun == [(1, False), (2, False), (3, True), (4, False)]
+
+
+async def test_requests_are_kept_for_a_day(state: Store) -> None:
+    old = endpoint(spec(up()))
+    await state.write(
+        partial(store.save_answer, request_id="old", fingerprint="f", made=replace(old, desired=0))
+    )
+    known = await state.read(partial(store.answered, request_id="old"))
+    assert known == ("f", replace(old, desired=0, etag="etag-1"))
+    new = replace(old, create_time=WALL.replace(day=WALL.day + 2))
+    await state.write(partial(store.save_answer, request_id="new", fingerprint="g", made=new))
+    assert await state.read(partial(store.answered, request_id="old")) is None
+
+
+async def test_replicas_as_they_were_written(state: Store) -> None:
+    full = replica(
+        1, S.FAILED, nodes=("n1", "n2"), node="n1", lease=lease(), owes_release=True, hurry=True, pid=7,
+        exit_code=-9, reason="killed", ready_at=NOW, ended_at=NOW + 1, end_time=WALL,
+    )  # fmt: skip
+    for one in (replica(0), full):
+        await state.write(partial(replica_store.add_replica, one=one))
+    everyone = partial(replica_store.replicas, endpoint="e", show_ended=True)
+    assert await state.read(everyone) == [replica(0), full]
+    assert await state.read(replica_store.replicas) == [replica(0)]
+    assert await state.read(replica_store.owing) == [full]
+    assert await state.read(replica_store.leased) == []
+    ready = replica(0, S.READY, lease=lease(2))
+    await state.write(partial(replica_store.save_replica, one=ready))
+    assert await state.read(partial(replica_store.of_adapter, adapter="a")) == [ready]
+    assert await state.read(replica_store.loads) == {"a": 1}
+    assert await state.read(replica_store.leased) == [ready]
+
+
+async def test_ended_replicas_are_kept_for_a_while_and_those_that_owe_a_release_until_it_is_done(
+    state: Store,
+) -> None:
+    for number in range(replica_store.KEPT + 5):
+        one = replica(number, S.STOPPED, lease=lease(), owes_release=number == 0)
+        await state.write(partial(replica_store.add_replica, one=one))
+    await state.write(partial(replica_store.prune, endpoint="e"))
+    left = await state.read(partial(replica_store.replicas, endpoint="e", show_ended=True))
+    assert [one.id for one in left] == ["r000", *(f"r{n:03d}" for n in range(5, replica_store.KEPT + 5))]
+
+
+async def test_decisions_are_merged_bounded_and_their_ids_never_used_again(
+    state: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision_store, "KEPT", 3)
+    record = partial(decision_store.record, endpoint="e", body=b"x", wall=WALL)
+    made = [await state.write(partial(record, sameness=text)) for text in "aabbbacd"]
+    assert made == [1, 1, 2, 2, 2, 3, 4, 5]
+    ids = await state.read(partial(decision_store.decision_ids, endpoint="e"))
+    assert ids == [5, 4, 3]
+    kept = await state.read(partial(decision_store.decisions, ids=ids))
+    assert [one.count for one in kept] == [1, 1, 1]
+    await state.write(partial(decision_store.remove_decisions, endpoint="e"))
+    assert await state.write(partial(record, sameness="a")) == 6
+
+
+async def test_a_cooldown_outlives_the_program_and_begins_anew_after_a_reboot(tmp_path: Path) -> None:
+    clock = ManualClock()
+    watchers = FakeWatchers(clock)
+    watchers.queues["jobs"] = (100, 0)
+    wanted = scaling(high=9)
+    for rule in wanted.spec.rules:
+        rule.cooldown.FromSeconds(100)
+    async with serving(FakeAllocator({})) as address:
+
+        async def life(expected: int, code: str) -> None:
+            """One life of the program, which comes to aim at `expected` replicas and is then held back by `code`."""
+            async with running(tmp_path, address, watchers, clock) as autoscaler:
+                if expected == 1 and code == "FIRED":
+                    await autoscaler.create(wanted)
+
+                async def decided() -> bool:
+                    history = await autoscaler.history()
+                    return bool(history) and code in [step.code for step in history[0].steps]
+
+                await eventually(decided)
+                assert (await autoscaler.status()).desired_replicas == expected
+
+        await life(1, "FIRED")
+        clock.advance(99)
+        await life(1, "COOLDOWN")
+        clock.advance(1)
+        await life(2, "FIRED")
+        clock.reboot()
+        clock.advance(99)
+        await life(2, "COOLDOWN")
+        clock.advance(100)
+        await life(3, "FIRED")
+
+
+async def test_a_restart_goes_on_with_what_it_finds(tmp_path: Path) -> None:
+    allocator, adapter = FakeAllocator({"n": ["GPU-0", "GPU-1"]}), FakeAdapter()
+    wanted = scaling(high=2, gpus=1)
+    async with serving(allocator) as address:
+        async with running(tmp_path, address) as autoscaler, adapter.connected(autoscaler.address):
+            autoscaler.watchers.queues["jobs"] = (100, 0)
+            await autoscaler.create(wanted)
+            await eventually(lambda: len(adapter.alive) == 2)
+        async with running(tmp_path, address) as autoscaler, adapter.connected(autoscaler.address):
+            assert autoscaler.watchers.in_use("jobs") == ["endpoints/e"]
+            autoscaler.watchers.queues["jobs"] = (0, 0)
+            await eventually(lambda: not adapter.alive)
+            await eventually(lambda: not allocator.held)
+    assert set(adapter.starts.values()) == {1}
+    assert adapter.revisions == sorted(adapter.revisions), "revisions grow across restarts"

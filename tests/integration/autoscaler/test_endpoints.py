@@ -1,0 +1,265 @@
+"""Endpoints over gRPC: creating, changing, scaling and listing them, and every way of doing it wrong."""
+
+import uuid
+from collections.abc import AsyncGenerator, Awaitable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.common.status import from_rpc_error
+from gpuscale.common.wire import to_duration
+from tests.support.autoscaler_app import (
+    GREATER,
+    LESS_OR_EQUAL,
+    TIMEOUT,
+    Autoscaler,
+    endpoint,
+    reason,
+    running,
+    scaling,
+    step,
+)
+from tests.support.fake_adapter import FakeAdapter
+from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+async def autoscaler(tmp_path: Path) -> AsyncGenerator[Autoscaler]:
+    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as one:
+        yield one
+
+
+async def refused(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+def fields(error: grpc.aio.AioRpcError) -> list[str]:
+    found = from_rpc_error(error)
+    return [violation.field for violation in getattr(found, "violations", ())]
+
+
+async def test_what_was_created_is_what_is_returned(autoscaler: Autoscaler) -> None:
+    wanted = scaling(high=3, gpus=2, parameters={"queue": "jobs"}, min_memory_bytes=0)
+    made = await autoscaler.create(wanted)
+    assert made.spec == wanted.spec
+    assert made.etag
+    assert made.create_time == made.update_time
+    again = await autoscaler.get()
+    assert (again.spec, again.etag) == (wanted.spec, made.etag)
+
+
+async def test_what_is_not_stated_stays_so(autoscaler: Autoscaler) -> None:
+    bare = api.Endpoint(
+        name="endpoints/e", spec=api.EndpointSpec(template=api.ReplicaTemplate(template="worker"))
+    )
+    spec = (await autoscaler.create(bare)).spec
+    assert spec == bare.spec
+    assert not spec.HasField("tick")
+    assert not spec.template.HasField("min_memory_bytes")
+
+
+async def test_it_begins_at_its_min(autoscaler: Autoscaler) -> None:
+    assert (await autoscaler.create(endpoint(low=2))).status.desired_replicas == 2
+
+
+async def test_a_repeated_request_returns_what_it_made(autoscaler: Autoscaler) -> None:
+    request_id = str(uuid.uuid4())
+    made = await autoscaler.create(endpoint(), request_id)
+    await autoscaler.update(endpoint(high=9))
+    again = await autoscaler.create(endpoint(), request_id)
+    assert (again.etag, again.spec) == (made.etag, made.spec)
+    error = await refused(autoscaler.create(endpoint(high=5), request_id))
+    assert reason(error) == ("ALREADY_EXISTS", "REQUEST_ID_REUSED")
+    error = await refused(autoscaler.create(endpoint()))
+    assert reason(error) == ("ALREADY_EXISTS", "ALREADY_EXISTS")
+    assert (await autoscaler.get()).spec.max_replicas == 9
+
+
+async def test_validate_only_changes_nothing(autoscaler: Autoscaler) -> None:
+    request_id = str(uuid.uuid4())
+    checked = await autoscaler.create(endpoint(low=1), request_id, validate_only=True)
+    assert checked.status.desired_replicas == 1
+    assert (await refused(autoscaler.get())).code() is grpc.StatusCode.NOT_FOUND
+    made = await autoscaler.create(endpoint(low=1), request_id)
+    assert (await autoscaler.update(endpoint(high=9), validate_only=True)).spec.max_replicas == 9
+    found = await autoscaler.get()
+    assert (found.etag, found.spec) == (made.etag, made.spec)
+    error = await refused(autoscaler.create(endpoint(), validate_only=True))
+    assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        (endpoint(low=3, high=2), "endpoint.spec.max_replicas"),
+        (endpoint(step("r", GREATER, 1, 0)), "endpoint.spec.rules[0].step.step"),
+        (endpoint(step("r", GREATER, float("nan"), 1)), "endpoint.spec.rules[0].step.threshold"),
+        (endpoint(api.Rule(id="r", signal="depth")), "endpoint.spec.rules[0].step"),
+        (
+            endpoint(step("r", GREATER, 1, 1, min_replicas=3, max_replicas=2)),
+            "endpoint.spec.rules[0].max_replicas",
+        ),
+        (
+            endpoint(step("a", GREATER, 5, 1), step("b", LESS_OR_EQUAL, 8, -1)),
+            "endpoint.spec.rules[1].step.threshold",
+        ),
+    ],
+)
+async def test_a_spec_that_cannot_work_is_refused_and_the_field_named(
+    autoscaler: Autoscaler, wanted: api.Endpoint, field: str
+) -> None:
+    error = await refused(autoscaler.create(wanted))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert fields(error) == [field]
+    await autoscaler.create(endpoint())
+    assert fields(await refused(autoscaler.update(wanted))) == [field]
+
+
+async def test_a_signal_without_a_source_is_refused(autoscaler: Autoscaler) -> None:
+    wanted = scaling()
+    wanted.spec.signals[0].ClearField("queue")
+    assert fields(await refused(autoscaler.create(wanted))) == ["endpoint.spec.signals[0].queue"]
+
+
+async def test_a_watcher_that_does_not_exist(autoscaler: Autoscaler) -> None:
+    wanted = scaling()
+    wanted.spec.signals[0].queue.watcher = "watchers/gone"
+    error = await refused(autoscaler.create(wanted))
+    assert reason(error) == ("FAILED_PRECONDITION", "WATCHER_NOT_FOUND")
+    await autoscaler.create(scaling())
+    assert reason(await refused(autoscaler.update(wanted))) == ("FAILED_PRECONDITION", "WATCHER_NOT_FOUND")
+    assert autoscaler.watchers.in_use("gone") == []
+
+
+async def test_a_watcher_is_in_use_while_an_endpoint_reads_it(autoscaler: Autoscaler) -> None:
+    await autoscaler.create(scaling())
+    await autoscaler.create(scaling(name="f"))
+    assert autoscaler.watchers.in_use("jobs") == ["endpoints/e", "endpoints/f"]
+    await autoscaler.update(endpoint())
+    assert autoscaler.watchers.in_use("jobs") == ["endpoints/f"]
+
+
+async def test_an_update_takes_what_the_mask_names_and_tells_unset_from_zero(autoscaler: Autoscaler) -> None:
+    made = await autoscaler.create(scaling(min_memory_bytes=5, drain_timeout=to_duration(9)))
+    changed = scaling(high=9, min_memory_bytes=0)
+    changed.spec.tick.CopyFrom(to_duration(7))
+    after = await autoscaler.update(changed, "spec.max_replicas", "spec.template.min_memory_bytes")
+    assert after.etag != made.etag
+    assert (after.spec.max_replicas, after.spec.tick) == (9, made.spec.tick)
+    assert after.spec.template.HasField("min_memory_bytes"), "zero is a value"
+    assert after.spec.template.min_memory_bytes == 0
+    assert after.spec.template.drain_timeout == made.spec.template.drain_timeout, "not named, not touched"
+    changed.spec.template.ClearField("min_memory_bytes")
+    del changed.spec.rules[1:]
+    cleared = await autoscaler.update(
+        changed, "spec.template.min_memory_bytes", "spec.template.drain_timeout", "spec.rules"
+    )
+    assert not cleared.spec.template.HasField("min_memory_bytes"), "unset clears"
+    assert not cleared.spec.template.HasField("drain_timeout")
+    assert [rule.id for rule in cleared.spec.rules] == ["up"]
+
+
+async def test_an_update_without_a_mask_replaces_all_of_spec(autoscaler: Autoscaler) -> None:
+    await autoscaler.create(scaling(drain_timeout=to_duration(9)))
+    wanted = endpoint(high=7)
+    assert (await autoscaler.update(wanted)).spec == wanted.spec
+    await autoscaler.update(scaling())
+    assert (await autoscaler.update(wanted, "spec")).spec == wanted.spec
+
+
+async def test_an_update_that_changes_nothing_keeps_the_etag(autoscaler: Autoscaler) -> None:
+    made = await autoscaler.create(scaling())
+    after = await autoscaler.update(scaling())
+    assert (after.etag, after.update_time) == (made.etag, made.update_time)
+
+
+@pytest.mark.parametrize("path", ["status", "name", "spec.nothing", "etag", "spec.rules.id", "specs"])
+async def test_a_mask_that_names_something_else(autoscaler: Autoscaler, path: str) -> None:
+    await autoscaler.create(scaling())
+    request = api.UpdateEndpointRequest(endpoint=scaling(), update_mask=FieldMask(paths=[path]))
+    error = await refused(autoscaler.endpoints.UpdateEndpoint(request, timeout=TIMEOUT))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert fields(error) == ["update_mask"]
+
+
+async def test_a_stale_etag_is_aborted(autoscaler: Autoscaler) -> None:
+    made = await autoscaler.create(endpoint())
+    wanted = endpoint(high=5)
+    wanted.etag = made.etag
+    await autoscaler.update(wanted)
+    assert reason(await refused(autoscaler.update(wanted))) == ("ABORTED", "ETAG_MISMATCH")
+    assert reason(await refused(autoscaler.delete(etag=made.etag))) == ("ABORTED", "ETAG_MISMATCH")
+    await autoscaler.delete(etag=(await autoscaler.get()).etag)
+
+
+async def test_an_update_keeps_the_count_that_was_set(autoscaler: Autoscaler) -> None:
+    await autoscaler.create(endpoint(high=4))
+    await autoscaler.set_replicas(3)
+    assert (await autoscaler.update(endpoint(high=5))).status.desired_replicas == 3
+
+
+async def test_orders_out_of_range_and_from_another_count(autoscaler: Autoscaler) -> None:
+    await autoscaler.create(endpoint(low=1, high=4, tick=600))
+    for replicas in (0, 5):
+        assert (await refused(autoscaler.set_replicas(replicas))).code() is grpc.StatusCode.OUT_OF_RANGE
+    error = await refused(autoscaler.set_replicas(2, current=3))
+    assert reason(error) == ("FAILED_PRECONDITION", "OTHER_CURRENT_REPLICAS")
+    await autoscaler.set_replicas(4, current=1)
+    assert (await autoscaler.get()).status.desired_replicas == 4
+
+
+async def test_an_endpoint_that_is_being_deleted_takes_no_change(autoscaler: Autoscaler) -> None:
+    adapter = FakeAdapter()
+    adapter.finishes = False
+    async with adapter.connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=1, high=1))
+        await eventually(lambda: adapter.alive)
+        await autoscaler.delete()
+        assert reason(await refused(autoscaler.update(endpoint()))) == (
+            "FAILED_PRECONDITION",
+            "BEING_DELETED",
+        )
+        assert reason(await refused(autoscaler.set_replicas(1))) == ("FAILED_PRECONDITION", "BEING_DELETED")
+        assert (await refused(autoscaler.create(endpoint()))).code() is grpc.StatusCode.ALREADY_EXISTS
+
+
+async def test_unknown_names(autoscaler: Autoscaler) -> None:
+    calls: list[Awaitable[Any]] = [
+        autoscaler.get(),
+        autoscaler.update(endpoint()),
+        autoscaler.delete(),
+        autoscaler.set_replicas(1),
+    ]
+    for call in calls:
+        assert (await refused(call)).code() is grpc.StatusCode.NOT_FOUND
+    for name in ("0000000000000007", "7", "x", "9" * 40):
+        request = api.GetDecisionRequest(name=f"endpoints/e/decisions/{name}")
+        error = await refused(autoscaler.decisions.GetDecision(request, timeout=TIMEOUT))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_lists_come_in_pages(autoscaler: Autoscaler) -> None:
+    for name in ("c", "a", "b"):
+        await autoscaler.create(endpoint(low=2, high=2, name=name))
+    stub = autoscaler.endpoints
+    seen: list[str] = []
+    token = ""
+    for _ in range(2):
+        request = api.ListEndpointsRequest(page_size=2, page_token=token)
+        page = await stub.ListEndpoints(request, timeout=TIMEOUT)
+        seen += [one.name for one in page.endpoints]
+        token = page.next_page_token
+    assert (seen, token) == (["endpoints/a", "endpoints/b", "endpoints/c"], "")
+    answer = await stub.ListReplicas(api.ListReplicasRequest(parent="endpoints/none"), timeout=TIMEOUT)
+    assert not answer.replicas
+    error = await refused(
+        autoscaler.decisions.ListDecisions(api.ListDecisionsRequest(page_token="x"), timeout=TIMEOUT)
+    )
+    assert fields(error) == ["page_token"]

@@ -1,0 +1,378 @@
+"""The scaling flow through the real service: readings in, decisions stored, adapters told, GPUs reserved and given back."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.queue_model import QueueState
+from gpuscale.common.errors import UnavailableError
+from tests.support.autoscaler_app import Autoscaler, endpoint, running, scaling
+from tests.support.fake_adapter import FAILED, READY, STARTING, FakeAdapter
+from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.waiting import eventually
+
+State = api.Replica.State
+
+
+@pytest.fixture
+def allocator() -> FakeAllocator:
+    return FakeAllocator({"n": ["GPU-0", "GPU-1", "GPU-2"]})
+
+
+@pytest.fixture
+async def autoscaler(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator[Autoscaler]:
+    async with serving(allocator) as address, running(tmp_path, address) as one:
+        yield one
+
+
+@pytest.fixture
+async def adapter(autoscaler: Autoscaler) -> AsyncGenerator[FakeAdapter]:
+    one = FakeAdapter()
+    async with one.connected(autoscaler.address):
+        yield one
+
+
+async def ready(autoscaler: Autoscaler, count: int) -> api.EndpointStatus:
+    async def check() -> api.EndpointStatus | None:
+        status = await autoscaler.status()
+        return status if status.ready_replicas == count and status.desired_replicas == count else None
+
+    return await eventually(check)
+
+
+async def decided(autoscaler: Autoscaler, code: str) -> api.Decision:
+    """The latest decision, once it is limited by `code`."""
+
+    async def check() -> api.Decision | None:
+        history = await autoscaler.history()
+        return history[0] if history and history[0].limited_by == code else None
+
+    return await eventually(check)
+
+
+async def test_a_queue_raises_and_lowers_replicas_each_with_its_own_gpu(
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
+) -> None:
+    autoscaler.watchers.queues["jobs"] = (100, 5)
+    await autoscaler.create(scaling(high=3, gpus=1))
+    status = await ready(autoscaler, 3)
+    assert (status.granted_replicas, status.starting_replicas) == (3, 0)
+    assert sorted(allocator.held) == ["GPU-0", "GPU-1", "GPU-2"]
+    lines = list(adapter.told.values())
+    assert sorted(line.gpu_uuids[0] for line in lines) == sorted(allocator.held)
+    assert {line.fence for line in lines} == {1, 2, 3}
+
+    autoscaler.watchers.queues["jobs"] = (0, 0)
+    await ready(autoscaler, 0)
+    await eventually(lambda: not allocator.held)
+    assert not adapter.alive
+    assert set(adapter.starts.values()) == {1}
+    await eventually(lambda: len(adapter.forgotten) == 3)
+    changes = [one for one in await autoscaler.history() if one.wanted != one.before]
+    numbers = [(one.before, one.wanted, one.granted) for one in reversed(changes)]
+    assert numbers == [(0, 1, 1), (1, 2, 2), (2, 3, 3), (3, 2, 2), (2, 1, 1), (1, 0, 0)]
+
+
+async def test_every_change_is_explained(autoscaler: Autoscaler, adapter: FakeAdapter) -> None:
+    autoscaler.watchers.queues["jobs"] = (50, 0)
+    await autoscaler.create(scaling(high=2))
+    await ready(autoscaler, 2)
+    history = await autoscaler.history("endpoints/e")
+    changes = [one for one in history if one.wanted != one.before]
+    assert [(one.before, one.wanted) for one in reversed(changes)] == [(0, 1), (1, 2)]
+    for change in changes:
+        codes = [step.code for step in change.steps]
+        assert codes == ["NOT_MET", "FIRED", "UP", "WITHIN_BOUNDS", "START"]
+        assert change.summary.endswith("depth = 50 > 10: +1")
+    assert (await decided(autoscaler, "CLAMPED_TO_MAX")).wanted == 2
+
+
+async def test_rules_are_read_at_ticks_and_changes_of_the_spec_only(
+    autoscaler: Autoscaler, adapter: FakeAdapter
+) -> None:
+    """Else every change of a replica would fire a rule that does not rest."""
+    autoscaler.watchers.queues["jobs"] = (100, 0)
+    wanted = scaling(tick=600)
+    for rule in wanted.spec.rules:
+        rule.cooldown.FromSeconds(0)
+    await autoscaler.create(wanted)
+    await ready(autoscaler, 1)
+    adapter.set(adapter.alive[0], FAILED)
+    await eventually(lambda: len(adapter.starts) == 2)
+    await ready(autoscaler, 1)
+    wanted.spec.max_replicas = 9
+    await autoscaler.update(wanted)
+    await ready(autoscaler, 2)
+
+
+async def test_evaluations_that_say_the_same_are_one_decision(autoscaler: Autoscaler) -> None:
+    await autoscaler.create(scaling())
+
+    async def check() -> bool:
+        history = await autoscaler.history()
+        return len(history) == 1 and history[0].count >= 3
+
+    await eventually(check)
+    name = (await autoscaler.get()).status.latest_decision
+    found = await autoscaler.decisions.GetDecision(api.GetDecisionRequest(name=name), timeout=5)
+    assert found.decision.name == name
+
+
+@pytest.mark.parametrize("broken", [QueueState.UNREACHABLE, QueueState.AUTH_FAILED, (0, None)])
+async def test_a_lost_broker_holds_and_says_so(
+    autoscaler: Autoscaler, adapter: FakeAdapter, broken: QueueState | tuple[int, None]
+) -> None:
+    autoscaler.watchers.queues["jobs"] = (100, 0)
+    await autoscaler.create(scaling(high=2))
+    await ready(autoscaler, 2)
+    autoscaler.watchers.queues["jobs"] = broken
+    decision = await decided(autoscaler, "SIGNAL_MISSING")
+    assert (decision.before, decision.wanted) == (2, 2)
+    assert decision.observations[0].status == api.Observation.STATUS_MISSING
+    await eventually(lambda: _repeated(autoscaler))
+    assert len(adapter.alive) == 2
+
+
+async def _repeated(autoscaler: Autoscaler) -> bool:
+    return (await autoscaler.latest()).count >= 3
+
+
+async def test_too_few_gpus_are_granted_as_far_as_they_go_and_on_release(
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
+) -> None:
+    await autoscaler.create(endpoint(low=5, high=5, gpus=1))
+    decision = await decided(autoscaler, "NO_CAPACITY")
+    assert (decision.wanted, decision.granted) == (5, 3)
+    assert "all GPUs are held" in decision.summary
+    status = await autoscaler.status()
+    assert (status.desired_replicas, status.granted_replicas, status.starting_replicas) == (5, 3, 2)
+    allocator.nodes["n"] += ["GPU-3", "GPU-4"]
+    await ready(autoscaler, 5)
+    assert len(set(allocator.held)) == 5
+
+
+async def test_more_gpus_than_any_node_has_is_said_so(autoscaler: Autoscaler, adapter: FakeAdapter) -> None:
+    await autoscaler.create(endpoint(low=1, high=1, gpus=9))
+    assert (await decided(autoscaler, "UNSATISFIABLE")).granted == 0
+
+
+async def test_no_adapter_has_the_template(autoscaler: Autoscaler, allocator: FakeAllocator) -> None:
+    await autoscaler.create(endpoint(low=1, high=1, gpus=1))
+    assert "no adapter is connected" in (await decided(autoscaler, "NO_ADAPTER")).summary
+    assert not allocator.held, "nothing is reserved that nobody could use"
+    async with FakeAdapter().connected(autoscaler.address):
+        await ready(autoscaler, 1)
+
+
+async def test_an_adapter_on_a_node_that_the_allocator_does_not_know_is_passed_over(
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
+) -> None:
+    stranger = FakeAdapter("b", node="elsewhere")
+    async with stranger.connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=2, high=2, gpus=1))
+        await ready(autoscaler, 2)
+    assert len(adapter.starts) == 2
+    assert not stranger.starts
+
+
+async def test_only_adapters_on_nodes_that_the_allocator_does_not_know(autoscaler: Autoscaler) -> None:
+    async with FakeAdapter("b", node="elsewhere").connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=1, high=1, gpus=1))
+        assert "does not know: elsewhere" in (await decided(autoscaler, "NO_ADAPTER")).summary
+
+
+async def test_no_gpu_is_reserved_for_adapters_that_are_full(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    async with FakeAdapter(max_replicas=1).connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=2, high=2, gpus=1))
+        assert "as many replicas as they may" in (await decided(autoscaler, "NO_ADAPTER")).summary
+        assert len(allocator.reservations) == 1
+
+
+async def test_replicas_go_to_the_adapter_with_the_fewest_and_never_beyond_its_most(
+    autoscaler: Autoscaler,
+) -> None:
+    small, large = FakeAdapter("a", max_replicas=1), FakeAdapter("b")
+    async with small.connected(autoscaler.address), large.connected(autoscaler.address):
+        await eventually(lambda: _connected(autoscaler, 2))
+        await autoscaler.create(endpoint(low=4, high=4))
+        await ready(autoscaler, 4)
+    assert (len(small.starts), len(large.starts)) == (1, 3)
+
+
+async def _connected(autoscaler: Autoscaler, count: int) -> bool:
+    answer = await autoscaler.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=5)
+    return sum(one.state == api.Adapter.STATE_CONNECTED for one in answer.adapters) == count
+
+
+async def test_a_persons_order_moves_the_count_and_rules_go_on_from_there(
+    autoscaler: Autoscaler, adapter: FakeAdapter
+) -> None:
+    await autoscaler.create(endpoint(high=4))
+    answer = await autoscaler.set_replicas(3, current=0)
+    assert answer.status.desired_replicas == 3
+    await ready(autoscaler, 3)
+    manual = [
+        one for one in await autoscaler.history() if one.steps[0].stage == api.DecisionStep.STAGE_MANUAL
+    ]
+    assert [(one.before, one.wanted, one.summary) for one in manual] == [
+        (0, 3, "from 0 to 3: set to 3 by local")
+    ]
+    await autoscaler.set_replicas(1)
+    await ready(autoscaler, 1)
+
+
+async def test_a_replica_that_ends_by_itself_is_replaced(
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
+) -> None:
+    await autoscaler.create(endpoint(low=1, high=1, gpus=1))
+    await ready(autoscaler, 1)
+    [name] = adapter.alive
+    adapter.set(name, FAILED)
+    assert (await decided(autoscaler, "BACK_OFF")).wanted == 1
+    await eventually(lambda: len(adapter.alive) == 1)
+    assert adapter.starts[name] == 1
+    await eventually(lambda: len(allocator.held) == 1)
+    ended = [one for one in await autoscaler.replicas(ended=True) if one.name == name]
+    assert ended[0].state == State.STATE_FAILED
+    assert ended[0].HasField("end_time")
+
+
+async def test_gpus_are_released_only_after_the_replica_has_ended(
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
+) -> None:
+    adapter.finishes = False
+    await autoscaler.create(endpoint(high=2, gpus=1))
+    await autoscaler.set_replicas(1)
+    await ready(autoscaler, 1)
+    await autoscaler.set_replicas(0)
+    await eventually(lambda: _draining(autoscaler, 1))
+    renewals = allocator.calls["RenewReservation"]
+    await eventually(lambda: allocator.calls["RenewReservation"] > renewals)
+    assert allocator.held == ["GPU-0"]
+    assert allocator.calls["ReleaseReservation"] == 0
+    adapter.finish()
+    await eventually(lambda: not allocator.held)
+
+
+async def _draining(autoscaler: Autoscaler, count: int) -> bool:
+    return (await autoscaler.status()).draining_replicas == count
+
+
+async def test_a_release_is_tried_until_it_is_acknowledged(
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
+) -> None:
+    await autoscaler.create(endpoint(high=2, gpus=1))
+    await autoscaler.set_replicas(1)
+    await ready(autoscaler, 1)
+    allocator.failure = UnavailableError("the allocator restarts")
+    await autoscaler.set_replicas(0)
+    await eventually(lambda: allocator.calls["ReleaseReservation"] >= 2)
+    assert allocator.held == ["GPU-0"]
+    allocator.failure = None
+    await eventually(lambda: not allocator.held)
+
+
+async def test_a_lost_lease_stops_the_replica_at_once(
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
+) -> None:
+    adapter.finishes = False
+    await autoscaler.create(endpoint(low=1, high=1, gpus=1))
+    await ready(autoscaler, 1)
+    [name] = adapter.alive
+    allocator.expire("reservations/v1")
+    await eventually(lambda: adapter.told[name].goal == api.DesiredReplica.GOAL_STOP)
+    assert adapter.told[name].drain_timeout.seconds == 1
+    [victim] = [one for one in await autoscaler.replicas() if one.name == name]
+    assert "lost its reservation" in victim.reason
+    await eventually(lambda: len(adapter.starts) == 2)
+
+
+async def test_an_answer_of_the_allocator_that_is_lost_reserves_nothing_twice(
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
+) -> None:
+    allocator.lose_answers = 2
+    await autoscaler.create(endpoint(low=2, high=2, gpus=1))
+    await ready(autoscaler, 2)
+    assert len(allocator.reservations) == 2
+
+
+async def test_an_order_while_the_allocator_is_away_leaves_nothing_reserved(
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
+) -> None:
+    """A Reserve that has no answer is asked again before its replica is dropped, and what it got is released."""
+    allocator.lose_answers, allocator.leaves_after_loss = 1, True
+    await autoscaler.create(endpoint(high=1, gpus=1, tick=600))
+    await autoscaler.set_replicas(1)
+    await eventually(lambda: allocator.held)
+    await autoscaler.set_replicas(0)
+    asked = allocator.calls["Reserve"]
+    await eventually(lambda: allocator.calls["Reserve"] > asked)
+    allocator.failure = None
+    await eventually(lambda: not allocator.held)
+    assert not adapter.starts
+
+
+async def test_deleting_drains_everything_and_then_the_endpoint_is_gone(
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
+) -> None:
+    adapter.finishes = False
+    await autoscaler.create(scaling(high=2, gpus=1))
+    autoscaler.watchers.queues["jobs"] = (100, 0)
+    await ready(autoscaler, 2)
+    await autoscaler.delete()
+    await autoscaler.delete()
+    await eventually(lambda: _draining(autoscaler, 2))
+    assert (await autoscaler.status()).summary.startswith("deleted once its 2 replicas")
+    assert autoscaler.watchers.in_use("jobs") == ["endpoints/e"]
+    adapter.finish()
+    await eventually(lambda: _gone(autoscaler))
+    assert not allocator.held
+    assert await autoscaler.replicas(ended=True) == []
+    assert await autoscaler.history() == []
+    assert autoscaler.watchers.in_use("jobs") == []
+
+
+async def _gone(autoscaler: Autoscaler) -> bool:
+    answer = await autoscaler.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=5)
+    return not answer.endpoints
+
+
+async def test_an_endpoint_may_be_created_again_after_it_is_gone(
+    autoscaler: Autoscaler, adapter: FakeAdapter
+) -> None:
+    for _ in range(3):
+        await autoscaler.create(endpoint(low=1, high=1))
+        await ready(autoscaler, 1)
+        await autoscaler.delete()
+        await eventually(lambda: _gone(autoscaler))
+    assert set(adapter.starts.values()) == {1}
+
+
+async def test_starting_replicas_stop_before_ready_ones(autoscaler: Autoscaler, adapter: FakeAdapter) -> None:
+    await autoscaler.create(endpoint(high=3))
+    await autoscaler.set_replicas(2)
+    await ready(autoscaler, 2)
+    old = set(adapter.alive)
+    adapter.makes_ready = False
+    await autoscaler.set_replicas(3)
+    await eventually(lambda: STARTING in adapter.states.values())
+    await autoscaler.set_replicas(2)
+    await eventually(lambda: set(adapter.alive) == old)
+    assert {adapter.states[name] for name in old} == {READY}
+
+
+async def test_a_paused_endpoint_still_replaces_what_fails(
+    autoscaler: Autoscaler, adapter: FakeAdapter
+) -> None:
+    autoscaler.watchers.queues["jobs"] = (100, 0)
+    paused = scaling(low=1)
+    paused.spec.paused = True
+    await autoscaler.create(paused)
+    await ready(autoscaler, 1)
+    adapter.set(adapter.alive[0], FAILED)
+    await eventually(lambda: len(adapter.starts) == 2)
+    assert (await decided(autoscaler, "PAUSED")).wanted == 1

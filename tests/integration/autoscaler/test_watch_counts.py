@@ -1,0 +1,161 @@
+"""What a queue watcher reads of a real broker: ready and unacknowledged messages apart, and unknown is never zero."""
+
+from pathlib import Path
+from urllib.parse import quote
+from uuid import uuid4
+
+import httpx
+from aio_pika.abc import AbstractIncomingMessage
+
+from gpuscale.autoscaler.brokers import BrokerSettings
+from gpuscale.autoscaler.queue_model import QueueState
+from gpuscale.common.secrets import SecretUrl
+from tests.support.ports import free_port
+from tests.support.queue_watching import broker_settings, shows, spec, watching
+from tests.support.rabbitmq import RabbitBroker
+from tests.support.rabbitmq_queues import (
+    declare_queue,
+    delete_queue,
+    held_messages,
+    open_channel,
+    publish,
+    unique_queue_name,
+)
+
+
+def request_id() -> str:
+    return str(uuid4())
+
+
+async def ignore(message: AbstractIncomingMessage) -> None:
+    """Consume nothing of it."""
+
+
+async def test_ready_and_unacked_are_counted_apart(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
+    queue = unique_queue_name()
+    await declare_queue(rabbitmq, queue)
+    await publish(rabbitmq, queue, 7)
+    async with watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers:
+        await watchers.create("jobs", spec(queue), request_id=request_id())
+        assert (await shows(watchers, "jobs", QueueState.OK, ready=7, unacked=0)).total == 7
+        async with held_messages(rabbitmq, queue, 3):
+            assert (await shows(watchers, "jobs", QueueState.OK, ready=4, unacked=3)).total == 7
+        await shows(watchers, "jobs", QueueState.OK, ready=7, unacked=0, consumers=0)
+
+
+async def test_consumers_are_counted(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
+    queue = unique_queue_name()
+    await declare_queue(rabbitmq, queue)
+    async with (
+        open_channel(rabbitmq) as channel,
+        watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers,
+    ):
+        await (await channel.get_queue(queue)).consume(ignore, no_ack=True)
+        await watchers.create("jobs", spec(queue), request_id=request_id())
+        reading = await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=0, consumers=1)
+        assert reading.message == ""
+
+
+async def test_without_a_management_api_unacked_is_unknown_and_not_zero(
+    tmp_path: Path, rabbitmq: RabbitBroker
+) -> None:
+    queue = unique_queue_name()
+    await declare_queue(rabbitmq, queue)
+    await publish(rabbitmq, queue, 5)
+    brokers = {"default": broker_settings(rabbitmq, management=False)}
+    async with held_messages(rabbitmq, queue, 5), watching(tmp_path, brokers) as watchers:
+        await watchers.create("jobs", spec(queue), request_id=request_id())
+        reading = await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=None, consumers=0)
+        assert reading.total is None
+        assert "no management API" in reading.message
+
+
+async def test_while_the_management_api_fails_unacked_is_unknown(
+    tmp_path: Path, rabbitmq: RabbitBroker
+) -> None:
+    queue = unique_queue_name()
+    await declare_queue(rabbitmq, queue)
+    settings = broker_settings(rabbitmq)
+    nowhere = SecretUrl(f"http://user:secret-canary@127.0.0.1:{free_port()}")
+    broken = BrokerSettings(amqp_url=settings.amqp_url, management_url=nowhere)
+    async with watching(tmp_path, {"default": broken}) as watchers:
+        await watchers.create("jobs", spec(queue), request_id=request_id())
+        reading = await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=None, consumers=0)
+        assert "the management API of broker default cannot be reached" in reading.message
+        assert "canary" not in reading.message
+
+
+async def test_while_amqp_fails_the_management_api_still_counts(
+    tmp_path: Path, rabbitmq: RabbitBroker
+) -> None:
+    queue = unique_queue_name()
+    await declare_queue(rabbitmq, queue)
+    await publish(rabbitmq, queue, 2)
+    nowhere = SecretUrl(f"amqp://user:secret-canary@127.0.0.1:{free_port()}/")
+    broken = BrokerSettings(amqp_url=nowhere, management_url=broker_settings(rabbitmq).management_url)
+    async with watching(tmp_path, {"default": broken}) as watchers:
+        await watchers.create("jobs", spec(queue), request_id=request_id())
+        reading = await shows(watchers, "jobs", QueueState.OK, ready=2, unacked=0, consumers=None)
+        assert "consumers unknown" in reading.message
+
+
+async def test_a_missing_queue_is_told_and_found_once_it_is_declared(
+    tmp_path: Path, rabbitmq: RabbitBroker
+) -> None:
+    for management in (True, False):
+        queue = unique_queue_name()
+        brokers = {"default": broker_settings(rabbitmq, management=management)}
+        async with watching(tmp_path / str(management), brokers) as watchers:
+            await watchers.create("jobs", spec(queue), request_id=request_id())
+            missing = await shows(
+                watchers, "jobs", QueueState.NOT_FOUND, ready=None, unacked=None, consumers=None
+            )
+            assert missing.observed_at is None
+            assert queue in missing.message
+            await declare_queue(rabbitmq, queue)
+            found = await shows(watchers, "jobs", QueueState.OK, ready=0)
+            await delete_queue(rabbitmq, queue)
+            gone = await shows(watchers, "jobs", QueueState.NOT_FOUND, ready=None)
+            assert gone.observed_at is not None
+            assert found.observed_at is not None
+            assert gone.observed_at >= found.observed_at
+
+
+async def test_a_wrong_password_is_told_without_showing_it(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
+    brokers = {"default": broker_settings(rabbitmq, password="wrong-canary")}
+    async with watching(tmp_path, brokers) as watchers:
+        await watchers.create("jobs", spec("jobs"), request_id=request_id())
+        reading = await shows(watchers, "jobs", QueueState.AUTH_FAILED, ready=None, unacked=None)
+        assert reading.message == "broker default refuses the user or password over AMQP"
+
+
+async def test_a_missing_virtual_host_is_told(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
+    async with watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers:
+        await watchers.create("jobs", spec("jobs", virtual_host="nowhere"), request_id=request_id())
+        reading = await shows(watchers, "jobs", QueueState.NOT_FOUND)
+        assert "virtual host 'nowhere'" in reading.message
+
+
+async def test_virtual_hosts_are_read_apart(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
+    """The same queue name in two virtual hosts is two queues; odd names survive the trip through both protocols."""
+    host, queue = f"team a/50%-{unique_queue_name()}", unique_queue_name()
+    await declare_queue(rabbitmq, queue)
+    await publish(rabbitmq, queue, 4)
+    async with httpx.AsyncClient(
+        base_url=rabbitmq.management_url, auth=(rabbitmq.user, rabbitmq.password)
+    ) as client:
+        vhost = quote(host, safe="")
+        everything = {"configure": ".*", "write": ".*", "read": ".*"}
+        for path, body in (
+            (f"/api/vhosts/{vhost}", {}),
+            (f"/api/permissions/{vhost}/{rabbitmq.user}", everything),
+            (f"/api/queues/{vhost}/{queue}", {"durable": True}),
+        ):
+            (await client.put(path, json=body)).raise_for_status()
+    for management in (True, False):
+        brokers = {"default": broker_settings(rabbitmq, management=management)}
+        async with watching(tmp_path / str(management), brokers) as watchers:
+            await watchers.create("root", spec(queue), request_id=request_id())
+            await watchers.create("team", spec(queue, virtual_host=host), request_id=request_id())
+            await shows(watchers, "root", QueueState.OK, ready=4, consumers=0)
+            await shows(watchers, "team", QueueState.OK, ready=0, consumers=0)

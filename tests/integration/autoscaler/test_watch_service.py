@@ -1,0 +1,233 @@
+"""QueueWatcherService over gRPC: what it keeps, what it refuses, and that it keeps it over a restart."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from sqlmodel import SQLModel
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.brokers import BrokerSettings
+from gpuscale.autoscaler.watcher_servicer import QueueWatcherServicer
+from gpuscale.autoscaler.watchers import open_watchers
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.channel import open_channel
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.server import Registration, Server, ServerOptions
+from gpuscale.common.status import rpc_errors
+from gpuscale.common.store import Store
+from tests.support.ports import free_port
+from tests.support.waiting import eventually
+
+SERVICE = "gpuscale.api.autoscaler.v1.QueueWatcherService"
+CANARY = "canary-7f3a"
+
+
+class Watchers:
+    """The service's client, with errors of our own tree."""
+
+    def __init__(self, stub: object) -> None:
+        self._stub = stub
+
+    async def call(self, method: str, request: object) -> object:
+        with rpc_errors():
+            return await getattr(self._stub, method)(request, timeout=10)
+
+    async def create(
+        self, name: str, queue: str = "jobs", request_id: str = "", **spec: object
+    ) -> api.QueueWatcher:
+        watcher = api.QueueWatcher(
+            name=name, spec=api.QueueWatcherSpec(**{"broker": "default", "queue": queue, **spec})
+        )
+        request = api.CreateQueueWatcherRequest(queue_watcher=watcher, request_id=request_id or str(uuid4()))
+        return (await self.call("CreateQueueWatcher", request)).queue_watcher
+
+    async def get(self, name: str) -> api.QueueWatcher:
+        return (await self.call("GetQueueWatcher", api.GetQueueWatcherRequest(name=name))).queue_watcher
+
+    async def update(self, watcher: api.QueueWatcher, **fields: object) -> api.QueueWatcher:
+        request = api.UpdateQueueWatcherRequest(queue_watcher=watcher, **fields)
+        return (await self.call("UpdateQueueWatcher", request)).queue_watcher
+
+    async def delete(self, name: str) -> None:
+        await self.call("DeleteQueueWatcher", api.DeleteQueueWatcherRequest(name=name))
+
+    async def list(self, **fields: object) -> api.ListQueueWatchersResponse:
+        return await self.call("ListQueueWatchers", api.ListQueueWatchersRequest(**fields))
+
+
+@asynccontextmanager
+async def service(
+    folder: Path,
+    brokers: Mapping[str, BrokerSettings] | None = None,
+    readers: Mapping[str, Sequence[str]] | None = None,
+) -> AsyncIterator[Watchers]:
+    """The service with one broker that cannot be reached; `readers` are the endpoints that read a watcher."""
+    nowhere = SecretUrl(f"amqp://user:{CANARY}@127.0.0.1:{free_port()}/")
+    known = {"default": BrokerSettings(amqp_url=nowhere)} if brokers is None else brokers
+    clock = SystemClock()
+
+    def in_use(watcher_id: str) -> Sequence[str]:
+        return (readers or {}).get(watcher_id, ())
+
+    async with (
+        Store.open(folder / "autoscaler.db", SQLModel.metadata, name="autoscaler", version=1) as store,
+        open_watchers(store, known, clock, in_use, environment={}) as watchers,
+    ):
+        add = partial(api.add_QueueWatcherServiceServicer_to_server, QueueWatcherServicer(watchers, clock))
+        server = Server(ServerOptions(), Authenticator())
+        server.add(Registration(SERVICE, add))
+        address = server.bind()
+        async with server, open_channel(address) as channel:
+            yield Watchers(api.QueueWatcherServiceStub(channel))
+
+
+async def test_a_watcher_is_created_with_its_defaults_and_its_failing_state(tmp_path: Path) -> None:
+    async with service(tmp_path) as watchers:
+        created = await watchers.create("watchers/jobs")
+        assert created.spec.virtual_host == "/"
+        assert created.spec.interval.ToMilliseconds() == 1000
+        assert created.etag
+        assert created.create_time.ToSeconds() > 0
+        assert created.status.state == api.QueueWatcherStatus.STATE_PENDING
+
+        async def unreachable() -> bool:
+            status = (await watchers.get("watchers/jobs")).status
+            assert not status.HasField("ready_count")
+            assert not status.HasField("age")
+            assert CANARY not in str(status)
+            return status.state == api.QueueWatcherStatus.STATE_UNREACHABLE
+
+        await eventually(unreachable)
+    assert all(CANARY.encode() not in path.read_bytes() for path in tmp_path.iterdir())
+
+
+async def test_the_same_request_returns_the_same_watcher_even_after_a_restart(tmp_path: Path) -> None:
+    request_id = str(uuid4())
+    async with service(tmp_path) as watchers:
+        created = await watchers.create("watchers/jobs", request_id=request_id)
+        again = await watchers.create("watchers/jobs", request_id=request_id)
+        assert (again.etag, again.create_time) == (created.etag, created.create_time)
+    async with service(tmp_path) as watchers:
+        again = await watchers.create("watchers/jobs", request_id=request_id)
+        assert (again.etag, again.create_time) == (created.etag, created.create_time)
+        with pytest.raises(AlreadyExistsError) as caught:
+            await watchers.create("watchers/jobs", "another", request_id=request_id)
+        assert caught.value.reason == "REQUEST_ID_REUSED"
+        with pytest.raises(AlreadyExistsError) as caught:
+            await watchers.create("watchers/jobs")
+        assert caught.value.reason == "ALREADY_EXISTS"
+        assert len((await watchers.list()).queue_watchers) == 1
+
+
+async def test_a_broker_that_the_configuration_does_not_name_is_refused(tmp_path: Path) -> None:
+    async with service(tmp_path) as watchers:
+        with pytest.raises(FailedPreconditionError) as caught:
+            await watchers.create("watchers/jobs", broker="other")
+        assert caught.value.reason == "UNKNOWN_BROKER"
+        assert "'other'" in caught.value.message
+        created = await watchers.create("watchers/jobs")
+        created.spec.broker = "other"
+        with pytest.raises(FailedPreconditionError):
+            await watchers.update(created)
+        assert (await watchers.get("watchers/jobs")).spec.broker == "default"
+
+
+async def test_a_watcher_whose_broker_left_the_configuration_says_so(tmp_path: Path) -> None:
+    async with service(tmp_path) as watchers:
+        await watchers.create("watchers/jobs")
+    async with service(tmp_path, brokers={}) as watchers:
+        status = (await watchers.get("watchers/jobs")).status
+        assert status.state == api.QueueWatcherStatus.STATE_ERROR
+        assert "names no broker 'default' any more" in status.message
+        assert not status.HasField("ready_count")
+
+
+async def test_an_update_needs_the_newest_etag_and_changes_it(tmp_path: Path) -> None:
+    async with service(tmp_path) as watchers:
+        first = await watchers.create("watchers/jobs")
+        unchanged = await watchers.update(first)
+        assert unchanged.etag == first.etag
+        changed = api.QueueWatcher()
+        changed.CopyFrom(first)
+        changed.spec.queue = "others"
+        tried = await watchers.update(changed, validate_only=True)
+        assert tried.spec.queue == "others"
+        assert (await watchers.get("watchers/jobs")).spec.queue == "jobs"
+        second = await watchers.update(changed)
+        assert second.etag != first.etag
+        assert second.create_time == first.create_time
+        with pytest.raises(AbortedError) as caught:
+            await watchers.update(changed)
+        assert caught.value.reason == "ETAG_MISMATCH"
+        changed.etag = ""
+        changed.spec.queue = "jobs"
+        third = await watchers.update(changed)
+        assert third.etag not in {first.etag, second.etag}
+    async with service(tmp_path) as watchers:
+        kept = await watchers.get("watchers/jobs")
+        assert (kept.etag, kept.spec) == (third.etag, third.spec)
+
+
+async def test_a_watcher_that_an_endpoint_reads_stays(tmp_path: Path) -> None:
+    async with service(tmp_path, readers={"jobs": ["endpoints/a", "endpoints/b"]}) as watchers:
+        await watchers.create("watchers/jobs")
+        await watchers.create("watchers/other")
+        with pytest.raises(FailedPreconditionError) as caught:
+            await watchers.delete("watchers/jobs")
+        assert caught.value.reason == "WATCHER_IN_USE"
+        assert "endpoints/a, endpoints/b" in caught.value.message
+        await watchers.delete("watchers/other")
+        with pytest.raises(NotFoundError):
+            await watchers.delete("watchers/other")
+        with pytest.raises(NotFoundError):
+            await watchers.get("watchers/other")
+        with pytest.raises(NotFoundError):
+            await watchers.update(
+                api.QueueWatcher(name="watchers/other", spec={"broker": "default", "queue": "q"})
+            )
+
+
+async def test_watchers_are_listed_in_pages_by_id(tmp_path: Path) -> None:
+    async with service(tmp_path) as watchers:
+        for name in ("c", "a", "b"):
+            await watchers.create(f"watchers/{name}")
+        first = await watchers.list(page_size=2)
+        assert [item.name for item in first.queue_watchers] == ["watchers/a", "watchers/b"]
+        second = await watchers.list(page_size=2, page_token=first.next_page_token)
+        assert [item.name for item in second.queue_watchers] == ["watchers/c"]
+        assert second.next_page_token == ""
+
+
+async def test_validate_only_creates_nothing(tmp_path: Path) -> None:
+    async with service(tmp_path) as watchers:
+        watcher = api.QueueWatcher(name="watchers/jobs", spec={"broker": "default", "queue": "jobs"})
+        request = api.CreateQueueWatcherRequest(
+            queue_watcher=watcher, request_id=str(uuid4()), validate_only=True
+        )
+        await watchers.call("CreateQueueWatcher", request)
+        assert not (await watchers.list()).queue_watchers
+
+
+@pytest.mark.parametrize(
+    ("field", "spec"), [("queue", {"queue": "ä" * 200}), ("virtual_host", {"virtual_host": "ä" * 200})]
+)
+async def test_a_name_that_amqp_cannot_carry_is_refused(
+    tmp_path: Path, field: str, spec: dict[str, str]
+) -> None:
+    """200 characters keep the contract's limit and have 400 bytes."""
+    async with service(tmp_path) as watchers:
+        with pytest.raises(InvalidArgumentError) as caught:
+            await watchers.create("watchers/jobs", **spec)
+        assert [violation.field for violation in caught.value.violations] == [f"queue_watcher.spec.{field}"]

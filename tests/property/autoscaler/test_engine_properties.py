@@ -1,0 +1,175 @@
+"""P11, P12 and determinism, for any rules, observations, orders and bounds."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from gpuscale.autoscaler.engine import evaluate, order
+from gpuscale.autoscaler.model import (
+    Comparator,
+    EndpointSpec,
+    Observation,
+    ObservationStatus,
+    ReplicaTemplate,
+    Rule,
+    Stage,
+    StepRule,
+)
+from gpuscale.autoscaler.queue_model import QueueReading, QueueState
+from gpuscale.autoscaler.signals import observe
+from tests.support.autoscaler_values import NOW, observed, signal
+
+SIGNALS = ("s0", "s1", "s2")
+counts = st.integers(0, 40)
+thresholds = st.floats(-10, 200, allow_nan=False)
+bound = st.none() | counts
+
+kinds = st.builds(StepRule, st.sampled_from(Comparator), thresholds, st.integers(-50, 50).filter(bool))
+rules = st.builds(
+    Rule,
+    id=st.sampled_from([f"r{n}" for n in range(8)]),
+    signal=st.sampled_from(SIGNALS),
+    kind=kinds,
+    disabled=st.booleans(),
+    priority=st.integers(-2, 2),
+    cooldown=st.none() | st.floats(0, 600),
+    min_replicas=bound,
+    max_replicas=bound,
+)
+rule_sets = st.lists(rules, max_size=6, unique_by=lambda one: one.id)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> EndpointSpec:
+    low, high = sorted((draw(counts), draw(counts)))
+    return EndpointSpec(
+        low,
+        high,
+        ReplicaTemplate("worker"),
+        signals=tuple(signal(name) for name in SIGNALS),
+        rules=tuple(draw(rule_sets)),
+        paused=draw(st.integers(0, 9)) == 0,
+    )
+
+
+numbers = st.none() | st.integers(-3, 300)
+readings = st.none() | st.builds(
+    QueueReading,
+    st.sampled_from([QueueState.OK, QueueState.OK, QueueState.UNREACHABLE, QueueState.PENDING]),
+    ready=numbers,
+    unacked=numbers,
+    observed_at=st.none() | st.floats(NOW - 30, NOW + 1),
+)
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> dict[str, Observation]:
+    return observed(*(observe(signal(name), draw(readings), NOW) for name in SIGNALS))
+
+
+past = st.dictionaries(st.sampled_from([f"r{n}" for n in range(8)]), st.floats(NOW - 700, NOW))
+
+
+@given(specs(), st.integers(0, 60), observations(), past, st.integers(0, 2))
+def test_wanted_is_always_within_bounds_and_explained(
+    spec: EndpointSpec, before: int, seen: dict[str, Observation], last: dict[str, float], unknown: int
+) -> None:
+    evaluation = evaluate(spec, before, seen, last, NOW, unknown)
+    assert spec.min_replicas <= evaluation.wanted <= spec.max_replicas
+    assert evaluation.steps[-1].stage is Stage.BOUNDS
+    assert evaluation.steps[-1].after == evaluation.wanted
+    chain = [step for step in evaluation.steps if step.stage is not Stage.RULE]
+    assert chain[0].before == before
+    assert all(step.text for step in evaluation.steps)
+
+
+@given(specs(), st.data(), observations(), past)
+def test_missing_data_never_lowers(
+    spec: EndpointSpec, data: st.DataObject, seen: dict[str, Observation], last: dict[str, float]
+) -> None:
+    """Take away what any enabled rule reads, and the count stays or rises."""
+    before = data.draw(st.integers(spec.min_replicas, spec.max_replicas))
+    read = sorted({one.signal for one in spec.rules if not one.disabled})
+    if read:
+        lost = data.draw(st.sampled_from(read))
+        status = data.draw(st.sampled_from([s for s in ObservationStatus if s is not ObservationStatus.OK]))
+        seen = seen | {lost: Observation(lost, status, data.draw(st.none() | thresholds))}
+    else:
+        seen = {}
+    assert evaluate(spec, before, seen, last, NOW).wanted >= before
+
+
+@given(specs(), st.data(), observations(), past)
+def test_replicas_that_nobody_has_heard_of_never_lower(
+    spec: EndpointSpec, data: st.DataObject, seen: dict[str, Observation], last: dict[str, float]
+) -> None:
+    before = data.draw(st.integers(spec.min_replicas, spec.max_replicas))
+    assert evaluate(spec, before, seen, last, NOW, 1).wanted >= before
+
+
+@given(specs(), st.integers(1, 40), observations(), past)
+def test_zero_only_on_proof(
+    spec: EndpointSpec, before: int, seen: dict[str, Observation], last: dict[str, float]
+) -> None:
+    if evaluate(spec, before, seen, last, NOW).wanted == 0 and spec.max_replicas > 0:
+        assert all(one.proven_empty for one in seen.values())
+
+
+@given(specs(), st.integers(0, 40), observations(), past, st.randoms(use_true_random=False))
+def test_the_order_of_rules_does_not_matter(
+    spec: EndpointSpec, before: int, seen: dict[str, Observation], last: dict[str, float], random: object
+) -> None:
+    shuffled: list[Rule] = list(spec.rules)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    other = EndpointSpec(
+        spec.min_replicas, spec.max_replicas, spec.template, spec.signals, tuple(shuffled), paused=spec.paused
+    )
+    assert evaluate(other, before, seen, last, NOW) == evaluate(spec, before, seen, last, NOW)
+
+
+@given(specs(), st.integers(0, 40), observations(), past)
+def test_a_cooldown_starts_only_with_a_change(
+    spec: EndpointSpec, before: int, seen: dict[str, Observation], last: dict[str, float]
+) -> None:
+    evaluation = evaluate(spec, before, seen, last, NOW)
+    if evaluation.wanted == before:
+        assert not evaluation.effective
+    for name in evaluation.effective:
+        step = next(one.kind.step for one in spec.rules if one.id == name)
+        assert (step > 0) == (evaluation.wanted > before)
+
+
+class Endpoint(RuleBasedStateMachine):
+    """An endpoint through ticks, orders, and changes of its bounds, with cooldowns carried along."""
+
+    @initialize(spec=specs())
+    def create(self, spec: EndpointSpec) -> None:
+        self.spec = spec
+        self.desired = spec.min_replicas
+        self.last: dict[str, float] = {}
+        self.now = NOW
+
+    @rule(seen=observations(), passed=st.floats(0, 400), unknown=st.integers(0, 1))
+    def tick(self, seen: dict[str, Observation], passed: float, unknown: int) -> None:
+        self.now += passed
+        evaluation = evaluate(self.spec, self.desired, seen, self.last, self.now, unknown)
+        self.desired = evaluation.wanted
+        self.last |= dict.fromkeys(evaluation.effective, self.now)
+
+    @rule(where=st.floats(0, 1))
+    def set_replicas(self, where: float) -> None:
+        span = self.spec.max_replicas - self.spec.min_replicas
+        self.desired = order(self.desired, self.spec.min_replicas + round(where * span), "ada").wanted
+
+    @rule(spec=specs())
+    def update(self, spec: EndpointSpec) -> None:
+        self.spec = spec
+        self.desired = evaluate(spec, self.desired, {}, self.last, self.now).wanted
+
+    @invariant()
+    def within_bounds(self) -> None:
+        assert self.spec.min_replicas <= self.desired <= self.spec.max_replicas
+
+
+TestEndpoint = Endpoint.TestCase
+TestEndpoint.settings = settings(max_examples=40)

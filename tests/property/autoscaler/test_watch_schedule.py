@@ -1,0 +1,12 @@
+"""When queues are read: always later, and never put off for longer than an interval too many."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuscale.autoscaler.queue_model import next_sweep
+
+
+@given(now=st.floats(0, 1e9), interval=st.floats(0.001, 3600))
+def test_the_next_sweep_is_later_and_no_later_than_two_intervals(now: float, interval: float) -> None:
+    after = next_sweep(now, interval)
+    assert now < after <= now + 2 * interval

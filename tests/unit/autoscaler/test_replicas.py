@@ -1,0 +1,95 @@
+"""The states of a replica."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpuscale.autoscaler.replicas import (
+    Goal,
+    ReplicaReport,
+    ReplicaState,
+    asked_to_stop,
+    assigned,
+    ended,
+    reported,
+    shown_state,
+)
+from tests.support.autoscaler_values import AT, NOW, WALL, lease, replica
+
+S = ReplicaState
+
+
+def test_a_replica_runs_and_stops() -> None:
+    started = assigned(replica(nodes=("n",)), "a", "n", lease())
+    assert (started.state, started.nodes, started.granted) == (S.STARTING, (), True)
+    ready = reported(started, ReplicaReport(S.READY, pid=42), AT)
+    assert (ready.state, ready.pid, ready.ready_at) == (S.READY, 42, NOW)
+    draining = asked_to_stop(ready, "scale-in", AT)
+    assert (draining.state, draining.goal, draining.aimed_at) == (S.DRAINING, Goal.STOP, False)
+    assert not draining.owes_release, "its GPUs are its own until it has ended"
+    gone = reported(draining, ReplicaReport(S.STOPPED, exit_code=0), AT)
+    assert (gone.state, gone.owes_release, gone.end_time, gone.exit_code) == (S.STOPPED, True, WALL, 0)
+    assert gone.reason == "scale-in"
+
+
+def test_one_that_should_stop_stays_draining_until_it_has_ended() -> None:
+    """Its adapter's reports may be older than the order."""
+    draining = asked_to_stop(replica(0, S.READY), "scale-in", AT)
+    for state in (S.STARTING, S.READY, S.DRAINING):
+        assert reported(draining, ReplicaReport(state), AT).state is S.DRAINING
+
+
+@pytest.mark.parametrize("state", [S.STOPPED, S.FAILED])
+@pytest.mark.parametrize("code", [0, 1, None])
+def test_one_that_ends_by_itself_has_failed(state: ReplicaState, code: int | None) -> None:
+    gone = reported(replica(0, S.READY, lease=lease()), ReplicaReport(state, exit_code=code), AT)
+    assert (gone.state, gone.owes_release) == (S.FAILED, True)
+
+
+def test_a_pending_replica_stops_where_nobody_was_told_of_it() -> None:
+    gone = asked_to_stop(replica(), "scale-in", AT)
+    assert (gone.state, gone.owes_release) == (S.STOPPED, False)
+
+
+def test_a_pending_replica_whose_reserve_is_open_waits_for_the_answer() -> None:
+    waiting = asked_to_stop(replica(nodes=("n",)), "scale-in", AT)
+    assert (waiting.state, waiting.goal, waiting.nodes) == (S.PENDING, Goal.STOP, ("n",))
+
+
+def test_a_lost_lease_hurries_one_that_drains_already() -> None:
+    draining = asked_to_stop(replica(0, S.READY, lease=lease()), "scale-in", AT)
+    hurried = asked_to_stop(draining, "its reservation expired", AT, hurry=True)
+    assert hurried.hurry
+    assert asked_to_stop(hurried, "scale-in", AT) == hurried, "nothing slows it down again"
+
+
+def test_what_has_ended_stays_ended() -> None:
+    gone = ended(replica(0, S.READY), S.FAILED, "exit 1", AT)
+    assert asked_to_stop(gone, "scale-in", AT) == gone
+
+
+def test_ready_again_keeps_the_first_time() -> None:
+    ready = reported(replica(0, S.STARTING), ReplicaReport(S.READY), AT)
+    later = replace(AT, now=NOW + 50)
+    assert (
+        reported(reported(ready, ReplicaReport(S.STARTING), later), ReplicaReport(S.READY), later).ready_at
+        == NOW
+    )
+
+
+@pytest.mark.parametrize("state", list(ReplicaState))
+def test_a_silent_adapter_shows_unknown_and_stores_nothing(state: ReplicaState) -> None:
+    one = replica(0, state)
+    if state in {S.PENDING, S.STOPPED, S.FAILED}:
+        assert shown_state(one, silent=True) is state
+    else:
+        assert shown_state(one, silent=True) is S.UNKNOWN
+    assert shown_state(one, silent=False) is state
+
+
+def test_granted_means_gpus_held_or_none_needed() -> None:
+    assert replica().granted
+    needy = replace(replica(), template=replace(replica().template, gpu_count=1))
+    assert not needy.granted
+    assert replace(needy, lease=lease()).granted
+    assert not asked_to_stop(replace(needy, lease=lease(), state=S.READY, adapter="a"), "", AT).granted

@@ -1,0 +1,41 @@
+"""What the tests of the pages share: their text, their tables, and the settings they speak of."""
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpuscale.common.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+SERVICES = ROOT / "services"
+ROOMS = {
+    "common": "common",
+    "monitor": "monitor",
+    "allocator": "allocator",
+    "autoscaler": "autoscaler",
+    "gateway": "",
+}
+"""Page of a room, and where below `gpuscale` the names in its tables begin."""
+
+
+def read(page: str) -> str:
+    """The text of a page of docs/."""
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """The cells of each table row, headings too."""
+    for line in text.splitlines():
+        if line.startswith("|") and not line.startswith("| ---"):
+            yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
+
+
+def programs() -> list[type[Settings]]:
+    """The settings of every program: each class in a settings.py that names its own section."""
+    paths = (path.relative_to(SERVICES).with_suffix("") for path in sorted(SERVICES.rglob("settings.py")))
+    modules = [importlib.import_module(".".join(path.parts[1:])) for path in paths]
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
+    own = [one for one in found if issubclass(one, Settings) and "section" in vars(one)]
+    return sorted(own, key=lambda one: one.section)
