@@ -51,7 +51,7 @@ def lint(tree: Path) -> subprocess.CompletedProcess[str]:
         (
             "services/autoscaler/gpuscale/autoscaler/reconciler.py",
             "import aio_pika",
-            "Only autoscaler/rabbitmq.py",
+            "Only autoscaler/queues/rabbitmq.py",
         ),
         ("services/allocator/gpuscale/allocator/service.py", "import sqlmodel", "Only stores"),
     ],

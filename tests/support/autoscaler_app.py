@@ -12,7 +12,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler import app
-from gpuscale.autoscaler.queue_model import QueueReading, QueueState
+from gpuscale.autoscaler.queues.model import QueueReading, QueueState
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.auth import Authenticator
 from gpuscale.common.channel import open_channel

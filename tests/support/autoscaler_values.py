@@ -18,7 +18,7 @@ from gpuscale.autoscaler.model import (
     Signal,
     StepRule,
 )
-from gpuscale.autoscaler.queue_model import QueueReading, QueueState
+from gpuscale.autoscaler.queues.model import QueueReading, QueueState
 from gpuscale.autoscaler.replicas import Lease, Moment, Replica, ReplicaState
 
 NOW = 1000.0

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from sqlmodel import SQLModel
 
-from gpuscale.autoscaler.brokers import BrokerSettings
-from gpuscale.autoscaler.queue_model import QueueReading, QueueState, QueueTarget, WatchSpec
-from gpuscale.autoscaler.watchers import QueueWatchers, open_watchers
+from gpuscale.autoscaler.queues.brokers import BrokerSettings
+from gpuscale.autoscaler.queues.model import QueueReading, QueueState, QueueTarget, WatchSpec
+from gpuscale.autoscaler.queues.watchers import QueueWatchers, open_watchers
 from gpuscale.common.clock import SystemClock
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store import Store

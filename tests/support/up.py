@@ -61,16 +61,17 @@ class Up:
 
     def _wait_for_banner(self) -> tuple[str, str]:
         assert self.process.stdout is not None
+        descriptor = self.process.stdout.fileno()
         output, deadline = "", time.monotonic() + 30
         while time.monotonic() < deadline:
-            readable, _, _ = select.select([self.process.stdout], [], [], 0.5)
+            readable, _, _ = select.select([descriptor], [], [], 0.5)
             if readable:
-                line = self.process.stdout.readline()
-                if not line:
+                part = os.read(descriptor, 4096).decode()
+                if not part:
                     break
-                output += line
+                output += part
             found = ADDRESS.search(output)
-            if found:
+            if found and "GPUs" in output and output.endswith("\n"):
                 return output, found.group(1)
         raise AssertionError(f"no banner; stdout: {output!r}; stderr: {self.errors.read_text()[-3000:]}")
 

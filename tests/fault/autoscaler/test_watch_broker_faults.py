@@ -10,11 +10,11 @@ import httpx
 import psutil
 import pytest
 
-from gpuscale.autoscaler import rabbitmq as amqp
-from gpuscale.autoscaler.brokers import BrokerSettings, resolve
-from gpuscale.autoscaler.queue_model import QueueState, QueueTarget
-from gpuscale.autoscaler.sweeps import BrokerSweeps
-from gpuscale.autoscaler.virtual_hosts import Publish, VirtualHostReader
+from gpuscale.autoscaler.queues import rabbitmq as amqp
+from gpuscale.autoscaler.queues.brokers import BrokerSettings, resolve
+from gpuscale.autoscaler.queues.model import QueueState, QueueTarget
+from gpuscale.autoscaler.queues.sweeps import BrokerSweeps
+from gpuscale.autoscaler.queues.virtual_hosts import Publish, VirtualHostReader
 from gpuscale.common.clock import SystemClock
 from tests.support.queue_watching import broker_settings, shows, spec, watching
 from tests.support.rabbitmq import RabbitBroker
@@ -111,8 +111,8 @@ async def test_connections_channels_and_tasks_stay_the_same_over_hundreds_of_pol
         polls += 1
 
     monkeypatch.setattr(VirtualHostReader, "read", counted)
-    monkeypatch.setattr("gpuscale.autoscaler.virtual_hosts.CONSUMERS_PERIOD", 0.0)
-    monkeypatch.setattr("gpuscale.autoscaler.brokers.RetryGate.check", lambda gate, now: None)
+    monkeypatch.setattr("gpuscale.autoscaler.queues.virtual_hosts.CONSUMERS_PERIOD", 0.0)
+    monkeypatch.setattr("gpuscale.autoscaler.queues.brokers.RetryGate.check", lambda gate, now: None)
     queue = unique_queue_name()
     password = "wrong" if case == "password" else ""
     settings = broker_settings(rabbitmq, management=management, password=password)

@@ -175,13 +175,15 @@ async def test_what_ended_while_the_adapter_was_away_is_noted_when_it_comes_back
 
 
 async def test_a_second_connection_takes_over_and_the_first_is_aborted(autoscaler: Autoscaler) -> None:
-    async with connection(autoscaler.channel, REGISTER) as first:
-        async with FakeAdapter("a").connected(autoscaler.address):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await first.receive()
-            assert reason(caught.value) == ("ABORTED", "TAKEN_OVER")
-            await autoscaler.create(endpoint(low=1, high=1))
-            await shows(autoscaler, "READY")
+    async with (
+        connection(autoscaler.channel, REGISTER) as first,
+        FakeAdapter("a").connected(autoscaler.address),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await first.receive()
+        assert reason(caught.value) == ("ABORTED", "TAKEN_OVER")
+        await autoscaler.create(endpoint(low=1, high=1))
+        await shows(autoscaler, "READY")
 
 
 def _report(*states: State.ValueType, name: str = STRAY) -> api.Report:

@@ -7,8 +7,8 @@ from uuid import uuid4
 import httpx
 from aio_pika.abc import AbstractIncomingMessage
 
-from gpuscale.autoscaler.brokers import BrokerSettings
-from gpuscale.autoscaler.queue_model import QueueState
+from gpuscale.autoscaler.queues.brokers import BrokerSettings
+from gpuscale.autoscaler.queues.model import QueueState
 from gpuscale.common.secrets import SecretUrl
 from tests.support.ports import free_port
 from tests.support.queue_watching import broker_settings, shows, spec, watching

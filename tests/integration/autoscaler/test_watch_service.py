@@ -10,9 +10,9 @@ import pytest
 from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.brokers import BrokerSettings
-from gpuscale.autoscaler.watcher_servicer import QueueWatcherServicer
-from gpuscale.autoscaler.watchers import open_watchers
+from gpuscale.autoscaler.queues.brokers import BrokerSettings
+from gpuscale.autoscaler.queues.watcher_servicer import QueueWatcherServicer
+from gpuscale.autoscaler.queues.watchers import open_watchers
 from gpuscale.common.auth import Authenticator
 from gpuscale.common.channel import open_channel
 from gpuscale.common.clock import SystemClock

@@ -15,7 +15,7 @@ from gpuscale.autoscaler.model import (
     Stage,
     StepRule,
 )
-from gpuscale.autoscaler.queue_model import QueueReading, QueueState
+from gpuscale.autoscaler.queues.model import QueueReading, QueueState
 from gpuscale.autoscaler.signals import observe
 from tests.support.autoscaler_values import NOW, observed, signal
 

@@ -1,5 +1,7 @@
 """Specs that cannot work are refused, and the fields at fault are named."""
 
+from dataclasses import replace
+
 import pytest
 
 from gpuscale.autoscaler.model import EndpointSpec, Rule
@@ -30,6 +32,13 @@ def test_a_sound_spec() -> None:
 )
 def test_the_field_at_fault_is_named(wanted: EndpointSpec, field: str) -> None:
     assert fields(wanted) == [field]
+
+
+def test_every_endpoint_has_a_command_template() -> None:
+    """The contract does not demand it, so that an update of another field may leave it out."""
+    wanted = spec()
+    unsaid = replace(wanted, template=replace(wanted.template, template=""))
+    assert fields(unsaid) == ["endpoint.spec.template.template"]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from gpuscale.autoscaler.brokers import BrokerSettings, RetryGate, VirtualHostError, resolve
-from gpuscale.autoscaler.queue_model import QueueFailure, QueueState
+from gpuscale.autoscaler.queues.brokers import BrokerSettings, RetryGate, VirtualHostError, resolve
+from gpuscale.autoscaler.queues.model import QueueFailure, QueueState
 from gpuscale.common.errors import FailedPreconditionError
 
 URL = "amqp://user:p%40ss%2Fcanary@host:5672/"

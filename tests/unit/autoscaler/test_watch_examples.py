@@ -5,7 +5,7 @@ from pathlib import Path
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
 from gpuscale.autoscaler.adapters.templates import Placeholder
-from gpuscale.autoscaler.brokers import resolve
+from gpuscale.autoscaler.queues.brokers import resolve
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.cli.manifests import parse
 from gpuscale.common.settings import load_table, read_config

@@ -3,7 +3,7 @@
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.queue_model import (
+from gpuscale.autoscaler.queues.model import (
     PENDING,
     Declared,
     QueueFailure,
@@ -15,7 +15,7 @@ from gpuscale.autoscaler.queue_model import (
     of_declared,
     of_totals,
 )
-from gpuscale.autoscaler.watcher_servicer import to_status
+from gpuscale.autoscaler.queues.watcher_servicer import to_status
 
 
 @pytest.mark.parametrize(

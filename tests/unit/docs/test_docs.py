@@ -66,7 +66,7 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
         ("allocator.md", "allocator.refusal", "RefusalKind"),
         ("autoscaler.md", "autoscaler.model", "Code"),
         ("autoscaler.md", "autoscaler.replicas", "ReplicaState"),
-        ("autoscaler.md", "autoscaler.queue_model", "QueueState"),
+        ("autoscaler.md", "autoscaler.queues.model", "QueueState"),
         ("monitor.md", "monitor.agent.model", "GpuState"),
         ("monitor.md", "monitor.agent.model", "ReadingStatus"),
         ("monitor.md", "monitor.fleet.model", "NodeState"),

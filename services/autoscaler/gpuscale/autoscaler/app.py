@@ -16,13 +16,13 @@ from gpuscale.autoscaler.endpoint_servicer import EndpointServicer
 from gpuscale.autoscaler.endpoints import Endpoints
 from gpuscale.autoscaler.hub import AdapterHub
 from gpuscale.autoscaler.leases import LeaseKeeper
+from gpuscale.autoscaler.queues.watcher_servicer import QueueWatcherServicer
+from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
+from gpuscale.autoscaler.queues.watchers import QueueWatchers, open_watchers
 from gpuscale.autoscaler.reconciler import Reconciler, Rooms
 from gpuscale.autoscaler.reservations import Reservations
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.wakes import Wakes
-from gpuscale.autoscaler.watcher_servicer import QueueWatcherServicer
-from gpuscale.autoscaler.watcher_uses import WatcherUses
-from gpuscale.autoscaler.watchers import QueueWatchers, open_watchers
 from gpuscale.common.clock import Clock
 from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.server import Registration

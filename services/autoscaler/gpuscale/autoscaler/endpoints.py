@@ -11,12 +11,12 @@ from gpuscale.autoscaler import decision_log, decision_store, endpoint_changes, 
 from gpuscale.autoscaler.decision_store import StoredDecision
 from gpuscale.autoscaler.hub import AdapterHub
 from gpuscale.autoscaler.model import Endpoint, EndpointSpec
+from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
 from gpuscale.autoscaler.replicas import Replica
 from gpuscale.autoscaler.store import Connection
 from gpuscale.autoscaler.translate_state import EndpointView
 from gpuscale.autoscaler.validate import violations
 from gpuscale.autoscaler.wakes import Wakes
-from gpuscale.autoscaler.watcher_uses import WatcherUses
 from gpuscale.common.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.names import watcher_name

@@ -15,7 +15,7 @@ from gpuscale.autoscaler.decisions import Outcome, afterwards, compose
 from gpuscale.autoscaler.engine import evaluate
 from gpuscale.autoscaler.model import Code, Endpoint, Evaluation, Stage, Step
 from gpuscale.autoscaler.planning import Plan, crash_delay, plan
-from gpuscale.autoscaler.queue_model import QueueReading
+from gpuscale.autoscaler.queues.model import QueueReading
 from gpuscale.autoscaler.replicas import Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.signals import observe
 from gpuscale.autoscaler.store import Connection

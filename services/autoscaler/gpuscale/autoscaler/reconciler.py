@@ -17,10 +17,10 @@ from gpuscale.autoscaler.hub import AdapterHub
 from gpuscale.autoscaler.leases import LeaseKeeper
 from gpuscale.autoscaler.model import Code, Endpoint, Stage, Step
 from gpuscale.autoscaler.passes import Facts, Pass, run_pass
-from gpuscale.autoscaler.queue_model import QueueReading
+from gpuscale.autoscaler.queues.model import QueueReading
+from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
 from gpuscale.autoscaler.replicas import Moment, Replica, ReplicaState
 from gpuscale.autoscaler.wakes import Wake, Wakes
-from gpuscale.autoscaler.watcher_uses import WatcherUses
 from gpuscale.common.backoff import Backoff
 from gpuscale.common.clock import Clock
 from gpuscale.common.errors import GpuscaleError

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from gpuscale.autoscaler.brokers import BrokerSettings
+from gpuscale.autoscaler.queues.brokers import BrokerSettings
 from gpuscale.common.settings import ServerSettings, UpstreamSettings
 
 

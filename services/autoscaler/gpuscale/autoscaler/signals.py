@@ -3,7 +3,7 @@
 import math
 
 from gpuscale.autoscaler.model import Observation, ObservationStatus, QueueCount, Signal
-from gpuscale.autoscaler.queue_model import QueueReading, QueueState
+from gpuscale.autoscaler.queues.model import QueueReading, QueueState
 
 
 def observe(signal: Signal, reading: QueueReading | None, now: float) -> Observation:

@@ -18,6 +18,8 @@ SPEC = "endpoint.spec"
 def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
     """The fields at fault, by paths that begin with `path`; empty when the spec is sound."""
     found = list(_crossed(path, spec.min_replicas, spec.max_replicas))
+    if not spec.template.template:
+        found.append(FieldViolation(f"{path}.template.template", "must be set"))
     found += _repeated(f"{path}.signals", [signal.id for signal in spec.signals])
     found += _repeated(f"{path}.rules", [rule.id for rule in spec.rules])
     signals = {signal.id for signal in spec.signals}

@@ -277,7 +277,9 @@ class ReplicaTemplate(_message.Message):
     adapter: _builtins.str
     """adapters/{adapter} that runs it; any adapter that has the template when empty."""
     template: _builtins.str
-    """Name of a command template in the adapter's own local file: commands never travel through the API."""
+    """Name of a command template in the adapter's own local file: commands never travel through the API. Every endpoint
+    has one; an update whose mask does not name it may leave it out.
+    """
     gpu_count: _builtins.int
     """GPUs of each replica; 0 for a replica without a GPU."""
     min_memory_bytes: _builtins.int

@@ -78,7 +78,8 @@ class EndpointServiceServicer(object):
 
     def CreateEndpoint(self, request, context):
         """Creates an endpoint. The same request_id with the same endpoint returns what it made; a name that is taken,
-        or the same request_id with another endpoint: ALREADY_EXISTS.
+        or the same request_id with another endpoint: ALREADY_EXISTS. A signal that names an unknown watcher:
+        FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,7 +101,8 @@ class EndpointServiceServicer(object):
 
     def UpdateEndpoint(self, request, context):
         """Changes the parts of spec that update_mask names (all of it where there is no mask). Unknown: NOT_FOUND; an
-        etag that does not match: ABORTED; a mask that names something else: INVALID_ARGUMENT.
+        etag that does not match: ABORTED; a mask that names something else: INVALID_ARGUMENT. A signal that names an
+        unknown watcher, or an endpoint that is being deleted: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,8 @@ class EndpointServiceStub:
     def __new__(cls, channel: _aio.Channel) -> EndpointServiceAsyncStub: ...
     CreateEndpoint: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.CreateEndpointRequest, _endpoint_service_pb2.CreateEndpointResponse]
     """Creates an endpoint. The same request_id with the same endpoint returns what it made; a name that is taken,
-    or the same request_id with another endpoint: ALREADY_EXISTS.
+    or the same request_id with another endpoint: ALREADY_EXISTS. A signal that names an unknown watcher:
+    FAILED_PRECONDITION.
     """
     GetEndpoint: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.GetEndpointRequest, _endpoint_service_pb2.GetEndpointResponse]
     """Returns one endpoint. Unknown: NOT_FOUND."""
@@ -43,7 +44,8 @@ class EndpointServiceStub:
     """Lists endpoints by id."""
     UpdateEndpoint: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.UpdateEndpointRequest, _endpoint_service_pb2.UpdateEndpointResponse]
     """Changes the parts of spec that update_mask names (all of it where there is no mask). Unknown: NOT_FOUND; an
-    etag that does not match: ABORTED; a mask that names something else: INVALID_ARGUMENT.
+    etag that does not match: ABORTED; a mask that names something else: INVALID_ARGUMENT. A signal that names an
+    unknown watcher, or an endpoint that is being deleted: FAILED_PRECONDITION.
     """
     DeleteEndpoint: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.DeleteEndpointRequest, _endpoint_service_pb2.DeleteEndpointResponse]
     """Deletes an endpoint once its replicas have drained; returns at once. Unknown: NOT_FOUND. Deleting twice is
@@ -63,7 +65,8 @@ class EndpointServiceAsyncStub(EndpointServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateEndpoint: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.CreateEndpointRequest, _endpoint_service_pb2.CreateEndpointResponse]  # type: ignore[assignment]
     """Creates an endpoint. The same request_id with the same endpoint returns what it made; a name that is taken,
-    or the same request_id with another endpoint: ALREADY_EXISTS.
+    or the same request_id with another endpoint: ALREADY_EXISTS. A signal that names an unknown watcher:
+    FAILED_PRECONDITION.
     """
     GetEndpoint: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.GetEndpointRequest, _endpoint_service_pb2.GetEndpointResponse]  # type: ignore[assignment]
     """Returns one endpoint. Unknown: NOT_FOUND."""
@@ -71,7 +74,8 @@ class EndpointServiceAsyncStub(EndpointServiceStub):
     """Lists endpoints by id."""
     UpdateEndpoint: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.UpdateEndpointRequest, _endpoint_service_pb2.UpdateEndpointResponse]  # type: ignore[assignment]
     """Changes the parts of spec that update_mask names (all of it where there is no mask). Unknown: NOT_FOUND; an
-    etag that does not match: ABORTED; a mask that names something else: INVALID_ARGUMENT.
+    etag that does not match: ABORTED; a mask that names something else: INVALID_ARGUMENT. A signal that names an
+    unknown watcher, or an endpoint that is being deleted: FAILED_PRECONDITION.
     """
     DeleteEndpoint: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.DeleteEndpointRequest, _endpoint_service_pb2.DeleteEndpointResponse]  # type: ignore[assignment]
     """Deletes an endpoint once its replicas have drained; returns at once. Unknown: NOT_FOUND. Deleting twice is
@@ -94,7 +98,8 @@ class EndpointServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_endpoint_service_pb2.CreateEndpointResponse, _abc.Awaitable[_endpoint_service_pb2.CreateEndpointResponse]]:
         """Creates an endpoint. The same request_id with the same endpoint returns what it made; a name that is taken,
-        or the same request_id with another endpoint: ALREADY_EXISTS.
+        or the same request_id with another endpoint: ALREADY_EXISTS. A signal that names an unknown watcher:
+        FAILED_PRECONDITION.
         """
 
     @_abc_1.abstractmethod
@@ -120,7 +125,8 @@ class EndpointServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_endpoint_service_pb2.UpdateEndpointResponse, _abc.Awaitable[_endpoint_service_pb2.UpdateEndpointResponse]]:
         """Changes the parts of spec that update_mask names (all of it where there is no mask). Unknown: NOT_FOUND; an
-        etag that does not match: ABORTED; a mask that names something else: INVALID_ARGUMENT.
+        etag that does not match: ABORTED; a mask that names something else: INVALID_ARGUMENT. A signal that names an
+        unknown watcher, or an endpoint that is being deleted: FAILED_PRECONDITION.
         """
 
     @_abc_1.abstractmethod

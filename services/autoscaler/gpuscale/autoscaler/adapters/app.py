@@ -19,7 +19,7 @@ from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.server import Registration
 
 KIND = "process"
-STOP_GRACE = 6.0
+STOP_GRACE = 5.0
 
 
 @asynccontextmanager

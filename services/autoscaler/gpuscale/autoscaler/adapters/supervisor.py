@@ -15,7 +15,7 @@ from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.logs import get_logger
 
 BOUND_LOGS_PERIOD = 10.0
-_CLEAN_UP_SECONDS = 2.0
+_CLEAN_UP_SECONDS = 1.0
 
 _log = get_logger(__name__)
 

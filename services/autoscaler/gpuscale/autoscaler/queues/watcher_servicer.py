@@ -3,7 +3,7 @@
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.queue_model import (
+from gpuscale.autoscaler.queues.model import (
     DEFAULT_INTERVAL,
     DEFAULT_VIRTUAL_HOST,
     PENDING,
@@ -13,7 +13,7 @@ from gpuscale.autoscaler.queue_model import (
     Watcher,
     WatchSpec,
 )
-from gpuscale.autoscaler.watchers import QueueWatchers
+from gpuscale.autoscaler.queues.watchers import QueueWatchers
 from gpuscale.common import names, wire
 from gpuscale.common.clock import Clock
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import Connection, RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
-from gpuscale.autoscaler.queue_model import QueueTarget, Watcher, WatchSpec
+from gpuscale.autoscaler.queues.model import QueueTarget, Watcher, WatchSpec
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _MICROSECOND = timedelta(microseconds=1)

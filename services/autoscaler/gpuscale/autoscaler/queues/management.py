@@ -11,8 +11,8 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from gpuscale.autoscaler.brokers import Broker, VirtualHostError
-from gpuscale.autoscaler.queue_model import QueueFailure, QueueState, Totals
+from gpuscale.autoscaler.queues.brokers import Broker, VirtualHostError
+from gpuscale.autoscaler.queues.model import QueueFailure, QueueState, Totals
 from gpuscale.common.secrets import SecretUrl
 
 TIMEOUT = 5.0

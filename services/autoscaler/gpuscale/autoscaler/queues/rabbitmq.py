@@ -29,8 +29,8 @@ from aio_pika.exceptions import (
 from aiormq.exceptions import ChannelAccessRefused
 from pamqp.common import FieldTable
 
-from gpuscale.autoscaler.brokers import Broker, RetryGate, VirtualHostError
-from gpuscale.autoscaler.queue_model import Declared, QueueFailure, QueueState
+from gpuscale.autoscaler.queues.brokers import Broker, RetryGate, VirtualHostError
+from gpuscale.autoscaler.queues.model import Declared, QueueFailure, QueueState
 
 TIMEOUT = 5.0
 # The broker counts as gone after three missed heartbeats, 33 s, where the default would take 183 s.

@@ -7,9 +7,9 @@ has one more for each virtual host that is watched, and a connection with a chan
 import asyncio
 from collections.abc import Mapping
 
-from gpuscale.autoscaler.brokers import Broker
-from gpuscale.autoscaler.management import ManagementClient
-from gpuscale.autoscaler.queue_model import (
+from gpuscale.autoscaler.queues.brokers import Broker
+from gpuscale.autoscaler.queues.management import ManagementClient
+from gpuscale.autoscaler.queues.model import (
     PENDING,
     QueueFailure,
     QueueReading,
@@ -17,7 +17,7 @@ from gpuscale.autoscaler.queue_model import (
     failed,
     next_sweep,
 )
-from gpuscale.autoscaler.virtual_hosts import VirtualHostReader
+from gpuscale.autoscaler.queues.virtual_hosts import VirtualHostReader
 from gpuscale.common.clock import Clock
 
 MAX_VIRTUAL_HOSTS_AT_ONCE = 4

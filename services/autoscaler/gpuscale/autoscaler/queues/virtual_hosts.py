@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
-from gpuscale.autoscaler.brokers import Broker, RetryGate, VirtualHostError
-from gpuscale.autoscaler.management import ManagementClient
-from gpuscale.autoscaler.queue_model import (
+from gpuscale.autoscaler.queues.brokers import Broker, RetryGate, VirtualHostError
+from gpuscale.autoscaler.queues.management import ManagementClient
+from gpuscale.autoscaler.queues.model import (
     QueueFailure,
     QueueReading,
     QueueState,
@@ -19,7 +19,7 @@ from gpuscale.autoscaler.queue_model import (
     of_declared,
     of_totals,
 )
-from gpuscale.autoscaler.rabbitmq import AmqpSession
+from gpuscale.autoscaler.queues.rabbitmq import AmqpSession
 from gpuscale.common.clock import Clock
 from gpuscale.common.logs import get_logger
 

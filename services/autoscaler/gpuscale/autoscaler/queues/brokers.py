@@ -17,7 +17,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from gpuscale.autoscaler.queue_model import QueueFailure
+from gpuscale.autoscaler.queues.model import QueueFailure
 from gpuscale.common.backoff import Backoff
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import is_id

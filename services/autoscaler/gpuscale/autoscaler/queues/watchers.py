@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from uuid import uuid4
 
-from gpuscale.autoscaler import watcher_store
-from gpuscale.autoscaler.brokers import BrokerSettings, resolve
-from gpuscale.autoscaler.queue_model import QueueReading, QueueState, QueueTarget, Watcher, WatchSpec
-from gpuscale.autoscaler.sweeps import BrokerSweeps
-from gpuscale.autoscaler.watcher_store import StoredWatcher
+from gpuscale.autoscaler.queues import watcher_store
+from gpuscale.autoscaler.queues.brokers import BrokerSettings, resolve
+from gpuscale.autoscaler.queues.model import QueueReading, QueueState, QueueTarget, Watcher, WatchSpec
+from gpuscale.autoscaler.queues.sweeps import BrokerSweeps
+from gpuscale.autoscaler.queues.watcher_store import StoredWatcher
 from gpuscale.common.clock import Clock
 from gpuscale.common.errors import (
     AbortedError,

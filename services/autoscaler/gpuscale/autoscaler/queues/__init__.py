@@ -1,0 +1,1 @@
+"""Queues: where brokers are, how they are read, and the watchers that keep reading them."""
