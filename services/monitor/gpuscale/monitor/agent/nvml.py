@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pynvml
+
 from gpuscale.monitor.agent.asking import Asking, Failure, Kept, Unsupported
 from gpuscale.monitor.agent.model import (
     GpuIdentity,
