@@ -75,6 +75,14 @@ def test_failed_replicas_are_replaced_ever_more_slowly() -> None:
     assert crash_delay(crashes(3), NOW + 4) == 0
 
 
+def test_replicas_that_fail_together_count_as_one_failure() -> None:
+    """A host that reboots with 10 replicas must not keep the endpoint down for a minute."""
+    together = [replica(n, S.FAILED, ended_at=NOW + n / 100) for n in range(10)]
+    assert crash_delay(together, NOW + 0.09) == 1
+    again = [replica(n, S.FAILED, ended_at=NOW - 5 + n / 100) for n in range(10)]
+    assert crash_delay([*again, *together], NOW + 0.09) == 2
+
+
 def test_sixty_seconds_of_being_ready_begin_a_new_count() -> None:
     old = [replica(n, S.FAILED, ended_at=NOW - 100 + n) for n in range(5)]
     well = replica(9, S.FAILED, ready_at=NOW - 60, ended_at=NOW)

@@ -65,7 +65,8 @@ def crash_delay(replicas: Iterable[Replica], now: float) -> float:
     """Seconds until a replacement may start, after replicas that ended by themselves: 1 s doubling to 60 s.
 
     A replica that was ready for 60 s before it failed begins a new count, and so does a failure that comes so late that
-    the endpoint was well in between.
+    the endpoint was well in between. Failures within a second of each other are one: a fault that takes all replicas at
+    once says no more than one that takes a single one.
     """
     failures = sorted(
         (
@@ -82,7 +83,8 @@ def crash_delay(replicas: Iterable[Replica], now: float) -> float:
     for index, (ended_at, ready_at) in enumerate(failures):
         if index and failures[index - 1][0] - ended_at > LONGEST_BACK_OFF + HEALTHY:
             break
-        count += 1
+        if not index or failures[index - 1][0] - ended_at >= FIRST_BACK_OFF:
+            count += 1
         if ready_at is not None and ended_at - ready_at >= HEALTHY:
             break
     if not count:

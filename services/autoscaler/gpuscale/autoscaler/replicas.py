@@ -158,13 +158,16 @@ def ended(replica: Replica, state: ReplicaState, reason: str, at: Moment) -> Rep
 def reported(replica: Replica, report: ReplicaReport, at: Moment) -> Replica:
     """What its adapter's report makes of a replica that has not ended.
 
-    One that ended although it should run has failed, whatever its exit code. One that should stop stays DRAINING until
-    it has ended, even if its adapter has not heard of that yet.
+    One that ended by itself although it should run has failed, whatever its exit code; one that its adapter stopped,
+    because the adapter itself was told to end, has not. One that should stop stays DRAINING until it has ended, even if
+    its adapter has not heard of that yet.
     """
     seen = replace(replica, pid=report.pid, exit_code=report.exit_code)
     if report.state in ENDED:
         if replica.goal is Goal.STOP:
             return ended(seen, report.state, report.reason or replica.reason, at)
+        if report.state is ReplicaState.STOPPED:
+            return ended(seen, ReplicaState.STOPPED, report.reason or "its adapter was told to end", at)
         return ended(seen, ReplicaState.FAILED, report.reason or "it ended by itself", at)
     if replica.goal is Goal.STOP:
         return seen

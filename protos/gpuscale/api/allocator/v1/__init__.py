@@ -3,28 +3,16 @@
 from gpuscale.api.allocator.v1.allocator_service_pb2 import GetReservationRequest as GetReservationRequest
 from gpuscale.api.allocator.v1.allocator_service_pb2 import GetReservationResponse as GetReservationResponse
 from gpuscale.api.allocator.v1.allocator_service_pb2 import ListReservationsRequest as ListReservationsRequest
-from gpuscale.api.allocator.v1.allocator_service_pb2 import (
-    ListReservationsResponse as ListReservationsResponse,
-)
-from gpuscale.api.allocator.v1.allocator_service_pb2 import (
-    ReleaseReservationRequest as ReleaseReservationRequest,
-)
-from gpuscale.api.allocator.v1.allocator_service_pb2 import (
-    ReleaseReservationResponse as ReleaseReservationResponse,
-)
+from gpuscale.api.allocator.v1.allocator_service_pb2 import ListReservationsResponse as ListReservationsResponse
+from gpuscale.api.allocator.v1.allocator_service_pb2 import ReleaseReservationRequest as ReleaseReservationRequest
+from gpuscale.api.allocator.v1.allocator_service_pb2 import ReleaseReservationResponse as ReleaseReservationResponse
 from gpuscale.api.allocator.v1.allocator_service_pb2 import RenewReservationRequest as RenewReservationRequest
-from gpuscale.api.allocator.v1.allocator_service_pb2 import (
-    RenewReservationResponse as RenewReservationResponse,
-)
+from gpuscale.api.allocator.v1.allocator_service_pb2 import RenewReservationResponse as RenewReservationResponse
 from gpuscale.api.allocator.v1.allocator_service_pb2 import ReserveRequest as ReserveRequest
 from gpuscale.api.allocator.v1.allocator_service_pb2 import ReserveResponse as ReserveResponse
-from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import (
-    AllocatorServiceServicer as AllocatorServiceServicer,
-)
+from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceServicer as AllocatorServiceServicer
 from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceStub as AllocatorServiceStub
-from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import (
-    add_AllocatorServiceServicer_to_server as add_AllocatorServiceServicer_to_server,
-)
+from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import add_AllocatorServiceServicer_to_server as add_AllocatorServiceServicer_to_server
 from gpuscale.api.allocator.v1.reservation_pb2 import GpuScore as GpuScore
 from gpuscale.api.allocator.v1.reservation_pb2 import PlacementPolicy as PlacementPolicy
 from gpuscale.api.allocator.v1.reservation_pb2 import Reservation as Reservation

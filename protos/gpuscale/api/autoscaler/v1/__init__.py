@@ -9,13 +9,9 @@ from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ListAdaptersResponse 
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Register as Register
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ReplicaReport as ReplicaReport
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Report as Report
-from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import (
-    AdapterServiceServicer as AdapterServiceServicer,
-)
+from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceServicer as AdapterServiceServicer
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceStub as AdapterServiceStub
-from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import (
-    add_AdapterServiceServicer_to_server as add_AdapterServiceServicer_to_server,
-)
+from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import add_AdapterServiceServicer_to_server as add_AdapterServiceServicer_to_server
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Decision as Decision
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionStep as DecisionStep
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import GetDecisionRequest as GetDecisionRequest
@@ -23,13 +19,9 @@ from gpuscale.api.autoscaler.v1.decision_service_pb2 import GetDecisionResponse 
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import ListDecisionsRequest as ListDecisionsRequest
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import ListDecisionsResponse as ListDecisionsResponse
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Observation as Observation
-from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import (
-    DecisionServiceServicer as DecisionServiceServicer,
-)
+from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceServicer as DecisionServiceServicer
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceStub as DecisionServiceStub
-from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import (
-    add_DecisionServiceServicer_to_server as add_DecisionServiceServicer_to_server,
-)
+from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_to_server as add_DecisionServiceServicer_to_server
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import Comparator as Comparator
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import Endpoint as Endpoint
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import EndpointSpec as EndpointSpec
@@ -55,55 +47,25 @@ from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import SetReplicasRequest a
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import SetReplicasResponse as SetReplicasResponse
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import UpdateEndpointRequest as UpdateEndpointRequest
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import UpdateEndpointResponse as UpdateEndpointResponse
-from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import (
-    EndpointServiceServicer as EndpointServiceServicer,
-)
+from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import EndpointServiceServicer as EndpointServiceServicer
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import EndpointServiceStub as EndpointServiceStub
-from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import (
-    add_EndpointServiceServicer_to_server as add_EndpointServiceServicer_to_server,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import (
-    CreateQueueWatcherRequest as CreateQueueWatcherRequest,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import (
-    CreateQueueWatcherResponse as CreateQueueWatcherResponse,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import (
-    DeleteQueueWatcherRequest as DeleteQueueWatcherRequest,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import (
-    DeleteQueueWatcherResponse as DeleteQueueWatcherResponse,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import (
-    GetQueueWatcherRequest as GetQueueWatcherRequest,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import (
-    GetQueueWatcherResponse as GetQueueWatcherResponse,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import (
-    ListQueueWatchersRequest as ListQueueWatchersRequest,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import (
-    ListQueueWatchersResponse as ListQueueWatchersResponse,
-)
+from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import add_EndpointServiceServicer_to_server as add_EndpointServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import CreateQueueWatcherRequest as CreateQueueWatcherRequest
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import CreateQueueWatcherResponse as CreateQueueWatcherResponse
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import DeleteQueueWatcherRequest as DeleteQueueWatcherRequest
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import DeleteQueueWatcherResponse as DeleteQueueWatcherResponse
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import GetQueueWatcherRequest as GetQueueWatcherRequest
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import GetQueueWatcherResponse as GetQueueWatcherResponse
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import ListQueueWatchersRequest as ListQueueWatchersRequest
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import ListQueueWatchersResponse as ListQueueWatchersResponse
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import QueueWatcher as QueueWatcher
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import QueueWatcherSpec as QueueWatcherSpec
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import QueueWatcherStatus as QueueWatcherStatus
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import (
-    UpdateQueueWatcherRequest as UpdateQueueWatcherRequest,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import (
-    UpdateQueueWatcherResponse as UpdateQueueWatcherResponse,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import (
-    QueueWatcherServiceServicer as QueueWatcherServiceServicer,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import (
-    QueueWatcherServiceStub as QueueWatcherServiceStub,
-)
-from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import (
-    add_QueueWatcherServiceServicer_to_server as add_QueueWatcherServiceServicer_to_server,
-)
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import UpdateQueueWatcherRequest as UpdateQueueWatcherRequest
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import UpdateQueueWatcherResponse as UpdateQueueWatcherResponse
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import QueueWatcherServiceServicer as QueueWatcherServiceServicer
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import QueueWatcherServiceStub as QueueWatcherServiceStub
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import add_QueueWatcherServiceServicer_to_server as add_QueueWatcherServiceServicer_to_server
 
 __all__ = [
     "Adapter",

@@ -217,7 +217,9 @@ class ReplicaReport(_message.Message):
     replica: _builtins.str
     """endpoints/{endpoint}/replicas/{replica}"""
     state: _endpoint_pb2.Replica.State.ValueType
-    """STARTING, READY, DRAINING, STOPPED or FAILED."""
+    """STARTING, READY, DRAINING, STOPPED (it was asked to, by the autoscaler or because the adapter ends) or FAILED (it
+    ended by itself, whatever its exit code, or could not be started).
+    """
     pid: _builtins.int
     """Process id; 0 where there is none."""
     exit_code: _builtins.int

@@ -6,9 +6,7 @@ from gpuscale.api.monitor.v1.agent_service_pb2 import WatchSnapshotsRequest as W
 from gpuscale.api.monitor.v1.agent_service_pb2 import WatchSnapshotsResponse as WatchSnapshotsResponse
 from gpuscale.api.monitor.v1.agent_service_pb2_grpc import AgentServiceServicer as AgentServiceServicer
 from gpuscale.api.monitor.v1.agent_service_pb2_grpc import AgentServiceStub as AgentServiceStub
-from gpuscale.api.monitor.v1.agent_service_pb2_grpc import (
-    add_AgentServiceServicer_to_server as add_AgentServiceServicer_to_server,
-)
+from gpuscale.api.monitor.v1.agent_service_pb2_grpc import add_AgentServiceServicer_to_server as add_AgentServiceServicer_to_server
 from gpuscale.api.monitor.v1.fleet_service_pb2 import GetNodeRequest as GetNodeRequest
 from gpuscale.api.monitor.v1.fleet_service_pb2 import GetNodeResponse as GetNodeResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2 import Hello as Hello
@@ -22,9 +20,7 @@ from gpuscale.api.monitor.v1.fleet_service_pb2 import WatchNodesRequest as Watch
 from gpuscale.api.monitor.v1.fleet_service_pb2 import WatchNodesResponse as WatchNodesResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceServicer as FleetServiceServicer
 from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceStub as FleetServiceStub
-from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import (
-    add_FleetServiceServicer_to_server as add_FleetServiceServicer_to_server,
-)
+from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import add_FleetServiceServicer_to_server as add_FleetServiceServicer_to_server
 
 __all__ = [
     "AgentServiceServicer",
