@@ -26,7 +26,7 @@ check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy services tools/generate_api.py examples
-	$(BIN)/python -m pyright
+	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python tools/generate_api.py --check
