@@ -36,7 +36,10 @@ def generate(target: Path) -> None:
     protoc: Any = importlib.import_module("grpc_tools.protoc")  # has no types
     well_known = importlib.resources.files("grpc_tools") / "_proto"
     outputs = [f"--{kind}_out={target}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    arguments = ["protoc", f"-I{ROOT}", f"-I{well_known}", *outputs, *map(str, protos())]
+    # Beside this interpreter, so that the environment need not be activated.
+    scripts = Path(sys.executable).parent
+    plugins = [f"--plugin={name}={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
+    arguments = ["protoc", f"-I{ROOT}", f"-I{well_known}", *plugins, *outputs, *map(str, protos())]
     if protoc.main(arguments) != 0:
         sys.exit("protoc failed")
     for proto in protos():
