@@ -77,7 +77,7 @@ def test_it_is_there_at_once(up: Up) -> None:
         f"  data       {up.folder / 'data'}",
         "  GPUs       4 SIMULATED: no hardware stands behind them",
     ]
-    assert up.errors.read_text().startswith("next:  gpuscalectl --address ")
+    eventually_sync(lambda: up.errors.read_text().startswith("next:  gpuscalectl --address "))
 
 
 def test_nodes_show_this_host(up: Up) -> None:

@@ -130,12 +130,15 @@ async def test_connections_channels_and_tasks_stay_the_same_over_hundreds_of_pol
         assert late[1] - early[1] <= 4, (early, late)
         assert late[2] <= 1, (early, late)
         if late[2] and case in {"ok", "missing"}:
-            await eventually(lambda: _one_channel(rabbitmq), timeout=15, interval=0.3)
+            await eventually(lambda: _few_channels(rabbitmq), timeout=15, interval=0.3)
     assert footprint(rabbitmq)[2] == 0
 
 
-async def _one_channel(broker: RabbitBroker) -> bool:
-    """Whether the broker counts at most two channels on the watcher's connection (one may be closing)."""
+async def _few_channels(broker: RabbitBroker) -> bool:
+    """Whether the broker counts at most two channels on the watcher's connection.
+
+    One may be closing; while a missing queue closes one with every poll, it may see none.
+    """
     async with httpx.AsyncClient(auth=(broker.user, broker.password)) as client:
         answer = await client.get(f"{broker.management_url}/api/connections")
     ours = [
@@ -144,4 +147,4 @@ async def _one_channel(broker: RabbitBroker) -> bool:
         if item.get("client_properties", {}).get("connection_name") == "gpuscale queue watcher"
     ]
     assert len(ours) == 1, len(ours)
-    return 1 <= ours[0]["channels"] <= 2
+    return int(ours[0]["channels"]) <= 2
