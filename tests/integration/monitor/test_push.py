@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 
 import grpc
@@ -137,16 +137,29 @@ async def test_a_stream_that_the_fleet_ends_is_opened_again(status: grpc.StatusC
 @pytest.mark.usefixtures("quick_backoff")
 @pytest.mark.parametrize("status", [grpc.StatusCode.ABORTED, grpc.StatusCode.PERMISSION_DENIED])
 async def test_an_agent_that_is_not_wanted_does_not_try_again_soon(status: grpc.StatusCode) -> None:
-    """Core reports some ends of a stream that is being written to as INTERNAL; those are tried again, here without a wait.
+    """Also where a snapshot was ready to follow Hello: core would report that end as INTERNAL, which is tried again."""
 
-    An agent that did not heed the refusal would say hello dozens of times in half a second.
-    """
-    fleet = ScriptedFleet()
-    fleet.status = status
+    class Unwelcoming(ScriptedFleet):
+        async def StreamTelemetry(
+            self,
+            request_iterator: AsyncIterator[monitor_api.StreamTelemetryRequest],
+            context: grpc.aio.ServicerContext[
+                monitor_api.StreamTelemetryRequest, monitor_api.StreamTelemetryResponse
+            ],
+        ) -> AsyncGenerator[monitor_api.StreamTelemetryResponse, None]:
+            await anext(request_iterator)
+            self.hellos += 1
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    self.snapshots.append((await anext(request_iterator)).snapshot.seq)
+            await context.abort(status, "as the test wants")
+            yield
+
+    fleet = Unwelcoming()
     async with scripted(fleet) as address, running_agent(address, period_seconds=0.1) as agent:
         await eventually(lambda: fleet.hellos >= 1)
-        await asyncio.sleep(0.5)
-        assert fleet.hellos <= 10
+        await asyncio.sleep(0.8)
+        assert (fleet.hellos, fleet.snapshots) == (1, [])
         await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=5)
 
 

@@ -1,7 +1,8 @@
 """The agent's stream to the fleet, opened again whenever it ends.
 
 Only the newest snapshot is ever waiting to be sent. A stream begins with a new reading, so that its first snapshot is
-newer than all of the streams before.
+newer than all of the streams before. Nothing follows Hello until the fleet has answered it: gRPC core may report the
+end of a stream that is being written to as INTERNAL, and a refusal must be seen as one.
 """
 
 import asyncio
@@ -83,18 +84,20 @@ class FleetPush:
     async def _stream(self) -> GpuscaleError:
         """One stream, from its beginning to its end; returns why it ended."""
         call = self._stub.StreamTelemetry()
+        welcome = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as group:
-                writer = group.create_task(self._write(call), name="agent push writer")
-                error = await self._read(call)
+                writer = group.create_task(self._write(call, welcome), name="agent push writer")
+                error = await self._read(call, welcome)
                 writer.cancel()
         finally:
             call.cancel()
         return error
 
-    async def _write(self, call: _Call) -> None:
+    async def _write(self, call: _Call, welcome: asyncio.Event) -> None:
         try:
             await call.write(monitor_api.StreamTelemetryRequest(hello=self._hello))
+            await welcome.wait()
             with self._sampler.snapshots.subscribe() as subscription:
                 await self._sampler.get(max_age=0.0)
                 while True:
@@ -105,8 +108,8 @@ class FleetPush:
             # grpc.aio raises the latter where the fleet has ended the stream already. The reader learns why.
             return
 
-    async def _read(self, call: _Call) -> GpuscaleError:
-        """Read acknowledgements until the stream ends; returns why it did."""
+    async def _read(self, call: _Call, welcome: asyncio.Event) -> GpuscaleError:
+        """Read acknowledgements until the stream ends, the first of which is a welcome; returns why it did."""
         rejected = 0
         try:
             with rpc_errors():
@@ -115,6 +118,7 @@ class FleetPush:
                         answer = await call.read()
                     if not isinstance(answer, monitor_api.StreamTelemetryResponse):
                         return UnavailableError("the fleet ended the stream", reason="STREAM_ENDED")
+                    welcome.set()
                     self._note(answer, rejected)
                     rejected = answer.rejected_count
         except TimeoutError:
