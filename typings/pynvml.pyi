@@ -1,15 +1,19 @@
-# ruff: noqa: A002, N801, N802, N815, N816, PYI021
+# ruff: noqa: A002, N801, N802, N803, N815, N816, PYI021, SLF001
 """The part of nvidia-ml-py that the agent uses, with types: the package itself has none.
 
 For type checkers only; nothing here is installed. Units are NVML's: bytes, milliwatts, percent, MHz, degrees Celsius.
 """
 
-from typing import overload
+import ctypes
+from collections.abc import Sequence
+from typing import Self, overload
 
 class NVMLError(Exception):
     value: int
+    def __new__(cls, value: int) -> Self: ...
+    def __init__(self, value: int) -> None: ...
 
-class c_nvmlDevice_t: ...
+class c_nvmlDevice_t(ctypes._Pointer[ctypes.Structure]): ...
 
 class c_nvmlMemory_t:
     total: int
@@ -28,6 +32,27 @@ class c_nvmlUtilization_t:
 
 class nvmlPciInfo_t:
     busId: str
+
+class c_nvmlEventSet_t: ...
+
+class c_nvmlEventData_t:
+    device: c_nvmlDevice_t
+    eventType: int
+    eventData: int
+
+class c_nvmlValue_t:
+    dVal: float
+    uiVal: int
+    ulVal: int
+    ullVal: int
+    sllVal: int
+    siVal: int
+
+class c_nvmlFieldValue_t:
+    fieldId: int
+    nvmlReturn: int
+    valueType: int
+    value: c_nvmlValue_t
 
 class nvmlFriendlyObject:
     pid: int
@@ -49,6 +74,51 @@ NVML_ERROR_GPU_NOT_FOUND: int
 NVML_TEMPERATURE_GPU: int
 NVML_CLOCK_SM: int
 NVML_CLOCK_MEM: int
+NVML_CLOCK_VIDEO: int
+NVML_DEVICE_MIG_ENABLE: int
+NVML_ERROR_INVALID_ARGUMENT: int
+NVML_FI_DEV_ECC_DBE_AGG_TOTAL: int
+NVML_FI_DEV_ECC_DBE_VOL_TOTAL: int
+NVML_FI_DEV_ECC_SBE_AGG_TOTAL: int
+NVML_FI_DEV_ECC_SBE_VOL_TOTAL: int
+NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: int
+NVML_FI_DEV_MEMORY_TEMP: int
+NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL: int
+NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL: int
+NVML_FI_DEV_NVLINK_GET_STATE: int
+NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL: int
+NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL: int
+NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX: int
+NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX: int
+NVML_FI_DEV_PCIE_COUNT_RX_BYTES: int
+NVML_FI_DEV_PCIE_COUNT_TX_BYTES: int
+NVML_FI_DEV_PCIE_REPLAY_COUNTER: int
+NVML_FI_DEV_POWER_DEFAULT_LIMIT: int
+NVML_FI_DEV_POWER_MAX_LIMIT: int
+NVML_FI_DEV_POWER_MIN_LIMIT: int
+NVML_FI_DEV_REMAPPED_COR: int
+NVML_FI_DEV_REMAPPED_FAILURE: int
+NVML_FI_DEV_REMAPPED_PENDING: int
+NVML_FI_DEV_REMAPPED_UNC: int
+NVML_FI_DEV_RETIRED_DBE: int
+NVML_FI_DEV_RETIRED_PENDING: int
+NVML_FI_DEV_RETIRED_SBE: int
+NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION: int
+NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET: int
+NVML_GPU_RECOVERY_ACTION_DRAIN_P2P: int
+NVML_GPU_RECOVERY_ACTION_GPU_RESET: int
+NVML_GPU_RECOVERY_ACTION_NODE_REBOOT: int
+NVML_GPU_RECOVERY_ACTION_NONE: int
+NVML_SUCCESS: int
+NVML_VALUE_TYPE_DOUBLE: int
+NVML_VALUE_TYPE_SIGNED_INT: int
+NVML_VALUE_TYPE_SIGNED_LONG_LONG: int
+NVML_VALUE_TYPE_UNSIGNED_INT: int
+NVML_VALUE_TYPE_UNSIGNED_LONG: int
+NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: int
+nvmlEventTypeDoubleBitEccError: int
+nvmlEventTypeSingleBitEccError: int
+nvmlEventTypeXidCriticalError: int
 nvmlMemory_v2: int
 
 def nvmlInit() -> None: ...
@@ -73,3 +143,22 @@ def nvmlDeviceGetComputeRunningProcesses_v2(handle: c_nvmlDevice_t) -> list[nvml
 def nvmlDeviceGetComputeRunningProcesses_v3(handle: c_nvmlDevice_t) -> list[nvmlFriendlyObject]: ...
 def nvmlDeviceGetGraphicsRunningProcesses_v2(handle: c_nvmlDevice_t) -> list[nvmlFriendlyObject]: ...
 def nvmlDeviceGetGraphicsRunningProcesses_v3(handle: c_nvmlDevice_t) -> list[nvmlFriendlyObject]: ...
+def nvmlDeviceGetEncoderUtilization(handle: c_nvmlDevice_t) -> list[int]: ...
+def nvmlDeviceGetDecoderUtilization(handle: c_nvmlDevice_t) -> list[int]: ...
+def nvmlDeviceGetCurrentClocksEventReasons(handle: c_nvmlDevice_t) -> int: ...
+def nvmlDeviceGetCurrentClocksThrottleReasons(handle: c_nvmlDevice_t) -> int: ...
+def nvmlDeviceGetCurrPcieLinkGeneration(handle: c_nvmlDevice_t) -> int: ...
+def nvmlDeviceGetCurrPcieLinkWidth(handle: c_nvmlDevice_t) -> int: ...
+def nvmlDeviceGetFieldValues(
+    handle: c_nvmlDevice_t, fieldIds: Sequence[int | tuple[int, int]]
+) -> Sequence[c_nvmlFieldValue_t]: ...
+def nvmlDeviceGetMigMode(handle: c_nvmlDevice_t) -> list[int]: ...
+def nvmlDeviceGetMaxMigDeviceCount(handle: c_nvmlDevice_t) -> int: ...
+def nvmlDeviceGetMigDeviceHandleByIndex(device: c_nvmlDevice_t, index: int) -> c_nvmlDevice_t: ...
+def nvmlDeviceGetNvLinkState(device: c_nvmlDevice_t, link: int) -> int: ...
+def nvmlDeviceGetNvLinkRemotePciInfo(device: c_nvmlDevice_t, link: int) -> nvmlPciInfo_t: ...
+def nvmlDeviceGetSupportedEventTypes(handle: c_nvmlDevice_t) -> int: ...
+def nvmlDeviceRegisterEvents(handle: c_nvmlDevice_t, eventTypes: int, eventSet: c_nvmlEventSet_t) -> None: ...
+def nvmlEventSetCreate() -> c_nvmlEventSet_t: ...
+def nvmlEventSetWait_v2(eventSet: c_nvmlEventSet_t, timeoutms: int) -> c_nvmlEventData_t: ...
+def nvmlEventSetFree(eventSet: c_nvmlEventSet_t) -> None: ...

@@ -7,7 +7,9 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from gpuscale.api.allocator.v1 import ask_pb2 as _ask_pb2
 from gpuscale.api.allocator.v1 import reservation_pb2 as _reservation_pb2
 import builtins as _builtins
 import sys
@@ -48,72 +50,61 @@ class ReserveRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
-    GPU_COUNT_FIELD_NUMBER: _builtins.int
-    MIN_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
-    MAX_UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
-    ALLOW_UNKNOWN_UTILIZATION_FIELD_NUMBER: _builtins.int
+    ASK_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
-    POLICY_FIELD_NUMBER: _builtins.int
-    WEIGHTS_FIELD_NUMBER: _builtins.int
-    NODES_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PREEMPTIBLE_FIELD_NUMBER: _builtins.int
+    MAY_PREEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable: choose a new UUID for each grant that is wanted."""
     holder: _builtins.str
     """Who will hold them."""
-    gpu_count: _builtins.int
-    """How many GPUs, all of one node."""
-    min_memory_bytes: _builtins.int
-    """Least free memory of each; 8000 MiB when absent."""
-    max_utilization_percent: _builtins.float
-    """Each must be used less than this; 50 when absent, 100 admits any."""
-    allow_unknown_utilization: _builtins.bool
-    """Admit GPUs whose utilization cannot be read (such as MIG instances); their score is their memory alone."""
-    policy: _reservation_pb2.PlacementPolicy.ValueType
-    """How to pick them."""
+    tenant: _builtins.str
+    """Whose quota it counts against; the caller's own name when empty."""
+    priority: _builtins.int
+    """The higher, the sooner it is served."""
+    preemptible: _builtins.bool
+    """Whether it may be preempted by a request with a higher priority that asks for it."""
+    may_preempt: _builtins.bool
+    """Whether preemptible reservations with a lower priority may be ended for it. Needs a wait."""
+    @_builtins.property
+    def ask(self) -> _ask_pb2.Ask:
+        """What is wanted."""
+
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """How long the lease lasts from each renewal; 5 minutes when absent."""
 
     @_builtins.property
-    def weights(self) -> _reservation_pb2.ScoreWeights:
-        """Weights of the spread score."""
-
-    @_builtins.property
-    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Only these nodes, as nodes/{node}; any when empty."""
-
-    @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The holder's own labels."""
+
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """How long to wait in the queue for room; absent or 0: one look."""
 
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         holder: _builtins.str = ...,
-        gpu_count: _builtins.int = ...,
-        min_memory_bytes: _builtins.int | None = ...,
-        max_utilization_percent: _builtins.float | None = ...,
-        allow_unknown_utilization: _builtins.bool = ...,
+        ask: _ask_pb2.Ask | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
-        policy: _reservation_pb2.PlacementPolicy.ValueType = ...,
-        weights: _reservation_pb2.ScoreWeights | None = ...,
-        nodes: _abc.Iterable[_builtins.str] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        wait: _duration_pb2.Duration | None = ...,
+        tenant: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        preemptible: _builtins.bool = ...,
+        may_preempt: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "ttl", b"ttl", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "allow_unknown_utilization", b"allow_unknown_utilization", "gpu_count", b"gpu_count", "holder", b"holder", "labels", b"labels", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "nodes", b"nodes", "policy", b"policy", "request_id", b"request_id", "ttl", b"ttl", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "holder", b"holder", "labels", b"labels", "may_preempt", b"may_preempt", "preemptible", b"preemptible", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_utilization_percent: _TypeAlias = _typing.Literal["max_utilization_percent"]  # noqa: Y015
-    _WhichOneofArgType__max_utilization_percent: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent"]  # noqa: Y015
-    _WhichOneofReturnType__min_memory_bytes: _TypeAlias = _typing.Literal["min_memory_bytes"]  # noqa: Y015
-    _WhichOneofArgType__min_memory_bytes: _TypeAlias = _typing.Literal["_min_memory_bytes", b"_min_memory_bytes"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_utilization_percent) -> _WhichOneofReturnType__max_utilization_percent | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_memory_bytes) -> _WhichOneofReturnType__min_memory_bytes | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
 
@@ -140,6 +131,152 @@ class ReserveResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
+
+@_typing.final
+class ReserveAndWatchRequest(_message.Message):
+    """Asks for GPUs and for news while it waits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reserve(self) -> Global___ReserveRequest:
+        """What is asked for."""
+
+    def __init__(
+        self,
+        *,
+        reserve: Global___ReserveRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reserve", b"reserve"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reserve", b"reserve"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveAndWatchRequest: _TypeAlias = ReserveAndWatchRequest  # noqa: Y015
+
+@_typing.final
+class QueuePlace(_message.Message):
+    """Where a request stands in the queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ESTIMATED_WAIT_FIELD_NUMBER: _builtins.int
+    WAITED_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Requests before it, of all tenants; 0 for the next to be served."""
+    message: _builtins.str
+    """Why it is not served yet, in words, with the nearest miss."""
+    reason: _builtins.str
+    """The reason as a code: NO_CAPACITY, QUOTA_EXCEEDED or BEHIND_OTHERS."""
+    @_builtins.property
+    def estimated_wait(self) -> _duration_pb2.Duration:
+        """When it will be served at the latest if every lease ends and nobody renews; absent where that is not known."""
+
+    @_builtins.property
+    def waited(self) -> _duration_pb2.Duration:
+        """How long it has waited."""
+
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        message: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        estimated_wait: _duration_pb2.Duration | None = ...,
+        waited: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["estimated_wait", b"estimated_wait", "waited", b"waited"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated_wait", b"estimated_wait", "message", b"message", "position", b"position", "reason", b"reason", "waited", b"waited"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueuePlace: _TypeAlias = QueuePlace  # noqa: Y015
+
+@_typing.final
+class ReserveAndWatchResponse(_message.Message):
+    """News of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def waiting(self) -> Global___QueuePlace:
+        """It waits."""
+
+    @_builtins.property
+    def reservation(self) -> _reservation_pb2.Reservation:
+        """It was granted; the last message."""
+
+    def __init__(
+        self,
+        *,
+        waiting: Global___QueuePlace | None = ...,
+        reservation: _reservation_pb2.Reservation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["news", b"news", "reservation", b"reservation", "waiting", b"waiting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["news", b"news", "reservation", b"reservation", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_news: _TypeAlias = _typing.Literal["waiting", "reservation"]  # noqa: Y015
+    _WhichOneofArgType_news: _TypeAlias = _typing.Literal["news", b"news"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_news) -> _WhichOneofReturnType_news | None: ...
+
+Global___ReserveAndWatchResponse: _TypeAlias = ReserveAndWatchResponse  # noqa: Y015
+
+@_typing.final
+class BatchReserveRequest(_message.Message):
+    """Asks for several reservations at once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReserveRequest]:
+        """What is asked for; none of them with a wait."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___ReserveRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchReserveRequest: _TypeAlias = BatchReserveRequest  # noqa: Y015
+
+@_typing.final
+class BatchReserveResponse(_message.Message):
+    """The reservations that were granted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reservations(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.Reservation]:
+        """One for each request, in their order."""
+
+    def __init__(
+        self,
+        *,
+        reservations: _abc.Iterable[_reservation_pb2.Reservation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservations", b"reservations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchReserveResponse: _TypeAlias = BatchReserveResponse  # noqa: Y015
 
 @_typing.final
 class RenewReservationRequest(_message.Message):
@@ -198,6 +335,134 @@ class RenewReservationResponse(_message.Message):
 Global___RenewReservationResponse: _TypeAlias = RenewReservationResponse  # noqa: Y015
 
 @_typing.final
+class LeaseRenewal(_message.Message):
+    """A lease to renew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """reservations/{reservation}"""
+    fence: _builtins.int
+    """Fence of the grant."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        fence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseRenewal: _TypeAlias = LeaseRenewal  # noqa: Y015
+
+@_typing.final
+class KeepAliveRequest(_message.Message):
+    """Renews leases now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    holder: _builtins.str
+    """All live leases of this holder that are the caller's; none when empty."""
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseRenewal]:
+        """These leases."""
+
+    def __init__(
+        self,
+        *,
+        leases: _abc.Iterable[Global___LeaseRenewal] | None = ...,
+        holder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "leases", b"leases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepAliveRequest: _TypeAlias = KeepAliveRequest  # noqa: Y015
+
+@_typing.final
+class LeaseStatus(_message.Message):
+    """How a lease stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REMAINING_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    REVOKE_TIME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """reservations/{reservation}"""
+    fence: _builtins.int
+    """Fence of the grant."""
+    state: _reservation_pb2.Reservation.State.ValueType
+    """Where the reservation stands."""
+    error_reason: _builtins.str
+    """Why it was not renewed, as the reason of the error that RenewReservation would give; empty when it was."""
+    message: _builtins.str
+    """The same in words; or, of a renewed lease, why it will be taken away."""
+    @_builtins.property
+    def remaining(self) -> _duration_pb2.Duration:
+        """What is left of the lease; absent once it ended."""
+
+    @_builtins.property
+    def revoke_time(self) -> _timestamp_pb2.Timestamp:
+        """When it will be taken away; absent while it will not."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        fence: _builtins.int = ...,
+        state: _reservation_pb2.Reservation.State.ValueType = ...,
+        remaining: _duration_pb2.Duration | None = ...,
+        error_reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        revoke_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["remaining", b"remaining", "revoke_time", b"revoke_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_reason", b"error_reason", "fence", b"fence", "message", b"message", "name", b"name", "remaining", b"remaining", "revoke_time", b"revoke_time", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseStatus: _TypeAlias = LeaseStatus  # noqa: Y015
+
+@_typing.final
+class KeepAliveResponse(_message.Message):
+    """The answer to a message of the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseStatus]:
+        """Each lease that was named, or found by holder."""
+
+    def __init__(
+        self,
+        *,
+        leases: _abc.Iterable[Global___LeaseStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepAliveResponse: _TypeAlias = KeepAliveResponse  # noqa: Y015
+
+@_typing.final
 class ReleaseReservationRequest(_message.Message):
     """Gives a reservation back."""
 
@@ -246,6 +511,54 @@ class ReleaseReservationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseReservationResponse: _TypeAlias = ReleaseReservationResponse  # noqa: Y015
+
+@_typing.final
+class BatchReleaseRequest(_message.Message):
+    """Gives several reservations back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReleaseReservationRequest]:
+        """Which."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___ReleaseReservationRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchReleaseRequest: _TypeAlias = BatchReleaseRequest  # noqa: Y015
+
+@_typing.final
+class BatchReleaseResponse(_message.Message):
+    """The ended reservations."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reservations(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.Reservation]:
+        """One for each request, in their order."""
+
+    def __init__(
+        self,
+        *,
+        reservations: _abc.Iterable[_reservation_pb2.Reservation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservations", b"reservations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchReleaseResponse: _TypeAlias = BatchReleaseResponse  # noqa: Y015
 
 @_typing.final
 class GetReservationRequest(_message.Message):
@@ -354,3 +667,53 @@ class ListReservationsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListReservationsResponse: _TypeAlias = ListReservationsResponse  # noqa: Y015
+
+@_typing.final
+class WatchReservationsRequest(_message.Message):
+    """Asks for live reservations and their changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_FIELD_NUMBER: _builtins.int
+    holder: _builtins.str
+    """Only those of this holder; any when empty."""
+    def __init__(
+        self,
+        *,
+        holder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchReservationsRequest: _TypeAlias = WatchReservationsRequest  # noqa: Y015
+
+@_typing.final
+class WatchReservationsResponse(_message.Message):
+    """Reservations that changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATIONS_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
+    full: _builtins.bool
+    """True on the message that ends the first round."""
+    @_builtins.property
+    def reservations(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.Reservation]:
+        """The reservations as they are now; those that ended among them, once."""
+
+    def __init__(
+        self,
+        *,
+        reservations: _abc.Iterable[_reservation_pb2.Reservation] | None = ...,
+        full: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "reservations", b"reservations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchReservationsResponse: _TypeAlias = WatchReservationsResponse  # noqa: Y015

@@ -40,15 +40,35 @@ class AllocatorServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReserveResponse.FromString,
                 _registered_method=True)
+        self.ReserveAndWatch = channel.unary_stream(
+                '/gpuscale.api.allocator.v1.AllocatorService/ReserveAndWatch',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReserveAndWatchRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReserveAndWatchResponse.FromString,
+                _registered_method=True)
+        self.BatchReserve = channel.unary_unary(
+                '/gpuscale.api.allocator.v1.AllocatorService/BatchReserve',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReserveRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReserveResponse.FromString,
+                _registered_method=True)
         self.RenewReservation = channel.unary_unary(
                 '/gpuscale.api.allocator.v1.AllocatorService/RenewReservation',
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.RenewReservationRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.RenewReservationResponse.FromString,
                 _registered_method=True)
+        self.KeepAlive = channel.stream_stream(
+                '/gpuscale.api.allocator.v1.AllocatorService/KeepAlive',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.KeepAliveRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.KeepAliveResponse.FromString,
+                _registered_method=True)
         self.ReleaseReservation = channel.unary_unary(
                 '/gpuscale.api.allocator.v1.AllocatorService/ReleaseReservation',
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReleaseReservationRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReleaseReservationResponse.FromString,
+                _registered_method=True)
+        self.BatchRelease = channel.unary_unary(
+                '/gpuscale.api.allocator.v1.AllocatorService/BatchRelease',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseResponse.FromString,
                 _registered_method=True)
         self.GetReservation = channel.unary_unary(
                 '/gpuscale.api.allocator.v1.AllocatorService/GetReservation',
@@ -60,6 +80,11 @@ class AllocatorServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ListReservationsRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ListReservationsResponse.FromString,
                 _registered_method=True)
+        self.WatchReservations = channel.unary_stream(
+                '/gpuscale.api.allocator.v1.AllocatorService/WatchReservations',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.WatchReservationsRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.WatchReservationsResponse.FromString,
+                _registered_method=True)
 
 
 class AllocatorServiceServicer(object):
@@ -67,11 +92,28 @@ class AllocatorServiceServicer(object):
     """
 
     def Reserve(self, request, context):
-        """Reserves gpu_count GPUs of one node, all or none. The same request_id with the same arguments returns the
-        same reservation, whatever has become of it; with other arguments: ALREADY_EXISTS. No room now:
-        RESOURCE_EXHAUSTED, reason NO_CAPACITY, with the nearest miss and RetryInfo. More than any node has:
-        FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be written:
-        UNAVAILABLE.
+        """Reserves GPUs, all or none. The same request_id with the same arguments returns the same reservation, whatever
+        has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
+        with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
+        WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
+        than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be
+        written: UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReserveAndWatch(self, request, context):
+        """As Reserve, and tells while it waits: the place in the queue and why it is not served. The last message holds
+        the reservation. A caller that goes away leaves the queue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BatchReserve(self, request, context):
+        """Reserves several times in one call, all or none, without waiting: the requests see each other's grants in order.
+        Errors as of Reserve, for the first request that is refused; field paths begin with requests[i].
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,9 +127,26 @@ class AllocatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepAlive(self, request_iterator, context):
+        """Renews leases for as long as the stream lasts: each message renews those it names, or all of a holder, and is
+        answered with how each stands. A lease that cannot be renewed is named with its error; the stream goes on. The
+        stream's end ends no lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleaseReservation(self, request, context):
         """Gives the GPUs back. Releasing what has ended already changes nothing and is no error. Unknown: NOT_FOUND.
         Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BatchRelease(self, request, context):
+        """Gives several back in one call. Errors as of ReleaseReservation, for the first that cannot be released; none is
+        released then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,6 +166,14 @@ class AllocatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchReservations(self, request, context):
+        """Streams all live reservations at once (in several messages where they are many, the last of them marked full),
+        then those that change. A slow subscriber gets the newest state of each.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AllocatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,15 +182,35 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReserveRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReserveResponse.SerializeToString,
             ),
+            'ReserveAndWatch': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReserveAndWatch,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReserveAndWatchRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReserveAndWatchResponse.SerializeToString,
+            ),
+            'BatchReserve': grpc.unary_unary_rpc_method_handler(
+                    servicer.BatchReserve,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReserveRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReserveResponse.SerializeToString,
+            ),
             'RenewReservation': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewReservation,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.RenewReservationRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.RenewReservationResponse.SerializeToString,
             ),
+            'KeepAlive': grpc.stream_stream_rpc_method_handler(
+                    servicer.KeepAlive,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.KeepAliveRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.KeepAliveResponse.SerializeToString,
+            ),
             'ReleaseReservation': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseReservation,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReleaseReservationRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReleaseReservationResponse.SerializeToString,
+            ),
+            'BatchRelease': grpc.unary_unary_rpc_method_handler(
+                    servicer.BatchRelease,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseResponse.SerializeToString,
             ),
             'GetReservation': grpc.unary_unary_rpc_method_handler(
                     servicer.GetReservation,
@@ -134,6 +221,11 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     servicer.ListReservations,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ListReservationsRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ListReservationsResponse.SerializeToString,
+            ),
+            'WatchReservations': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchReservations,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.WatchReservationsRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.WatchReservationsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +267,60 @@ class AllocatorService(object):
             _registered_method=True)
 
     @staticmethod
+    def ReserveAndWatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.AllocatorService/ReserveAndWatch',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReserveAndWatchRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReserveAndWatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BatchReserve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.AllocatorService/BatchReserve',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReserveRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReserveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def RenewReservation(request,
             target,
             options=(),
@@ -202,6 +348,33 @@ class AllocatorService(object):
             _registered_method=True)
 
     @staticmethod
+    def KeepAlive(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/gpuscale.api.allocator.v1.AllocatorService/KeepAlive',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.KeepAliveRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.KeepAliveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ReleaseReservation(request,
             target,
             options=(),
@@ -218,6 +391,33 @@ class AllocatorService(object):
             '/gpuscale.api.allocator.v1.AllocatorService/ReleaseReservation',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReleaseReservationRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ReleaseReservationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BatchRelease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.AllocatorService/BatchRelease',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -272,6 +472,33 @@ class AllocatorService(object):
             '/gpuscale.api.allocator.v1.AllocatorService/ListReservations',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ListReservationsRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.ListReservationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchReservations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.AllocatorService/WatchReservations',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.WatchReservationsRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.WatchReservationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,24 +34,46 @@ class AllocatorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AllocatorServiceAsyncStub: ...
     Reserve: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.ReserveRequest, _allocator_service_pb2.ReserveResponse]
-    """Reserves gpu_count GPUs of one node, all or none. The same request_id with the same arguments returns the
-    same reservation, whatever has become of it; with other arguments: ALREADY_EXISTS. No room now:
-    RESOURCE_EXHAUSTED, reason NO_CAPACITY, with the nearest miss and RetryInfo. More than any node has:
-    FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be written:
-    UNAVAILABLE.
+    """Reserves GPUs, all or none. The same request_id with the same arguments returns the same reservation, whatever
+    has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
+    with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
+    WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
+    than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be
+    written: UNAVAILABLE.
+    """
+    ReserveAndWatch: _grpc.UnaryStreamMultiCallable[_allocator_service_pb2.ReserveAndWatchRequest, _allocator_service_pb2.ReserveAndWatchResponse]
+    """As Reserve, and tells while it waits: the place in the queue and why it is not served. The last message holds
+    the reservation. A caller that goes away leaves the queue.
+    """
+    BatchReserve: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.BatchReserveRequest, _allocator_service_pb2.BatchReserveResponse]
+    """Reserves several times in one call, all or none, without waiting: the requests see each other's grants in order.
+    Errors as of Reserve, for the first request that is refused; field paths begin with requests[i].
     """
     RenewReservation: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.RenewReservationRequest, _allocator_service_pb2.RenewReservationResponse]
     """Starts the lease anew from now, with the same or another ttl. Unknown: NOT_FOUND. Ended, or another fence:
     FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. May be repeated.
     """
+    KeepAlive: _grpc.StreamStreamMultiCallable[_allocator_service_pb2.KeepAliveRequest, _allocator_service_pb2.KeepAliveResponse]
+    """Renews leases for as long as the stream lasts: each message renews those it names, or all of a holder, and is
+    answered with how each stands. A lease that cannot be renewed is named with its error; the stream goes on. The
+    stream's end ends no lease.
+    """
     ReleaseReservation: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.ReleaseReservationRequest, _allocator_service_pb2.ReleaseReservationResponse]
     """Gives the GPUs back. Releasing what has ended already changes nothing and is no error. Unknown: NOT_FOUND.
     Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED.
+    """
+    BatchRelease: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.BatchReleaseRequest, _allocator_service_pb2.BatchReleaseResponse]
+    """Gives several back in one call. Errors as of ReleaseReservation, for the first that cannot be released; none is
+    released then.
     """
     GetReservation: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.GetReservationRequest, _allocator_service_pb2.GetReservationResponse]
     """Returns one reservation, ended ones too for as long as they are kept. Unknown: NOT_FOUND."""
     ListReservations: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.ListReservationsRequest, _allocator_service_pb2.ListReservationsResponse]
     """Lists reservations, oldest first."""
+    WatchReservations: _grpc.UnaryStreamMultiCallable[_allocator_service_pb2.WatchReservationsRequest, _allocator_service_pb2.WatchReservationsResponse]
+    """Streams all live reservations at once (in several messages where they are many, the last of them marked full),
+    then those that change. A slow subscriber gets the newest state of each.
+    """
 
 @_typing.type_check_only
 class AllocatorServiceAsyncStub(AllocatorServiceStub):
@@ -59,24 +81,46 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Reserve: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.ReserveRequest, _allocator_service_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Reserves gpu_count GPUs of one node, all or none. The same request_id with the same arguments returns the
-    same reservation, whatever has become of it; with other arguments: ALREADY_EXISTS. No room now:
-    RESOURCE_EXHAUSTED, reason NO_CAPACITY, with the nearest miss and RetryInfo. More than any node has:
-    FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be written:
-    UNAVAILABLE.
+    """Reserves GPUs, all or none. The same request_id with the same arguments returns the same reservation, whatever
+    has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
+    with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
+    WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
+    than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be
+    written: UNAVAILABLE.
+    """
+    ReserveAndWatch: _aio.UnaryStreamMultiCallable[_allocator_service_pb2.ReserveAndWatchRequest, _allocator_service_pb2.ReserveAndWatchResponse]  # type: ignore[assignment]
+    """As Reserve, and tells while it waits: the place in the queue and why it is not served. The last message holds
+    the reservation. A caller that goes away leaves the queue.
+    """
+    BatchReserve: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.BatchReserveRequest, _allocator_service_pb2.BatchReserveResponse]  # type: ignore[assignment]
+    """Reserves several times in one call, all or none, without waiting: the requests see each other's grants in order.
+    Errors as of Reserve, for the first request that is refused; field paths begin with requests[i].
     """
     RenewReservation: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.RenewReservationRequest, _allocator_service_pb2.RenewReservationResponse]  # type: ignore[assignment]
     """Starts the lease anew from now, with the same or another ttl. Unknown: NOT_FOUND. Ended, or another fence:
     FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. May be repeated.
     """
+    KeepAlive: _aio.StreamStreamMultiCallable[_allocator_service_pb2.KeepAliveRequest, _allocator_service_pb2.KeepAliveResponse]  # type: ignore[assignment]
+    """Renews leases for as long as the stream lasts: each message renews those it names, or all of a holder, and is
+    answered with how each stands. A lease that cannot be renewed is named with its error; the stream goes on. The
+    stream's end ends no lease.
+    """
     ReleaseReservation: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.ReleaseReservationRequest, _allocator_service_pb2.ReleaseReservationResponse]  # type: ignore[assignment]
     """Gives the GPUs back. Releasing what has ended already changes nothing and is no error. Unknown: NOT_FOUND.
     Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED.
+    """
+    BatchRelease: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.BatchReleaseRequest, _allocator_service_pb2.BatchReleaseResponse]  # type: ignore[assignment]
+    """Gives several back in one call. Errors as of ReleaseReservation, for the first that cannot be released; none is
+    released then.
     """
     GetReservation: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.GetReservationRequest, _allocator_service_pb2.GetReservationResponse]  # type: ignore[assignment]
     """Returns one reservation, ended ones too for as long as they are kept. Unknown: NOT_FOUND."""
     ListReservations: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.ListReservationsRequest, _allocator_service_pb2.ListReservationsResponse]  # type: ignore[assignment]
     """Lists reservations, oldest first."""
+    WatchReservations: _aio.UnaryStreamMultiCallable[_allocator_service_pb2.WatchReservationsRequest, _allocator_service_pb2.WatchReservationsResponse]  # type: ignore[assignment]
+    """Streams all live reservations at once (in several messages where they are many, the last of them marked full),
+    then those that change. A slow subscriber gets the newest state of each.
+    """
 
 class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Grants, renews and ends reservations. A grant is on disk before its answer leaves."""
@@ -87,11 +131,32 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_service_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_service_pb2.ReserveResponse, _abc.Awaitable[_allocator_service_pb2.ReserveResponse]]:
-        """Reserves gpu_count GPUs of one node, all or none. The same request_id with the same arguments returns the
-        same reservation, whatever has become of it; with other arguments: ALREADY_EXISTS. No room now:
-        RESOURCE_EXHAUSTED, reason NO_CAPACITY, with the nearest miss and RetryInfo. More than any node has:
-        FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be written:
-        UNAVAILABLE.
+        """Reserves GPUs, all or none. The same request_id with the same arguments returns the same reservation, whatever
+        has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
+        with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
+        WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
+        than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be
+        written: UNAVAILABLE.
+        """
+
+    @_abc_1.abstractmethod
+    def ReserveAndWatch(
+        self,
+        request: _allocator_service_pb2.ReserveAndWatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_allocator_service_pb2.ReserveAndWatchResponse], _abc.AsyncIterator[_allocator_service_pb2.ReserveAndWatchResponse]]:
+        """As Reserve, and tells while it waits: the place in the queue and why it is not served. The last message holds
+        the reservation. A caller that goes away leaves the queue.
+        """
+
+    @_abc_1.abstractmethod
+    def BatchReserve(
+        self,
+        request: _allocator_service_pb2.BatchReserveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_service_pb2.BatchReserveResponse, _abc.Awaitable[_allocator_service_pb2.BatchReserveResponse]]:
+        """Reserves several times in one call, all or none, without waiting: the requests see each other's grants in order.
+        Errors as of Reserve, for the first request that is refused; field paths begin with requests[i].
         """
 
     @_abc_1.abstractmethod
@@ -105,6 +170,17 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def KeepAlive(
+        self,
+        request_iterator: _MaybeAsyncIterator[_allocator_service_pb2.KeepAliveRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_allocator_service_pb2.KeepAliveResponse], _abc.AsyncIterator[_allocator_service_pb2.KeepAliveResponse]]:
+        """Renews leases for as long as the stream lasts: each message renews those it names, or all of a holder, and is
+        answered with how each stands. A lease that cannot be renewed is named with its error; the stream goes on. The
+        stream's end ends no lease.
+        """
+
+    @_abc_1.abstractmethod
     def ReleaseReservation(
         self,
         request: _allocator_service_pb2.ReleaseReservationRequest,
@@ -112,6 +188,16 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_allocator_service_pb2.ReleaseReservationResponse, _abc.Awaitable[_allocator_service_pb2.ReleaseReservationResponse]]:
         """Gives the GPUs back. Releasing what has ended already changes nothing and is no error. Unknown: NOT_FOUND.
         Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED.
+        """
+
+    @_abc_1.abstractmethod
+    def BatchRelease(
+        self,
+        request: _allocator_service_pb2.BatchReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_service_pb2.BatchReleaseResponse, _abc.Awaitable[_allocator_service_pb2.BatchReleaseResponse]]:
+        """Gives several back in one call. Errors as of ReleaseReservation, for the first that cannot be released; none is
+        released then.
         """
 
     @_abc_1.abstractmethod
@@ -129,5 +215,15 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_service_pb2.ListReservationsResponse, _abc.Awaitable[_allocator_service_pb2.ListReservationsResponse]]:
         """Lists reservations, oldest first."""
+
+    @_abc_1.abstractmethod
+    def WatchReservations(
+        self,
+        request: _allocator_service_pb2.WatchReservationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_allocator_service_pb2.WatchReservationsResponse], _abc.AsyncIterator[_allocator_service_pb2.WatchReservationsResponse]]:
+        """Streams all live reservations at once (in several messages where they are many, the last of them marked full),
+        then those that change. A slow subscriber gets the newest state of each.
+        """
 
 def add_AllocatorServiceServicer_to_server(servicer: AllocatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

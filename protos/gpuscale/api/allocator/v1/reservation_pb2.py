@@ -24,36 +24,32 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
-from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
+from gpuscale.api.allocator.v1 import ask_pb2 as gpuscale_dot_api_dot_allocator_dot_v1_dot_ask__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/allocator/v1/reservation.proto\x12\x19gpuscale.api.allocator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\x88\x01\n\x0cScoreWeights\x12+\n\x06memory\x18\x01 \x01(\x01\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00@\x8f@H\x00\x88\x01\x01\x12\x30\n\x0butilization\x18\x02 \x01(\x01\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00@\x8f@H\x01\x88\x01\x01\x42\t\n\x07_memoryB\x0e\n\x0c_utilization\"G\n\tScorePart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x42\x08\n\x06_value\"\\\n\x08GpuScore\x12\r\n\x05total\x18\x01 \x01(\x01\x12\x33\n\x05parts\x18\x02 \x03(\x0b\x32$.gpuscale.api.allocator.v1.ScorePart\x12\x0c\n\x04note\x18\x03 \x01(\t\"\x9c\x01\n\x0bReservedGpu\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04uuid\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\x05\x12\r\n\x05model\x18\x05 \x01(\t\x12\x11\n\tsimulated\x18\x06 \x01(\x08\x12\x32\n\x05score\x18\x07 \x01(\x0b\x32#.gpuscale.api.allocator.v1.GpuScore\"\xf7\x05\n\x0bReservation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12;\n\x05state\x18\x03 \x01(\x0e\x32,.gpuscale.api.allocator.v1.Reservation.State\x12\r\n\x05\x66\x65nce\x18\x04 \x01(\x03\x12\x34\n\x04gpus\x18\x05 \x03(\x0b\x32&.gpuscale.api.allocator.v1.ReservedGpu\x12&\n\x03ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tremaining\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12:\n\x06policy\x18\x0b \x01(\x0e\x32*.gpuscale.api.allocator.v1.PlacementPolicy\x12\x12\n\nrequest_id\x18\x0c \x01(\t\x12\r\n\x05owner\x18\r \x01(\t\x12\x42\n\x06labels\x18\x0e \x03(\x0b\x32\x32.gpuscale.api.allocator.v1.Reservation.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8f\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x10\n\x0cSTATE_ACTIVE\x10\x02\x12\x12\n\x0eSTATE_RELEASED\x10\x03\x12\x11\n\rSTATE_EXPIRED\x10\x04\x12\x13\n\x0fSTATE_CANCELLED\x10\x05\x12\x0e\n\nSTATE_LOST\x10\x06*P\n\x0fPlacementPolicy\x12 \n\x1cPLACEMENT_POLICY_UNSPECIFIED\x10\x00\x12\x1b\n\x17PLACEMENT_POLICY_SPREAD\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/allocator/v1/reservation.proto\x12\x19gpuscale.api.allocator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/allocator/v1/ask.proto\"G\n\tScorePart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x42\x08\n\x06_value\"\\\n\x08GpuScore\x12\r\n\x05total\x18\x01 \x01(\x01\x12\x33\n\x05parts\x18\x02 \x03(\x0b\x32$.gpuscale.api.allocator.v1.ScorePart\x12\x0c\n\x04note\x18\x03 \x01(\t\"\xf5\x01\n\x0bReservedGpu\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04uuid\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\x05\x12\r\n\x05model\x18\x05 \x01(\t\x12\x11\n\tsimulated\x18\x06 \x01(\x08\x12\x32\n\x05score\x18\x07 \x01(\x0b\x32#.gpuscale.api.allocator.v1.GpuScore\x12\r\n\x05milli\x18\x08 \x01(\x05\x12\x19\n\x0cmemory_bytes\x18\t \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06member\x18\n \x01(\x05\x12\x0c\n\x04lost\x18\x0b \x01(\x08\x42\x0f\n\r_memory_bytes\"\x9f\x01\n\x08GpuUsage\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x1e\n\x11memory_used_bytes\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12 \n\x13utilization_percent\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\routsider_pids\x18\x04 \x03(\x03\x42\x14\n\x12_memory_used_bytesB\x16\n\x14_utilization_percent\"\x85\x01\n\x10ReservationUsage\x12\x31\n\x04gpus\x18\x01 \x03(\x0b\x32#.gpuscale.api.allocator.v1.GpuUsage\x12\x11\n\x04idle\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08overused\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_idleB\x0b\n\t_overused\"\xf3\x07\n\x0bReservation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12;\n\x05state\x18\x03 \x01(\x0e\x32,.gpuscale.api.allocator.v1.Reservation.State\x12\r\n\x05\x66\x65nce\x18\x04 \x01(\x03\x12\x34\n\x04gpus\x18\x05 \x03(\x0b\x32&.gpuscale.api.allocator.v1.ReservedGpu\x12&\n\x03ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tremaining\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12:\n\x06policy\x18\x0b \x01(\x0e\x32*.gpuscale.api.allocator.v1.PlacementPolicy\x12\x12\n\nrequest_id\x18\x0c \x01(\t\x12\r\n\x05owner\x18\r \x01(\t\x12\x42\n\x06labels\x18\x0e \x03(\x0b\x32\x32.gpuscale.api.allocator.v1.Reservation.LabelsEntry\x12\x0e\n\x06tenant\x18\x0f \x01(\t\x12\x10\n\x08priority\x18\x10 \x01(\x05\x12\x13\n\x0bpreemptible\x18\x11 \x01(\x08\x12\x11\n\tcpu_milli\x18\x12 \x01(\x03\x12\x19\n\x11host_memory_bytes\x18\x13 \x01(\x03\x12\x14\n\x0cmember_count\x18\x14 \x01(\x05\x12\x12\n\nend_reason\x18\x15 \x01(\t\x12/\n\x0brevoke_time\x18\x16 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12:\n\x05usage\x18\x17 \x01(\x0b\x32+.gpuscale.api.allocator.v1.ReservationUsage\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8f\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x10\n\x0cSTATE_ACTIVE\x10\x02\x12\x12\n\x0eSTATE_RELEASED\x10\x03\x12\x11\n\rSTATE_EXPIRED\x10\x04\x12\x13\n\x0fSTATE_CANCELLED\x10\x05\x12\x0e\n\nSTATE_LOST\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.allocator.v1.reservation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCOREWEIGHTS'].fields_by_name['memory']._loaded_options = None
-  _globals['_SCOREWEIGHTS'].fields_by_name['memory']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000@\217@'
-  _globals['_SCOREWEIGHTS'].fields_by_name['utilization']._loaded_options = None
-  _globals['_SCOREWEIGHTS'].fields_by_name['utilization']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000@\217@'
   _globals['_RESERVATION_LABELSENTRY']._loaded_options = None
   _globals['_RESERVATION_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_PLACEMENTPOLICY']._serialized_start=1403
-  _globals['_PLACEMENTPOLICY']._serialized_end=1483
-  _globals['_SCOREWEIGHTS']._serialized_start=177
-  _globals['_SCOREWEIGHTS']._serialized_end=313
-  _globals['_SCOREPART']._serialized_start=315
-  _globals['_SCOREPART']._serialized_end=386
-  _globals['_GPUSCORE']._serialized_start=388
-  _globals['_GPUSCORE']._serialized_end=480
-  _globals['_RESERVEDGPU']._serialized_start=483
-  _globals['_RESERVEDGPU']._serialized_end=639
-  _globals['_RESERVATION']._serialized_start=642
-  _globals['_RESERVATION']._serialized_end=1401
-  _globals['_RESERVATION_LABELSENTRY']._serialized_start=1210
-  _globals['_RESERVATION_LABELSENTRY']._serialized_end=1255
-  _globals['_RESERVATION_STATE']._serialized_start=1258
-  _globals['_RESERVATION_STATE']._serialized_end=1401
+  _globals['_SCOREPART']._serialized_start=176
+  _globals['_SCOREPART']._serialized_end=247
+  _globals['_GPUSCORE']._serialized_start=249
+  _globals['_GPUSCORE']._serialized_end=341
+  _globals['_RESERVEDGPU']._serialized_start=344
+  _globals['_RESERVEDGPU']._serialized_end=589
+  _globals['_GPUUSAGE']._serialized_start=592
+  _globals['_GPUUSAGE']._serialized_end=751
+  _globals['_RESERVATIONUSAGE']._serialized_start=754
+  _globals['_RESERVATIONUSAGE']._serialized_end=887
+  _globals['_RESERVATION']._serialized_start=890
+  _globals['_RESERVATION']._serialized_end=1901
+  _globals['_RESERVATION_LABELSENTRY']._serialized_start=1710
+  _globals['_RESERVATION_LABELSENTRY']._serialized_end=1755
+  _globals['_RESERVATION_STATE']._serialized_start=1758
+  _globals['_RESERVATION_STATE']._serialized_end=1901
 # @@protoc_insertion_point(module_scope)

@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from gpuscale.api.allocator.v1 import ask_pb2 as _ask_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,59 +22,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _PlacementPolicy:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _PlacementPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PlacementPolicy.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    PLACEMENT_POLICY_UNSPECIFIED: _PlacementPolicy.ValueType  # 0
-    """The server's default."""
-    PLACEMENT_POLICY_SPREAD: _PlacementPolicy.ValueType  # 1
-    """The freest GPUs first: weight x free memory share + weight x idle share."""
-
-class PlacementPolicy(_PlacementPolicy, metaclass=_PlacementPolicyEnumTypeWrapper):
-    """How GPUs are picked."""
-
-PLACEMENT_POLICY_UNSPECIFIED: PlacementPolicy.ValueType  # 0
-"""The server's default."""
-PLACEMENT_POLICY_SPREAD: PlacementPolicy.ValueType  # 1
-"""The freest GPUs first: weight x free memory share + weight x idle share."""
-Global___PlacementPolicy: _TypeAlias = PlacementPolicy  # noqa: Y015
-
-@_typing.final
-class ScoreWeights(_message.Message):
-    """Weights of the spread score. Both absent: 0.6 and 0.4. They need not add up to 1."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MEMORY_FIELD_NUMBER: _builtins.int
-    UTILIZATION_FIELD_NUMBER: _builtins.int
-    memory: _builtins.float
-    """Weight of the share of memory that is free."""
-    utilization: _builtins.float
-    """Weight of (100 - utilization) / 100."""
-    def __init__(
-        self,
-        *,
-        memory: _builtins.float | None = ...,
-        utilization: _builtins.float | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_memory", b"_memory", "_utilization", b"_utilization", "memory", b"memory", "utilization", b"utilization"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory", b"_memory", "_utilization", b"_utilization", "memory", b"memory", "utilization", b"utilization"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__memory: _TypeAlias = _typing.Literal["memory"]  # noqa: Y015
-    _WhichOneofArgType__memory: _TypeAlias = _typing.Literal["_memory", b"_memory"]  # noqa: Y015
-    _WhichOneofReturnType__utilization: _TypeAlias = _typing.Literal["utilization"]  # noqa: Y015
-    _WhichOneofArgType__utilization: _TypeAlias = _typing.Literal["_utilization", b"_utilization"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory) -> _WhichOneofReturnType__memory | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization) -> _WhichOneofReturnType__utilization | None: ...
-
-Global___ScoreWeights: _TypeAlias = ScoreWeights  # noqa: Y015
-
 @_typing.final
 class ScorePart(_message.Message):
     """One part of a score."""
@@ -84,9 +32,9 @@ class ScorePart(_message.Message):
     VALUE_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """memory or utilization."""
+    """Name of the part, such as memory or utilization; docs/allocation.md lists those of each policy."""
     value: _builtins.float
-    """Value of the part, 0-1; absent where the GPU does not report what it needs."""
+    """Value of the part; of spread 0-1. Absent where the GPU does not report what it needs."""
     weight: _builtins.float
     """What the value is multiplied with."""
     def __init__(
@@ -151,6 +99,10 @@ class ReservedGpu(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     SIMULATED_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    MILLI_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}"""
     node: _builtins.str
@@ -163,6 +115,14 @@ class ReservedGpu(_message.Message):
     """Product name."""
     simulated: _builtins.bool
     """True for a GPU that no hardware stands behind."""
+    milli: _builtins.int
+    """Share of it that is held, in thousandths."""
+    memory_bytes: _builtins.int
+    """Memory of it that is held; absent where it is held whole and does not tell its size."""
+    member: _builtins.int
+    """Which member of the gang it belongs to, from 0."""
+    lost: _builtins.bool
+    """Whether it has vanished from its node since it was reserved."""
     @_builtins.property
     def score(self) -> Global___GpuScore:
         """Its score when it was chosen."""
@@ -177,14 +137,106 @@ class ReservedGpu(_message.Message):
         model: _builtins.str = ...,
         simulated: _builtins.bool = ...,
         score: Global___GpuScore | None = ...,
+        milli: _builtins.int = ...,
+        memory_bytes: _builtins.int | None = ...,
+        member: _builtins.int = ...,
+        lost: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes", "memory_bytes", b"memory_bytes", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "model", b"model", "name", b"name", "node", b"node", "score", b"score", "simulated", b"simulated", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes", "index", b"index", "lost", b"lost", "member", b"member", "memory_bytes", b"memory_bytes", "milli", b"milli", "model", b"model", "name", b"name", "node", b"node", "score", b"score", "simulated", b"simulated", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__memory_bytes: _TypeAlias = _typing.Literal["memory_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_bytes: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bytes) -> _WhichOneofReturnType__memory_bytes | None: ...
 
 Global___ReservedGpu: _TypeAlias = ReservedGpu  # noqa: Y015
+
+@_typing.final
+class GpuUsage(_message.Message):
+    """What the holder makes of a GPU, as its node reported last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UUID_FIELD_NUMBER: _builtins.int
+    MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
+    OUTSIDER_PIDS_FIELD_NUMBER: _builtins.int
+    uuid: _builtins.str
+    """UUID of the GPU."""
+    memory_used_bytes: _builtins.int
+    """Memory that the reservation's processes use: those admitted under its fence, or, of a GPU that is held whole, all
+    that is in use. Absent where the node does not tell.
+    """
+    utilization_percent: _builtins.float
+    """How much the GPU is used, by whomever."""
+    @_builtins.property
+    def outsider_pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Processes on it that were admitted for no reservation that holds it now."""
+
+    def __init__(
+        self,
+        *,
+        uuid: _builtins.str = ...,
+        memory_used_bytes: _builtins.int | None = ...,
+        utilization_percent: _builtins.float | None = ...,
+        outsider_pids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes", "_utilization_percent", b"_utilization_percent", "memory_used_bytes", b"memory_used_bytes", "utilization_percent", b"utilization_percent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes", "_utilization_percent", b"_utilization_percent", "memory_used_bytes", b"memory_used_bytes", "outsider_pids", b"outsider_pids", "utilization_percent", b"utilization_percent", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__memory_used_bytes: _TypeAlias = _typing.Literal["memory_used_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__utilization_percent: _TypeAlias = _typing.Literal["utilization_percent"]  # noqa: Y015
+    _WhichOneofArgType__utilization_percent: _TypeAlias = _typing.Literal["_utilization_percent", b"_utilization_percent"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization_percent) -> _WhichOneofReturnType__utilization_percent | None: ...
+
+Global___GpuUsage: _TypeAlias = GpuUsage  # noqa: Y015
+
+@_typing.final
+class ReservationUsage(_message.Message):
+    """What the holder makes of a reservation at the moment: reserved versus used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPUS_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    OVERUSED_FIELD_NUMBER: _builtins.int
+    idle: _builtins.bool
+    """Whether nothing runs on any of its GPUs: each is used less than 5 %, and nothing was admitted under its fence.
+    Absent where that is not known.
+    """
+    overused: _builtins.bool
+    """Whether it uses more memory than it holds, on any of its GPUs. Absent where that is not known."""
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuUsage]:
+        """Its GPUs, those whose readings are fresh."""
+
+    def __init__(
+        self,
+        *,
+        gpus: _abc.Iterable[Global___GpuUsage] | None = ...,
+        idle: _builtins.bool | None = ...,
+        overused: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle", b"_idle", "_overused", b"_overused", "idle", b"idle", "overused", b"overused"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle", b"_idle", "_overused", b"_overused", "gpus", b"gpus", "idle", b"idle", "overused", b"overused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__idle: _TypeAlias = _typing.Literal["idle"]  # noqa: Y015
+    _WhichOneofArgType__idle: _TypeAlias = _typing.Literal["_idle", b"_idle"]  # noqa: Y015
+    _WhichOneofReturnType__overused: _TypeAlias = _typing.Literal["overused"]  # noqa: Y015
+    _WhichOneofArgType__overused: _TypeAlias = _typing.Literal["_overused", b"_overused"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle) -> _WhichOneofReturnType__idle | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__overused) -> _WhichOneofReturnType__overused | None: ...
+
+Global___ReservationUsage: _TypeAlias = ReservationUsage  # noqa: Y015
 
 @_typing.final
 class Reservation(_message.Message):
@@ -209,9 +261,9 @@ class Reservation(_message.Message):
         STATE_EXPIRED: Reservation._State.ValueType  # 4
         """Not renewed in time."""
         STATE_CANCELLED: Reservation._State.ValueType  # 5
-        """Withdrawn before it was held."""
+        """Taken away by an admin or in favour of a reservation with a higher priority."""
         STATE_LOST: Reservation._State.ValueType  # 6
-        """A GPU of it vanished."""
+        """A GPU of it vanished; the others are free again."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
         """Where a reservation stands."""
@@ -227,9 +279,9 @@ class Reservation(_message.Message):
     STATE_EXPIRED: Reservation.State.ValueType  # 4
     """Not renewed in time."""
     STATE_CANCELLED: Reservation.State.ValueType  # 5
-    """Withdrawn before it was held."""
+    """Taken away by an admin or in favour of a reservation with a higher priority."""
     STATE_LOST: Reservation.State.ValueType  # 6
-    """A GPU of it vanished."""
+    """A GPU of it vanished; the others are free again."""
 
     @_typing.final
     class LabelsEntry(_message.Message):
@@ -265,6 +317,15 @@ class Reservation(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PREEMPTIBLE_FIELD_NUMBER: _builtins.int
+    CPU_MILLI_FIELD_NUMBER: _builtins.int
+    HOST_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MEMBER_COUNT_FIELD_NUMBER: _builtins.int
+    END_REASON_FIELD_NUMBER: _builtins.int
+    REVOKE_TIME_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """reservations/{reservation}; ids are never used again."""
     holder: _builtins.str
@@ -273,12 +334,26 @@ class Reservation(_message.Message):
     """Where it stands."""
     fence: _builtins.int
     """Grows with every grant, for ever: whoever shows the higher fence holds the GPU."""
-    policy: Global___PlacementPolicy.ValueType
+    policy: _ask_pb2.PlacementPolicy.ValueType
     """How its GPUs were picked."""
     request_id: _builtins.str
     """The request that made it."""
     owner: _builtins.str
     """The authenticated caller that made it: only it, or an admin, may renew or release it."""
+    tenant: _builtins.str
+    """Whose quota it counts against."""
+    priority: _builtins.int
+    """The higher, the sooner it is served and the later it is preempted."""
+    preemptible: _builtins.bool
+    """Whether it may be preempted."""
+    cpu_milli: _builtins.int
+    """CPU of its node that each member takes, in thousandths of a core."""
+    host_memory_bytes: _builtins.int
+    """Main memory of its node that each member takes."""
+    member_count: _builtins.int
+    """How many members it has."""
+    end_reason: _builtins.str
+    """Why it ended, or is about to, in words; empty while nothing is amiss."""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReservedGpu]:
         """Its GPUs, in the order they were chosen."""
@@ -309,6 +384,14 @@ class Reservation(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The holder's own labels."""
 
+    @_builtins.property
+    def revoke_time(self) -> _timestamp_pb2.Timestamp:
+        """When it will be taken away, by the server's wall clock (drain, preemption); absent while it will not."""
+
+    @_builtins.property
+    def usage(self) -> Global___ReservationUsage:
+        """What its holder makes of it. Only where reservations are read (Get, List, Watch), and while it is held."""
+
     def __init__(
         self,
         *,
@@ -322,14 +405,23 @@ class Reservation(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
-        policy: Global___PlacementPolicy.ValueType = ...,
+        policy: _ask_pb2.PlacementPolicy.ValueType = ...,
         request_id: _builtins.str = ...,
         owner: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        tenant: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        preemptible: _builtins.bool = ...,
+        cpu_milli: _builtins.int = ...,
+        host_memory_bytes: _builtins.int = ...,
+        member_count: _builtins.int = ...,
+        end_reason: _builtins.str = ...,
+        revoke_time: _timestamp_pb2.Timestamp | None = ...,
+        usage: Global___ReservationUsage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "remaining", b"remaining", "ttl", b"ttl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "remaining", b"remaining", "revoke_time", b"revoke_time", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "holder", b"holder", "labels", b"labels", "name", b"name", "owner", b"owner", "policy", b"policy", "remaining", b"remaining", "request_id", b"request_id", "state", b"state", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_milli", b"cpu_milli", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "holder", b"holder", "host_memory_bytes", b"host_memory_bytes", "labels", b"labels", "member_count", b"member_count", "name", b"name", "owner", b"owner", "policy", b"policy", "preemptible", b"preemptible", "priority", b"priority", "remaining", b"remaining", "request_id", b"request_id", "revoke_time", b"revoke_time", "state", b"state", "tenant", b"tenant", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

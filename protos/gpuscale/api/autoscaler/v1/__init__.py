@@ -12,27 +12,37 @@ from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Report as Report
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceServicer as AdapterServiceServicer
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceStub as AdapterServiceStub
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import add_AdapterServiceServicer_to_server as add_AdapterServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestPolicy as BacktestPolicy
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestReport as BacktestReport
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestRequest as BacktestRequest
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestResponse as BacktestResponse
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestTimeline as BacktestTimeline
+from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import BacktestServiceServicer as BacktestServiceServicer
+from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import BacktestServiceStub as BacktestServiceStub
+from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import add_BacktestServiceServicer_to_server as add_BacktestServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import Alternative as Alternative
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Decision as Decision
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionStep as DecisionStep
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import EvaluateRequest as EvaluateRequest
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import EvaluateResponse as EvaluateResponse
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import GetDecisionRequest as GetDecisionRequest
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import GetDecisionResponse as GetDecisionResponse
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import ListDecisionsRequest as ListDecisionsRequest
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import ListDecisionsResponse as ListDecisionsResponse
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import NextChange as NextChange
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Observation as Observation
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedCount as StatedCount
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedPast as StatedPast
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedRuleChange as StatedRuleChange
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedSignal as StatedSignal
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceServicer as DecisionServiceServicer
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceStub as DecisionServiceStub
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_to_server as add_DecisionServiceServicer_to_server
-from gpuscale.api.autoscaler.v1.endpoint_pb2 import Comparator as Comparator
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import Endpoint as Endpoint
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import EndpointSpec as EndpointSpec
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import EndpointStatus as EndpointStatus
-from gpuscale.api.autoscaler.v1.endpoint_pb2 import QueueCount as QueueCount
-from gpuscale.api.autoscaler.v1.endpoint_pb2 import QueueSignal as QueueSignal
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import Replica as Replica
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import ReplicaTemplate as ReplicaTemplate
-from gpuscale.api.autoscaler.v1.endpoint_pb2 import Rule as Rule
-from gpuscale.api.autoscaler.v1.endpoint_pb2 import Signal as Signal
-from gpuscale.api.autoscaler.v1.endpoint_pb2 import StepRule as StepRule
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import CreateEndpointRequest as CreateEndpointRequest
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import CreateEndpointResponse as CreateEndpointResponse
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import DeleteEndpointRequest as DeleteEndpointRequest
@@ -50,6 +60,24 @@ from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import UpdateEndpointRespon
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import EndpointServiceServicer as EndpointServiceServicer
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import EndpointServiceStub as EndpointServiceStub
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import add_EndpointServiceServicer_to_server as add_EndpointServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.metric_service_pb2 import ListMetricsRequest as ListMetricsRequest
+from gpuscale.api.autoscaler.v1.metric_service_pb2 import ListMetricsResponse as ListMetricsResponse
+from gpuscale.api.autoscaler.v1.metric_service_pb2 import MetricValue as MetricValue
+from gpuscale.api.autoscaler.v1.metric_service_pb2 import ReportMetricsRequest as ReportMetricsRequest
+from gpuscale.api.autoscaler.v1.metric_service_pb2 import ReportMetricsResponse as ReportMetricsResponse
+from gpuscale.api.autoscaler.v1.metric_service_pb2 import ReportedMetric as ReportedMetric
+from gpuscale.api.autoscaler.v1.metric_service_pb2_grpc import MetricServiceServicer as MetricServiceServicer
+from gpuscale.api.autoscaler.v1.metric_service_pb2_grpc import MetricServiceStub as MetricServiceStub
+from gpuscale.api.autoscaler.v1.metric_service_pb2_grpc import add_MetricServiceServicer_to_server as add_MetricServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.preset_service_pb2 import ListPresetsRequest as ListPresetsRequest
+from gpuscale.api.autoscaler.v1.preset_service_pb2 import ListPresetsResponse as ListPresetsResponse
+from gpuscale.api.autoscaler.v1.preset_service_pb2 import Preset as Preset
+from gpuscale.api.autoscaler.v1.preset_service_pb2 import PresetWish as PresetWish
+from gpuscale.api.autoscaler.v1.preset_service_pb2 import RenderPresetRequest as RenderPresetRequest
+from gpuscale.api.autoscaler.v1.preset_service_pb2 import RenderPresetResponse as RenderPresetResponse
+from gpuscale.api.autoscaler.v1.preset_service_pb2_grpc import PresetServiceServicer as PresetServiceServicer
+from gpuscale.api.autoscaler.v1.preset_service_pb2_grpc import PresetServiceStub as PresetServiceStub
+from gpuscale.api.autoscaler.v1.preset_service_pb2_grpc import add_PresetServiceServicer_to_server as add_PresetServiceServicer_to_server
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import CreateQueueWatcherRequest as CreateQueueWatcherRequest
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import CreateQueueWatcherResponse as CreateQueueWatcherResponse
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import DeleteQueueWatcherRequest as DeleteQueueWatcherRequest
@@ -66,11 +94,68 @@ from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import UpdateQueueWatc
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import QueueWatcherServiceServicer as QueueWatcherServiceServicer
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import QueueWatcherServiceStub as QueueWatcherServiceStub
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import add_QueueWatcherServiceServicer_to_server as add_QueueWatcherServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.rule_pb2 import BandRule as BandRule
+from gpuscale.api.autoscaler.v1.rule_pb2 import BoundMode as BoundMode
+from gpuscale.api.autoscaler.v1.rule_pb2 import Combine as Combine
+from gpuscale.api.autoscaler.v1.rule_pb2 import Comparator as Comparator
+from gpuscale.api.autoscaler.v1.rule_pb2 import Direction as Direction
+from gpuscale.api.autoscaler.v1.rule_pb2 import DrainRule as DrainRule
+from gpuscale.api.autoscaler.v1.rule_pb2 import ForecastModel as ForecastModel
+from gpuscale.api.autoscaler.v1.rule_pb2 import ForecastRule as ForecastRule
+from gpuscale.api.autoscaler.v1.rule_pb2 import FormulaRule as FormulaRule
+from gpuscale.api.autoscaler.v1.rule_pb2 import Pace as Pace
+from gpuscale.api.autoscaler.v1.rule_pb2 import PanicRule as PanicRule
+from gpuscale.api.autoscaler.v1.rule_pb2 import RateLimit as RateLimit
+from gpuscale.api.autoscaler.v1.rule_pb2 import RatioRule as RatioRule
+from gpuscale.api.autoscaler.v1.rule_pb2 import Rule as Rule
+from gpuscale.api.autoscaler.v1.rule_pb2 import ScalingMode as ScalingMode
+from gpuscale.api.autoscaler.v1.rule_pb2 import ScheduleRule as ScheduleRule
+from gpuscale.api.autoscaler.v1.rule_pb2 import StepRule as StepRule
+from gpuscale.api.autoscaler.v1.rule_pb2 import TargetRule as TargetRule
+from gpuscale.api.autoscaler.v1.rule_pb2 import TargetType as TargetType
+from gpuscale.api.autoscaler.v1.rule_pb2 import ThresholdRule as ThresholdRule
+from gpuscale.api.autoscaler.v1.rule_service_pb2 import CreateRuleRequest as CreateRuleRequest
+from gpuscale.api.autoscaler.v1.rule_service_pb2 import CreateRuleResponse as CreateRuleResponse
+from gpuscale.api.autoscaler.v1.rule_service_pb2 import DeleteRuleRequest as DeleteRuleRequest
+from gpuscale.api.autoscaler.v1.rule_service_pb2 import DeleteRuleResponse as DeleteRuleResponse
+from gpuscale.api.autoscaler.v1.rule_service_pb2 import EndpointRule as EndpointRule
+from gpuscale.api.autoscaler.v1.rule_service_pb2 import GetRuleRequest as GetRuleRequest
+from gpuscale.api.autoscaler.v1.rule_service_pb2 import GetRuleResponse as GetRuleResponse
+from gpuscale.api.autoscaler.v1.rule_service_pb2 import ListRulesRequest as ListRulesRequest
+from gpuscale.api.autoscaler.v1.rule_service_pb2 import ListRulesResponse as ListRulesResponse
+from gpuscale.api.autoscaler.v1.rule_service_pb2 import UpdateRuleRequest as UpdateRuleRequest
+from gpuscale.api.autoscaler.v1.rule_service_pb2 import UpdateRuleResponse as UpdateRuleResponse
+from gpuscale.api.autoscaler.v1.rule_service_pb2_grpc import RuleServiceServicer as RuleServiceServicer
+from gpuscale.api.autoscaler.v1.rule_service_pb2_grpc import RuleServiceStub as RuleServiceStub
+from gpuscale.api.autoscaler.v1.rule_service_pb2_grpc import add_RuleServiceServicer_to_server as add_RuleServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.signal_pb2 import Aggregation as Aggregation
+from gpuscale.api.autoscaler.v1.signal_pb2 import GpuSignal as GpuSignal
+from gpuscale.api.autoscaler.v1.signal_pb2 import HostSignal as HostSignal
+from gpuscale.api.autoscaler.v1.signal_pb2 import OnMissing as OnMissing
+from gpuscale.api.autoscaler.v1.signal_pb2 import PrometheusSignal as PrometheusSignal
+from gpuscale.api.autoscaler.v1.signal_pb2 import PushedSignal as PushedSignal
+from gpuscale.api.autoscaler.v1.signal_pb2 import QueueCount as QueueCount
+from gpuscale.api.autoscaler.v1.signal_pb2 import QueueSignal as QueueSignal
+from gpuscale.api.autoscaler.v1.signal_pb2 import ReplicaSignal as ReplicaSignal
+from gpuscale.api.autoscaler.v1.signal_pb2 import Signal as Signal
+from gpuscale.api.autoscaler.v1.signal_pb2 import WaitingSignal as WaitingSignal
 
 __all__ = [
     "Adapter",
     "AdapterServiceServicer",
     "AdapterServiceStub",
+    "Aggregation",
+    "Alternative",
+    "BacktestPolicy",
+    "BacktestReport",
+    "BacktestRequest",
+    "BacktestResponse",
+    "BacktestServiceServicer",
+    "BacktestServiceStub",
+    "BacktestTimeline",
+    "BandRule",
+    "BoundMode",
+    "Combine",
     "Comparator",
     "ConnectRequest",
     "ConnectResponse",
@@ -78,6 +163,8 @@ __all__ = [
     "CreateEndpointResponse",
     "CreateQueueWatcherRequest",
     "CreateQueueWatcherResponse",
+    "CreateRuleRequest",
+    "CreateRuleResponse",
     "Decision",
     "DecisionServiceServicer",
     "DecisionServiceStub",
@@ -86,29 +173,62 @@ __all__ = [
     "DeleteEndpointResponse",
     "DeleteQueueWatcherRequest",
     "DeleteQueueWatcherResponse",
+    "DeleteRuleRequest",
+    "DeleteRuleResponse",
     "DesiredReplica",
+    "Direction",
+    "DrainRule",
     "Endpoint",
+    "EndpointRule",
     "EndpointServiceServicer",
     "EndpointServiceStub",
     "EndpointSpec",
     "EndpointStatus",
+    "EvaluateRequest",
+    "EvaluateResponse",
+    "ForecastModel",
+    "ForecastRule",
+    "FormulaRule",
     "GetDecisionRequest",
     "GetDecisionResponse",
     "GetEndpointRequest",
     "GetEndpointResponse",
     "GetQueueWatcherRequest",
     "GetQueueWatcherResponse",
+    "GetRuleRequest",
+    "GetRuleResponse",
+    "GpuSignal",
+    "HostSignal",
     "ListAdaptersRequest",
     "ListAdaptersResponse",
     "ListDecisionsRequest",
     "ListDecisionsResponse",
     "ListEndpointsRequest",
     "ListEndpointsResponse",
+    "ListMetricsRequest",
+    "ListMetricsResponse",
+    "ListPresetsRequest",
+    "ListPresetsResponse",
     "ListQueueWatchersRequest",
     "ListQueueWatchersResponse",
     "ListReplicasRequest",
     "ListReplicasResponse",
+    "ListRulesRequest",
+    "ListRulesResponse",
+    "MetricServiceServicer",
+    "MetricServiceStub",
+    "MetricValue",
+    "NextChange",
     "Observation",
+    "OnMissing",
+    "Pace",
+    "PanicRule",
+    "Preset",
+    "PresetServiceServicer",
+    "PresetServiceStub",
+    "PresetWish",
+    "PrometheusSignal",
+    "PushedSignal",
     "QueueCount",
     "QueueSignal",
     "QueueWatcher",
@@ -116,22 +236,48 @@ __all__ = [
     "QueueWatcherServiceStub",
     "QueueWatcherSpec",
     "QueueWatcherStatus",
+    "RateLimit",
+    "RatioRule",
     "Register",
+    "RenderPresetRequest",
+    "RenderPresetResponse",
     "Replica",
     "ReplicaReport",
+    "ReplicaSignal",
     "ReplicaTemplate",
     "Report",
+    "ReportMetricsRequest",
+    "ReportMetricsResponse",
+    "ReportedMetric",
     "Rule",
+    "RuleServiceServicer",
+    "RuleServiceStub",
+    "ScalingMode",
+    "ScheduleRule",
     "SetReplicasRequest",
     "SetReplicasResponse",
     "Signal",
+    "StatedCount",
+    "StatedPast",
+    "StatedRuleChange",
+    "StatedSignal",
     "StepRule",
+    "TargetRule",
+    "TargetType",
+    "ThresholdRule",
     "UpdateEndpointRequest",
     "UpdateEndpointResponse",
     "UpdateQueueWatcherRequest",
     "UpdateQueueWatcherResponse",
+    "UpdateRuleRequest",
+    "UpdateRuleResponse",
+    "WaitingSignal",
     "add_AdapterServiceServicer_to_server",
+    "add_BacktestServiceServicer_to_server",
     "add_DecisionServiceServicer_to_server",
     "add_EndpointServiceServicer_to_server",
+    "add_MetricServiceServicer_to_server",
+    "add_PresetServiceServicer_to_server",
     "add_QueueWatcherServiceServicer_to_server",
+    "add_RuleServiceServicer_to_server",
 ]

@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from gpuscale.api.autoscaler.v1 import endpoint_pb2 as _endpoint_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -120,6 +121,10 @@ class DecisionStep(_message.Message):
         """GPUs that could be reserved."""
         STAGE_ACT: DecisionStep._Stage.ValueType  # 6
         """What was told to adapters."""
+        STAGE_PACE: DecisionStep._Stage.ValueType  # 7
+        """How fast the count may follow."""
+        STAGE_ACTIVATE: DecisionStep._Stage.ValueType  # 8
+        """Whether an endpoint without replicas wakes."""
 
     class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
         """Part of the evaluation."""
@@ -138,6 +143,10 @@ class DecisionStep(_message.Message):
     """GPUs that could be reserved."""
     STAGE_ACT: DecisionStep.Stage.ValueType  # 6
     """What was told to adapters."""
+    STAGE_PACE: DecisionStep.Stage.ValueType  # 7
+    """How fast the count may follow."""
+    STAGE_ACTIVATE: DecisionStep.Stage.ValueType  # 8
+    """Whether an endpoint without replicas wakes."""
 
     STAGE_FIELD_NUMBER: _builtins.int
     RULE_FIELD_NUMBER: _builtins.int
@@ -352,3 +361,365 @@ class ListDecisionsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListDecisionsResponse: _TypeAlias = ListDecisionsResponse  # noqa: Y015
+
+@_typing.final
+class StatedSignal(_message.Message):
+    """What a signal is to show."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Point(_message.Message):
+        """A value of the past."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        AGE_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        value: _builtins.float
+        """The value."""
+        @_builtins.property
+        def age(self) -> _duration_pb2.Duration:
+            """How long ago."""
+
+        def __init__(
+            self,
+            *,
+            age: _duration_pb2.Duration | None = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SIGNAL_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    POINTS_FIELD_NUMBER: _builtins.int
+    SILENT_COUNT_FIELD_NUMBER: _builtins.int
+    PROVEN_EMPTY_FIELD_NUMBER: _builtins.int
+    signal: _builtins.str
+    """Id of the signal."""
+    value: _builtins.float
+    """Its value; the signal is missing when absent."""
+    status: Global___Observation.Status.ValueType
+    """Whether the value can be had, whatever it is; it can when not stated."""
+    silent_count: _builtins.int
+    """Sources, such as replicas, that said nothing."""
+    proven_empty: _builtins.bool
+    """It shows that no work is left, waiting or in hand. When absent: a queue's total of 0 does, and so do its ready and
+    unacknowledged messages where both are stated as 0.
+    """
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """How old the value is; new when absent."""
+
+    @_builtins.property
+    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatedSignal.Point]:
+        """Its earlier values; it has always shown its value when empty."""
+
+    def __init__(
+        self,
+        *,
+        signal: _builtins.str = ...,
+        value: _builtins.float | None = ...,
+        age: _duration_pb2.Duration | None = ...,
+        status: Global___Observation.Status.ValueType = ...,
+        points: _abc.Iterable[Global___StatedSignal.Point] | None = ...,
+        silent_count: _builtins.int = ...,
+        proven_empty: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_proven_empty", b"_proven_empty", "_value", b"_value", "age", b"age", "proven_empty", b"proven_empty", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_proven_empty", b"_proven_empty", "_value", b"_value", "age", b"age", "points", b"points", "proven_empty", b"proven_empty", "signal", b"signal", "silent_count", b"silent_count", "status", b"status", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__proven_empty: _TypeAlias = _typing.Literal["proven_empty"]  # noqa: Y015
+    _WhichOneofArgType__proven_empty: _TypeAlias = _typing.Literal["_proven_empty", b"_proven_empty"]  # noqa: Y015
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__proven_empty) -> _WhichOneofReturnType__proven_empty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
+
+Global___StatedSignal: _TypeAlias = StatedSignal  # noqa: Y015
+
+@_typing.final
+class StatedCount(_message.Message):
+    """What is remembered of the counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGE_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    replicas: _builtins.int
+    """Replicas that rules asked for then, or by how many the count was changed."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """How long ago."""
+
+    def __init__(
+        self,
+        *,
+        age: _duration_pb2.Duration | None = ...,
+        replicas: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatedCount: _TypeAlias = StatedCount  # noqa: Y015
+
+@_typing.final
+class StatedRuleChange(_message.Message):
+    """When a rule last changed the count."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    rule: _builtins.str
+    """Id of the rule."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """How long ago."""
+
+    def __init__(
+        self,
+        *,
+        rule: _builtins.str = ...,
+        age: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "rule", b"rule"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatedRuleChange: _TypeAlias = StatedRuleChange  # noqa: Y015
+
+@_typing.final
+class StatedPast(_message.Message):
+    """What is remembered from one evaluation to the next."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    RULE_CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def since(self) -> _duration_pb2.Duration:
+        """For how long there has been anything to remember; always when absent."""
+
+    @_builtins.property
+    def asked(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatedCount]:
+        """What rules asked for."""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatedCount]:
+        """By how many the count was changed."""
+
+    @_builtins.property
+    def rule_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatedRuleChange]:
+        """When rules last changed the count."""
+
+    def __init__(
+        self,
+        *,
+        since: _duration_pb2.Duration | None = ...,
+        asked: _abc.Iterable[Global___StatedCount] | None = ...,
+        changes: _abc.Iterable[Global___StatedCount] | None = ...,
+        rule_changes: _abc.Iterable[Global___StatedRuleChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "changes", b"changes", "rule_changes", b"rule_changes", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatedPast: _TypeAlias = StatedPast  # noqa: Y015
+
+@_typing.final
+class EvaluateRequest(_message.Message):
+    """Asks what an evaluation would come to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    SIGNALS_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    READY_REPLICAS_FIELD_NUMBER: _builtins.int
+    UNKNOWN_REPLICAS_FIELD_NUMBER: _builtins.int
+    PAST_FIELD_NUMBER: _builtins.int
+    STARTUP_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """endpoints/{endpoint} whose live values are taken; may be empty where there is a spec."""
+    before: _builtins.int
+    """Replicas aimed at; without a name, min_replicas when absent."""
+    ready_replicas: _builtins.int
+    """Replicas that work; with a stated count before, that count when absent."""
+    unknown_replicas: _builtins.int
+    """Replicas that have not been heard of."""
+    @_builtins.property
+    def spec(self) -> _endpoint_pb2.EndpointSpec:
+        """In place of the endpoint's own spec. Signals that differ from its own are missing unless they are stated."""
+
+    @_builtins.property
+    def signals(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatedSignal]:
+        """What signals show. Without a name, all that are not stated are missing."""
+
+    @_builtins.property
+    def past(self) -> Global___StatedPast:
+        """What is remembered: all of it, where it is stated."""
+
+    @_builtins.property
+    def startup(self) -> _duration_pb2.Duration:
+        """How long replicas take to be ready."""
+
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """The time of day, for schedules; now when absent."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        spec: _endpoint_pb2.EndpointSpec | None = ...,
+        signals: _abc.Iterable[Global___StatedSignal] | None = ...,
+        before: _builtins.int | None = ...,
+        ready_replicas: _builtins.int | None = ...,
+        unknown_replicas: _builtins.int | None = ...,
+        past: Global___StatedPast | None = ...,
+        startup: _duration_pb2.Duration | None = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_before", b"_before", "_ready_replicas", b"_ready_replicas", "_unknown_replicas", b"_unknown_replicas", "before", b"before", "past", b"past", "ready_replicas", b"ready_replicas", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_before", b"_before", "_ready_replicas", b"_ready_replicas", "_unknown_replicas", b"_unknown_replicas", "before", b"before", "name", b"name", "past", b"past", "ready_replicas", b"ready_replicas", "signals", b"signals", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__before: _TypeAlias = _typing.Literal["before"]  # noqa: Y015
+    _WhichOneofArgType__before: _TypeAlias = _typing.Literal["_before", b"_before"]  # noqa: Y015
+    _WhichOneofReturnType__ready_replicas: _TypeAlias = _typing.Literal["ready_replicas"]  # noqa: Y015
+    _WhichOneofArgType__ready_replicas: _TypeAlias = _typing.Literal["_ready_replicas", b"_ready_replicas"]  # noqa: Y015
+    _WhichOneofReturnType__unknown_replicas: _TypeAlias = _typing.Literal["unknown_replicas"]  # noqa: Y015
+    _WhichOneofArgType__unknown_replicas: _TypeAlias = _typing.Literal["_unknown_replicas", b"_unknown_replicas"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__before) -> _WhichOneofReturnType__before | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ready_replicas) -> _WhichOneofReturnType__ready_replicas | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unknown_replicas) -> _WhichOneofReturnType__unknown_replicas | None: ...
+
+Global___EvaluateRequest: _TypeAlias = EvaluateRequest  # noqa: Y015
+
+@_typing.final
+class Alternative(_message.Message):
+    """What the count would be if something were otherwise."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    """Code of what is otherwise, such as CLAMPED_TO_MAX or SIGNAL_MISSING."""
+    text: _builtins.str
+    """What is otherwise, in words."""
+    wanted: _builtins.int
+    """The count then."""
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+        text: _builtins.str = ...,
+        wanted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "text", b"text", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alternative: _TypeAlias = Alternative  # noqa: Y015
+
+@_typing.final
+class NextChange(_message.Message):
+    """When the count may change next, if signals stay as they are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAIT_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    wanted: _builtins.int
+    """The count then."""
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """In how long."""
+
+    def __init__(
+        self,
+        *,
+        wait: _duration_pb2.Duration | None = ...,
+        wanted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NextChange: _TypeAlias = NextChange  # noqa: Y015
+
+@_typing.final
+class EvaluateResponse(_message.Message):
+    """What an evaluation would come to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISION_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    EFFECTIVE_RULES_FIELD_NUMBER: _builtins.int
+    ALTERNATIVES_FIELD_NUMBER: _builtins.int
+    NEXT_CHANGE_FIELD_NUMBER: _builtins.int
+    asked: _builtins.int
+    """The count that rules ask for, before pace and bounds."""
+    @_builtins.property
+    def decision(self) -> Global___Decision:
+        """Its decision; without name and times, for it is not stored."""
+
+    @_builtins.property
+    def effective_rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Rules whose change takes effect, and whose cooldown would begin."""
+
+    @_builtins.property
+    def alternatives(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alternative]:
+        """What the count would be without what holds it back."""
+
+    @_builtins.property
+    def next_change(self) -> Global___NextChange:
+        """When it may change next; absent where no wait holds it back."""
+
+    def __init__(
+        self,
+        *,
+        decision: Global___Decision | None = ...,
+        asked: _builtins.int = ...,
+        effective_rules: _abc.Iterable[_builtins.str] | None = ...,
+        alternatives: _abc.Iterable[Global___Alternative] | None = ...,
+        next_change: Global___NextChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "next_change", b"next_change"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alternatives", b"alternatives", "asked", b"asked", "decision", b"decision", "effective_rules", b"effective_rules", "next_change", b"next_change"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateResponse: _TypeAlias = EvaluateResponse  # noqa: Y015

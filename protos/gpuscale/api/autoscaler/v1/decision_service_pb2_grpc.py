@@ -46,6 +46,11 @@ class DecisionServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsResponse.FromString,
                 _registered_method=True)
+        self.Evaluate = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.DecisionService/Evaluate',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateResponse.FromString,
+                _registered_method=True)
 
 
 class DecisionServiceServicer(object):
@@ -67,6 +72,15 @@ class DecisionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Evaluate(self, request, context):
+        """Says what an evaluation would come to, and stores nothing. What the request does not state comes from the live
+        endpoint. Unknown: NOT_FOUND. Neither name nor spec, a spec that contradicts itself, or a statement about a signal or
+        rule that the spec has not: INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecisionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +93,11 @@ def add_DecisionServiceServicer_to_server(servicer, server):
                     servicer.ListDecisions,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsResponse.SerializeToString,
+            ),
+            'Evaluate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evaluate,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +156,33 @@ class DecisionService(object):
             '/gpuscale.api.autoscaler.v1.DecisionService/ListDecisions',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evaluate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.DecisionService/Evaluate',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,11 @@ class DecisionServiceStub:
     """Returns one decision. Unknown: NOT_FOUND."""
     ListDecisions: _grpc.UnaryUnaryMultiCallable[_decision_service_pb2.ListDecisionsRequest, _decision_service_pb2.ListDecisionsResponse]
     """Lists decisions of one endpoint or of all, newest first."""
+    Evaluate: _grpc.UnaryUnaryMultiCallable[_decision_service_pb2.EvaluateRequest, _decision_service_pb2.EvaluateResponse]
+    """Says what an evaluation would come to, and stores nothing. What the request does not state comes from the live
+    endpoint. Unknown: NOT_FOUND. Neither name nor spec, a spec that contradicts itself, or a statement about a signal or
+    rule that the spec has not: INVALID_ARGUMENT.
+    """
 
 @_typing.type_check_only
 class DecisionServiceAsyncStub(DecisionServiceStub):
@@ -51,6 +56,11 @@ class DecisionServiceAsyncStub(DecisionServiceStub):
     """Returns one decision. Unknown: NOT_FOUND."""
     ListDecisions: _aio.UnaryUnaryMultiCallable[_decision_service_pb2.ListDecisionsRequest, _decision_service_pb2.ListDecisionsResponse]  # type: ignore[assignment]
     """Lists decisions of one endpoint or of all, newest first."""
+    Evaluate: _aio.UnaryUnaryMultiCallable[_decision_service_pb2.EvaluateRequest, _decision_service_pb2.EvaluateResponse]  # type: ignore[assignment]
+    """Says what an evaluation would come to, and stores nothing. What the request does not state comes from the live
+    endpoint. Unknown: NOT_FOUND. Neither name nor spec, a spec that contradicts itself, or a statement about a signal or
+    rule that the spec has not: INVALID_ARGUMENT.
+    """
 
 class DecisionServiceServicer(metaclass=_abc_1.ABCMeta):
     """Returns stored decisions. Every evaluation is stored; evaluations in a row that say the same are one decision
@@ -72,5 +82,16 @@ class DecisionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_decision_service_pb2.ListDecisionsResponse, _abc.Awaitable[_decision_service_pb2.ListDecisionsResponse]]:
         """Lists decisions of one endpoint or of all, newest first."""
+
+    @_abc_1.abstractmethod
+    def Evaluate(
+        self,
+        request: _decision_service_pb2.EvaluateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decision_service_pb2.EvaluateResponse, _abc.Awaitable[_decision_service_pb2.EvaluateResponse]]:
+        """Says what an evaluation would come to, and stores nothing. What the request does not state comes from the live
+        endpoint. Unknown: NOT_FOUND. Neither name nor spec, a spec that contradicts itself, or a statement about a signal or
+        rule that the spec has not: INVALID_ARGUMENT.
+        """
 
 def add_DecisionServiceServicer_to_server(servicer: DecisionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

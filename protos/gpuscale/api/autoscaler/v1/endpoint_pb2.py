@@ -24,38 +24,18 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from gpuscale.api.autoscaler.v1 import rule_pb2 as gpuscale_dot_api_dot_autoscaler_dot_v1_dot_rule__pb2
+from gpuscale.api.autoscaler.v1 import signal_pb2 as gpuscale_dot_api_dot_autoscaler_dot_v1_dot_signal__pb2
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)gpuscale/api/autoscaler/v1/endpoint.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"y\n\x0bQueueSignal\x12+\n\x07watcher\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16\x08\x01J\x12watchers/{watcher}\x12=\n\x05\x63ount\x18\x02 \x01(\x0e\x32&.gpuscale.api.autoscaler.v1.QueueCountB\x06\xe2\xf9\x18\x02\x08\x01\"\xa6\x01\n\x06Signal\x12\x14\n\x02id\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x38\n\x05queue\x18\x02 \x01(\x0b\x32\'.gpuscale.api.autoscaler.v1.QueueSignalH\x00\x12\x42\n\x07max_age\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\x42\x08\n\x06source\"\x87\x01\n\x08StepRule\x12\x42\n\ncomparator\x18\x01 \x01(\x0e\x32&.gpuscale.api.autoscaler.v1.ComparatorB\x06\xe2\xf9\x18\x02\x08\x01\x12\x11\n\tthreshold\x18\x02 \x01(\x01\x12$\n\x04step\x18\x03 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x88\xc3\xc0\x19\x00\x00\x00\x00\x00\x88\xc3@\"\xe5\x02\n\x04Rule\x12\x14\n\x02id\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x10\n\x08\x64isabled\x18\x02 \x01(\x08\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x18\n\x06signal\x18\x04 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x34\n\x04step\x18\x05 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.StepRuleH\x00\x12\x43\n\x08\x63ooldown\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00u\"A\x12\x31\n\x0cmin_replicas\x18\x07 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x01\x88\x01\x01\x12\x31\n\x0cmax_replicas\x18\x08 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x02\x88\x01\x01\x42\x06\n\x04kindB\x0f\n\r_min_replicasB\x0f\n\r_max_replicas\"\xbc\x04\n\x0fReplicaTemplate\x12)\n\x07\x61\x64\x61pter\x18\x01 \x01(\tB\x18\xe2\xf9\x18\x14J\x12\x61\x64\x61pters/{adapter}\x12\x18\n\x08template\x18\x02 \x01(\tB\x06\xe2\xf9\x18\x02@\x02\x12Y\n\nparameters\x18\x03 \x03(\x0b\x32;.gpuscale.api.autoscaler.v1.ReplicaTemplate.ParametersEntryB\x08\xe2\xf9\x18\x04\x30@@\x02\x12)\n\tgpu_count\x18\x04 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xb0@\x12,\n\x10min_memory_bytes\x18\x05 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12<\n\x17max_utilization_percent\x18\x06 \x01(\x01\x42\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00H\x01\x88\x01\x01\x12\x44\n\tlease_ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x14@\x19\x00\x00\x00\x00\x00\x18\xf5@\x12H\n\rdrain_timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00u\"A!\x00\x00\x00\x00\x00\x00\x00\x00\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x13\n\x11_min_memory_bytesB\x1a\n\x18_max_utilization_percent\"\xf0\x02\n\x0c\x45ndpointSpec\x12,\n\x0cmin_replicas\x18\x01 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@\x12,\n\x0cmax_replicas\x18\x02 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@\x12?\n\x04tick\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x9a\x99\x99\x99\x99\x99\xb9?\x19\x00\x00\x00\x00\x00 \xac@\x12;\n\x07signals\x18\x04 \x03(\x0b\x32\".gpuscale.api.autoscaler.v1.SignalB\x06\xe2\xf9\x18\x02\x30\x64\x12\x37\n\x05rules\x18\x05 \x03(\x0b\x32 .gpuscale.api.autoscaler.v1.RuleB\x06\xe2\xf9\x18\x02\x30\x64\x12=\n\x08template\x18\x06 \x01(\x0b\x32+.gpuscale.api.autoscaler.v1.ReplicaTemplate\x12\x0e\n\x06paused\x18\x07 \x01(\x08\"\xbc\x01\n\x0e\x45ndpointStatus\x12\x18\n\x10\x64\x65sired_replicas\x18\x01 \x01(\x05\x12\x18\n\x10granted_replicas\x18\x02 \x01(\x05\x12\x19\n\x11starting_replicas\x18\x03 \x01(\x05\x12\x16\n\x0eready_replicas\x18\x04 \x01(\x05\x12\x19\n\x11\x64raining_replicas\x18\x05 \x01(\x05\x12\x17\n\x0flatest_decision\x18\x06 \x01(\t\x12\x0f\n\x07summary\x18\x07 \x01(\t\"\xa2\x02\n\x08\x45ndpoint\x12*\n\x04name\x18\x01 \x01(\tB\x1c\xe2\xf9\x18\x18\x08\x01J\x14\x65ndpoints/{endpoint}\x12>\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpecB\x06\xe2\xf9\x18\x02\x08\x01\x12:\n\x06status\x18\x03 \x01(\x0b\x32*.gpuscale.api.autoscaler.v1.EndpointStatus\x12\x0c\n\x04\x65tag\x18\x04 \x01(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xdf\x03\n\x07Replica\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x38\n\x05state\x18\x02 \x01(\x0e\x32).gpuscale.api.autoscaler.v1.Replica.State\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x11\n\tgpu_uuids\x18\x05 \x03(\t\x12\x13\n\x0breservation\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\x03\x12\x16\n\texit_code\x18\x08 \x01(\x05H\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\t \x01(\t\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xa2\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x12\n\x0eSTATE_STARTING\x10\x02\x12\x0f\n\x0bSTATE_READY\x10\x03\x12\x12\n\x0eSTATE_DRAINING\x10\x04\x12\x11\n\rSTATE_STOPPED\x10\x05\x12\x10\n\x0cSTATE_FAILED\x10\x06\x12\x11\n\rSTATE_UNKNOWN\x10\x07\x42\x0c\n\n_exit_code*p\n\nQueueCount\x12\x1b\n\x17QUEUE_COUNT_UNSPECIFIED\x10\x00\x12\x15\n\x11QUEUE_COUNT_READY\x10\x01\x12\x17\n\x13QUEUE_COUNT_UNACKED\x10\x02\x12\x15\n\x11QUEUE_COUNT_TOTAL\x10\x03*\xa8\x01\n\nComparator\x12\x1a\n\x16\x43OMPARATOR_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43OMPARATOR_LESS_THAN\x10\x01\x12!\n\x1d\x43OMPARATOR_LESS_THAN_OR_EQUAL\x10\x02\x12\x1b\n\x17\x43OMPARATOR_GREATER_THAN\x10\x03\x12$\n COMPARATOR_GREATER_THAN_OR_EQUAL\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)gpuscale/api/autoscaler/v1/endpoint.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a%gpuscale/api/autoscaler/v1/rule.proto\x1a\'gpuscale/api/autoscaler/v1/signal.proto\x1a#gpuscale/api/types/v1/options.proto\"\xbc\x04\n\x0fReplicaTemplate\x12)\n\x07\x61\x64\x61pter\x18\x01 \x01(\tB\x18\xe2\xf9\x18\x14J\x12\x61\x64\x61pters/{adapter}\x12\x18\n\x08template\x18\x02 \x01(\tB\x06\xe2\xf9\x18\x02@\x02\x12Y\n\nparameters\x18\x03 \x03(\x0b\x32;.gpuscale.api.autoscaler.v1.ReplicaTemplate.ParametersEntryB\x08\xe2\xf9\x18\x04\x30@@\x02\x12)\n\tgpu_count\x18\x04 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\xb0@\x12,\n\x10min_memory_bytes\x18\x05 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12<\n\x17max_utilization_percent\x18\x06 \x01(\x01\x42\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00H\x01\x88\x01\x01\x12\x44\n\tlease_ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x14@\x19\x00\x00\x00\x00\x00\x18\xf5@\x12H\n\rdrain_timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00u\"A!\x00\x00\x00\x00\x00\x00\x00\x00\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x13\n\x11_min_memory_bytesB\x1a\n\x18_max_utilization_percent\"\xf6\x04\n\x0c\x45ndpointSpec\x12,\n\x0cmin_replicas\x18\x01 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@\x12,\n\x0cmax_replicas\x18\x02 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@\x12?\n\x04tick\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x9a\x99\x99\x99\x99\x99\xb9?\x19\x00\x00\x00\x00\x00 \xac@\x12;\n\x07signals\x18\x04 \x03(\x0b\x32\".gpuscale.api.autoscaler.v1.SignalB\x06\xe2\xf9\x18\x02\x30\x64\x12\x37\n\x05rules\x18\x05 \x03(\x0b\x32 .gpuscale.api.autoscaler.v1.RuleB\x06\xe2\xf9\x18\x02\x30\x64\x12=\n\x08template\x18\x06 \x01(\x0b\x32+.gpuscale.api.autoscaler.v1.ReplicaTemplate\x12\x0e\n\x06paused\x18\x07 \x01(\x08\x12\x34\n\x07\x63ombine\x18\x08 \x01(\x0e\x32#.gpuscale.api.autoscaler.v1.Combine\x12,\n\x02up\x18\t \x01(\x0b\x32 .gpuscale.api.autoscaler.v1.Pace\x12.\n\x04\x64own\x18\n \x01(\x0b\x32 .gpuscale.api.autoscaler.v1.Pace\x12\x35\n\x04mode\x18\x0b \x01(\x0e\x32\'.gpuscale.api.autoscaler.v1.ScalingMode\x12\x39\n\nbound_mode\x18\x0c \x01(\x0e\x32%.gpuscale.api.autoscaler.v1.BoundMode\"\xbc\x01\n\x0e\x45ndpointStatus\x12\x18\n\x10\x64\x65sired_replicas\x18\x01 \x01(\x05\x12\x18\n\x10granted_replicas\x18\x02 \x01(\x05\x12\x19\n\x11starting_replicas\x18\x03 \x01(\x05\x12\x16\n\x0eready_replicas\x18\x04 \x01(\x05\x12\x19\n\x11\x64raining_replicas\x18\x05 \x01(\x05\x12\x17\n\x0flatest_decision\x18\x06 \x01(\t\x12\x0f\n\x07summary\x18\x07 \x01(\t\"\xa2\x02\n\x08\x45ndpoint\x12*\n\x04name\x18\x01 \x01(\tB\x1c\xe2\xf9\x18\x18\x08\x01J\x14\x65ndpoints/{endpoint}\x12>\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpecB\x06\xe2\xf9\x18\x02\x08\x01\x12:\n\x06status\x18\x03 \x01(\x0b\x32*.gpuscale.api.autoscaler.v1.EndpointStatus\x12\x0c\n\x04\x65tag\x18\x04 \x01(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xdf\x03\n\x07Replica\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x38\n\x05state\x18\x02 \x01(\x0e\x32).gpuscale.api.autoscaler.v1.Replica.State\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x11\n\tgpu_uuids\x18\x05 \x03(\t\x12\x13\n\x0breservation\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\x03\x12\x16\n\texit_code\x18\x08 \x01(\x05H\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\t \x01(\t\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xa2\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x12\n\x0eSTATE_STARTING\x10\x02\x12\x0f\n\x0bSTATE_READY\x10\x03\x12\x12\n\x0eSTATE_DRAINING\x10\x04\x12\x11\n\rSTATE_STOPPED\x10\x05\x12\x10\n\x0cSTATE_FAILED\x10\x06\x12\x11\n\rSTATE_UNKNOWN\x10\x07\x42\x0c\n\n_exit_codeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.autoscaler.v1.endpoint_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_QUEUESIGNAL'].fields_by_name['watcher']._loaded_options = None
-  _globals['_QUEUESIGNAL'].fields_by_name['watcher']._serialized_options = b'\342\371\030\026\010\001J\022watchers/{watcher}'
-  _globals['_QUEUESIGNAL'].fields_by_name['count']._loaded_options = None
-  _globals['_QUEUESIGNAL'].fields_by_name['count']._serialized_options = b'\342\371\030\002\010\001'
-  _globals['_SIGNAL'].fields_by_name['id']._loaded_options = None
-  _globals['_SIGNAL'].fields_by_name['id']._serialized_options = b'\342\371\030\004\010\001@\002'
-  _globals['_SIGNAL'].fields_by_name['max_age']._loaded_options = None
-  _globals['_SIGNAL'].fields_by_name['max_age']._serialized_options = b'\342\371\030\022\031\000\000\000\000\000\030\365@!\000\000\000\000\000\000\000\000'
-  _globals['_STEPRULE'].fields_by_name['comparator']._loaded_options = None
-  _globals['_STEPRULE'].fields_by_name['comparator']._serialized_options = b'\342\371\030\002\010\001'
-  _globals['_STEPRULE'].fields_by_name['step']._loaded_options = None
-  _globals['_STEPRULE'].fields_by_name['step']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\210\303\300\031\000\000\000\000\000\210\303@'
-  _globals['_RULE'].fields_by_name['id']._loaded_options = None
-  _globals['_RULE'].fields_by_name['id']._serialized_options = b'\342\371\030\004\010\001@\002'
-  _globals['_RULE'].fields_by_name['signal']._loaded_options = None
-  _globals['_RULE'].fields_by_name['signal']._serialized_options = b'\342\371\030\004\010\001@\002'
-  _globals['_RULE'].fields_by_name['cooldown']._loaded_options = None
-  _globals['_RULE'].fields_by_name['cooldown']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000u\"A'
-  _globals['_RULE'].fields_by_name['min_replicas']._loaded_options = None
-  _globals['_RULE'].fields_by_name['min_replicas']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000j\370@'
-  _globals['_RULE'].fields_by_name['max_replicas']._loaded_options = None
-  _globals['_RULE'].fields_by_name['max_replicas']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000j\370@'
   _globals['_REPLICATEMPLATE_PARAMETERSENTRY']._loaded_options = None
   _globals['_REPLICATEMPLATE_PARAMETERSENTRY']._serialized_options = b'8\001'
   _globals['_REPLICATEMPLATE'].fields_by_name['adapter']._loaded_options = None
@@ -88,30 +68,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENDPOINT'].fields_by_name['name']._serialized_options = b'\342\371\030\030\010\001J\024endpoints/{endpoint}'
   _globals['_ENDPOINT'].fields_by_name['spec']._loaded_options = None
   _globals['_ENDPOINT'].fields_by_name['spec']._serialized_options = b'\342\371\030\002\010\001'
-  _globals['_QUEUECOUNT']._serialized_start=2877
-  _globals['_QUEUECOUNT']._serialized_end=2989
-  _globals['_COMPARATOR']._serialized_start=2992
-  _globals['_COMPARATOR']._serialized_end=3160
-  _globals['_QUEUESIGNAL']._serialized_start=175
-  _globals['_QUEUESIGNAL']._serialized_end=296
-  _globals['_SIGNAL']._serialized_start=299
-  _globals['_SIGNAL']._serialized_end=465
-  _globals['_STEPRULE']._serialized_start=468
-  _globals['_STEPRULE']._serialized_end=603
-  _globals['_RULE']._serialized_start=606
-  _globals['_RULE']._serialized_end=963
-  _globals['_REPLICATEMPLATE']._serialized_start=966
-  _globals['_REPLICATEMPLATE']._serialized_end=1538
-  _globals['_REPLICATEMPLATE_PARAMETERSENTRY']._serialized_start=1440
-  _globals['_REPLICATEMPLATE_PARAMETERSENTRY']._serialized_end=1489
-  _globals['_ENDPOINTSPEC']._serialized_start=1541
-  _globals['_ENDPOINTSPEC']._serialized_end=1909
-  _globals['_ENDPOINTSTATUS']._serialized_start=1912
-  _globals['_ENDPOINTSTATUS']._serialized_end=2100
-  _globals['_ENDPOINT']._serialized_start=2103
-  _globals['_ENDPOINT']._serialized_end=2393
-  _globals['_REPLICA']._serialized_start=2396
-  _globals['_REPLICA']._serialized_end=2875
-  _globals['_REPLICA_STATE']._serialized_start=2699
-  _globals['_REPLICA_STATE']._serialized_end=2861
+  _globals['_REPLICATEMPLATE']._serialized_start=256
+  _globals['_REPLICATEMPLATE']._serialized_end=828
+  _globals['_REPLICATEMPLATE_PARAMETERSENTRY']._serialized_start=730
+  _globals['_REPLICATEMPLATE_PARAMETERSENTRY']._serialized_end=779
+  _globals['_ENDPOINTSPEC']._serialized_start=831
+  _globals['_ENDPOINTSPEC']._serialized_end=1461
+  _globals['_ENDPOINTSTATUS']._serialized_start=1464
+  _globals['_ENDPOINTSTATUS']._serialized_end=1652
+  _globals['_ENDPOINT']._serialized_start=1655
+  _globals['_ENDPOINT']._serialized_end=1945
+  _globals['_REPLICA']._serialized_start=1948
+  _globals['_REPLICA']._serialized_end=2427
+  _globals['_REPLICA_STATE']._serialized_start=2251
+  _globals['_REPLICA_STATE']._serialized_end=2413
 # @@protoc_insertion_point(module_scope)

@@ -23,7 +23,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class QueueWatcherSpec(_message.Message):
-    """What is watched."""
+    """What is watched: a queue, several, or all whose names match; exactly one of the three must be set. The counts of several
+    are added up, and are known while every one of them is.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -31,15 +33,28 @@ class QueueWatcherSpec(_message.Message):
     VIRTUAL_HOST_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
     INTERVAL_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
+    QUEUE_PATTERN_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
     broker: _builtins.str
     """Name of a broker in the server's configuration: addresses and passwords never travel through the API."""
     virtual_host: _builtins.str
     """Virtual host; "/" when empty."""
     queue: _builtins.str
     """Name of the queue."""
+    queue_pattern: _builtins.str
+    """A regular expression that the whole name of a queue must match; needs the management API. It knows characters, `.`,
+    classes, groups and alternatives, and up to three of `*`, `+` and `{m,n}`, none of them after a group.
+    """
+    rates: _builtins.bool
+    """Whether rates are read too; needs the management API, and costs one more request for all queues every 5 s."""
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
         """How often it is read; 1 s when absent."""
+
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of several queues."""
 
     def __init__(
         self,
@@ -48,10 +63,13 @@ class QueueWatcherSpec(_message.Message):
         virtual_host: _builtins.str = ...,
         queue: _builtins.str = ...,
         interval: _duration_pb2.Duration | None = ...,
+        queues: _abc.Iterable[_builtins.str] | None = ...,
+        queue_pattern: _builtins.str = ...,
+        rates: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "interval", b"interval", "queue", b"queue", "virtual_host", b"virtual_host"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broker", b"broker", "interval", b"interval", "queue", b"queue", "queue_pattern", b"queue_pattern", "queues", b"queues", "rates", b"rates", "virtual_host", b"virtual_host"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -112,6 +130,9 @@ class QueueWatcherStatus(_message.Message):
     CONSUMER_COUNT_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    PUBLISH_RATE_FIELD_NUMBER: _builtins.int
+    DELIVER_RATE_FIELD_NUMBER: _builtins.int
+    QUEUE_COUNT_FIELD_NUMBER: _builtins.int
     state: Global___QueueWatcherStatus.State.ValueType
     """Whether the queue can be read."""
     ready_count: _builtins.int
@@ -122,6 +143,12 @@ class QueueWatcherStatus(_message.Message):
     """Consumers; absent when unknown."""
     message: _builtins.str
     """Why it stands as it does; without secrets."""
+    publish_rate: _builtins.float
+    """Messages published a second; absent when unknown."""
+    deliver_rate: _builtins.float
+    """Messages delivered a second; absent when unknown."""
+    queue_count: _builtins.int
+    """How many queues were read; absent before the first reading."""
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
         """How old these counts are; absent before the first."""
@@ -135,19 +162,34 @@ class QueueWatcherStatus(_message.Message):
         consumer_count: _builtins.int | None = ...,
         age: _duration_pb2.Duration | None = ...,
         message: _builtins.str = ...,
+        publish_rate: _builtins.float | None = ...,
+        deliver_rate: _builtins.float | None = ...,
+        queue_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_consumer_count", b"_consumer_count", "_ready_count", b"_ready_count", "_unacked_count", b"_unacked_count", "age", b"age", "consumer_count", b"consumer_count", "ready_count", b"ready_count", "unacked_count", b"unacked_count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_consumer_count", b"_consumer_count", "_deliver_rate", b"_deliver_rate", "_publish_rate", b"_publish_rate", "_queue_count", b"_queue_count", "_ready_count", b"_ready_count", "_unacked_count", b"_unacked_count", "age", b"age", "consumer_count", b"consumer_count", "deliver_rate", b"deliver_rate", "publish_rate", b"publish_rate", "queue_count", b"queue_count", "ready_count", b"ready_count", "unacked_count", b"unacked_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_consumer_count", b"_consumer_count", "_ready_count", b"_ready_count", "_unacked_count", b"_unacked_count", "age", b"age", "consumer_count", b"consumer_count", "message", b"message", "ready_count", b"ready_count", "state", b"state", "unacked_count", b"unacked_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_consumer_count", b"_consumer_count", "_deliver_rate", b"_deliver_rate", "_publish_rate", b"_publish_rate", "_queue_count", b"_queue_count", "_ready_count", b"_ready_count", "_unacked_count", b"_unacked_count", "age", b"age", "consumer_count", b"consumer_count", "deliver_rate", b"deliver_rate", "message", b"message", "publish_rate", b"publish_rate", "queue_count", b"queue_count", "ready_count", b"ready_count", "state", b"state", "unacked_count", b"unacked_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__consumer_count: _TypeAlias = _typing.Literal["consumer_count"]  # noqa: Y015
     _WhichOneofArgType__consumer_count: _TypeAlias = _typing.Literal["_consumer_count", b"_consumer_count"]  # noqa: Y015
+    _WhichOneofReturnType__deliver_rate: _TypeAlias = _typing.Literal["deliver_rate"]  # noqa: Y015
+    _WhichOneofArgType__deliver_rate: _TypeAlias = _typing.Literal["_deliver_rate", b"_deliver_rate"]  # noqa: Y015
+    _WhichOneofReturnType__publish_rate: _TypeAlias = _typing.Literal["publish_rate"]  # noqa: Y015
+    _WhichOneofArgType__publish_rate: _TypeAlias = _typing.Literal["_publish_rate", b"_publish_rate"]  # noqa: Y015
+    _WhichOneofReturnType__queue_count: _TypeAlias = _typing.Literal["queue_count"]  # noqa: Y015
+    _WhichOneofArgType__queue_count: _TypeAlias = _typing.Literal["_queue_count", b"_queue_count"]  # noqa: Y015
     _WhichOneofReturnType__ready_count: _TypeAlias = _typing.Literal["ready_count"]  # noqa: Y015
     _WhichOneofArgType__ready_count: _TypeAlias = _typing.Literal["_ready_count", b"_ready_count"]  # noqa: Y015
     _WhichOneofReturnType__unacked_count: _TypeAlias = _typing.Literal["unacked_count"]  # noqa: Y015
     _WhichOneofArgType__unacked_count: _TypeAlias = _typing.Literal["_unacked_count", b"_unacked_count"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__consumer_count) -> _WhichOneofReturnType__consumer_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deliver_rate) -> _WhichOneofReturnType__deliver_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__publish_rate) -> _WhichOneofReturnType__publish_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_count) -> _WhichOneofReturnType__queue_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ready_count) -> _WhichOneofReturnType__ready_count | None: ...
     @_typing.overload

@@ -69,7 +69,7 @@ class QueueWatcherServiceServicer(object):
     def CreateQueueWatcher(self, request, context):
         """Creates a watcher. The same request_id with the same watcher returns what it made; a name that is taken, or
         the same request_id with another watcher: ALREADY_EXISTS. A broker that the server's configuration does not
-        name: FAILED_PRECONDITION.
+        name, or a pattern or rates where it has no management API: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,7 +90,8 @@ class QueueWatcherServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateQueueWatcher(self, request, context):
-        """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED.
+        """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
+        FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,14 +36,16 @@ class QueueWatcherServiceStub:
     CreateQueueWatcher: _grpc.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.CreateQueueWatcherRequest, _queue_watcher_service_pb2.CreateQueueWatcherResponse]
     """Creates a watcher. The same request_id with the same watcher returns what it made; a name that is taken, or
     the same request_id with another watcher: ALREADY_EXISTS. A broker that the server's configuration does not
-    name: FAILED_PRECONDITION.
+    name, or a pattern or rates where it has no management API: FAILED_PRECONDITION.
     """
     GetQueueWatcher: _grpc.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.GetQueueWatcherRequest, _queue_watcher_service_pb2.GetQueueWatcherResponse]
     """Returns one watcher with what it read last. Unknown: NOT_FOUND."""
     ListQueueWatchers: _grpc.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.ListQueueWatchersRequest, _queue_watcher_service_pb2.ListQueueWatchersResponse]
     """Lists watchers by id."""
     UpdateQueueWatcher: _grpc.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.UpdateQueueWatcherRequest, _queue_watcher_service_pb2.UpdateQueueWatcherResponse]
-    """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED."""
+    """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
+    FAILED_PRECONDITION.
+    """
     DeleteQueueWatcher: _grpc.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.DeleteQueueWatcherRequest, _queue_watcher_service_pb2.DeleteQueueWatcherResponse]
     """Deletes a watcher. Unknown: NOT_FOUND. One that an endpoint reads: FAILED_PRECONDITION."""
 
@@ -55,14 +57,16 @@ class QueueWatcherServiceAsyncStub(QueueWatcherServiceStub):
     CreateQueueWatcher: _aio.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.CreateQueueWatcherRequest, _queue_watcher_service_pb2.CreateQueueWatcherResponse]  # type: ignore[assignment]
     """Creates a watcher. The same request_id with the same watcher returns what it made; a name that is taken, or
     the same request_id with another watcher: ALREADY_EXISTS. A broker that the server's configuration does not
-    name: FAILED_PRECONDITION.
+    name, or a pattern or rates where it has no management API: FAILED_PRECONDITION.
     """
     GetQueueWatcher: _aio.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.GetQueueWatcherRequest, _queue_watcher_service_pb2.GetQueueWatcherResponse]  # type: ignore[assignment]
     """Returns one watcher with what it read last. Unknown: NOT_FOUND."""
     ListQueueWatchers: _aio.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.ListQueueWatchersRequest, _queue_watcher_service_pb2.ListQueueWatchersResponse]  # type: ignore[assignment]
     """Lists watchers by id."""
     UpdateQueueWatcher: _aio.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.UpdateQueueWatcherRequest, _queue_watcher_service_pb2.UpdateQueueWatcherResponse]  # type: ignore[assignment]
-    """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED."""
+    """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
+    FAILED_PRECONDITION.
+    """
     DeleteQueueWatcher: _aio.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.DeleteQueueWatcherRequest, _queue_watcher_service_pb2.DeleteQueueWatcherResponse]  # type: ignore[assignment]
     """Deletes a watcher. Unknown: NOT_FOUND. One that an endpoint reads: FAILED_PRECONDITION."""
 
@@ -77,7 +81,7 @@ class QueueWatcherServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_queue_watcher_service_pb2.CreateQueueWatcherResponse, _abc.Awaitable[_queue_watcher_service_pb2.CreateQueueWatcherResponse]]:
         """Creates a watcher. The same request_id with the same watcher returns what it made; a name that is taken, or
         the same request_id with another watcher: ALREADY_EXISTS. A broker that the server's configuration does not
-        name: FAILED_PRECONDITION.
+        name, or a pattern or rates where it has no management API: FAILED_PRECONDITION.
         """
 
     @_abc_1.abstractmethod
@@ -102,7 +106,9 @@ class QueueWatcherServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_watcher_service_pb2.UpdateQueueWatcherRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_watcher_service_pb2.UpdateQueueWatcherResponse, _abc.Awaitable[_queue_watcher_service_pb2.UpdateQueueWatcherResponse]]:
-        """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED."""
+        """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
+        FAILED_PRECONDITION.
+        """
 
     @_abc_1.abstractmethod
     def DeleteQueueWatcher(

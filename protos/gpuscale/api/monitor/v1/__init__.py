@@ -7,6 +7,15 @@ from gpuscale.api.monitor.v1.agent_service_pb2 import WatchSnapshotsResponse as 
 from gpuscale.api.monitor.v1.agent_service_pb2_grpc import AgentServiceServicer as AgentServiceServicer
 from gpuscale.api.monitor.v1.agent_service_pb2_grpc import AgentServiceStub as AgentServiceStub
 from gpuscale.api.monitor.v1.agent_service_pb2_grpc import add_AgentServiceServicer_to_server as add_AgentServiceServicer_to_server
+from gpuscale.api.monitor.v1.driver_service_pb2 import ReleaseDriverRequest as ReleaseDriverRequest
+from gpuscale.api.monitor.v1.driver_service_pb2 import ReleaseDriverResponse as ReleaseDriverResponse
+from gpuscale.api.monitor.v1.driver_service_pb2 import ResumeDriverRequest as ResumeDriverRequest
+from gpuscale.api.monitor.v1.driver_service_pb2 import ResumeDriverResponse as ResumeDriverResponse
+from gpuscale.api.monitor.v1.driver_service_pb2_grpc import DriverServiceServicer as DriverServiceServicer
+from gpuscale.api.monitor.v1.driver_service_pb2_grpc import DriverServiceStub as DriverServiceStub
+from gpuscale.api.monitor.v1.driver_service_pb2_grpc import add_DriverServiceServicer_to_server as add_DriverServiceServicer_to_server
+from gpuscale.api.monitor.v1.fleet_service_pb2 import ForgetNodeRequest as ForgetNodeRequest
+from gpuscale.api.monitor.v1.fleet_service_pb2 import ForgetNodeResponse as ForgetNodeResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2 import GetNodeRequest as GetNodeRequest
 from gpuscale.api.monitor.v1.fleet_service_pb2 import GetNodeResponse as GetNodeResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2 import Hello as Hello
@@ -21,27 +30,140 @@ from gpuscale.api.monitor.v1.fleet_service_pb2 import WatchNodesResponse as Watc
 from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceServicer as FleetServiceServicer
 from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceStub as FleetServiceStub
 from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import add_FleetServiceServicer_to_server as add_FleetServiceServicer_to_server
+from gpuscale.api.monitor.v1.health_service_pb2 import ClearQuarantineRequest as ClearQuarantineRequest
+from gpuscale.api.monitor.v1.health_service_pb2 import ClearQuarantineResponse as ClearQuarantineResponse
+from gpuscale.api.monitor.v1.health_service_pb2 import HealthCheck as HealthCheck
+from gpuscale.api.monitor.v1.health_service_pb2 import HealthEvent as HealthEvent
+from gpuscale.api.monitor.v1.health_service_pb2 import HealthSeverity as HealthSeverity
+from gpuscale.api.monitor.v1.health_service_pb2 import ListHealthEventsRequest as ListHealthEventsRequest
+from gpuscale.api.monitor.v1.health_service_pb2 import ListHealthEventsResponse as ListHealthEventsResponse
+from gpuscale.api.monitor.v1.health_service_pb2 import RecommendedAction as RecommendedAction
+from gpuscale.api.monitor.v1.health_service_pb2 import ReportedFault as ReportedFault
+from gpuscale.api.monitor.v1.health_service_pb2 import ReportedFaults as ReportedFaults
+from gpuscale.api.monitor.v1.health_service_pb2 import WatchHealthRequest as WatchHealthRequest
+from gpuscale.api.monitor.v1.health_service_pb2 import WatchHealthResponse as WatchHealthResponse
+from gpuscale.api.monitor.v1.health_service_pb2_grpc import HealthServiceServicer as HealthServiceServicer
+from gpuscale.api.monitor.v1.health_service_pb2_grpc import HealthServiceStub as HealthServiceStub
+from gpuscale.api.monitor.v1.health_service_pb2_grpc import add_HealthServiceServicer_to_server as add_HealthServiceServicer_to_server
+from gpuscale.api.monitor.v1.history_service_pb2 import HistoryPoint as HistoryPoint
+from gpuscale.api.monitor.v1.history_service_pb2 import HistorySeries as HistorySeries
+from gpuscale.api.monitor.v1.history_service_pb2 import HistorySpan as HistorySpan
+from gpuscale.api.monitor.v1.history_service_pb2 import QueryHistoryRequest as QueryHistoryRequest
+from gpuscale.api.monitor.v1.history_service_pb2 import QueryHistoryResponse as QueryHistoryResponse
+from gpuscale.api.monitor.v1.history_service_pb2 import QueryTrendsRequest as QueryTrendsRequest
+from gpuscale.api.monitor.v1.history_service_pb2 import QueryTrendsResponse as QueryTrendsResponse
+from gpuscale.api.monitor.v1.history_service_pb2 import Trend as Trend
+from gpuscale.api.monitor.v1.history_service_pb2_grpc import HistoryServiceServicer as HistoryServiceServicer
+from gpuscale.api.monitor.v1.history_service_pb2_grpc import HistoryServiceStub as HistoryServiceStub
+from gpuscale.api.monitor.v1.history_service_pb2_grpc import add_HistoryServiceServicer_to_server as add_HistoryServiceServicer_to_server
+from gpuscale.api.monitor.v1.metric_pb2 import Metric as Metric
+from gpuscale.api.monitor.v1.metric_pb2 import MetricStats as MetricStats
+from gpuscale.api.monitor.v1.recording_service_pb2 import DeleteRecordingRequest as DeleteRecordingRequest
+from gpuscale.api.monitor.v1.recording_service_pb2 import DeleteRecordingResponse as DeleteRecordingResponse
+from gpuscale.api.monitor.v1.recording_service_pb2 import GetRecordingRequest as GetRecordingRequest
+from gpuscale.api.monitor.v1.recording_service_pb2 import GetRecordingResponse as GetRecordingResponse
+from gpuscale.api.monitor.v1.recording_service_pb2 import ListRecordingsRequest as ListRecordingsRequest
+from gpuscale.api.monitor.v1.recording_service_pb2 import ListRecordingsResponse as ListRecordingsResponse
+from gpuscale.api.monitor.v1.recording_service_pb2 import RecordedGpu as RecordedGpu
+from gpuscale.api.monitor.v1.recording_service_pb2 import Recording as Recording
+from gpuscale.api.monitor.v1.recording_service_pb2 import StartRecordingRequest as StartRecordingRequest
+from gpuscale.api.monitor.v1.recording_service_pb2 import StartRecordingResponse as StartRecordingResponse
+from gpuscale.api.monitor.v1.recording_service_pb2 import StopRecordingRequest as StopRecordingRequest
+from gpuscale.api.monitor.v1.recording_service_pb2 import StopRecordingResponse as StopRecordingResponse
+from gpuscale.api.monitor.v1.recording_service_pb2_grpc import RecordingServiceServicer as RecordingServiceServicer
+from gpuscale.api.monitor.v1.recording_service_pb2_grpc import RecordingServiceStub as RecordingServiceStub
+from gpuscale.api.monitor.v1.recording_service_pb2_grpc import add_RecordingServiceServicer_to_server as add_RecordingServiceServicer_to_server
+from gpuscale.api.monitor.v1.snapshot_delta_pb2 import GpuDelta as GpuDelta
+from gpuscale.api.monitor.v1.snapshot_delta_pb2 import GpuNumbers as GpuNumbers
+from gpuscale.api.monitor.v1.snapshot_delta_pb2 import HostDelta as HostDelta
+from gpuscale.api.monitor.v1.snapshot_delta_pb2 import SnapshotDelta as SnapshotDelta
+from gpuscale.api.monitor.v1.work_service_pb2 import AdmitWorkRequest as AdmitWorkRequest
+from gpuscale.api.monitor.v1.work_service_pb2 import AdmitWorkResponse as AdmitWorkResponse
+from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceServicer as WorkServiceServicer
+from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceStub as WorkServiceStub
+from gpuscale.api.monitor.v1.work_service_pb2_grpc import add_WorkServiceServicer_to_server as add_WorkServiceServicer_to_server
 
 __all__ = [
+    "AdmitWorkRequest",
+    "AdmitWorkResponse",
     "AgentServiceServicer",
     "AgentServiceStub",
+    "ClearQuarantineRequest",
+    "ClearQuarantineResponse",
+    "DeleteRecordingRequest",
+    "DeleteRecordingResponse",
+    "DriverServiceServicer",
+    "DriverServiceStub",
     "FleetServiceServicer",
     "FleetServiceStub",
+    "ForgetNodeRequest",
+    "ForgetNodeResponse",
     "GetNodeRequest",
     "GetNodeResponse",
+    "GetRecordingRequest",
+    "GetRecordingResponse",
     "GetSnapshotRequest",
     "GetSnapshotResponse",
+    "GpuDelta",
+    "GpuNumbers",
+    "HealthCheck",
+    "HealthEvent",
+    "HealthServiceServicer",
+    "HealthServiceStub",
+    "HealthSeverity",
     "Hello",
+    "HistoryPoint",
+    "HistorySeries",
+    "HistoryServiceServicer",
+    "HistoryServiceStub",
+    "HistorySpan",
+    "HostDelta",
+    "ListHealthEventsRequest",
+    "ListHealthEventsResponse",
     "ListNodesRequest",
     "ListNodesResponse",
+    "ListRecordingsRequest",
+    "ListRecordingsResponse",
+    "Metric",
+    "MetricStats",
     "Node",
     "NodeState",
+    "QueryHistoryRequest",
+    "QueryHistoryResponse",
+    "QueryTrendsRequest",
+    "QueryTrendsResponse",
+    "RecommendedAction",
+    "RecordedGpu",
+    "Recording",
+    "RecordingServiceServicer",
+    "RecordingServiceStub",
+    "ReleaseDriverRequest",
+    "ReleaseDriverResponse",
+    "ReportedFault",
+    "ReportedFaults",
+    "ResumeDriverRequest",
+    "ResumeDriverResponse",
+    "SnapshotDelta",
+    "StartRecordingRequest",
+    "StartRecordingResponse",
+    "StopRecordingRequest",
+    "StopRecordingResponse",
     "StreamTelemetryRequest",
     "StreamTelemetryResponse",
+    "Trend",
+    "WatchHealthRequest",
+    "WatchHealthResponse",
     "WatchNodesRequest",
     "WatchNodesResponse",
     "WatchSnapshotsRequest",
     "WatchSnapshotsResponse",
+    "WorkServiceServicer",
+    "WorkServiceStub",
     "add_AgentServiceServicer_to_server",
+    "add_DriverServiceServicer_to_server",
     "add_FleetServiceServicer_to_server",
+    "add_HealthServiceServicer_to_server",
+    "add_HistoryServiceServicer_to_server",
+    "add_RecordingServiceServicer_to_server",
+    "add_WorkServiceServicer_to_server",
 ]

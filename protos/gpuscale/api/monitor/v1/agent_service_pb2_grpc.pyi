@@ -38,8 +38,8 @@ class AgentServiceStub:
     reading. A GPU that does not answer never delays the answer: its state says so.
     """
     WatchSnapshots: _grpc.UnaryStreamMultiCallable[_agent_service_pb2.WatchSnapshotsRequest, _agent_service_pb2.WatchSnapshotsResponse]
-    """Streams the newest snapshot at once and then each new one. A subscriber that reads slowly misses snapshots
-    in between (dropped_count says how many), never the newest.
+    """Streams the newest snapshot at once and then each new one, or what changes from each to the next. A subscriber that
+    reads slowly misses snapshots in between (dropped_count says how many), never the newest.
     """
 
 @_typing.type_check_only
@@ -52,8 +52,8 @@ class AgentServiceAsyncStub(AgentServiceStub):
     reading. A GPU that does not answer never delays the answer: its state says so.
     """
     WatchSnapshots: _aio.UnaryStreamMultiCallable[_agent_service_pb2.WatchSnapshotsRequest, _agent_service_pb2.WatchSnapshotsResponse]  # type: ignore[assignment]
-    """Streams the newest snapshot at once and then each new one. A subscriber that reads slowly misses snapshots
-    in between (dropped_count says how many), never the newest.
+    """Streams the newest snapshot at once and then each new one, or what changes from each to the next. A subscriber that
+    reads slowly misses snapshots in between (dropped_count says how many), never the newest.
     """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -75,8 +75,8 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_service_pb2.WatchSnapshotsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_service_pb2.WatchSnapshotsResponse], _abc.AsyncIterator[_agent_service_pb2.WatchSnapshotsResponse]]:
-        """Streams the newest snapshot at once and then each new one. A subscriber that reads slowly misses snapshots
-        in between (dropped_count says how many), never the newest.
+        """Streams the newest snapshot at once and then each new one, or what changes from each to the next. A subscriber that
+        reads slowly misses snapshots in between (dropped_count says how many), never the newest.
         """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

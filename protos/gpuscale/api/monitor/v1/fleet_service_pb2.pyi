@@ -10,6 +10,8 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from gpuscale.api.monitor.v1 import health_service_pb2 as _health_service_pb2
+from gpuscale.api.monitor.v1 import snapshot_delta_pb2 as _snapshot_delta_pb2
 from gpuscale.api.types.v1 import snapshot_pb2 as _snapshot_pb2
 import builtins as _builtins
 import sys
@@ -104,25 +106,37 @@ class StreamTelemetryRequest(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    FAULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """The first message."""
 
     @_builtins.property
     def snapshot(self) -> _snapshot_pb2.Snapshot:
-        """A reading."""
+        """A reading, whole."""
+
+    @_builtins.property
+    def delta(self) -> _snapshot_delta_pb2.SnapshotDelta:
+        """What changed since the reading before."""
+
+    @_builtins.property
+    def faults(self) -> _health_service_pb2.ReportedFaults:
+        """Faults that the driver reported; sent at once, and again on a new stream."""
 
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         snapshot: _snapshot_pb2.Snapshot | None = ...,
+        delta: _snapshot_delta_pb2.SnapshotDelta | None = ...,
+        faults: _health_service_pb2.ReportedFaults | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "faults", b"faults", "hello", b"hello", "message", b"message", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "faults", b"faults", "hello", b"hello", "message", b"message", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "snapshot"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "snapshot", "delta", "faults"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -173,22 +187,26 @@ class StreamTelemetryResponse(_message.Message):
     ACKED_SEQ_FIELD_NUMBER: _builtins.int
     REJECTED_COUNT_FIELD_NUMBER: _builtins.int
     REJECTED_REASON_FIELD_NUMBER: _builtins.int
+    RESYNC_FIELD_NUMBER: _builtins.int
     acked_seq: _builtins.int
     """Seq of the last snapshot that was taken in; -1 right after Hello."""
     rejected_count: _builtins.int
     """Snapshots of this stream that were refused."""
     rejected_reason: _builtins.str
     """Why the last one was refused; empty when none was."""
+    resync: _builtins.bool
+    """True where the next message must be a whole snapshot."""
     def __init__(
         self,
         *,
         acked_seq: _builtins.int = ...,
         rejected_count: _builtins.int = ...,
         rejected_reason: _builtins.str = ...,
+        resync: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_seq", b"acked_seq", "rejected_count", b"rejected_count", "rejected_reason", b"rejected_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_seq", b"acked_seq", "rejected_count", b"rejected_count", "rejected_reason", b"rejected_reason", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -326,22 +344,67 @@ class WatchNodesResponse(_message.Message):
 
     NODES_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
     full: _builtins.bool
     """True on the message that ends the first round: by then every node that the fleet knows has been sent."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
         """The nodes as they are now."""
 
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of nodes that were forgotten."""
+
     def __init__(
         self,
         *,
         nodes: _abc.Iterable[Global___Node] | None = ...,
         full: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "nodes", b"nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "nodes", b"nodes", "removed", b"removed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchNodesResponse: _TypeAlias = WatchNodesResponse  # noqa: Y015
+
+@_typing.final
+class ForgetNodeRequest(_message.Message):
+    """Asks to forget a node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """nodes/{node}"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetNodeRequest: _TypeAlias = ForgetNodeRequest  # noqa: Y015
+
+@_typing.final
+class ForgetNodeResponse(_message.Message):
+    """The node is forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetNodeResponse: _TypeAlias = ForgetNodeResponse  # noqa: Y015

@@ -55,6 +55,11 @@ class FleetServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.WatchNodesRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.WatchNodesResponse.FromString,
                 _registered_method=True)
+        self.ForgetNode = channel.unary_unary(
+                '/gpuscale.api.monitor.v1.FleetService/ForgetNode',
+                request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ForgetNodeRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ForgetNodeResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer(object):
@@ -62,8 +67,9 @@ class FleetServiceServicer(object):
     """
 
     def StreamTelemetry(self, request_iterator, context):
-        """An agent's stream: Hello first, then a snapshot every period. A snapshot that is invalid, or not newer than
-        the last one of its epoch, is dropped and counted in the next acknowledgement; the stream goes on. A stream
+        """An agent's stream: Hello first, then a whole snapshot, then every period what changed (or a whole snapshot again).
+        One that is invalid, or not newer than the last one of its epoch, or that changes a snapshot that the fleet does
+        not have, is dropped and counted in the next acknowledgement, which asks for a whole one; the stream goes on. A stream
         with a newer epoch takes over the node and the older one ends with ABORTED. A caller of role agent may only
         report about the node that bears its name: PERMISSION_DENIED. A first message that is not Hello:
         FAILED_PRECONDITION.
@@ -94,6 +100,14 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetNode(self, request, context):
+        """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown:
+        NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -116,6 +130,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.WatchNodes,
                     request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.WatchNodesRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.WatchNodesResponse.SerializeToString,
+            ),
+            'ForgetNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetNode,
+                    request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ForgetNodeRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ForgetNodeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -227,6 +246,33 @@ class FleetService(object):
             '/gpuscale.api.monitor.v1.FleetService/WatchNodes',
             gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.WatchNodesRequest.SerializeToString,
             gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.WatchNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.monitor.v1.FleetService/ForgetNode',
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ForgetNodeRequest.SerializeToString,
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ForgetNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,8 +34,9 @@ class FleetServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> FleetServiceAsyncStub: ...
     StreamTelemetry: _grpc.StreamStreamMultiCallable[_fleet_service_pb2.StreamTelemetryRequest, _fleet_service_pb2.StreamTelemetryResponse]
-    """An agent's stream: Hello first, then a snapshot every period. A snapshot that is invalid, or not newer than
-    the last one of its epoch, is dropped and counted in the next acknowledgement; the stream goes on. A stream
+    """An agent's stream: Hello first, then a whole snapshot, then every period what changed (or a whole snapshot again).
+    One that is invalid, or not newer than the last one of its epoch, or that changes a snapshot that the fleet does
+    not have, is dropped and counted in the next acknowledgement, which asks for a whole one; the stream goes on. A stream
     with a newer epoch takes over the node and the older one ends with ABORTED. A caller of role agent may only
     report about the node that bears its name: PERMISSION_DENIED. A first message that is not Hello:
     FAILED_PRECONDITION.
@@ -48,6 +49,10 @@ class FleetServiceStub:
     """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
     that change. A slow subscriber gets the newest state of each node.
     """
+    ForgetNode: _grpc.UnaryUnaryMultiCallable[_fleet_service_pb2.ForgetNodeRequest, _fleet_service_pb2.ForgetNodeResponse]
+    """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown:
+    NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -55,8 +60,9 @@ class FleetServiceAsyncStub(FleetServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     StreamTelemetry: _aio.StreamStreamMultiCallable[_fleet_service_pb2.StreamTelemetryRequest, _fleet_service_pb2.StreamTelemetryResponse]  # type: ignore[assignment]
-    """An agent's stream: Hello first, then a snapshot every period. A snapshot that is invalid, or not newer than
-    the last one of its epoch, is dropped and counted in the next acknowledgement; the stream goes on. A stream
+    """An agent's stream: Hello first, then a whole snapshot, then every period what changed (or a whole snapshot again).
+    One that is invalid, or not newer than the last one of its epoch, or that changes a snapshot that the fleet does
+    not have, is dropped and counted in the next acknowledgement, which asks for a whole one; the stream goes on. A stream
     with a newer epoch takes over the node and the older one ends with ABORTED. A caller of role agent may only
     report about the node that bears its name: PERMISSION_DENIED. A first message that is not Hello:
     FAILED_PRECONDITION.
@@ -69,6 +75,10 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
     that change. A slow subscriber gets the newest state of each node.
     """
+    ForgetNode: _aio.UnaryUnaryMultiCallable[_fleet_service_pb2.ForgetNodeRequest, _fleet_service_pb2.ForgetNodeResponse]  # type: ignore[assignment]
+    """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown:
+    NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
+    """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Knows every node from what its agent streams."""
@@ -79,8 +89,9 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_fleet_service_pb2.StreamTelemetryRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_fleet_service_pb2.StreamTelemetryResponse], _abc.AsyncIterator[_fleet_service_pb2.StreamTelemetryResponse]]:
-        """An agent's stream: Hello first, then a snapshot every period. A snapshot that is invalid, or not newer than
-        the last one of its epoch, is dropped and counted in the next acknowledgement; the stream goes on. A stream
+        """An agent's stream: Hello first, then a whole snapshot, then every period what changed (or a whole snapshot again).
+        One that is invalid, or not newer than the last one of its epoch, or that changes a snapshot that the fleet does
+        not have, is dropped and counted in the next acknowledgement, which asks for a whole one; the stream goes on. A stream
         with a newer epoch takes over the node and the older one ends with ABORTED. A caller of role agent may only
         report about the node that bears its name: PERMISSION_DENIED. A first message that is not Hello:
         FAILED_PRECONDITION.
@@ -110,6 +121,16 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_fleet_service_pb2.WatchNodesResponse], _abc.AsyncIterator[_fleet_service_pb2.WatchNodesResponse]]:
         """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
         that change. A slow subscriber gets the newest state of each node.
+        """
+
+    @_abc_1.abstractmethod
+    def ForgetNode(
+        self,
+        request: _fleet_service_pb2.ForgetNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_service_pb2.ForgetNodeResponse, _abc.Awaitable[_fleet_service_pb2.ForgetNodeResponse]]:
+        """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown:
+        NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
         """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -10,7 +10,9 @@ from gpuscale.api.types.v1.snapshot_pb2 import GpuReading as GpuReading
 from gpuscale.api.types.v1.snapshot_pb2 import GpuState as GpuState
 from gpuscale.api.types.v1.snapshot_pb2 import Host as Host
 from gpuscale.api.types.v1.snapshot_pb2 import HostReading as HostReading
+from gpuscale.api.types.v1.snapshot_pb2 import NvLinkPeer as NvLinkPeer
 from gpuscale.api.types.v1.snapshot_pb2 import ReadingStatus as ReadingStatus
+from gpuscale.api.types.v1.snapshot_pb2 import RecoveryAction as RecoveryAction
 from gpuscale.api.types.v1.snapshot_pb2 import Snapshot as Snapshot
 
 __all__ = [
@@ -22,7 +24,9 @@ __all__ = [
     "GpuState",
     "Host",
     "HostReading",
+    "NvLinkPeer",
     "ReadingStatus",
+    "RecoveryAction",
     "Role",
     "Snapshot",
     "TextFormat",

@@ -89,6 +89,8 @@ class _GpuStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GpuState.Val
     """The agent let go of the driver on request."""
     GPU_STATE_STALE: _GpuState.ValueType  # 8
     """Its node's snapshot is older than three periods."""
+    GPU_STATE_DIVIDED: _GpuState.ValueType  # 9
+    """It is divided into MIG instances, which are GPUs of their own: it is never offered itself."""
 
 class GpuState(_GpuState, metaclass=_GpuStateEnumTypeWrapper):
     """Whether a GPU answers."""
@@ -111,7 +113,49 @@ GPU_STATE_RELEASED: GpuState.ValueType  # 7
 """The agent let go of the driver on request."""
 GPU_STATE_STALE: GpuState.ValueType  # 8
 """Its node's snapshot is older than three periods."""
+GPU_STATE_DIVIDED: GpuState.ValueType  # 9
+"""It is divided into MIG instances, which are GPUs of their own: it is never offered itself."""
 Global___GpuState: _TypeAlias = GpuState  # noqa: Y015
+
+class _RecoveryAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RecoveryActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RecoveryAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RECOVERY_ACTION_UNSPECIFIED: _RecoveryAction.ValueType  # 0
+    """Not stated."""
+    RECOVERY_ACTION_NONE: _RecoveryAction.ValueType  # 1
+    """Nothing."""
+    RECOVERY_ACTION_GPU_RESET: _RecoveryAction.ValueType  # 2
+    """The GPU is to be reset."""
+    RECOVERY_ACTION_NODE_REBOOT: _RecoveryAction.ValueType  # 3
+    """The node is to be booted again."""
+    RECOVERY_ACTION_DRAIN_PEERS: _RecoveryAction.ValueType  # 4
+    """Work that talks to other GPUs is to be drained."""
+    RECOVERY_ACTION_DRAIN_AND_RESET: _RecoveryAction.ValueType  # 5
+    """The GPU is to be drained and then reset."""
+    RECOVERY_ACTION_OTHER: _RecoveryAction.ValueType  # 6
+    """Something that this version does not know."""
+
+class RecoveryAction(_RecoveryAction, metaclass=_RecoveryActionEnumTypeWrapper):
+    """What the driver asks for to bring a GPU back, NVML's recovery action."""
+
+RECOVERY_ACTION_UNSPECIFIED: RecoveryAction.ValueType  # 0
+"""Not stated."""
+RECOVERY_ACTION_NONE: RecoveryAction.ValueType  # 1
+"""Nothing."""
+RECOVERY_ACTION_GPU_RESET: RecoveryAction.ValueType  # 2
+"""The GPU is to be reset."""
+RECOVERY_ACTION_NODE_REBOOT: RecoveryAction.ValueType  # 3
+"""The node is to be booted again."""
+RECOVERY_ACTION_DRAIN_PEERS: RecoveryAction.ValueType  # 4
+"""Work that talks to other GPUs is to be drained."""
+RECOVERY_ACTION_DRAIN_AND_RESET: RecoveryAction.ValueType  # 5
+"""The GPU is to be drained and then reset."""
+RECOVERY_ACTION_OTHER: RecoveryAction.ValueType  # 6
+"""Something that this version does not know."""
+Global___RecoveryAction: _TypeAlias = RecoveryAction  # noqa: Y015
 
 @_typing.final
 class AbsentReading(_message.Message):
@@ -152,33 +196,67 @@ class GpuProcess(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     """Process id as the agent's host sees it."""
     memory_used_bytes: _builtins.int
     """Memory of the GPU that it holds; absent where the driver does not tell."""
     command: _builtins.str
     """Name of the program; absent where the agent may not see it."""
+    fence: _builtins.int
+    """Fence of the reservation that it was admitted for on this node; absent of a process that nobody admitted."""
     def __init__(
         self,
         *,
         pid: _builtins.int = ...,
         memory_used_bytes: _builtins.int | None = ...,
         command: _builtins.str | None = ...,
+        fence: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_memory_used_bytes", b"_memory_used_bytes", "command", b"command", "memory_used_bytes", b"memory_used_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "command", b"command", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_memory_used_bytes", b"_memory_used_bytes", "command", b"command", "memory_used_bytes", b"memory_used_bytes", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "command", b"command", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes", "pid", b"pid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__command: _TypeAlias = _typing.Literal["command"]  # noqa: Y015
     _WhichOneofArgType__command: _TypeAlias = _typing.Literal["_command", b"_command"]  # noqa: Y015
+    _WhichOneofReturnType__fence: _TypeAlias = _typing.Literal["fence"]  # noqa: Y015
+    _WhichOneofArgType__fence: _TypeAlias = _typing.Literal["_fence", b"_fence"]  # noqa: Y015
     _WhichOneofReturnType__memory_used_bytes: _TypeAlias = _typing.Literal["memory_used_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__command) -> _WhichOneofReturnType__command | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fence) -> _WhichOneofReturnType__fence | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
 
 Global___GpuProcess: _TypeAlias = GpuProcess  # noqa: Y015
+
+@_typing.final
+class NvLinkPeer(_message.Message):
+    """NVLink connections to another GPU of the node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UUID_FIELD_NUMBER: _builtins.int
+    LINK_COUNT_FIELD_NUMBER: _builtins.int
+    uuid: _builtins.str
+    """UUID of the other GPU."""
+    link_count: _builtins.int
+    """How many links."""
+    def __init__(
+        self,
+        *,
+        uuid: _builtins.str = ...,
+        link_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_count", b"link_count", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NvLinkPeer: _TypeAlias = NvLinkPeer  # noqa: Y015
 
 @_typing.final
 class GpuReading(_message.Message):
@@ -201,6 +279,39 @@ class GpuReading(_message.Message):
     PROCESSES_FIELD_NUMBER: _builtins.int
     ABSENT_READINGS_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
+    ENCODER_UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
+    DECODER_UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
+    MEMORY_TEMPERATURE_CELSIUS_FIELD_NUMBER: _builtins.int
+    ENERGY_JOULES_FIELD_NUMBER: _builtins.int
+    VIDEO_CLOCK_MHZ_FIELD_NUMBER: _builtins.int
+    THROTTLE_REASON_MASK_FIELD_NUMBER: _builtins.int
+    THROTTLE_REASONS_FIELD_NUMBER: _builtins.int
+    POWER_LIMIT_DEFAULT_WATTS_FIELD_NUMBER: _builtins.int
+    POWER_LIMIT_MIN_WATTS_FIELD_NUMBER: _builtins.int
+    POWER_LIMIT_MAX_WATTS_FIELD_NUMBER: _builtins.int
+    PCIE_LINK_GENERATION_FIELD_NUMBER: _builtins.int
+    PCIE_LINK_WIDTH_FIELD_NUMBER: _builtins.int
+    PCIE_REPLAY_COUNT_FIELD_NUMBER: _builtins.int
+    PCIE_SENT_BYTES_FIELD_NUMBER: _builtins.int
+    PCIE_RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    NVLINK_ACTIVE_COUNT_FIELD_NUMBER: _builtins.int
+    NVLINK_SENT_BYTES_FIELD_NUMBER: _builtins.int
+    NVLINK_RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    NVLINK_CRC_ERROR_COUNT_FIELD_NUMBER: _builtins.int
+    NVLINK_REPLAY_ERROR_COUNT_FIELD_NUMBER: _builtins.int
+    NVLINK_RECOVERY_ERROR_COUNT_FIELD_NUMBER: _builtins.int
+    ECC_VOLATILE_CORRECTED_COUNT_FIELD_NUMBER: _builtins.int
+    ECC_VOLATILE_UNCORRECTED_COUNT_FIELD_NUMBER: _builtins.int
+    ECC_AGGREGATE_CORRECTED_COUNT_FIELD_NUMBER: _builtins.int
+    ECC_AGGREGATE_UNCORRECTED_COUNT_FIELD_NUMBER: _builtins.int
+    RETIRED_PAGES_CORRECTED_COUNT_FIELD_NUMBER: _builtins.int
+    RETIRED_PAGES_UNCORRECTED_COUNT_FIELD_NUMBER: _builtins.int
+    RETIRED_PAGES_PENDING_FIELD_NUMBER: _builtins.int
+    REMAPPED_ROWS_CORRECTED_COUNT_FIELD_NUMBER: _builtins.int
+    REMAPPED_ROWS_UNCORRECTED_COUNT_FIELD_NUMBER: _builtins.int
+    REMAPPED_ROWS_PENDING_FIELD_NUMBER: _builtins.int
+    REMAPPED_ROWS_FAILED_FIELD_NUMBER: _builtins.int
+    RECOVERY_ACTION_FIELD_NUMBER: _builtins.int
     utilization_percent: _builtins.float
     """Share of the driver's sampling window in which a kernel ran, 0-100."""
     memory_utilization_percent: _builtins.float
@@ -225,6 +336,70 @@ class GpuReading(_message.Message):
     """Clock of device memory."""
     performance_state: _builtins.int
     """Performance state, 0 (fastest) to 15."""
+    encoder_utilization_percent: _builtins.float
+    """Share of the driver's window in which the video encoders were busy, 0-100."""
+    decoder_utilization_percent: _builtins.float
+    """Share of the window in which the video decoders were busy, 0-100."""
+    memory_temperature_celsius: _builtins.float
+    """Temperature of device memory."""
+    energy_joules: _builtins.float
+    """Energy used since the driver was loaded; only grows until it is loaded again."""
+    video_clock_mhz: _builtins.float
+    """Clock of the video encoders and decoders."""
+    throttle_reason_mask: _builtins.int
+    """Why clocks are not higher, as NVML's bit mask; 0 for no reason."""
+    power_limit_default_watts: _builtins.float
+    """Power limit after the driver was loaded."""
+    power_limit_min_watts: _builtins.float
+    """Lowest power limit that can be set."""
+    power_limit_max_watts: _builtins.float
+    """Highest power limit that can be set."""
+    pcie_link_generation: _builtins.int
+    """Generation of the PCIe link now; it falls while the GPU is idle."""
+    pcie_link_width: _builtins.int
+    """Lanes of the PCIe link now."""
+    pcie_replay_count: _builtins.int
+    """Transfers over PCIe that had to be repeated."""
+    pcie_sent_bytes: _builtins.int
+    """Bytes that the GPU sent over PCIe; a counter."""
+    pcie_received_bytes: _builtins.int
+    """Bytes that the GPU received over PCIe; a counter."""
+    nvlink_active_count: _builtins.int
+    """NVLinks that are up."""
+    nvlink_sent_bytes: _builtins.int
+    """Bytes of data sent over all NVLinks; a counter."""
+    nvlink_received_bytes: _builtins.int
+    """Bytes of data received over all NVLinks; a counter."""
+    nvlink_crc_error_count: _builtins.int
+    """Checksum errors of all NVLinks, of flow control and data together."""
+    nvlink_replay_error_count: _builtins.int
+    """Transfers over NVLink that had to be repeated."""
+    nvlink_recovery_error_count: _builtins.int
+    """Recoveries of NVLinks."""
+    ecc_volatile_corrected_count: _builtins.int
+    """Memory errors that were corrected (single bit), since the driver was loaded."""
+    ecc_volatile_uncorrected_count: _builtins.int
+    """Memory errors that could not be corrected (double bit), since the driver was loaded."""
+    ecc_aggregate_corrected_count: _builtins.int
+    """Memory errors that were corrected, in the life of the board."""
+    ecc_aggregate_uncorrected_count: _builtins.int
+    """Memory errors that could not be corrected, in the life of the board."""
+    retired_pages_corrected_count: _builtins.int
+    """Pages taken out of use after errors that were corrected."""
+    retired_pages_uncorrected_count: _builtins.int
+    """Pages taken out of use after an error that could not be corrected."""
+    retired_pages_pending: _builtins.bool
+    """Whether pages wait for a reboot to be taken out of use."""
+    remapped_rows_corrected_count: _builtins.int
+    """Rows of memory replaced after errors that were corrected."""
+    remapped_rows_uncorrected_count: _builtins.int
+    """Rows of memory replaced after errors that could not be corrected."""
+    remapped_rows_pending: _builtins.bool
+    """Whether rows wait for a reset to be replaced."""
+    remapped_rows_failed: _builtins.bool
+    """Whether replacing rows has failed: the board is due for exchange."""
+    recovery_action: Global___RecoveryAction.ValueType
+    """What the driver asks for to bring the GPU back."""
     @_builtins.property
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuProcess]:
         """Processes that hold memory of this GPU."""
@@ -235,7 +410,11 @@ class GpuReading(_message.Message):
 
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
-        """How old these readings are, on the reader's monotonic clock."""
+        """How old these readings are, on the reader's monotonic clock. Dear ones are read less often: docs/monitoring.md."""
+
+    @_builtins.property
+    def throttle_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The reasons of the mask by name, such as "sw_power_cap"; "bit_12" where it is not known."""
 
     def __init__(
         self,
@@ -255,35 +434,146 @@ class GpuReading(_message.Message):
         processes: _abc.Iterable[Global___GpuProcess] | None = ...,
         absent_readings: _abc.Iterable[Global___AbsentReading] | None = ...,
         age: _duration_pb2.Duration | None = ...,
+        encoder_utilization_percent: _builtins.float | None = ...,
+        decoder_utilization_percent: _builtins.float | None = ...,
+        memory_temperature_celsius: _builtins.float | None = ...,
+        energy_joules: _builtins.float | None = ...,
+        video_clock_mhz: _builtins.float | None = ...,
+        throttle_reason_mask: _builtins.int | None = ...,
+        throttle_reasons: _abc.Iterable[_builtins.str] | None = ...,
+        power_limit_default_watts: _builtins.float | None = ...,
+        power_limit_min_watts: _builtins.float | None = ...,
+        power_limit_max_watts: _builtins.float | None = ...,
+        pcie_link_generation: _builtins.int | None = ...,
+        pcie_link_width: _builtins.int | None = ...,
+        pcie_replay_count: _builtins.int | None = ...,
+        pcie_sent_bytes: _builtins.int | None = ...,
+        pcie_received_bytes: _builtins.int | None = ...,
+        nvlink_active_count: _builtins.int | None = ...,
+        nvlink_sent_bytes: _builtins.int | None = ...,
+        nvlink_received_bytes: _builtins.int | None = ...,
+        nvlink_crc_error_count: _builtins.int | None = ...,
+        nvlink_replay_error_count: _builtins.int | None = ...,
+        nvlink_recovery_error_count: _builtins.int | None = ...,
+        ecc_volatile_corrected_count: _builtins.int | None = ...,
+        ecc_volatile_uncorrected_count: _builtins.int | None = ...,
+        ecc_aggregate_corrected_count: _builtins.int | None = ...,
+        ecc_aggregate_uncorrected_count: _builtins.int | None = ...,
+        retired_pages_corrected_count: _builtins.int | None = ...,
+        retired_pages_uncorrected_count: _builtins.int | None = ...,
+        retired_pages_pending: _builtins.bool | None = ...,
+        remapped_rows_corrected_count: _builtins.int | None = ...,
+        remapped_rows_uncorrected_count: _builtins.int | None = ...,
+        remapped_rows_pending: _builtins.bool | None = ...,
+        remapped_rows_failed: _builtins.bool | None = ...,
+        recovery_action: Global___RecoveryAction.ValueType | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_performance_state", b"_performance_state", "_power_limit_watts", b"_power_limit_watts", "_power_watts", b"_power_watts", "_sm_clock_mhz", b"_sm_clock_mhz", "_temperature_celsius", b"_temperature_celsius", "_utilization_percent", b"_utilization_percent", "age", b"age", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "performance_state", b"performance_state", "power_limit_watts", b"power_limit_watts", "power_watts", b"power_watts", "sm_clock_mhz", b"sm_clock_mhz", "temperature_celsius", b"temperature_celsius", "utilization_percent", b"utilization_percent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent", "_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count", "_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count", "_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count", "_ecc_volatile_uncorrected_count", b"_ecc_volatile_uncorrected_count", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_energy_joules", b"_energy_joules", "_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_temperature_celsius", b"_memory_temperature_celsius", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_nvlink_active_count", b"_nvlink_active_count", "_nvlink_crc_error_count", b"_nvlink_crc_error_count", "_nvlink_received_bytes", b"_nvlink_received_bytes", "_nvlink_recovery_error_count", b"_nvlink_recovery_error_count", "_nvlink_replay_error_count", b"_nvlink_replay_error_count", "_nvlink_sent_bytes", b"_nvlink_sent_bytes", "_pcie_link_generation", b"_pcie_link_generation", "_pcie_link_width", b"_pcie_link_width", "_pcie_received_bytes", b"_pcie_received_bytes", "_pcie_replay_count", b"_pcie_replay_count", "_pcie_sent_bytes", b"_pcie_sent_bytes", "_performance_state", b"_performance_state", "_power_limit_default_watts", b"_power_limit_default_watts", "_power_limit_max_watts", b"_power_limit_max_watts", "_power_limit_min_watts", b"_power_limit_min_watts", "_power_limit_watts", b"_power_limit_watts", "_power_watts", b"_power_watts", "_recovery_action", b"_recovery_action", "_remapped_rows_corrected_count", b"_remapped_rows_corrected_count", "_remapped_rows_failed", b"_remapped_rows_failed", "_remapped_rows_pending", b"_remapped_rows_pending", "_remapped_rows_uncorrected_count", b"_remapped_rows_uncorrected_count", "_retired_pages_corrected_count", b"_retired_pages_corrected_count", "_retired_pages_pending", b"_retired_pages_pending", "_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count", "_sm_clock_mhz", b"_sm_clock_mhz", "_temperature_celsius", b"_temperature_celsius", "_throttle_reason_mask", b"_throttle_reason_mask", "_utilization_percent", b"_utilization_percent", "_video_clock_mhz", b"_video_clock_mhz", "age", b"age", "decoder_utilization_percent", b"decoder_utilization_percent", "ecc_aggregate_corrected_count", b"ecc_aggregate_corrected_count", "ecc_aggregate_uncorrected_count", b"ecc_aggregate_uncorrected_count", "ecc_volatile_corrected_count", b"ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count", b"ecc_volatile_uncorrected_count", "encoder_utilization_percent", b"encoder_utilization_percent", "energy_joules", b"energy_joules", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_temperature_celsius", b"memory_temperature_celsius", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "nvlink_active_count", b"nvlink_active_count", "nvlink_crc_error_count", b"nvlink_crc_error_count", "nvlink_received_bytes", b"nvlink_received_bytes", "nvlink_recovery_error_count", b"nvlink_recovery_error_count", "nvlink_replay_error_count", b"nvlink_replay_error_count", "nvlink_sent_bytes", b"nvlink_sent_bytes", "pcie_link_generation", b"pcie_link_generation", "pcie_link_width", b"pcie_link_width", "pcie_received_bytes", b"pcie_received_bytes", "pcie_replay_count", b"pcie_replay_count", "pcie_sent_bytes", b"pcie_sent_bytes", "performance_state", b"performance_state", "power_limit_default_watts", b"power_limit_default_watts", "power_limit_max_watts", b"power_limit_max_watts", "power_limit_min_watts", b"power_limit_min_watts", "power_limit_watts", b"power_limit_watts", "power_watts", b"power_watts", "recovery_action", b"recovery_action", "remapped_rows_corrected_count", b"remapped_rows_corrected_count", "remapped_rows_failed", b"remapped_rows_failed", "remapped_rows_pending", b"remapped_rows_pending", "remapped_rows_uncorrected_count", b"remapped_rows_uncorrected_count", "retired_pages_corrected_count", b"retired_pages_corrected_count", "retired_pages_pending", b"retired_pages_pending", "retired_pages_uncorrected_count", b"retired_pages_uncorrected_count", "sm_clock_mhz", b"sm_clock_mhz", "temperature_celsius", b"temperature_celsius", "throttle_reason_mask", b"throttle_reason_mask", "utilization_percent", b"utilization_percent", "video_clock_mhz", b"video_clock_mhz"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_performance_state", b"_performance_state", "_power_limit_watts", b"_power_limit_watts", "_power_watts", b"_power_watts", "_sm_clock_mhz", b"_sm_clock_mhz", "_temperature_celsius", b"_temperature_celsius", "_utilization_percent", b"_utilization_percent", "absent_readings", b"absent_readings", "age", b"age", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "performance_state", b"performance_state", "power_limit_watts", b"power_limit_watts", "power_watts", b"power_watts", "processes", b"processes", "sm_clock_mhz", b"sm_clock_mhz", "temperature_celsius", b"temperature_celsius", "utilization_percent", b"utilization_percent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent", "_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count", "_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count", "_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count", "_ecc_volatile_uncorrected_count", b"_ecc_volatile_uncorrected_count", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_energy_joules", b"_energy_joules", "_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_temperature_celsius", b"_memory_temperature_celsius", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_nvlink_active_count", b"_nvlink_active_count", "_nvlink_crc_error_count", b"_nvlink_crc_error_count", "_nvlink_received_bytes", b"_nvlink_received_bytes", "_nvlink_recovery_error_count", b"_nvlink_recovery_error_count", "_nvlink_replay_error_count", b"_nvlink_replay_error_count", "_nvlink_sent_bytes", b"_nvlink_sent_bytes", "_pcie_link_generation", b"_pcie_link_generation", "_pcie_link_width", b"_pcie_link_width", "_pcie_received_bytes", b"_pcie_received_bytes", "_pcie_replay_count", b"_pcie_replay_count", "_pcie_sent_bytes", b"_pcie_sent_bytes", "_performance_state", b"_performance_state", "_power_limit_default_watts", b"_power_limit_default_watts", "_power_limit_max_watts", b"_power_limit_max_watts", "_power_limit_min_watts", b"_power_limit_min_watts", "_power_limit_watts", b"_power_limit_watts", "_power_watts", b"_power_watts", "_recovery_action", b"_recovery_action", "_remapped_rows_corrected_count", b"_remapped_rows_corrected_count", "_remapped_rows_failed", b"_remapped_rows_failed", "_remapped_rows_pending", b"_remapped_rows_pending", "_remapped_rows_uncorrected_count", b"_remapped_rows_uncorrected_count", "_retired_pages_corrected_count", b"_retired_pages_corrected_count", "_retired_pages_pending", b"_retired_pages_pending", "_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count", "_sm_clock_mhz", b"_sm_clock_mhz", "_temperature_celsius", b"_temperature_celsius", "_throttle_reason_mask", b"_throttle_reason_mask", "_utilization_percent", b"_utilization_percent", "_video_clock_mhz", b"_video_clock_mhz", "absent_readings", b"absent_readings", "age", b"age", "decoder_utilization_percent", b"decoder_utilization_percent", "ecc_aggregate_corrected_count", b"ecc_aggregate_corrected_count", "ecc_aggregate_uncorrected_count", b"ecc_aggregate_uncorrected_count", "ecc_volatile_corrected_count", b"ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count", b"ecc_volatile_uncorrected_count", "encoder_utilization_percent", b"encoder_utilization_percent", "energy_joules", b"energy_joules", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_temperature_celsius", b"memory_temperature_celsius", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "nvlink_active_count", b"nvlink_active_count", "nvlink_crc_error_count", b"nvlink_crc_error_count", "nvlink_received_bytes", b"nvlink_received_bytes", "nvlink_recovery_error_count", b"nvlink_recovery_error_count", "nvlink_replay_error_count", b"nvlink_replay_error_count", "nvlink_sent_bytes", b"nvlink_sent_bytes", "pcie_link_generation", b"pcie_link_generation", "pcie_link_width", b"pcie_link_width", "pcie_received_bytes", b"pcie_received_bytes", "pcie_replay_count", b"pcie_replay_count", "pcie_sent_bytes", b"pcie_sent_bytes", "performance_state", b"performance_state", "power_limit_default_watts", b"power_limit_default_watts", "power_limit_max_watts", b"power_limit_max_watts", "power_limit_min_watts", b"power_limit_min_watts", "power_limit_watts", b"power_limit_watts", "power_watts", b"power_watts", "processes", b"processes", "recovery_action", b"recovery_action", "remapped_rows_corrected_count", b"remapped_rows_corrected_count", "remapped_rows_failed", b"remapped_rows_failed", "remapped_rows_pending", b"remapped_rows_pending", "remapped_rows_uncorrected_count", b"remapped_rows_uncorrected_count", "retired_pages_corrected_count", b"retired_pages_corrected_count", "retired_pages_pending", b"retired_pages_pending", "retired_pages_uncorrected_count", b"retired_pages_uncorrected_count", "sm_clock_mhz", b"sm_clock_mhz", "temperature_celsius", b"temperature_celsius", "throttle_reason_mask", b"throttle_reason_mask", "throttle_reasons", b"throttle_reasons", "utilization_percent", b"utilization_percent", "video_clock_mhz", b"video_clock_mhz"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decoder_utilization_percent: _TypeAlias = _typing.Literal["decoder_utilization_percent"]  # noqa: Y015
+    _WhichOneofArgType__decoder_utilization_percent: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent"]  # noqa: Y015
+    _WhichOneofReturnType__ecc_aggregate_corrected_count: _TypeAlias = _typing.Literal["ecc_aggregate_corrected_count"]  # noqa: Y015
+    _WhichOneofArgType__ecc_aggregate_corrected_count: _TypeAlias = _typing.Literal["_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count"]  # noqa: Y015
+    _WhichOneofReturnType__ecc_aggregate_uncorrected_count: _TypeAlias = _typing.Literal["ecc_aggregate_uncorrected_count"]  # noqa: Y015
+    _WhichOneofArgType__ecc_aggregate_uncorrected_count: _TypeAlias = _typing.Literal["_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count"]  # noqa: Y015
+    _WhichOneofReturnType__ecc_volatile_corrected_count: _TypeAlias = _typing.Literal["ecc_volatile_corrected_count"]  # noqa: Y015
+    _WhichOneofArgType__ecc_volatile_corrected_count: _TypeAlias = _typing.Literal["_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count"]  # noqa: Y015
+    _WhichOneofReturnType__ecc_volatile_uncorrected_count: _TypeAlias = _typing.Literal["ecc_volatile_uncorrected_count"]  # noqa: Y015
+    _WhichOneofArgType__ecc_volatile_uncorrected_count: _TypeAlias = _typing.Literal["_ecc_volatile_uncorrected_count", b"_ecc_volatile_uncorrected_count"]  # noqa: Y015
+    _WhichOneofReturnType__encoder_utilization_percent: _TypeAlias = _typing.Literal["encoder_utilization_percent"]  # noqa: Y015
+    _WhichOneofArgType__encoder_utilization_percent: _TypeAlias = _typing.Literal["_encoder_utilization_percent", b"_encoder_utilization_percent"]  # noqa: Y015
+    _WhichOneofReturnType__energy_joules: _TypeAlias = _typing.Literal["energy_joules"]  # noqa: Y015
+    _WhichOneofArgType__energy_joules: _TypeAlias = _typing.Literal["_energy_joules", b"_energy_joules"]  # noqa: Y015
     _WhichOneofReturnType__memory_clock_mhz: _TypeAlias = _typing.Literal["memory_clock_mhz"]  # noqa: Y015
     _WhichOneofArgType__memory_clock_mhz: _TypeAlias = _typing.Literal["_memory_clock_mhz", b"_memory_clock_mhz"]  # noqa: Y015
     _WhichOneofReturnType__memory_free_bytes: _TypeAlias = _typing.Literal["memory_free_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_free_bytes: _TypeAlias = _typing.Literal["_memory_free_bytes", b"_memory_free_bytes"]  # noqa: Y015
     _WhichOneofReturnType__memory_reserved_bytes: _TypeAlias = _typing.Literal["memory_reserved_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_reserved_bytes: _TypeAlias = _typing.Literal["_memory_reserved_bytes", b"_memory_reserved_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__memory_temperature_celsius: _TypeAlias = _typing.Literal["memory_temperature_celsius"]  # noqa: Y015
+    _WhichOneofArgType__memory_temperature_celsius: _TypeAlias = _typing.Literal["_memory_temperature_celsius", b"_memory_temperature_celsius"]  # noqa: Y015
     _WhichOneofReturnType__memory_total_bytes: _TypeAlias = _typing.Literal["memory_total_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_total_bytes: _TypeAlias = _typing.Literal["_memory_total_bytes", b"_memory_total_bytes"]  # noqa: Y015
     _WhichOneofReturnType__memory_used_bytes: _TypeAlias = _typing.Literal["memory_used_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
     _WhichOneofReturnType__memory_utilization_percent: _TypeAlias = _typing.Literal["memory_utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__memory_utilization_percent: _TypeAlias = _typing.Literal["_memory_utilization_percent", b"_memory_utilization_percent"]  # noqa: Y015
+    _WhichOneofReturnType__nvlink_active_count: _TypeAlias = _typing.Literal["nvlink_active_count"]  # noqa: Y015
+    _WhichOneofArgType__nvlink_active_count: _TypeAlias = _typing.Literal["_nvlink_active_count", b"_nvlink_active_count"]  # noqa: Y015
+    _WhichOneofReturnType__nvlink_crc_error_count: _TypeAlias = _typing.Literal["nvlink_crc_error_count"]  # noqa: Y015
+    _WhichOneofArgType__nvlink_crc_error_count: _TypeAlias = _typing.Literal["_nvlink_crc_error_count", b"_nvlink_crc_error_count"]  # noqa: Y015
+    _WhichOneofReturnType__nvlink_received_bytes: _TypeAlias = _typing.Literal["nvlink_received_bytes"]  # noqa: Y015
+    _WhichOneofArgType__nvlink_received_bytes: _TypeAlias = _typing.Literal["_nvlink_received_bytes", b"_nvlink_received_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__nvlink_recovery_error_count: _TypeAlias = _typing.Literal["nvlink_recovery_error_count"]  # noqa: Y015
+    _WhichOneofArgType__nvlink_recovery_error_count: _TypeAlias = _typing.Literal["_nvlink_recovery_error_count", b"_nvlink_recovery_error_count"]  # noqa: Y015
+    _WhichOneofReturnType__nvlink_replay_error_count: _TypeAlias = _typing.Literal["nvlink_replay_error_count"]  # noqa: Y015
+    _WhichOneofArgType__nvlink_replay_error_count: _TypeAlias = _typing.Literal["_nvlink_replay_error_count", b"_nvlink_replay_error_count"]  # noqa: Y015
+    _WhichOneofReturnType__nvlink_sent_bytes: _TypeAlias = _typing.Literal["nvlink_sent_bytes"]  # noqa: Y015
+    _WhichOneofArgType__nvlink_sent_bytes: _TypeAlias = _typing.Literal["_nvlink_sent_bytes", b"_nvlink_sent_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__pcie_link_generation: _TypeAlias = _typing.Literal["pcie_link_generation"]  # noqa: Y015
+    _WhichOneofArgType__pcie_link_generation: _TypeAlias = _typing.Literal["_pcie_link_generation", b"_pcie_link_generation"]  # noqa: Y015
+    _WhichOneofReturnType__pcie_link_width: _TypeAlias = _typing.Literal["pcie_link_width"]  # noqa: Y015
+    _WhichOneofArgType__pcie_link_width: _TypeAlias = _typing.Literal["_pcie_link_width", b"_pcie_link_width"]  # noqa: Y015
+    _WhichOneofReturnType__pcie_received_bytes: _TypeAlias = _typing.Literal["pcie_received_bytes"]  # noqa: Y015
+    _WhichOneofArgType__pcie_received_bytes: _TypeAlias = _typing.Literal["_pcie_received_bytes", b"_pcie_received_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__pcie_replay_count: _TypeAlias = _typing.Literal["pcie_replay_count"]  # noqa: Y015
+    _WhichOneofArgType__pcie_replay_count: _TypeAlias = _typing.Literal["_pcie_replay_count", b"_pcie_replay_count"]  # noqa: Y015
+    _WhichOneofReturnType__pcie_sent_bytes: _TypeAlias = _typing.Literal["pcie_sent_bytes"]  # noqa: Y015
+    _WhichOneofArgType__pcie_sent_bytes: _TypeAlias = _typing.Literal["_pcie_sent_bytes", b"_pcie_sent_bytes"]  # noqa: Y015
     _WhichOneofReturnType__performance_state: _TypeAlias = _typing.Literal["performance_state"]  # noqa: Y015
     _WhichOneofArgType__performance_state: _TypeAlias = _typing.Literal["_performance_state", b"_performance_state"]  # noqa: Y015
+    _WhichOneofReturnType__power_limit_default_watts: _TypeAlias = _typing.Literal["power_limit_default_watts"]  # noqa: Y015
+    _WhichOneofArgType__power_limit_default_watts: _TypeAlias = _typing.Literal["_power_limit_default_watts", b"_power_limit_default_watts"]  # noqa: Y015
+    _WhichOneofReturnType__power_limit_max_watts: _TypeAlias = _typing.Literal["power_limit_max_watts"]  # noqa: Y015
+    _WhichOneofArgType__power_limit_max_watts: _TypeAlias = _typing.Literal["_power_limit_max_watts", b"_power_limit_max_watts"]  # noqa: Y015
+    _WhichOneofReturnType__power_limit_min_watts: _TypeAlias = _typing.Literal["power_limit_min_watts"]  # noqa: Y015
+    _WhichOneofArgType__power_limit_min_watts: _TypeAlias = _typing.Literal["_power_limit_min_watts", b"_power_limit_min_watts"]  # noqa: Y015
     _WhichOneofReturnType__power_limit_watts: _TypeAlias = _typing.Literal["power_limit_watts"]  # noqa: Y015
     _WhichOneofArgType__power_limit_watts: _TypeAlias = _typing.Literal["_power_limit_watts", b"_power_limit_watts"]  # noqa: Y015
     _WhichOneofReturnType__power_watts: _TypeAlias = _typing.Literal["power_watts"]  # noqa: Y015
     _WhichOneofArgType__power_watts: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts"]  # noqa: Y015
+    _WhichOneofReturnType__recovery_action: _TypeAlias = _typing.Literal["recovery_action"]  # noqa: Y015
+    _WhichOneofArgType__recovery_action: _TypeAlias = _typing.Literal["_recovery_action", b"_recovery_action"]  # noqa: Y015
+    _WhichOneofReturnType__remapped_rows_corrected_count: _TypeAlias = _typing.Literal["remapped_rows_corrected_count"]  # noqa: Y015
+    _WhichOneofArgType__remapped_rows_corrected_count: _TypeAlias = _typing.Literal["_remapped_rows_corrected_count", b"_remapped_rows_corrected_count"]  # noqa: Y015
+    _WhichOneofReturnType__remapped_rows_failed: _TypeAlias = _typing.Literal["remapped_rows_failed"]  # noqa: Y015
+    _WhichOneofArgType__remapped_rows_failed: _TypeAlias = _typing.Literal["_remapped_rows_failed", b"_remapped_rows_failed"]  # noqa: Y015
+    _WhichOneofReturnType__remapped_rows_pending: _TypeAlias = _typing.Literal["remapped_rows_pending"]  # noqa: Y015
+    _WhichOneofArgType__remapped_rows_pending: _TypeAlias = _typing.Literal["_remapped_rows_pending", b"_remapped_rows_pending"]  # noqa: Y015
+    _WhichOneofReturnType__remapped_rows_uncorrected_count: _TypeAlias = _typing.Literal["remapped_rows_uncorrected_count"]  # noqa: Y015
+    _WhichOneofArgType__remapped_rows_uncorrected_count: _TypeAlias = _typing.Literal["_remapped_rows_uncorrected_count", b"_remapped_rows_uncorrected_count"]  # noqa: Y015
+    _WhichOneofReturnType__retired_pages_corrected_count: _TypeAlias = _typing.Literal["retired_pages_corrected_count"]  # noqa: Y015
+    _WhichOneofArgType__retired_pages_corrected_count: _TypeAlias = _typing.Literal["_retired_pages_corrected_count", b"_retired_pages_corrected_count"]  # noqa: Y015
+    _WhichOneofReturnType__retired_pages_pending: _TypeAlias = _typing.Literal["retired_pages_pending"]  # noqa: Y015
+    _WhichOneofArgType__retired_pages_pending: _TypeAlias = _typing.Literal["_retired_pages_pending", b"_retired_pages_pending"]  # noqa: Y015
+    _WhichOneofReturnType__retired_pages_uncorrected_count: _TypeAlias = _typing.Literal["retired_pages_uncorrected_count"]  # noqa: Y015
+    _WhichOneofArgType__retired_pages_uncorrected_count: _TypeAlias = _typing.Literal["_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count"]  # noqa: Y015
     _WhichOneofReturnType__sm_clock_mhz: _TypeAlias = _typing.Literal["sm_clock_mhz"]  # noqa: Y015
     _WhichOneofArgType__sm_clock_mhz: _TypeAlias = _typing.Literal["_sm_clock_mhz", b"_sm_clock_mhz"]  # noqa: Y015
     _WhichOneofReturnType__temperature_celsius: _TypeAlias = _typing.Literal["temperature_celsius"]  # noqa: Y015
     _WhichOneofArgType__temperature_celsius: _TypeAlias = _typing.Literal["_temperature_celsius", b"_temperature_celsius"]  # noqa: Y015
+    _WhichOneofReturnType__throttle_reason_mask: _TypeAlias = _typing.Literal["throttle_reason_mask"]  # noqa: Y015
+    _WhichOneofArgType__throttle_reason_mask: _TypeAlias = _typing.Literal["_throttle_reason_mask", b"_throttle_reason_mask"]  # noqa: Y015
     _WhichOneofReturnType__utilization_percent: _TypeAlias = _typing.Literal["utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__utilization_percent: _TypeAlias = _typing.Literal["_utilization_percent", b"_utilization_percent"]  # noqa: Y015
+    _WhichOneofReturnType__video_clock_mhz: _TypeAlias = _typing.Literal["video_clock_mhz"]  # noqa: Y015
+    _WhichOneofArgType__video_clock_mhz: _TypeAlias = _typing.Literal["_video_clock_mhz", b"_video_clock_mhz"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decoder_utilization_percent) -> _WhichOneofReturnType__decoder_utilization_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_aggregate_corrected_count) -> _WhichOneofReturnType__ecc_aggregate_corrected_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_aggregate_uncorrected_count) -> _WhichOneofReturnType__ecc_aggregate_uncorrected_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_volatile_corrected_count) -> _WhichOneofReturnType__ecc_volatile_corrected_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_volatile_uncorrected_count) -> _WhichOneofReturnType__ecc_volatile_uncorrected_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__encoder_utilization_percent) -> _WhichOneofReturnType__encoder_utilization_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__energy_joules) -> _WhichOneofReturnType__energy_joules | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_clock_mhz) -> _WhichOneofReturnType__memory_clock_mhz | None: ...
     @_typing.overload
@@ -291,23 +581,73 @@ class GpuReading(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_reserved_bytes) -> _WhichOneofReturnType__memory_reserved_bytes | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_temperature_celsius) -> _WhichOneofReturnType__memory_temperature_celsius | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_total_bytes) -> _WhichOneofReturnType__memory_total_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_utilization_percent) -> _WhichOneofReturnType__memory_utilization_percent | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_active_count) -> _WhichOneofReturnType__nvlink_active_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_crc_error_count) -> _WhichOneofReturnType__nvlink_crc_error_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_received_bytes) -> _WhichOneofReturnType__nvlink_received_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_recovery_error_count) -> _WhichOneofReturnType__nvlink_recovery_error_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_replay_error_count) -> _WhichOneofReturnType__nvlink_replay_error_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_sent_bytes) -> _WhichOneofReturnType__nvlink_sent_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_link_generation) -> _WhichOneofReturnType__pcie_link_generation | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_link_width) -> _WhichOneofReturnType__pcie_link_width | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_received_bytes) -> _WhichOneofReturnType__pcie_received_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_replay_count) -> _WhichOneofReturnType__pcie_replay_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_sent_bytes) -> _WhichOneofReturnType__pcie_sent_bytes | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__performance_state) -> _WhichOneofReturnType__performance_state | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power_limit_default_watts) -> _WhichOneofReturnType__power_limit_default_watts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power_limit_max_watts) -> _WhichOneofReturnType__power_limit_max_watts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power_limit_min_watts) -> _WhichOneofReturnType__power_limit_min_watts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__power_limit_watts) -> _WhichOneofReturnType__power_limit_watts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__power_watts) -> _WhichOneofReturnType__power_watts | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__recovery_action) -> _WhichOneofReturnType__recovery_action | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__remapped_rows_corrected_count) -> _WhichOneofReturnType__remapped_rows_corrected_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__remapped_rows_failed) -> _WhichOneofReturnType__remapped_rows_failed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__remapped_rows_pending) -> _WhichOneofReturnType__remapped_rows_pending | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__remapped_rows_uncorrected_count) -> _WhichOneofReturnType__remapped_rows_uncorrected_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retired_pages_corrected_count) -> _WhichOneofReturnType__retired_pages_corrected_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retired_pages_pending) -> _WhichOneofReturnType__retired_pages_pending | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retired_pages_uncorrected_count) -> _WhichOneofReturnType__retired_pages_uncorrected_count | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_clock_mhz) -> _WhichOneofReturnType__sm_clock_mhz | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_celsius) -> _WhichOneofReturnType__temperature_celsius | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__throttle_reason_mask) -> _WhichOneofReturnType__throttle_reason_mask | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization_percent) -> _WhichOneofReturnType__utilization_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__video_clock_mhz) -> _WhichOneofReturnType__video_clock_mhz | None: ...
 
 Global___GpuReading: _TypeAlias = GpuReading  # noqa: Y015
 
@@ -325,6 +665,11 @@ class Gpu(_message.Message):
     PCI_BUS_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     READING_FIELD_NUMBER: _builtins.int
+    MIG_PROFILE_FIELD_NUMBER: _builtins.int
+    PARENT_UUID_FIELD_NUMBER: _builtins.int
+    NUMA_NODE_FIELD_NUMBER: _builtins.int
+    NVLINKS_FIELD_NUMBER: _builtins.int
+    QUARANTINE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}, where {gpu} is the UUID in lower case."""
     uuid: _builtins.str
@@ -339,9 +684,21 @@ class Gpu(_message.Message):
     """PCI address."""
     state: Global___GpuState.ValueType
     """Whether it answers."""
+    mig_profile: _builtins.str
+    """Profile of a MIG instance, such as "1g.10gb"; empty for a whole GPU."""
+    parent_uuid: _builtins.str
+    """UUID of the GPU that a MIG instance is a part of; empty for a whole GPU."""
+    numa_node: _builtins.int
+    """NUMA node that it is attached to; absent where the system does not tell."""
+    quarantine: _builtins.str
+    """Why no new work should be placed on it, as the health checks found; empty when all is well."""
     @_builtins.property
     def reading(self) -> Global___GpuReading:
         """What was read last."""
+
+    @_builtins.property
+    def nvlinks(self) -> _containers.RepeatedCompositeFieldContainer[Global___NvLinkPeer]:
+        """NVLink connections to other GPUs of the node."""
 
     def __init__(
         self,
@@ -354,12 +711,19 @@ class Gpu(_message.Message):
         pci_bus_id: _builtins.str = ...,
         state: Global___GpuState.ValueType = ...,
         reading: Global___GpuReading | None = ...,
+        mig_profile: _builtins.str = ...,
+        parent_uuid: _builtins.str = ...,
+        numa_node: _builtins.int | None = ...,
+        nvlinks: _abc.Iterable[Global___NvLinkPeer] | None = ...,
+        quarantine: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["reading", b"reading"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "numa_node", b"numa_node", "reading", b"reading"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "model", b"model", "name", b"name", "pci_bus_id", b"pci_bus_id", "reading", b"reading", "simulated", b"simulated", "state", b"state", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "index", b"index", "mig_profile", b"mig_profile", "model", b"model", "name", b"name", "numa_node", b"numa_node", "nvlinks", b"nvlinks", "parent_uuid", b"parent_uuid", "pci_bus_id", b"pci_bus_id", "quarantine", b"quarantine", "reading", b"reading", "simulated", b"simulated", "state", b"state", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__numa_node: _TypeAlias = _typing.Literal["numa_node"]  # noqa: Y015
+    _WhichOneofArgType__numa_node: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__numa_node) -> _WhichOneofReturnType__numa_node | None: ...
 
 Global___Gpu: _TypeAlias = Gpu  # noqa: Y015
 
@@ -381,6 +745,17 @@ class HostReading(_message.Message):
     SWAP_USED_BYTES_FIELD_NUMBER: _builtins.int
     ABSENT_READINGS_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
+    CPU_SMOOTHED_PERCENT_FIELD_NUMBER: _builtins.int
+    LOAD_1M_PER_CORE_FIELD_NUMBER: _builtins.int
+    DISK_READ_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    NETWORK_RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    NETWORK_SENT_BYTES_FIELD_NUMBER: _builtins.int
+    PRESSURE_CPU_SOME_PERCENT_FIELD_NUMBER: _builtins.int
+    PRESSURE_MEMORY_SOME_PERCENT_FIELD_NUMBER: _builtins.int
+    PRESSURE_MEMORY_FULL_PERCENT_FIELD_NUMBER: _builtins.int
+    PRESSURE_IO_SOME_PERCENT_FIELD_NUMBER: _builtins.int
+    PRESSURE_IO_FULL_PERCENT_FIELD_NUMBER: _builtins.int
     cpu_percent: _builtins.float
     """Mean use of all cores since the last reading, 0-100."""
     load_1m: _builtins.float
@@ -401,6 +776,28 @@ class HostReading(_message.Message):
     """Size of swap."""
     swap_used_bytes: _builtins.int
     """Swap in use."""
+    cpu_smoothed_percent: _builtins.float
+    """Mean of the samples of cpu_percent of the last ten seconds, 0-100."""
+    load_1m_per_core: _builtins.float
+    """Load average of 1 minute, divided by the cores."""
+    disk_read_bytes: _builtins.int
+    """Bytes read from all disks since the boot; a counter."""
+    disk_written_bytes: _builtins.int
+    """Bytes written to all disks since the boot; a counter."""
+    network_received_bytes: _builtins.int
+    """Bytes received by all interfaces but the loopback since the boot; a counter."""
+    network_sent_bytes: _builtins.int
+    """Bytes sent by all interfaces but the loopback since the boot; a counter."""
+    pressure_cpu_some_percent: _builtins.float
+    """Share of the last ten seconds in which some task waited for a CPU (PSI), 0-100."""
+    pressure_memory_some_percent: _builtins.float
+    """Share of the last ten seconds in which some task waited for memory (PSI), 0-100."""
+    pressure_memory_full_percent: _builtins.float
+    """Share of the last ten seconds in which all tasks waited for memory (PSI), 0-100."""
+    pressure_io_some_percent: _builtins.float
+    """Share of the last ten seconds in which some task waited for a disk (PSI), 0-100."""
+    pressure_io_full_percent: _builtins.float
+    """Share of the last ten seconds in which all tasks waited for a disk (PSI), 0-100."""
     @_builtins.property
     def absent_readings(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbsentReading]:
         """Readings that were asked for and are absent."""
@@ -424,19 +821,38 @@ class HostReading(_message.Message):
         swap_used_bytes: _builtins.int | None = ...,
         absent_readings: _abc.Iterable[Global___AbsentReading] | None = ...,
         age: _duration_pb2.Duration | None = ...,
+        cpu_smoothed_percent: _builtins.float | None = ...,
+        load_1m_per_core: _builtins.float | None = ...,
+        disk_read_bytes: _builtins.int | None = ...,
+        disk_written_bytes: _builtins.int | None = ...,
+        network_received_bytes: _builtins.int | None = ...,
+        network_sent_bytes: _builtins.int | None = ...,
+        pressure_cpu_some_percent: _builtins.float | None = ...,
+        pressure_memory_some_percent: _builtins.float | None = ...,
+        pressure_memory_full_percent: _builtins.float | None = ...,
+        pressure_io_some_percent: _builtins.float | None = ...,
+        pressure_io_full_percent: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cpu_count", b"_cpu_count", "_cpu_percent", b"_cpu_percent", "_load_15m", b"_load_15m", "_load_1m", b"_load_1m", "_load_5m", b"_load_5m", "_memory_available_bytes", b"_memory_available_bytes", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_swap_total_bytes", b"_swap_total_bytes", "_swap_used_bytes", b"_swap_used_bytes", "age", b"age", "cpu_count", b"cpu_count", "cpu_percent", b"cpu_percent", "load_15m", b"load_15m", "load_1m", b"load_1m", "load_5m", b"load_5m", "memory_available_bytes", b"memory_available_bytes", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "swap_total_bytes", b"swap_total_bytes", "swap_used_bytes", b"swap_used_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cpu_count", b"_cpu_count", "_cpu_percent", b"_cpu_percent", "_cpu_smoothed_percent", b"_cpu_smoothed_percent", "_disk_read_bytes", b"_disk_read_bytes", "_disk_written_bytes", b"_disk_written_bytes", "_load_15m", b"_load_15m", "_load_1m", b"_load_1m", "_load_1m_per_core", b"_load_1m_per_core", "_load_5m", b"_load_5m", "_memory_available_bytes", b"_memory_available_bytes", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_network_received_bytes", b"_network_received_bytes", "_network_sent_bytes", b"_network_sent_bytes", "_pressure_cpu_some_percent", b"_pressure_cpu_some_percent", "_pressure_io_full_percent", b"_pressure_io_full_percent", "_pressure_io_some_percent", b"_pressure_io_some_percent", "_pressure_memory_full_percent", b"_pressure_memory_full_percent", "_pressure_memory_some_percent", b"_pressure_memory_some_percent", "_swap_total_bytes", b"_swap_total_bytes", "_swap_used_bytes", b"_swap_used_bytes", "age", b"age", "cpu_count", b"cpu_count", "cpu_percent", b"cpu_percent", "cpu_smoothed_percent", b"cpu_smoothed_percent", "disk_read_bytes", b"disk_read_bytes", "disk_written_bytes", b"disk_written_bytes", "load_15m", b"load_15m", "load_1m", b"load_1m", "load_1m_per_core", b"load_1m_per_core", "load_5m", b"load_5m", "memory_available_bytes", b"memory_available_bytes", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "network_received_bytes", b"network_received_bytes", "network_sent_bytes", b"network_sent_bytes", "pressure_cpu_some_percent", b"pressure_cpu_some_percent", "pressure_io_full_percent", b"pressure_io_full_percent", "pressure_io_some_percent", b"pressure_io_some_percent", "pressure_memory_full_percent", b"pressure_memory_full_percent", "pressure_memory_some_percent", b"pressure_memory_some_percent", "swap_total_bytes", b"swap_total_bytes", "swap_used_bytes", b"swap_used_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cpu_count", b"_cpu_count", "_cpu_percent", b"_cpu_percent", "_load_15m", b"_load_15m", "_load_1m", b"_load_1m", "_load_5m", b"_load_5m", "_memory_available_bytes", b"_memory_available_bytes", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_swap_total_bytes", b"_swap_total_bytes", "_swap_used_bytes", b"_swap_used_bytes", "absent_readings", b"absent_readings", "age", b"age", "cpu_count", b"cpu_count", "cpu_percent", b"cpu_percent", "load_15m", b"load_15m", "load_1m", b"load_1m", "load_5m", b"load_5m", "memory_available_bytes", b"memory_available_bytes", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "swap_total_bytes", b"swap_total_bytes", "swap_used_bytes", b"swap_used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cpu_count", b"_cpu_count", "_cpu_percent", b"_cpu_percent", "_cpu_smoothed_percent", b"_cpu_smoothed_percent", "_disk_read_bytes", b"_disk_read_bytes", "_disk_written_bytes", b"_disk_written_bytes", "_load_15m", b"_load_15m", "_load_1m", b"_load_1m", "_load_1m_per_core", b"_load_1m_per_core", "_load_5m", b"_load_5m", "_memory_available_bytes", b"_memory_available_bytes", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_network_received_bytes", b"_network_received_bytes", "_network_sent_bytes", b"_network_sent_bytes", "_pressure_cpu_some_percent", b"_pressure_cpu_some_percent", "_pressure_io_full_percent", b"_pressure_io_full_percent", "_pressure_io_some_percent", b"_pressure_io_some_percent", "_pressure_memory_full_percent", b"_pressure_memory_full_percent", "_pressure_memory_some_percent", b"_pressure_memory_some_percent", "_swap_total_bytes", b"_swap_total_bytes", "_swap_used_bytes", b"_swap_used_bytes", "absent_readings", b"absent_readings", "age", b"age", "cpu_count", b"cpu_count", "cpu_percent", b"cpu_percent", "cpu_smoothed_percent", b"cpu_smoothed_percent", "disk_read_bytes", b"disk_read_bytes", "disk_written_bytes", b"disk_written_bytes", "load_15m", b"load_15m", "load_1m", b"load_1m", "load_1m_per_core", b"load_1m_per_core", "load_5m", b"load_5m", "memory_available_bytes", b"memory_available_bytes", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "network_received_bytes", b"network_received_bytes", "network_sent_bytes", b"network_sent_bytes", "pressure_cpu_some_percent", b"pressure_cpu_some_percent", "pressure_io_full_percent", b"pressure_io_full_percent", "pressure_io_some_percent", b"pressure_io_some_percent", "pressure_memory_full_percent", b"pressure_memory_full_percent", "pressure_memory_some_percent", b"pressure_memory_some_percent", "swap_total_bytes", b"swap_total_bytes", "swap_used_bytes", b"swap_used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cpu_count: _TypeAlias = _typing.Literal["cpu_count"]  # noqa: Y015
     _WhichOneofArgType__cpu_count: _TypeAlias = _typing.Literal["_cpu_count", b"_cpu_count"]  # noqa: Y015
     _WhichOneofReturnType__cpu_percent: _TypeAlias = _typing.Literal["cpu_percent"]  # noqa: Y015
     _WhichOneofArgType__cpu_percent: _TypeAlias = _typing.Literal["_cpu_percent", b"_cpu_percent"]  # noqa: Y015
+    _WhichOneofReturnType__cpu_smoothed_percent: _TypeAlias = _typing.Literal["cpu_smoothed_percent"]  # noqa: Y015
+    _WhichOneofArgType__cpu_smoothed_percent: _TypeAlias = _typing.Literal["_cpu_smoothed_percent", b"_cpu_smoothed_percent"]  # noqa: Y015
+    _WhichOneofReturnType__disk_read_bytes: _TypeAlias = _typing.Literal["disk_read_bytes"]  # noqa: Y015
+    _WhichOneofArgType__disk_read_bytes: _TypeAlias = _typing.Literal["_disk_read_bytes", b"_disk_read_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__disk_written_bytes: _TypeAlias = _typing.Literal["disk_written_bytes"]  # noqa: Y015
+    _WhichOneofArgType__disk_written_bytes: _TypeAlias = _typing.Literal["_disk_written_bytes", b"_disk_written_bytes"]  # noqa: Y015
     _WhichOneofReturnType__load_15m: _TypeAlias = _typing.Literal["load_15m"]  # noqa: Y015
     _WhichOneofArgType__load_15m: _TypeAlias = _typing.Literal["_load_15m", b"_load_15m"]  # noqa: Y015
     _WhichOneofReturnType__load_1m: _TypeAlias = _typing.Literal["load_1m"]  # noqa: Y015
     _WhichOneofArgType__load_1m: _TypeAlias = _typing.Literal["_load_1m", b"_load_1m"]  # noqa: Y015
+    _WhichOneofReturnType__load_1m_per_core: _TypeAlias = _typing.Literal["load_1m_per_core"]  # noqa: Y015
+    _WhichOneofArgType__load_1m_per_core: _TypeAlias = _typing.Literal["_load_1m_per_core", b"_load_1m_per_core"]  # noqa: Y015
     _WhichOneofReturnType__load_5m: _TypeAlias = _typing.Literal["load_5m"]  # noqa: Y015
     _WhichOneofArgType__load_5m: _TypeAlias = _typing.Literal["_load_5m", b"_load_5m"]  # noqa: Y015
     _WhichOneofReturnType__memory_available_bytes: _TypeAlias = _typing.Literal["memory_available_bytes"]  # noqa: Y015
@@ -445,6 +861,20 @@ class HostReading(_message.Message):
     _WhichOneofArgType__memory_total_bytes: _TypeAlias = _typing.Literal["_memory_total_bytes", b"_memory_total_bytes"]  # noqa: Y015
     _WhichOneofReturnType__memory_used_bytes: _TypeAlias = _typing.Literal["memory_used_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__network_received_bytes: _TypeAlias = _typing.Literal["network_received_bytes"]  # noqa: Y015
+    _WhichOneofArgType__network_received_bytes: _TypeAlias = _typing.Literal["_network_received_bytes", b"_network_received_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__network_sent_bytes: _TypeAlias = _typing.Literal["network_sent_bytes"]  # noqa: Y015
+    _WhichOneofArgType__network_sent_bytes: _TypeAlias = _typing.Literal["_network_sent_bytes", b"_network_sent_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__pressure_cpu_some_percent: _TypeAlias = _typing.Literal["pressure_cpu_some_percent"]  # noqa: Y015
+    _WhichOneofArgType__pressure_cpu_some_percent: _TypeAlias = _typing.Literal["_pressure_cpu_some_percent", b"_pressure_cpu_some_percent"]  # noqa: Y015
+    _WhichOneofReturnType__pressure_io_full_percent: _TypeAlias = _typing.Literal["pressure_io_full_percent"]  # noqa: Y015
+    _WhichOneofArgType__pressure_io_full_percent: _TypeAlias = _typing.Literal["_pressure_io_full_percent", b"_pressure_io_full_percent"]  # noqa: Y015
+    _WhichOneofReturnType__pressure_io_some_percent: _TypeAlias = _typing.Literal["pressure_io_some_percent"]  # noqa: Y015
+    _WhichOneofArgType__pressure_io_some_percent: _TypeAlias = _typing.Literal["_pressure_io_some_percent", b"_pressure_io_some_percent"]  # noqa: Y015
+    _WhichOneofReturnType__pressure_memory_full_percent: _TypeAlias = _typing.Literal["pressure_memory_full_percent"]  # noqa: Y015
+    _WhichOneofArgType__pressure_memory_full_percent: _TypeAlias = _typing.Literal["_pressure_memory_full_percent", b"_pressure_memory_full_percent"]  # noqa: Y015
+    _WhichOneofReturnType__pressure_memory_some_percent: _TypeAlias = _typing.Literal["pressure_memory_some_percent"]  # noqa: Y015
+    _WhichOneofArgType__pressure_memory_some_percent: _TypeAlias = _typing.Literal["_pressure_memory_some_percent", b"_pressure_memory_some_percent"]  # noqa: Y015
     _WhichOneofReturnType__swap_total_bytes: _TypeAlias = _typing.Literal["swap_total_bytes"]  # noqa: Y015
     _WhichOneofArgType__swap_total_bytes: _TypeAlias = _typing.Literal["_swap_total_bytes", b"_swap_total_bytes"]  # noqa: Y015
     _WhichOneofReturnType__swap_used_bytes: _TypeAlias = _typing.Literal["swap_used_bytes"]  # noqa: Y015
@@ -454,9 +884,17 @@ class HostReading(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cpu_percent) -> _WhichOneofReturnType__cpu_percent | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cpu_smoothed_percent) -> _WhichOneofReturnType__cpu_smoothed_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_read_bytes) -> _WhichOneofReturnType__disk_read_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_written_bytes) -> _WhichOneofReturnType__disk_written_bytes | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__load_15m) -> _WhichOneofReturnType__load_15m | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__load_1m) -> _WhichOneofReturnType__load_1m | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_1m_per_core) -> _WhichOneofReturnType__load_1m_per_core | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__load_5m) -> _WhichOneofReturnType__load_5m | None: ...
     @_typing.overload
@@ -465,6 +903,20 @@ class HostReading(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_total_bytes) -> _WhichOneofReturnType__memory_total_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__network_received_bytes) -> _WhichOneofReturnType__network_received_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__network_sent_bytes) -> _WhichOneofReturnType__network_sent_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pressure_cpu_some_percent) -> _WhichOneofReturnType__pressure_cpu_some_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pressure_io_full_percent) -> _WhichOneofReturnType__pressure_io_full_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pressure_io_some_percent) -> _WhichOneofReturnType__pressure_io_some_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pressure_memory_full_percent) -> _WhichOneofReturnType__pressure_memory_full_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pressure_memory_some_percent) -> _WhichOneofReturnType__pressure_memory_some_percent | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__swap_total_bytes) -> _WhichOneofReturnType__swap_total_bytes | None: ...
     @_typing.overload
@@ -478,10 +930,32 @@ class Host(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     HOSTNAME_FIELD_NUMBER: _builtins.int
     OPERATING_SYSTEM_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
     DRIVER_VERSION_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    PROCESS_IDS_FOREIGN_FIELD_NUMBER: _builtins.int
     hostname: _builtins.str
     """Name the host calls itself."""
     operating_system: _builtins.str
@@ -490,6 +964,14 @@ class Host(_message.Message):
     """Kernel's id of the current boot."""
     driver_version: _builtins.str
     """Version of the GPU driver; empty where there is none."""
+    process_ids_foreign: _builtins.bool
+    """True where the agent has a PID namespace of its own: the process ids of GPUs are then other ids than those it
+    sees itself, some may be missing, and no process has a command or a fence.
+    """
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The operator's own labels of the node."""
+
     def __init__(
         self,
         *,
@@ -497,10 +979,12 @@ class Host(_message.Message):
         operating_system: _builtins.str = ...,
         boot_id: _builtins.str = ...,
         driver_version: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        process_ids_foreign: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "driver_version", b"driver_version", "hostname", b"hostname", "operating_system", b"operating_system"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "driver_version", b"driver_version", "hostname", b"hostname", "labels", b"labels", "operating_system", b"operating_system", "process_ids_foreign", b"process_ids_foreign"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
