@@ -176,7 +176,7 @@ async def test_the_refusal_of_a_hopeless_message_fits_into_the_answer() -> None:
     async with serve() as served:
         with pytest.raises(errors.InvalidArgumentError) as caught, rpc_errors():
             await served.allocator.Reserve(request, timeout=10)
-    assert [field for field, _ in caught.value.violations][:3] == ["request_id", "holder", "gpu_count"]
+    assert [field for field, _ in caught.value.violations][:3] == ["request_id", "holder", "ask"]
     assert len(caught.value.violations) == 16
 
 

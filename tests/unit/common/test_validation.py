@@ -17,8 +17,16 @@ from gpuscale.common.validation import MAX_VIOLATIONS, validate, violations
 UUID = "01234567-89ab-cdef-0123-456789ABCDEF"
 
 
+ASK_FIELDS = frozenset(allocator_api.Ask.DESCRIPTOR.fields_by_name)
+
+
 def reserve(**fields: Any) -> allocator_api.ReserveRequest:
-    return allocator_api.ReserveRequest(**{"request_id": UUID, "holder": "me", "gpu_count": 1, **fields})
+    """A request that is right but for `fields`, its own or those of its ask."""
+    ask = {name: value for name, value in fields.items() if name in ASK_FIELDS}
+    own = {name: value for name, value in fields.items() if name not in ASK_FIELDS}
+    return allocator_api.ReserveRequest(
+        **{"request_id": UUID, "holder": "me", "ask": allocator_api.Ask(**{"gpu_count": 1, **ask}), **own}
+    )
 
 
 def wrong(message: Any) -> dict[str, str]:
@@ -52,7 +60,7 @@ def test_required_enum_is_not_unspecified() -> None:
     ],
 )
 def test_integer_bounds(count: int, problem: str) -> None:
-    assert wrong(reserve(gpu_count=count)) == {"gpu_count": problem}
+    assert wrong(reserve(gpu_count=count)) == {"ask.gpu_count": problem}
 
 
 @pytest.mark.parametrize("count", [1, 4096])
@@ -61,7 +69,8 @@ def test_integers_at_the_bounds(count: int) -> None:
 
 
 def test_a_number_without_presence_is_zero_when_absent() -> None:
-    assert "gpu_count" in wrong(allocator_api.ReserveRequest(request_id=UUID, holder="me"))
+    request = allocator_api.ReserveRequest(request_id=UUID, holder="me", ask=allocator_api.Ask())
+    assert "ask.gpu_count" in wrong(request)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +85,7 @@ def test_a_number_without_presence_is_zero_when_absent() -> None:
     ],
 )
 def test_float_bounds(percent: float, problem: str) -> None:
-    assert wrong(reserve(max_utilization_percent=percent)) == {"max_utilization_percent": problem}
+    assert wrong(reserve(max_utilization_percent=percent)) == {"ask.max_utilization_percent": problem}
 
 
 @pytest.mark.parametrize("percent", [5e-324, 100.0])
@@ -139,8 +148,8 @@ def test_timestamps_at_the_bounds() -> None:
 
 def test_enum_values_are_defined() -> None:
     assert violations(reserve(policy=1)) == []
-    assert wrong(reserve(policy=99)) == {"policy": "must be a value of PlacementPolicy"}
-    assert wrong(reserve(policy=-1)) == {"policy": "must be a value of PlacementPolicy"}
+    assert wrong(reserve(policy=99)) == {"ask.policy": "must be a value of PlacementPolicy"}
+    assert wrong(reserve(policy=-1)) == {"ask.policy": "must be a value of PlacementPolicy"}
 
 
 @pytest.mark.parametrize("text", ["12345", UUID + "0", UUID[:-1] + "g", UUID.replace("-", ""), UUID + "\n"])
@@ -200,12 +209,12 @@ def test_max_length() -> None:
 
 def test_lists() -> None:
     assert violations(reserve(nodes=["nodes/a", "nodes/b"])) == []
-    assert wrong(reserve(nodes=["nodes/a", "nodes/a"])) == {"nodes": "must not have an item twice"}
-    assert wrong(reserve(nodes=["nodes/a", "b"])) == {"nodes[1]": "must look like nodes/{node}"}
-    assert wrong(reserve(nodes=["nodes/a", ""])) == {"nodes[1]": "must look like nodes/{node}"}
+    assert wrong(reserve(nodes=["nodes/a", "nodes/a"])) == {"ask.nodes": "must not have an item twice"}
+    assert wrong(reserve(nodes=["nodes/a", "b"])) == {"ask.nodes[1]": "must look like nodes/{node}"}
+    assert wrong(reserve(nodes=["nodes/a", ""])) == {"ask.nodes[1]": "must look like nodes/{node}"}
     many = [f"nodes/n{index}" for index in range(1001)]
     assert violations(reserve(nodes=many[:1000])) == []
-    assert wrong(reserve(nodes=many)) == {"nodes": "must have at most 1000 items"}
+    assert wrong(reserve(nodes=many)) == {"ask.nodes": "must have at most 1000 items"}
 
 
 def test_max_items() -> None:
@@ -242,7 +251,7 @@ def test_paths_lead_to_the_field() -> None:
 
 
 def test_every_violation_is_reported_up_to_a_limit() -> None:
-    assert list(wrong(allocator_api.ReserveRequest())) == ["request_id", "holder", "gpu_count"]
+    assert list(wrong(allocator_api.ReserveRequest())) == ["request_id", "holder", "ask"]
     snapshot = types_api.Snapshot(gpus=[types_api.Gpu()] * 1000)
     assert len(violations(snapshot)) == MAX_VIOLATIONS
 

@@ -13,7 +13,8 @@ A token that is sent decides alone, so that a wrong one is noticed; it is never 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from gpuscale.common.names import is_id
 from gpuscale.common.principal import ANONYMOUS, LOCAL, Principal, Role, current_principal
 from gpuscale.common.tokens import TokenFile
 
-__all__ = ["Authenticator", "Principal", "Role", "current_principal", "require"]
+__all__ = ["Authenticator", "Caller", "Principal", "Role", "current_principal", "require"]
 
 _LOOPBACK: Final = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.", "ipv6:%5B::ffff:127.")
 _SPIFFE_ID: Final = re.compile(
@@ -32,6 +33,23 @@ _SPIFFE_ID: Final = re.compile(
 )
 _BEARER: Final = re.compile(r"[Bb]earer +(?P<token>[\x21-\x7e]{1,4096})")
 _NO_AUTH: Final[Mapping[str, Iterable[bytes]]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What a connection and a request tell of a caller.
+
+    Attributes:
+        loopback: whether it is on this host.
+        secure: whether the connection is TLS.
+        authorization: the values of the header or metadata of that name.
+        spiffe_id: what its client certificate says; TLS has checked the certificate.
+    """
+
+    loopback: bool
+    secure: bool
+    authorization: Sequence[str | bytes] = ()
+    spiffe_id: str | None = None
 
 
 class Authenticator:
@@ -70,18 +88,33 @@ class Authenticator:
             return LOCAL
         loopback = peer.startswith(_LOOPBACK)
         if loopback and self._trusts_loopback:
-            return LOCAL
+            return LOCAL  # as `recognise` would say, without asking gRPC for what is not needed
         transport = context.auth_context() or _NO_AUTH
-        secure = _first(transport, "transport_security_type") == "ssl"
-        if not (secure or loopback or self._insecure_allow_remote):
+        metadata = context.invocation_metadata() or ()
+        return self.recognise(
+            Caller(
+                loopback=loopback,
+                secure=_first(transport, "transport_security_type") == "ssl",
+                authorization=[value for key, value in metadata if key == "authorization"],
+                spiffe_id=_first(transport, "peer_spiffe_id"),
+            )
+        )
+
+    def recognise(self, caller: Caller) -> Principal:
+        """Who a caller is, by whatever protocol it came.
+
+        Raises:
+            UnauthenticatedError: as `identify`.
+        """
+        if caller.loopback and self._trusts_loopback:
+            return LOCAL
+        if not (caller.secure or caller.loopback or self._insecure_allow_remote):
             raise UnauthenticatedError("TLS is required", reason="INSECURE_TRANSPORT")
-        if self._tokens is not None:
-            token = _token(context)
-            if token is not None:
-                return self._tokens.principal(token)
-        if self._accept_certificates and secure:
-            return _by_certificate(_first(transport, "peer_spiffe_id"))
-        if self._trusts_loopback and not secure:
+        if self._tokens is not None and caller.authorization:
+            return self._tokens.principal(_token(caller.authorization))
+        if self._accept_certificates and caller.secure:
+            return _by_certificate(caller.spiffe_id)
+        if self._trusts_loopback and not caller.secure:
             return ANONYMOUS
         raise UnauthenticatedError("a bearer token is required", reason="TOKEN_MISSING")
 
@@ -99,11 +132,8 @@ def require(principal: Principal, role: Role) -> None:
         )
 
 
-def _token(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
-    """The bearer token that came along, if any."""
-    headers = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
-    if not headers:
-        return None
+def _token(headers: Sequence[str | bytes]) -> str:
+    """The bearer token that came along."""
     found = _BEARER.fullmatch(headers[0]) if isinstance(headers[0], str) else None
     if found is None or len(headers) > 1:
         raise UnauthenticatedError(

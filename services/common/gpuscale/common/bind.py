@@ -6,8 +6,10 @@ import socket
 from dataclasses import dataclass
 
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
+from gpuscale.common.logs import get_logger
 
 _MAX_PORT = 65_535
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,26 @@ def parse_listen(listen: str) -> ListenAddress:
     return ListenAddress(host, int(port))
 
 
+def check_exposure(address: ListenAddress, *, tls: bool, insecure_allow_remote: bool) -> None:
+    """Refuse to serve other hosts in plain text, unless that was asked for.
+
+    Raises:
+        FailedPreconditionError: it was not (reason INSECURE_BIND).
+    """
+    if tls or address.loopback:
+        return
+    if not insecure_allow_remote:
+        raise FailedPreconditionError(
+            f"{address} can be reached from other hosts: configure TLS, or set insecure_allow_remote",
+            reason="INSECURE_BIND",
+        )
+    _log.warning(
+        "serving other hosts in plain text: anyone on the network can listen in", listen=str(address)
+    )
+
+
 def bind_error(address: ListenAddress) -> FailedPreconditionError:
-    """Why gRPC could not bind an address: gRPC itself does not say, so the address is tried once more."""
+    """Why an address could not be bound: gRPC itself does not say, so the address is tried once more."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM

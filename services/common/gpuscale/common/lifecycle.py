@@ -2,6 +2,7 @@
 
 import asyncio
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -109,6 +110,8 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str) -> in
     An error of our own tree that no task raised is one line on stderr and exit code 1. Any other error is logged with
     its traceback: exit code 1.
     """
+    # What the imports made lives as long as the program: the collector need not look at it again and again.
+    gc.freeze()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_supervise(main, program))
 

@@ -15,6 +15,7 @@ GPU = "nodes/{node}/gpus/{gpu}"
 RESERVATION = "reservations/{reservation}"
 ENDPOINT = "endpoints/{endpoint}"
 REPLICA = "endpoints/{endpoint}/replicas/{replica}"
+RULE = "endpoints/{endpoint}/rules/{rule}"
 DECISION = "endpoints/{endpoint}/decisions/{decision}"
 WATCHER = "watchers/{watcher}"
 ADAPTER = "adapters/{adapter}"
@@ -92,6 +93,11 @@ def endpoint_name(endpoint: str) -> str:
 def replica_name(endpoint: str, replica: str) -> str:
     """`endpoints/{endpoint}/replicas/{replica}`."""
     return f"endpoints/{endpoint}/replicas/{replica}"
+
+
+def rule_name(endpoint: str, rule: str) -> str:
+    """`endpoints/{endpoint}/rules/{rule}`."""
+    return f"endpoints/{endpoint}/rules/{rule}"
 
 
 def decision_name(endpoint: str, decision: str) -> str:

@@ -10,7 +10,7 @@ from typing import Final, Self
 import grpc
 
 from gpuscale.common.auth import Authenticator
-from gpuscale.common.bind import ListenAddress, bind_error, parse_listen
+from gpuscale.common.bind import ListenAddress, bind_error, check_exposure, parse_listen
 from gpuscale.common.calls import OpenCalls
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.guard import GuardSettings
@@ -18,15 +18,12 @@ from gpuscale.common.handlers import HandlerCollector, add_reflection
 from gpuscale.common.health import Health
 from gpuscale.common.interceptor import GuardInterceptor
 from gpuscale.common.limits import SERVER_ARGUMENTS
-from gpuscale.common.logs import get_logger
 from gpuscale.common.tls import ServerTls, server_credentials
 
 HEALTH_NOTICE: Final = 0.1
 """Seconds that health watchers have to read NOT_SERVING before their streams end."""
 HARD_STOP: Final = 2.0
 """Seconds for calls to end after they were told to, before their connections are cut."""
-
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,11 @@ class Server:
             InvalidArgumentError: the address is none.
         """
         address = parse_listen(self._options.listen)
-        self._check_insecure(address)
+        check_exposure(
+            address,
+            tls=self._options.tls is not None,
+            insecure_allow_remote=self._options.insecure_allow_remote,
+        )
         try:
             if self._options.tls is None:
                 port = self._server.add_insecure_port(str(address))
@@ -147,18 +148,6 @@ class Server:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
-
-    def _check_insecure(self, address: ListenAddress) -> None:
-        if self._options.tls is not None or address.loopback:
-            return
-        if not self._options.insecure_allow_remote:
-            raise FailedPreconditionError(
-                f"{address} can be reached from other hosts: configure TLS, or set insecure_allow_remote",
-                reason="INSECURE_BIND",
-            )
-        _log.warning(
-            "serving other hosts in plain text: anyone on the network can listen in", listen=str(address)
-        )
 
     def _bind_socket(self, path: Path) -> None:
         try:

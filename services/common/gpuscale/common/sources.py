@@ -21,7 +21,18 @@ PREFIX = "GPUSCALE_"
 CONFIG_VARIABLE = "GPUSCALE_CONFIG"
 # One file may serve several programs, so a program knows the tables of the others: a misspelt one is an error.
 TABLES = frozenset(
-    {"adapter", "agent", "allocator", "autoscaler", "brokers", "fleet", "gateway", "templates", "up"}
+    {
+        "adapter",
+        "agent",
+        "allocator",
+        "autoscaler",
+        "brokers",
+        "fleet",
+        "gateway",
+        "prometheus",
+        "templates",
+        "up",
+    }
 )
 
 _URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*:[^/\s]*@", re.IGNORECASE)

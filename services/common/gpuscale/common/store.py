@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Final, Generic, Protocol, Self, TypeVar
 
 from sqlalchemy import Connection, MetaData
 from sqlalchemy.exc import DBAPIError
@@ -25,6 +25,8 @@ from gpuscale.common.errors import GpuscaleError, InternalError, ResourceExhaust
 
 MAX_WAITING = 10_000
 MAX_GROUP = 256
+
+NO_MIGRATIONS: Final[sqlite_store.Migrations] = {}
 
 T = TypeVar("T")
 
@@ -39,7 +41,13 @@ class Store:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, path: Path | str, metadata: MetaData, *, name: str, version: int
+        cls,
+        path: Path | str,
+        metadata: MetaData,
+        *,
+        name: str,
+        version: int,
+        migrations: sqlite_store.Migrations = NO_MIGRATIONS,
     ) -> AsyncGenerator[Self]:
         """Open the file, or make it with the tables of `metadata`; close it after all that was submitted is done.
 
@@ -47,14 +55,15 @@ class Store:
             path: the file; its directory is made too, for its owner only.
             metadata: the tables.
             name: of the service; names the threads and the failpoints.
-            version: of the schema; a file of another version is refused.
+            version: of the schema; a file of another version is refused, unless it is earlier and
+            migrations: lead from it to this one, each from the version that is its key to the next.
 
         Raises:
             FailedPreconditionError: STATE_UNREADABLE or STATE_VERSION; the file stays as it is.
             UnavailableError: STATE_UNAVAILABLE or DISK_FULL.
         """
         file = Path(path)
-        write = partial(sqlite_store.writer, file, metadata, version)
+        write = partial(sqlite_store.writer, file, metadata, version, migrations)
         read = partial(sqlite_store.reader, file)
         async with (
             _Worker(f"{name}-store-writer", write, partial(_commit, f"{name}.store")) as writer,
@@ -84,23 +93,37 @@ class Store:
 def _commit(name: str, connection: Connection, group: Sequence["_Pending"]) -> None:
     """Run the jobs in one transaction. If it fails, so does every job that had not failed by itself."""
     try:
-        with connection.begin():
+        with sqlite_store.transaction(connection):
             for job in group:
-                _run_alone(connection, job)
+                _run_alone(connection, job, shared=len(group) > 1)
             failpoints.hit(f"{name}.before_commit")
         failpoints.hit(f"{name}.after_commit")
+    except _UndoneError:
+        for job in group:
+            job.error = job.error and sqlite_store.failure(job.error)
     except (sqlite3.Error, DBAPIError, GpuscaleError) as error:
         for job in group:
             job.error = job.error or sqlite_store.failure(error)
 
 
-def _run_alone(connection: Connection, job: "_Pending") -> None:
+class _UndoneError(Exception):
+    """A job failed that had the transaction to itself."""
+
+
+def _run_alone(connection: Connection, job: "_Pending", *, shared: bool) -> None:
     """Run a job in a savepoint of the driver; SQLAlchemy's own cost 50 times as much.
+
+    A job that does not share the transaction needs none: the transaction is undone where it fails.
 
     Raises:
         GpuscaleError: the job met a failure of the storage, or ended the transaction of the whole group.
     """
     driver = sqlite_store.raw(connection)
+    if not shared:
+        job.run(connection)
+        if job.error is not None:
+            raise _UndoneError from job.error
+        return
     driver.execute("SAVEPOINT job")
     job.run(connection)
     if job.error is None:

@@ -8,6 +8,8 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 _NANOS = 1_000_000_000
+_DAY = 86_400
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def to_duration(seconds: float) -> Duration:
@@ -40,9 +42,8 @@ def to_timestamp(date: datetime) -> Timestamp:
     """The Timestamp of an aware date; ValueError for a date without a time zone."""
     if date.tzinfo is None:
         raise ValueError("a Timestamp needs a date with a time zone")
-    timestamp = Timestamp()
-    timestamp.FromDatetime(date)
-    return timestamp
+    passed = date - _EPOCH  # by far cheaper than Timestamp.FromDatetime, which goes through a calendar
+    return Timestamp(seconds=passed.days * _DAY + passed.seconds, nanos=passed.microseconds * 1000)
 
 
 def to_datetime(timestamp: Timestamp) -> datetime:
