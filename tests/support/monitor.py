@@ -1,5 +1,6 @@
 """The monitor room in this process: GPU sources that a test drives, and real servers around the apps."""
 
+import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,7 +15,14 @@ from gpuscale.common.channel import open_channel
 from gpuscale.common.clock import Clock, SystemClock
 from gpuscale.common.server import Registration, Server, ServerOptions
 from gpuscale.monitor.agent.app import open_agent
-from gpuscale.monitor.agent.model import GpuIdentity, GpuSample, HostIdentity, HostReading, Inventory
+from gpuscale.monitor.agent.model import (
+    DriverEvent,
+    GpuIdentity,
+    GpuSample,
+    HostIdentity,
+    HostReading,
+    Inventory,
+)
 from gpuscale.monitor.agent.ports import GpuSourceError
 from gpuscale.monitor.agent.settings import AgentSettings
 from gpuscale.monitor.fleet.app import open_fleet
@@ -46,6 +54,10 @@ class FakeGpus:
     closed: int = 0
     reads: dict[str, int] = field(default_factory=dict[str, int])
     gates: dict[str, threading.Event] = field(default_factory=dict[str, threading.Event])
+    outdated: bool = False
+    has_events: bool = False
+    probes: int = 0
+    happened: "queue.SimpleQueue[DriverEvent]" = field(default_factory=lambda: queue.SimpleQueue())
 
     def block(self, uuid: str) -> threading.Event:
         """Let reads of a GPU (or "open") wait until the event is set."""
@@ -57,7 +69,8 @@ class FakeGpus:
         self._wait("open")
         if self.problem is not None:
             raise self.problem
-        return Inventory(tuple(self.gpus), driver_version="1.2.3")
+        self.outdated = False
+        return Inventory(tuple(self.gpus), driver_version="1.2.3", has_events=self.has_events)
 
     def read(self, uuid: str) -> GpuSample:
         self.reads[uuid] = self.reads.get(uuid, 0) + 1
@@ -65,6 +78,16 @@ class FakeGpus:
         if uuid in self.errors:
             raise self.errors[uuid]
         return self.samples.get(uuid, sample())
+
+    def probe(self, uuid: str) -> None:
+        self.probes += 1
+        self._wait(f"probe {uuid}")
+
+    def wait_event(self, timeout: float) -> DriverEvent | None:
+        try:
+            return self.happened.get(timeout=timeout)
+        except queue.Empty:
+            return None
 
     def close(self) -> None:
         self.closed += 1
@@ -157,6 +180,7 @@ async def running_fleet(
 async def running_agent(
     fleet_address: str | None = None,
     channel_to: Callable[[str], grpc.aio.Channel] = open_channel,
+    clock: Clock | None = None,
     **settings: object,
 ) -> AsyncGenerator["AgentServiceAsyncStub", None]:
     """An agent on a port of its own, with simulated GPUs and four snapshots a second unless settings say otherwise."""
@@ -165,7 +189,7 @@ async def running_agent(
         fleet = None
         if fleet_address is not None:
             fleet = await stack.enter_async_context(open_channel(fleet_address))
-        agent = open_agent(AgentSettings.model_validate(merged), fleet=fleet, clock=SystemClock())
+        agent = open_agent(AgentSettings.model_validate(merged), fleet=fleet, clock=clock or SystemClock())
         address = await stack.enter_async_context(serve(*await stack.enter_async_context(agent)))
         channel = await stack.enter_async_context(channel_to(address))
         yield monitor_api.AgentServiceStub(channel)

@@ -4,12 +4,22 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from gpuscale.common.clock import SystemClock
+from gpuscale.monitor.agent.events import QUEUE_LENGTH
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.model import GpuReading, GpuState, GpuView, ReadingStatus
+from gpuscale.monitor.agent.model import (
+    DriverEvent,
+    GpuEventKind,
+    GpuReading,
+    GpuSample,
+    GpuState,
+    GpuView,
+    ReadingStatus,
+)
 from gpuscale.monitor.agent.ports import GpuSourceError
 from gpuscale.monitor.agent.staleness import Deadlines
 from gpuscale.monitor.agent.worker import WorkerDiedError
@@ -270,3 +280,68 @@ async def test_closing_does_not_wait_for_a_call_that_is_out() -> None:
         await one.gpus.close()
     assert one.source.closed == 1, "the driver is not shut down under a call"
     gate.set()
+
+
+async def test_a_gpu_that_answers_too_late_is_asked_a_question_before_it_is_read_again() -> None:
+    async with rig() as one:
+        await one.refresh()
+        gate = one.source.block(FIRST)
+        await one.refresh(wait=0.1)
+        one.clock.ahead = 30.0
+        assert one.gpus.collection().hung_threads == 1
+        gate.set()
+        one.source.gates.clear()
+        question = one.source.block(f"probe {FIRST}")
+        await eventually(lambda: one.gpus.collection().hung_threads == 0)
+        assert one.view(FIRST).state is GpuState.HUNG, "an answer that took 30 s proves nothing"
+        one.clock.ahead = 60.0
+        reads = one.source.reads[FIRST]
+        await one.refresh(wait=0.1)
+        assert (one.source.probes, one.source.reads[FIRST]) == (1, reads)
+        question.set()
+        one.source.gates.clear()
+        await one.until(FIRST, GpuState.OK)
+        assert one.source.probes == 1
+
+
+async def test_events_reach_every_subscriber_and_one_that_never_reads_loses_the_oldest() -> None:
+    source = FakeGpus(has_events=True)
+    async with rig(source) as one:
+        with one.gpus.events.subscribe() as first, one.gpus.events.subscribe() as second:
+            await one.refresh()
+            async with asyncio.timeout(30.0):
+                for xid in range(QUEUE_LENGTH + 5):
+                    source.happened.put(DriverEvent(FIRST, GpuEventKind.XID, xid))
+                    assert (await first.get()).xid == xid
+                assert (await second.get()).xid == 5
+            assert (first.dropped, second.dropped) == (0, 5)
+
+
+async def test_parts_that_came_or_went_are_looked_for_at_once_without_a_gap() -> None:
+    async with rig(FakeGpus(has_events=True)) as one:
+        await one.refresh()
+        one.clock.ahead = 60.0
+        part = replace(identity(0), uuid="MIG-1", parent_uuid=FIRST, mig_profile="1g.10gb")
+        one.source.gpus = [replace(identity(0), divided=True), part, identity(1)]
+        one.source.outdated = True
+        await one.refresh()
+        assert [view.identity.uuid for view in one.gpus.views()] == [FIRST, "MIG-1", SECOND]
+        assert [view.state for view in one.gpus.views()] == [GpuState.DIVIDED, GpuState.OK, GpuState.OK]
+        assert not one.gpus.knows(FIRST), "work is placed on its parts"
+        assert one.gpus.knows("MIG-1")
+        one.clock.ahead = 120.0
+        one.source.gpus = [identity(0), identity(1)]
+        one.source.outdated = True
+        await one.refresh()
+        assert [view.identity.uuid for view in one.gpus.views()] == [FIRST, SECOND], "taken away on purpose"
+
+
+async def test_wires_are_known_once_both_ends_have_been_read() -> None:
+    async with rig() as one:
+        one.source.samples = {FIRST: linked(None, None), SECOND: linked(None)}
+        await one.refresh()
+        assert [view.identity.nvlinks for view in one.gpus.views()] == [((SECOND, 1),), ((FIRST, 1),)]
+
+
+def linked(*ends: str | None) -> GpuSample:
+    return replace(sample(), link_ends=ends)

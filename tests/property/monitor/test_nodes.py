@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gpuscale.common.errors import AbortedError
 from gpuscale.monitor.fleet.model import NodeState
-from gpuscale.monitor.fleet.nodes import Nodes, Stream
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.record import Stream
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import epoch_id, gpu, hello, snapshot, telemetry
 

@@ -12,17 +12,20 @@ Use it in this process with the fixture `nvml_double` (or `in_process`), or in a
 
 from tests.support.nvml_double.build import why_unavailable
 from tests.support.nvml_double.double import (
+    HEALTHY_FIELDS,
     XID_EVENT,
     CallCount,
     NvmlDouble,
     env_with_double,
     in_process,
     plain_gpu,
+    wired_gpus,
 )
 from tests.support.nvml_double.model import GIB, DoubleGpu, DoubleProcess, NvmlReturn, ProcessKind, Rules
 
 __all__ = [
     "GIB",
+    "HEALTHY_FIELDS",
     "XID_EVENT",
     "CallCount",
     "DoubleGpu",
@@ -35,4 +38,5 @@ __all__ = [
     "in_process",
     "plain_gpu",
     "why_unavailable",
+    "wired_gpus",
 ]

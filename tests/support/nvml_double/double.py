@@ -129,6 +129,38 @@ class NvmlDouble:
         yield from self._events
 
 
+HEALTHY_FIELDS: dict[int, int | float] = {
+    3: 0,  # ECC errors that were corrected, since the driver was loaded
+    4: 0,  # that were not
+    5: 0,  # the same in the life of the board
+    6: 0,
+    29: 0,  # retired pages
+    30: 0,
+    31: 0,
+    38: 0,  # errors of NVLinks: checksums, replays, recoveries
+    45: 0,
+    52: 0,
+    59: 0,
+    82: 47,  # temperature of memory, degrees Celsius
+    83: 5_000_000,  # energy, mJ
+    94: 0,  # PCIe replays
+    138: 2_000,  # NVLink data sent and received, KiB
+    139: 3_000,
+    142: 0,  # remapped rows: corrected, uncorrected, pending, failed
+    143: 0,
+    144: 0,
+    145: 0,
+    165: 1,  # an NVLink is up
+    187: 200_000,  # lowest, highest and default power limit, mW
+    188: 700_000,
+    189: 700_000,
+    197: 4_000_000,  # bytes sent and received over PCIe
+    198: 6_000_000,
+    230: 0,  # recovery action: none
+}
+"""Field values of a GPU that supports all of those that are read, by NVML's ids."""
+
+
 def plain_gpu(index: int) -> DoubleGpu:
     """An idle GPU that differs from the others in uuid, bus id, serial and minor number."""
     return DoubleGpu(
@@ -136,7 +168,16 @@ def plain_gpu(index: int) -> DoubleGpu:
         pci_bus_id=f"00000000:{0x1B + index:02X}:00.0",
         serial=f"1650{index:09d}",
         minor_number=index,
+        fields=dict(HEALTHY_FIELDS),
     )
+
+
+def wired_gpus(count: int, links: int = 4) -> list[DoubleGpu]:
+    """Idle GPUs that are wired to a switch by some NVLinks each."""
+    gpus = [plain_gpu(index) for index in range(count)]
+    for gpu in gpus:
+        gpu.nvlinks = [-1] * links
+    return gpus
 
 
 def env_with_double(double: NvmlDouble) -> dict[str, str]:

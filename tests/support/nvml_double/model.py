@@ -79,7 +79,8 @@ class Rules:
 class DoubleGpu:
     """One GPU, or one MIG device in `mig_devices` of its GPU. A number that is None is not supported by it.
 
-    `fields` are field values by id: an int or a float; other ids are not supported.
+    `fields` are field values by id, whatever the scope: an int or a float; other ids are not supported. `nvlinks` holds
+    the GPU at the other end of each link, by index, or -1 for a switch.
     """
 
     uuid: str
@@ -101,6 +102,7 @@ class DoubleGpu:
     energy_joules: float | None = 1000.0
     sm_clock_mhz: int | None = 1980
     memory_clock_mhz: int | None = 2619
+    video_clock_mhz: int | None = 1545
     max_sm_clock_mhz: int | None = 1980
     max_memory_clock_mhz: int | None = 2619
     performance_state: int | None = 0
@@ -122,6 +124,7 @@ class DoubleGpu:
     remapped_rows: tuple[int, int, int, int] | None = (0, 0, 0, 0)  # corrected, uncorrected, pending, failed
     processes: list[DoubleProcess] = field(default_factory=list[DoubleProcess])
     fields: dict[int, int | float] = field(default_factory=dict[int, int | float])
+    nvlinks: list[int] = field(default_factory=list[int])
     mig_devices: list["DoubleGpu"] = field(default_factory=list["DoubleGpu"])
     rules: Rules = field(default_factory=Rules)
 
@@ -146,6 +149,8 @@ class DoubleGpu:
             yield f"process {process.kind:d} {process.pid} {used} {instances}"
         for field_id, value in self.fields.items():
             yield f"field {field_id} {0 if isinstance(value, float) else 3} {value}"
+        for peer in self.nvlinks:
+            yield f"nvlink {peer}"
         yield from self.rules.lines()
 
     def _texts(self) -> Iterator[str]:
@@ -194,6 +199,7 @@ class DoubleGpu:
             "energy_mj": _thousandths(self.energy_joules),
             "sm_clock": self.sm_clock_mhz,
             "memory_clock": self.memory_clock_mhz,
+            "video_clock": self.video_clock_mhz,
             "performance_state": self.performance_state,
             "event_reasons": self.event_reasons,
             "ecc_corrected": self.ecc_corrected,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.monitor.agent.model import GpuProcess
+from gpuscale.monitor.agent.model import GpuProcess, ProcessKey
 from gpuscale.monitor.agent.processes import ProcessNames
 
 
@@ -15,9 +15,19 @@ def proc(tmp_path: Path) -> Path:
     (tmp_path / "sys/kernel/pid_max").write_text("32768\n")
     (tmp_path / "self/ns").mkdir(parents=True)
     (tmp_path / "self/ns/pid").symlink_to("pid:[4026531836]")
-    (tmp_path / "101").mkdir()
-    (tmp_path / "101/comm").write_text("trainer\n")
+    add_process(tmp_path, 1, "init", parent=0, started=0)
+    add_process(tmp_path, 50, "shell", parent=1, started=900)
+    add_process(tmp_path, 101, "trainer", parent=50, started=1234)
+    add_process(tmp_path, 102, "a) b (", parent=101, started=5678)
     return tmp_path
+
+
+def add_process(proc: Path, pid: int, name: str, *, parent: int, started: int) -> None:
+    """A process as proc(5) shows it."""
+    (proc / str(pid)).mkdir()
+    (proc / f"{pid}/comm").write_text(f"{name}\n")
+    between = " ".join(["0"] * 17)
+    (proc / f"{pid}/stat").write_text(f"{pid} ({name}) S {parent} {between} {started} 4096 0\n")
 
 
 @pytest.mark.parametrize(
@@ -30,11 +40,33 @@ def test_only_ids_that_a_process_can_have_are_believed(proc: Path, pids: list[in
 
 def test_a_program_that_computes_and_draws_is_one_process(proc: Path) -> None:
     merged = ProcessNames(proc).merge([(101, 5), (102, None), (101, 7), (102, 3)])
-    assert merged == (GpuProcess(101, 7, "trainer"), GpuProcess(102, 3, None))
+    assert [(one.pid, one.memory_used_bytes, one.command) for one in merged] == [
+        (101, 7, "trainer"),
+        (102, 3, "a) b ("),
+    ]
 
 
 def test_memory_that_nobody_tells_stays_unknown(proc: Path) -> None:
-    assert ProcessNames(proc).merge([(102, None), (102, None)]) == (GpuProcess(102, None, None),)
+    [process] = ProcessNames(proc).merge([(102, None), (102, None)])
+    assert process.memory_used_bytes is None
+
+
+def test_a_process_that_is_not_there_is_not_told(proc: Path) -> None:
+    """The record of one that has just ended, or that the driver made up."""
+    assert [one.pid for one in ProcessNames(proc).merge([(101, 5), (777, 5)])] == [101]
+
+
+def test_the_lineage_of_a_process_tells_when_each_of_them_started(proc: Path) -> None:
+    names = ProcessNames(proc)
+    [process] = names.merge([(102, 1)])
+    assert process.lineage == (
+        ProcessKey(102, 5678),
+        ProcessKey(101, 1234),
+        ProcessKey(50, 900),
+        ProcessKey(1, 0),
+    )
+    assert names.lineage(777) == ()
+    assert not names.foreign
 
 
 def test_no_name_is_told_where_the_ids_are_of_another_namespace(proc: Path) -> None:

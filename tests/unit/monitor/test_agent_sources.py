@@ -55,7 +55,8 @@ def test_reading_and_closing_reach_the_source_that_was_chosen() -> None:
 def test_without_nvidia_ml_py_auto_simulates_and_nvml_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delitem(sys.modules, "gpuscale.monitor.agent.nvml", raising=False)
+    for module in [name for name in sys.modules if name.startswith("gpuscale.monitor.agent.nvml")]:
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert make_source("auto", "alpha", 2, lambda: 0.0).simulated
     with pytest.raises(FailedPreconditionError, match=r"gpuscale\[agent\]"):

@@ -17,7 +17,9 @@ from gpuscale.monitor.agent.model import (
     HostIdentity,
     HostReading,
     ReadingStatus,
+    RecoveryAction,
     Snapshot,
+    throttle_reasons,
 )
 from gpuscale.monitor.agent.translate import to_snapshot
 from tests.support.monitor_values import epoch_id, identity
@@ -72,13 +74,14 @@ def test_every_field_of_the_model_is_a_field_of_the_contract() -> None:
 
 
 def test_every_reading_reaches_the_wire() -> None:
-    full = GpuReading(**dict.fromkeys(GPU_FIELDS, 3) | {"processes": (GpuProcess(1),)})
+    others = {"processes": (GpuProcess(1),), "recovery_action": RecoveryAction.GPU_RESET}
+    full = GpuReading(**dict.fromkeys(GPU_FIELDS, 3) | others)
     host = HostReading(**dict.fromkeys(HOST_FIELDS, 3))
     message = to_snapshot(
         replace(SNAPSHOT, host_reading=host, gpus=(GpuView(identity(), GpuState.OK, full, 1.0),)), now=100.0
     )
     sent = {field.name for field, _ in message.gpus[0].reading.ListFields()}
-    assert sent == {*GPU_FIELDS, "age"}
+    assert sent == {*GPU_FIELDS, "age", "throttle_reasons"}
     assert {field.name for field, _ in message.host_reading.ListFields()} == {*HOST_FIELDS, "age"}
 
 
@@ -100,3 +103,33 @@ def test_gpus_are_named_by_uuid_and_simulated_ones_flagged() -> None:
     assert message.gpus[0].uuid == "GPU-00000000"
     assert message.simulated
     assert message.gpus[0].simulated
+
+
+def test_what_a_gpu_is_and_what_the_operator_says_of_its_node_reaches_the_wire() -> None:
+    part = replace(
+        identity(1),
+        mig_profile="1g.10gb",
+        parent_uuid="GPU-0",
+        numa_node=1,
+        nvlinks=(("GPU-7", 4), ("GPU-8", 2)),
+    )
+    process = GpuProcess(7, fence=3)
+    view = GpuView(part, GpuState.OK, GpuReading(processes=(process,)), 1.0, quarantine="XID 79")
+    message = to_snapshot(replace(SNAPSHOT, gpus=(view,), labels=(("zone", "a"),)), now=100.0)
+    gpu = message.gpus[0]
+    assert (gpu.mig_profile, gpu.parent_uuid, gpu.numa_node, gpu.quarantine) == (
+        "1g.10gb",
+        "GPU-0",
+        1,
+        "XID 79",
+    )
+    assert {peer.uuid: peer.link_count for peer in gpu.nvlinks} == {"GPU-7": 4, "GPU-8": 2}
+    assert gpu.reading.processes[0].fence == 3
+    assert dict(message.host.labels) == {"zone": "a"}
+    assert violations(message) == []
+
+
+def test_throttle_reasons_are_told_by_name() -> None:
+    assert throttle_reasons(0) == ()
+    assert throttle_reasons(0x1 | 0x4 | 0x40) == ("gpu_idle", "sw_power_cap", "hw_thermal_slowdown")
+    assert throttle_reasons(1 << 40) == ("bit_40",)

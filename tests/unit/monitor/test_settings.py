@@ -26,6 +26,9 @@ def test_the_defaults_read_real_gpus_once_a_second_under_the_name_of_the_host() 
         {"node": ""},
         {"source": "magic"},
         {"period_seconds": 0.01},
+        {"labels": ["=value"]},
+        {"labels": ["zone=a", "zone=b"]},
+        {"labels": [f"name{number}=x" for number in range(65)]},
         {"period_seconds": float("nan")},
         {"simulated_gpu_count": -1},
         {"simulated_gpu_count": 1025},
@@ -45,3 +48,8 @@ def test_flags_environment_and_file_reach_the_agent() -> None:
         environ={"GPUSCALE_AGENT_NODE": "from-environment"},
     )
     assert (settings.node, settings.source, settings.period_seconds) == ("from-environment", "simulated", 2.0)
+
+
+def test_labels_are_names_with_values() -> None:
+    settings = load_table(AgentSettings, {}, environ={"GPUSCALE_AGENT_LABELS": "zone=a, rack=7=left,spare"})
+    assert settings.labels_by_name() == {"zone": "a", "rack": "7=left", "spare": ""}

@@ -7,6 +7,7 @@
  *   gpu INDEX rule FUNCTION CODE DELAY HOLD
  *   gpu INDEX process KIND PID BYTES GPU_INSTANCE COMPUTE_INSTANCE
  *   gpu INDEX field ID TYPE VALUE
+ *   gpu INDEX nvlink PEER                  the next link; PEER is a GPU, or -1 for a switch
  *   event SEQUENCE GPU TYPE DATA
  */
 #include "double.h"
@@ -84,6 +85,11 @@ static void add_field(struct gpu *gpu, const char *text) {
     sscanf(text, "%*u %*u %llu", &field->number);
 }
 
+static void add_link(struct gpu *gpu, const char *text) {
+    if (gpu->link_count == MAX_LINKS) complain(text);
+    gpu->links[gpu->link_count++] = atoi(text);
+}
+
 static void add_event(struct config *config, const char *text) {
     if (config->event_count == MAX_EVENTS) complain(text);
     struct event *event = &config->events[config->event_count++];
@@ -100,6 +106,7 @@ static void read_gpu_line(struct config *config, const char *line) {
     if (strcmp(key, "rule") == 0) add_rule(&gpu->rules, line + used);
     else if (strcmp(key, "process") == 0) add_process(gpu, line + used);
     else if (strcmp(key, "field") == 0) add_field(gpu, line + used);
+    else if (strcmp(key, "nvlink") == 0) add_link(gpu, line + used);
     else set_key(gpu_keys, gpu, key, line + used);
 }
 

@@ -52,21 +52,18 @@ EXPORT int nvmlDeviceGetIndex(void *device, unsigned *index) {
     return finish(OK);
 }
 
-struct pci_info {
-    char legacy_bus_id[16];
-    unsigned domain, bus, device, device_id, subsystem_id;
-    char bus_id[32];
-};
+int give_address(const char *bus_id, struct pci_info *info) {
+    memset(info, 0, sizeof *info);
+    if (sscanf(bus_id, "%x:%x:%x", &info->domain, &info->bus, &info->device) != 3) return NOT_SUPPORTED;
+    snprintf(info->bus_id, sizeof info->bus_id, "%s", bus_id);
+    snprintf(info->legacy_bus_id, sizeof info->legacy_bus_id, "%04x:%02x:%02x.0", info->domain & 0xffff,
+             info->bus & 0xff, info->device & 0xff);
+    return OK;
+}
 
 EXPORT int nvmlDeviceGetPciInfo_v3(void *device, struct pci_info *info) {
     DEVICE_CALL(device);
-    memset(info, 0, sizeof *info);
-    if (sscanf(gpu->pci_bus_id, "%x:%x:%x", &info->domain, &info->bus, &info->device) != 3)
-        return finish(NOT_SUPPORTED);
-    snprintf(info->bus_id, sizeof info->bus_id, "%s", gpu->pci_bus_id);
-    snprintf(info->legacy_bus_id, sizeof info->legacy_bus_id, "%04x:%02x:%02x.0", info->domain & 0xffff,
-             info->bus & 0xff, info->device & 0xff);
-    return finish(OK);
+    return finish(give_address(gpu->pci_bus_id, info));
 }
 
 struct memory {
@@ -146,23 +143,24 @@ EXPORT int nvmlDeviceGetTemperatureV(void *device, struct temperature_v1 *temper
     return finish(OK);
 }
 
-/* Clock domains: 0 graphics and 1 SM run as one here, 2 memory, 3 video is not modelled. */
-static int give_clock(const struct gpu *gpu, int domain, long long sm, long long memory, unsigned *mhz) {
-    long long value = domain == 2 ? memory : sm;
+/* Clock domains: 0 graphics and 1 SM run as one here, 2 memory, 3 video. */
+static int give_clock(const struct gpu *gpu, int domain, long long sm, long long memory, long long video,
+                      unsigned *mhz) {
     if (domain < 0 || domain > 3) return finish(INVALID_ARGUMENT);
-    if (domain == 3 || value < 0 || is_mig_device(gpu)) return finish(NOT_SUPPORTED);
+    long long value = domain == 3 ? video : domain == 2 ? memory : sm;
+    if (value < 0 || is_mig_device(gpu)) return finish(NOT_SUPPORTED);
     *mhz = (unsigned)value;
     return finish(OK);
 }
 
 EXPORT int nvmlDeviceGetClockInfo(void *device, int domain, unsigned *mhz) {
     DEVICE_CALL(device);
-    return give_clock(gpu, domain, gpu->sm_clock, gpu->memory_clock, mhz);
+    return give_clock(gpu, domain, gpu->sm_clock, gpu->memory_clock, gpu->video_clock, mhz);
 }
 
 EXPORT int nvmlDeviceGetMaxClockInfo(void *device, int domain, unsigned *mhz) {
     DEVICE_CALL(device);
-    return give_clock(gpu, domain, gpu->max_sm_clock, gpu->max_memory_clock, mhz);
+    return give_clock(gpu, domain, gpu->max_sm_clock, gpu->max_memory_clock, -1, mhz);
 }
 
 EXPORT int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) {

@@ -8,6 +8,7 @@
  * config.c   the control file           calls.c    what every call does first: count, wait, fail
  * system.c   start, versions, lookup    device.c   readings of one GPU
  * lists.c    processes, fields, MIG     events.c   event sets
+ * links.c    NVLinks
  */
 #ifndef NVML_DOUBLE_H
 #define NVML_DOUBLE_H
@@ -33,7 +34,7 @@ enum {
     UNKNOWN_ERROR = 999
 };
 
-enum { MAX_GPUS = 72, MAX_RULES = 16, MAX_PROCESSES = 64, MAX_FIELDS = 32, MAX_EVENTS = 64, MAX_PATH = 512 };
+enum { MAX_GPUS = 72, MAX_RULES = 16, MAX_PROCESSES = 64, MAX_FIELDS = 64, MAX_EVENTS = 64, MAX_LINKS = 36, MAX_PATH = 512 };
 
 /* What a call of `function` ("*": of any) does beside its work; the last rule that returns a code wins. */
 struct rule {
@@ -77,7 +78,7 @@ struct event {
     X(memory_total) X(memory_free) X(memory_used) X(memory_reserved) \
     X(utilization) X(memory_utilization) X(encoder) X(decoder) \
     X(temperature) X(power_mw) X(power_limit_mw) X(enforced_power_limit_mw) X(energy_mj) \
-    X(sm_clock) X(memory_clock) X(max_sm_clock) X(max_memory_clock) X(performance_state) X(event_reasons) \
+    X(sm_clock) X(memory_clock) X(video_clock) X(max_sm_clock) X(max_memory_clock) X(performance_state) X(event_reasons) \
     X(mig_mode) X(mig_mode_pending) X(max_mig_devices) X(parent) X(mig_index) \
     X(gpu_instance) X(compute_instance) \
     X(compute_major) X(compute_minor) X(minor_number) X(numa_node) X(persistence_mode) X(supported_events) \
@@ -97,6 +98,8 @@ struct gpu {
     struct process processes[MAX_PROCESSES];
     int field_count;
     struct field fields[MAX_FIELDS];
+    int link_count;
+    int links[MAX_LINKS]; /* the GPU at the other end of each NVLink; negative for a switch */
 };
 
 struct config {
@@ -135,6 +138,15 @@ int failure_of(const char *function, const struct gpu *gpu);
     struct gpu *gpu; \
     int code = begin_device(__func__, handle, &gpu); \
     if (code != OK) return code
+
+struct pci_info {
+    char legacy_bus_id[16];
+    unsigned domain, bus, device, device_id, subsystem_id;
+    char bus_id[32];
+};
+
+/* device.c: an address such as 00000000:1B:00.0 in the library's form. */
+int give_address(const char *bus_id, struct pci_info *info);
 
 /* Copies a text into the caller's buffer. */
 int give_text(char *buffer, unsigned length, const char *text);

@@ -12,15 +12,26 @@ from gpuscale.common.clock import Clock
 from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.server import Registration
 from gpuscale.monitor.agent.collector import Collector
+from gpuscale.monitor.agent.driver_servicer import DriverServicer
+from gpuscale.monitor.agent.faults import Faults
+from gpuscale.monitor.agent.feed import SnapshotFeed
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.host import PsutilHost
 from gpuscale.monitor.agent.push import FleetPush
 from gpuscale.monitor.agent.sampler import Sampler
-from gpuscale.monitor.agent.servicer import AgentServicer
+from gpuscale.monitor.agent.servicer import SERVICE, AgentServicer, add_agent
 from gpuscale.monitor.agent.settings import AgentSettings
 from gpuscale.monitor.agent.sources import make_source
+from gpuscale.monitor.agent.work import Work
+from gpuscale.monitor.agent.work_servicer import WorkServicer
+from gpuscale.monitor.exposition.agent import AgentPage
+from gpuscale.monitor.exposition.app import open_metrics
+from gpuscale.monitor.exposition.bus import count_gpus
+from gpuscale.monitor.exposition.meter import CollectionMeter
+from gpuscale.monitor.exposition.xids import Xids
 
-SERVICE = "gpuscale.api.monitor.v1.AgentService"
+DRIVER_SERVICE = "gpuscale.api.monitor.v1.DriverService"
+WORK_SERVICE = "gpuscale.api.monitor.v1.WorkService"
 
 
 @asynccontextmanager
@@ -35,24 +46,53 @@ async def open_agent(
     source = make_source(settings.source, settings.node, settings.simulated_gpu_count, clock.now)
     host = PsutilHost(clock.boot_id, clock.now)
     deadlines = settings.deadlines()
+    gpus = Gpus(source, clock, deadlines)
+    work = Work(gpus.knows)
     collector = Collector(
         node=settings.node,
         period=settings.period_seconds,
-        gpus=Gpus(source, clock, deadlines),
+        gpus=gpus,
         host=host,
         identity=await asyncio.to_thread(host.identity),
         clock=clock,
         deadlines=deadlines,
+        labels=settings.labels_by_name(),
+        admitted=lambda: work.admissions,
     )
-    sampler = Sampler(collector.collect, settings.period_seconds, clock)
-    servicer = AgentServicer(sampler, clock)
+    on_bus = 0 if settings.source == "simulated" else await asyncio.to_thread(count_gpus)
+    meter = CollectionMeter(collector.collect, clock, on_bus)
+    sampler = Sampler(meter.collect, settings.period_seconds, clock)
+    xids = Xids()
+    page = AgentPage(meter, sampler.snapshots, xids, clock, settings.style())
+    feed = SnapshotFeed(sampler.snapshots, clock, settings.dead_bands(), settings.full_every_seconds)
+    servicer = AgentServicer(sampler, feed, clock)
     try:
-        async with TaskScope() as tasks:
+        async with (
+            work.kept_in(settings.state_dir, clock.boot_id),
+            open_metrics(settings, page.render),
+            TaskScope() as tasks,
+        ):
             tasks.spawn("agent sampler", sampler.run())
+            tasks.spawn("agent XID counts", xids.follow(gpus.events))
             if fleet is not None:
-                push = FleetPush(fleet, sampler, collector, clock)
+                faults = Faults()
+                tasks.spawn("agent faults", faults.follow(gpus.events))
+                bands, full_every = settings.dead_bands(), settings.full_every_seconds
+                push = FleetPush(fleet, sampler, collector, clock, bands, full_every, faults)
                 tasks.spawn("agent stream to the fleet", push.run())
-            add = partial(monitor_api.add_AgentServiceServicer_to_server, servicer)
-            yield (Registration(SERVICE, add),)
+            yield (Registration(SERVICE, partial(add_agent, servicer)), *_host_services(gpus, work, clock))
     finally:
         await collector.close()
+
+
+def _host_services(gpus: Gpus, work: Work, clock: Clock) -> tuple[Registration, ...]:
+    """What is asked of the agent on its own host."""
+    driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
+    return (
+        Registration(
+            DRIVER_SERVICE, lambda server: monitor_api.add_DriverServiceServicer_to_server(driver, server)
+        ),
+        Registration(
+            WORK_SERVICE, lambda server: monitor_api.add_WorkServiceServicer_to_server(worker, server)
+        ),
+    )

@@ -13,6 +13,8 @@ from gpuscale.monitor.agent.model import Absent, GpuState, ReadingStatus
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
+# A tick comes a little early now and then; what is due in that moment is not to wait for another whole one.
+_SLACK_SECONDS = 0.05
 # Absent for a reason that says nothing against the GPU.
 _EXCUSED = frozenset({ReadingStatus.NOT_SUPPORTED, ReadingStatus.NO_PERMISSION})
 
@@ -83,6 +85,11 @@ class Asking(Generic[E]):
         """
         return None if self._answered else self._refused
 
+    def unsupported(self, question: str) -> Failure | None:
+        """Why a question is not worth asking; None where it is."""
+        detail = self._unsupported.get(question)
+        return None if detail is None else Failure(ReadingStatus.NOT_SUPPORTED, detail)
+
     def attempt(self, question: str, call: Callable[[], T | Failure]) -> T | Failure:
         """Ask, if it is worth asking."""
         if self._gone is not None:
@@ -123,13 +130,19 @@ class Asking(Generic[E]):
         self.note((name,), Failure(ReadingStatus.ERROR, f"the driver said {value:g}"))
         return None
 
-    def kept(self, kept: Kept[T] | None, every: float, ask: Callable[[], T | None]) -> Kept[T]:
-        """What is kept, or a new answer when that is due; a failed one is asked again at the next tick."""
-        if kept is not None and self._now < kept.until:
+    def kept(
+        self, kept: Kept[T] | None, every: float, ask: Callable[[], T | None], *, first: float | None = None
+    ) -> Kept[T]:
+        """What is kept, or a new answer when that is due; a failed one is asked again at the next tick.
+
+        The very first answer serves for `first` seconds, so that what is dear does not fall due in one tick for ever.
+        """
+        if kept is not None and self._now < kept.until - _SLACK_SECONDS:
             self._absent.extend(kept.absent)
             return kept
         before = len(self._absent)
         value = ask()
         absent = tuple(self._absent[before:])
         settled = all(one.status in _EXCUSED for one in absent)
-        return Kept(value, absent, self._now + every if settled else self._now)
+        serves = every if kept is not None or first is None else first
+        return Kept(value, absent, self._now + serves if settled else self._now)

@@ -1,14 +1,24 @@
 """Takes snapshots: orders a reading of the host and of every GPU, waits a moment, and says what is known then."""
 
 import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from uuid import uuid4
 
 from gpuscale.common.clock import Clock
+from gpuscale.monitor.agent.admission import Admissions
 from gpuscale.monitor.agent.gpus import Gpus, wait_until
-from gpuscale.monitor.agent.model import HostIdentity, HostReading, ReadingStatus, Snapshot, Timed
+from gpuscale.monitor.agent.model import (
+    GpuView,
+    HostIdentity,
+    HostReading,
+    ReadingStatus,
+    Snapshot,
+    Timed,
+)
 from gpuscale.monitor.agent.ports import HostSource
 from gpuscale.monitor.agent.staleness import Deadlines
-from gpuscale.monitor.agent.worker import Reader
+from gpuscale.monitor.agent.worker import Reader, Worker
 
 LONGEST_WAIT_SECONDS = 0.5
 
@@ -24,6 +34,12 @@ class Collector:
         identity: what the host is.
         clock: what tells the time.
         deadlines: when the host counts as silent.
+        labels: the operator's own, by name.
+        admitted: what work was admitted on the GPUs.
+
+    Attributes:
+        quarantines: why no new work should be placed on a GPU, by UUID in lower case. Whoever judges the health of
+            GPUs puts a new mapping here; the next snapshot shows it.
     """
 
     def __init__(
@@ -35,16 +51,22 @@ class Collector:
         identity: HostIdentity,
         clock: Clock,
         deadlines: Deadlines,
+        labels: Mapping[str, str] | None = None,
+        admitted: Callable[[], Admissions] = Admissions,
     ) -> None:
         self.epoch = str(uuid4())
         self.start_time = clock.wall()
         self.node = node
         self.period = period
         self._gpus = gpus
-        self._host = Reader("host", host.read, clock)
+        self._host = Reader(host.read, clock)
+        self._host_worker = Worker("host")
         self._identity = identity
         self._clock = clock
         self._deadlines = deadlines
+        self._labels = tuple(sorted((labels or {}).items()))
+        self._admitted = admitted
+        self.quarantines: Mapping[str, str] = {}
         self._seq = 0
 
     async def collect(self) -> Snapshot:
@@ -54,7 +76,7 @@ class Collector:
             WorkerDiedError: a source has a bug.
         """
         deadline = asyncio.get_running_loop().time() + min(LONGEST_WAIT_SECONDS, self.period / 2)
-        host = self._host.order()
+        host = None if self._host.ordered_at is not None else self._host.order(self._host_worker)
         await self._gpus.refresh(deadline)
         await wait_until([host] if host else [], deadline)
         if self._host.error is not None:
@@ -63,7 +85,7 @@ class Collector:
 
     async def close(self) -> None:
         """Let go of the driver and end the threads that are free."""
-        self._host.stop()
+        self._host_worker.stop()
         await self._gpus.close()
 
     def _assemble(self) -> Snapshot:
@@ -80,10 +102,24 @@ class Collector:
             host_reading=self._host_reading(self._host.last, now),
             host_read_at=self._host.last.read_at if self._host.last else None,
             driver_version=self._gpus.driver_version,
-            gpus=self._gpus.views(),
+            gpus=self._views(),
             gpu_problem=self._gpus.problem(),
             simulated=self._gpus.simulated,
+            labels=self._labels,
         )
+
+    def _views(self) -> tuple[GpuView, ...]:
+        """The GPUs, with what the agent itself knows of each beside the driver."""
+        views, admissions = self._gpus.views(), self._admitted()
+        if not self.quarantines and not admissions.workers:
+            return views
+        return tuple(self._marked(view, admissions) for view in views)
+
+    def _marked(self, view: GpuView, admissions: Admissions) -> GpuView:
+        uuid, reading = view.identity.uuid, view.reading
+        if reading.processes and admissions.workers:
+            reading = reading._replace(processes=admissions.mark(uuid, reading.processes))
+        return replace(view, reading=reading, quarantine=self.quarantines.get(uuid.lower(), ""))
 
     def _host_reading(self, last: Timed[HostReading] | None, now: float) -> HostReading:
         waiting = 0.0 if self._host.ordered_at is None else now - self._host.ordered_at

@@ -1,4 +1,4 @@
-"""The one owner of the GPU source: opens it, reads each GPU in a thread of its own, and opens it again when it broke.
+"""The one owner of the GPU source: opens it, reads every GPU in threads, and opens it again when it broke.
 
 No call runs on the event loop, none is queued on a GPU whose call is out, and a GPU that was late once is not waited
 for again until it has answered. The source is closed and opened only while no call is out: what a driver does with
@@ -7,25 +7,21 @@ such a call is not documented.
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuscale.common.backoff import Backoff
 from gpuscale.common.clock import Clock
+from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.logs import get_logger
-from gpuscale.monitor.agent.model import (
-    GPU_FIELDS,
-    GpuIdentity,
-    GpuReading,
-    GpuSample,
-    GpuState,
-    GpuView,
-    Inventory,
-    ReadingStatus,
-)
+from gpuscale.monitor.agent.convoy import Convoy
+from gpuscale.monitor.agent.device import QUICK_SECONDS, Device
+from gpuscale.monitor.agent.events import GpuEvents
+from gpuscale.monitor.agent.listener import Listener
+from gpuscale.monitor.agent.model import GpuView, Inventory
 from gpuscale.monitor.agent.ports import GpuSource, GpuSourceError
-from gpuscale.monitor.agent.staleness import Deadlines, view
+from gpuscale.monitor.agent.staleness import Deadlines
+from gpuscale.monitor.agent.wiring import wire
 from gpuscale.monitor.agent.worker import Reader, Worker
 
 REOPEN_INITIAL_SECONDS = 1.0
@@ -33,42 +29,64 @@ REOPEN_CAP_SECONDS = 30.0
 # Opening again takes the healthy GPUs away for a moment: for a part of them only seldom.
 REOPEN_FOR_SOME_SECONDS = 300.0
 CLOSE_SECONDS = 2.0
+# How long a release waits for the calls that are out.
+RELEASE_SECONDS = 5.0
 
 _log = get_logger(__name__)
 
 
-@dataclass(slots=True)
-class _Gpu:
-    """A GPU that was found at least once; `present` is False when the newest inventory lacks it."""
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The driver is let go of, until a time of the agent's clock."""
 
-    identity: GpuIdentity
-    reader: Reader[GpuSample]
-    present: bool = True
+    problem: str
+    until: float
 
-    def unusable(self) -> bool:
-        """Whether its newest reading says that the source's handle of it is of no use any more."""
-        if self.reader.last is None:
-            return False
-        sample = self.reader.last.value
-        gone = sample.state in {GpuState.LOST, GpuState.RESET_REQUIRED}
-        return gone or len(sample.reading.absent) == len(GPU_FIELDS)
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """How the collection itself does, for whoever watches the watcher.
+
+    Attributes:
+        open: whether the source is open.
+        released: whether the driver was let go of on request.
+        hung_threads: threads that are stuck in the driver, at most one for each GPU.
+        openings: how often the source was opened, failures included.
+    """
+
+    open: bool
+    released: bool
+    hung_threads: int
+    openings: int
 
 
 class Gpus:
-    """The GPUs of a source. To be used from one event loop."""
+    """The GPUs of a source. To be used from one event loop.
+
+    Attributes:
+        events: what the driver says has happened, for subscribers.
+    """
 
     def __init__(self, source: GpuSource, clock: Clock, deadlines: Deadlines) -> None:
+        self.events = GpuEvents()
         self._source = source
         self._clock = clock
         self._deadlines = deadlines
         self._control = Worker("gpu-source")
-        self._gpus: dict[str, _Gpu] = {}
+        self._listener = Listener(source, clock, self.events)
+        self._convoy = Convoy()
+        self._devices: dict[str, Device] = {}
         self._inventory: Inventory | None = None
         self._problem = "the GPUs have not been looked for yet"
         self._opening_since: float | None = None
         self._opened_at = 0.0
+        self._openings = 0
         self._retry_at = 0.0
         self._backoff = Backoff(REOPEN_INITIAL_SECONDS, REOPEN_CAP_SECONDS)
+        self._window: _Window | None = None
+        self._control_call: asyncio.Future[Any] | None = None
+        self._alone: set[asyncio.Future[None]] = set()
+        self._link_ends: dict[str, tuple[str | None, ...]] = {}
         self._bug: BaseException | None = None
 
     @property
@@ -81,18 +99,37 @@ class Gpus:
         """Whether no hardware stands behind the GPUs."""
         return self._source.simulated
 
+    def collection(self) -> Collection:
+        """How the collection does now."""
+        return Collection(
+            open=self._inventory is not None,
+            released=self._window is not None,
+            hung_threads=sum(device.hung for device in self._devices.values()),
+            openings=self._openings,
+        )
+
     def problem(self) -> str:
         """Why GPUs cannot be read; empty when all is well."""
+        if self._window is not None:
+            return self._window.problem
         if self._opening_since is not None:
             waiting = self._clock.now() - self._opening_since
             if waiting >= self._deadlines.soft:
                 return f"the driver has not answered for {waiting:.0f} s since it was asked to start"
         return self._problem
 
+    def knows(self, uuid: str) -> bool:
+        """Whether this host has a GPU of that UUID that work can be placed on."""
+        device = self._devices.get(uuid)
+        return device is not None and device.present and not device.identity.divided
+
     def views(self) -> tuple[GpuView, ...]:
-        """Every GPU that was ever found, in the driver's order, as it is to be shown now."""
-        ordered = sorted(self._gpus.values(), key=lambda gpu: (gpu.identity.index, gpu.identity.uuid))
-        return tuple(self._view(gpu) for gpu in ordered)
+        """Every GPU that was ever found, in the driver's order, as it is to be shown now.
+
+        MIG instances follow the GPU that they are a part of.
+        """
+        ordered = sorted(self._devices.values(), key=_place)
+        return tuple(self._view(device) for device in ordered)
 
     async def refresh(self, deadline: float) -> None:
         """Order a reading of every GPU that has no call out, and wait for the answers until `deadline`.
@@ -103,34 +140,113 @@ class Gpus:
         Raises:
             WorkerDiedError: the source has a bug.
         """
+        if self._window is not None:
+            if self._clock.now() < self._window.until:
+                return
+            self.resume()
         if self._due():
-            await wait_until([self._open()], deadline)
-        if self._inventory is not None and self._opening_since is None:
-            present = [gpu for gpu in self._gpus.values() if gpu.present]
-            ordered = [future for gpu in present if (future := gpu.reader.order()) is not None]
-            await wait_until(ordered, deadline)
+            await self._quiet(deadline)
+            if not self._calls() and self._window is None:
+                await wait_until([self._open()], deadline)
+        if self._inventory is not None and self._opening_since is None and self._window is None:
+            await self._read(deadline)
         self._judge()
+
+    async def _read(self, deadline: float) -> None:
+        """Ask every GPU that can be asked: the quick ones in a row, each of the others in a thread of its own."""
+        quick: dict[Reader[Any], Device] = {}
+        asked: list[asyncio.Future[None]] = []
+        for device in self._devices.values():
+            reader = device.due() if device.present else None
+            if reader is not None and device.quick:
+                quick[reader] = device
+            elif reader is not None:
+                asked.append(self._order(device, reader))
+        now = asyncio.get_running_loop().time()
+        left, held_up = await self._convoy.drive(list(quick), min(QUICK_SECONDS, (deadline - now) / 2))
+        asked.extend(self._order(quick[reader], reader) for reader in left)
+        if held_up is not None:
+            asked.append(self._tracked(held_up))
+        await wait_until(asked, deadline)
+
+    def _order(self, device: Device, reader: Reader[Any]) -> asyncio.Future[None]:
+        return self._tracked(device.order(reader))
+
+    def _tracked(self, call: asyncio.Future[None]) -> asyncio.Future[None]:
+        self._alone.add(call)
+        call.add_done_callback(self._alone.discard)
+        return call
+
+    async def release(self, seconds: float, problem: str) -> None:
+        """Let go of the driver for at most that long; `problem` is what to say of the GPUs meanwhile.
+
+        Raises:
+            FailedPreconditionError: DRIVER_CALL_OUT, a call does not come back; the driver is held as before.
+        """
+        released = self._window is not None
+        self._window = _Window(problem, self._clock.now() + seconds)
+        if released:
+            return
+        deadline = asyncio.get_running_loop().time() + RELEASE_SECONDS
+        await self._quiet(deadline)
+        if not self._calls():
+            self._inventory = None
+            self._control_call = self._control.call(self._source.close)
+            await wait_until([self._control_call], deadline)
+        if self._calls():
+            self._window = None
+            if self._inventory is not None and self._inventory.has_events:
+                self._listener.start()
+            raise FailedPreconditionError(
+                "a call has not come back from the driver, which is therefore still held",
+                reason="DRIVER_CALL_OUT",
+            )
+        _log.warning("the driver is released", seconds=seconds, problem=problem)
+
+    def resume(self) -> bool:
+        """Take the driver again with the next round; whether it was released."""
+        released = self._window is not None
+        if released:
+            self._window = None
+            self._retry_at = 0.0
+            self._problem = "the GPUs have not been looked for again yet"
+            _log.info("the driver is taken again")
+        return released
 
     async def close(self) -> None:
         """Let go of the driver, unless a call is out: then its thread is left behind."""
-        if not self._busy():
-            await asyncio.wait([self._control.call(self._source.close)], timeout=CLOSE_SECONDS)
+        self._listener.pause()
+        if self._listener.listening is not None:
+            await wait_until([self._listener.listening], asyncio.get_running_loop().time() + CLOSE_SECONDS)
+        if not self._calls():
+            await wait_until(
+                [self._control.call(self._source.close)], asyncio.get_running_loop().time() + CLOSE_SECONDS
+            )
         self._control.stop()
-        for gpu in self._gpus.values():
-            gpu.reader.stop()
+        self._listener.stop()
+        self._convoy.stop()
+        for device in self._devices.values():
+            device.stop()
 
-    def _busy(self) -> bool:
-        calls = (gpu.reader.ordered_at for gpu in self._gpus.values())
-        return self._opening_since is not None or any(call is not None for call in calls)
+    async def _quiet(self, deadline: float) -> None:
+        """Wait until every thread has left the driver, or the deadline."""
+        self._listener.pause()
+        await wait_until(self._calls(), deadline)
+
+    def _calls(self) -> list[asyncio.Future[Any]]:
+        """What is done once a thread has left the driver, of each that is in there."""
+        calls = (self._listener.listening, self._convoy.round, self._control_call, *self._alone)
+        return [call for call in calls if call is not None and not call.done()]
 
     def _due(self) -> bool:
         """Whether the source is to be opened now, for the first time or again."""
         now = self._clock.now()
-        if self._busy() or now < self._retry_at:
+        listening = self._listener.listening
+        if now < self._retry_at or any(call is not listening for call in self._calls()):
             return False
-        if self._inventory is None or self._errors():
+        if self._inventory is None or self._errors() or self._source.outdated:
             return True
-        unusable = [gpu.unusable() for gpu in self._gpus.values() if gpu.present]
+        unusable = [device.unusable() for device in self._devices.values() if device.present]
         if unusable and all(unusable):
             return True
         lacking = any(unusable) or self._inventory.problem != ""
@@ -138,7 +254,9 @@ class Gpus:
 
     def _open(self) -> asyncio.Future[Inventory]:
         self._opening_since = self._clock.now()
+        self._openings += 1
         future = self._control.call(self._close_and_open)
+        self._control_call = future
         future.add_done_callback(self._opened)
         return future
 
@@ -162,32 +280,51 @@ class Gpus:
     def _take(self, inventory: Inventory) -> None:
         self._inventory = inventory
         found = {identity.uuid: identity for identity in inventory.gpus}
-        for uuid, gpu in self._gpus.items():
-            gpu.present = uuid in found
+        for uuid, device in self._devices.items():
+            device.present = uuid in found
         for uuid, identity in found.items():
-            if uuid in self._gpus:
-                self._gpus[uuid].identity = identity
+            if uuid in self._devices:
+                self._devices[uuid].identity = identity
             else:
-                reader = Reader(f"gpu-{uuid}", partial(self._source.read, uuid), self._clock)
-                self._gpus[uuid] = _Gpu(identity, reader)
+                self._devices[uuid] = Device(identity, self._source, self._clock, self._deadlines)
+        self._forget_parts()
+        self._link_ends = {}  # the identities are new, and know of no links yet
+        if inventory.has_events and self._window is None:
+            self._listener.start()
         self._say(inventory.problem)
+
+    def _forget_parts(self) -> None:
+        """A MIG instance that is gone was taken away on purpose, unlike a GPU that the driver lists no longer."""
+        gone = [uuid for uuid, one in self._devices.items() if not one.present and one.identity.parent_uuid]
+        for uuid in gone:
+            self._devices.pop(uuid).stop()
 
     def _errors(self) -> list[BaseException]:
         """Why reading failed, of each GPU of the newest inventory whose newest call did."""
-        present = (gpu for gpu in self._gpus.values() if gpu.present)
-        return [gpu.reader.error for gpu in present if gpu.reader.error is not None]
+        present = (device for device in self._devices.values() if device.present)
+        return [device.error for device in present if device.error is not None]
 
     def _judge(self) -> None:
         """Draw the consequences of a round of readings."""
-        for error in (self._bug, *self._errors()):
+        for error in (self._bug, self._listener.error, *self._errors()):
             if error is not None and not isinstance(error, GpuSourceError):
                 raise error
         if self._inventory is None:
             return
+        self._wire()
         errors = self._errors()
         self._say(str(errors[0]) if errors else self._inventory.problem)
-        if not errors and not any(gpu.unusable() for gpu in self._gpus.values() if gpu.present):
+        if not errors and not any(device.unusable() for device in self._devices.values() if device.present):
             self._backoff.reset()
+
+    def _wire(self) -> None:
+        """Note what the GPUs have newly said of their NVLinks."""
+        ends = {uuid: device.link_ends for uuid, device in self._devices.items()}
+        if ends != self._link_ends:
+            self._link_ends = ends
+            for uuid, nvlinks in wire(ends).items():
+                device = self._devices[uuid]
+                device.identity = replace(device.identity, nvlinks=nvlinks)
 
     def _say(self, problem: str) -> None:
         if problem != self._problem:
@@ -195,20 +332,20 @@ class Gpus:
             if problem:
                 _log.warning("GPUs cannot be read", problem=problem)
             else:
-                _log.info("GPUs can be read", count=len(self._gpus), driver=self.driver_version)
+                _log.info("GPUs can be read", count=len(self._devices), driver=self.driver_version)
 
-    def _view(self, gpu: _Gpu) -> GpuView:
-        last, error = gpu.reader.last, gpu.reader.error
-        if self._inventory is None or not gpu.present or error is not None:
-            detail = (
-                str(error) if error is not None else self._problem or "the driver does not list it any more"
-            )
-            reading = GpuReading.nothing(ReadingStatus.LOST, detail)
-            return GpuView(gpu.identity, GpuState.LOST, reading, last.read_at if last else None)
-        ordered_at = self._opening_since if gpu.reader.ordered_at is None else gpu.reader.ordered_at
-        return view(
-            gpu.identity, last, ordered_at=ordered_at, now=self._clock.now(), deadlines=self._deadlines
-        )
+    def _view(self, device: Device) -> GpuView:
+        lost = None
+        if device.error is not None:
+            lost = str(device.error)
+        elif self._inventory is None or not device.present:
+            lost = self._problem or "the driver does not list it any more"
+        return device.view(opening_since=self._opening_since, lost=lost, released=self._window is not None)
+
+
+def _place(device: Device) -> tuple[int, bool, str]:
+    identity = device.identity
+    return identity.index, identity.parent_uuid != "", identity.uuid
 
 
 async def wait_until(futures: Iterable[asyncio.Future[Any]], deadline: float) -> None:

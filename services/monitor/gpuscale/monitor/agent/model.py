@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum, auto
-from typing import Generic, TypeVar
+from functools import lru_cache
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -33,6 +34,19 @@ class GpuState(Enum):
     HUNG = auto()
     LOST = auto()
     RESET_REQUIRED = auto()
+    RELEASED = auto()
+    DIVIDED = auto()
+
+
+class RecoveryAction(Enum):
+    """What the driver asks for to bring a GPU back."""
+
+    NONE = auto()
+    GPU_RESET = auto()
+    NODE_REBOOT = auto()
+    DRAIN_PEERS = auto()
+    DRAIN_AND_RESET = auto()
+    OTHER = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +59,36 @@ class Absent:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessKey:
+    """A process of this boot; the pid alone may name another one later.
+
+    Attributes:
+        started: when it started, in the kernel's clock ticks since the boot.
+    """
+
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that holds memory of a GPU; None where the driver or the system does not tell."""
+    """A process that holds memory of a GPU; None where the driver or the system does not tell.
+
+    `lineage` is the process and those that it descends from, nearest first; empty where the agent cannot see them.
+    """
 
     pid: int
     memory_used_bytes: int | None = None
     command: str | None = None
+    fence: int | None = None
+    lineage: tuple[ProcessKey, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class GpuReading:
-    """What was read of a GPU. `memory_free_bytes` is what the driver says, never total minus used."""
+class GpuReading(NamedTuple):
+    """What was read of a GPU. `memory_free_bytes` is what the driver says, never total minus used.
+
+    A tuple, since one is made of another for every GPU in every tick: that costs a frozen dataclass five times as much.
+    """
 
     utilization_percent: float | None = None
     memory_utilization_percent: float | None = None
@@ -70,6 +103,38 @@ class GpuReading:
     memory_clock_mhz: float | None = None
     performance_state: int | None = None
     processes: tuple[GpuProcess, ...] | None = None
+    encoder_utilization_percent: float | None = None
+    decoder_utilization_percent: float | None = None
+    memory_temperature_celsius: float | None = None
+    energy_joules: float | None = None
+    video_clock_mhz: float | None = None
+    throttle_reason_mask: int | None = None
+    power_limit_default_watts: float | None = None
+    power_limit_min_watts: float | None = None
+    power_limit_max_watts: float | None = None
+    pcie_link_generation: int | None = None
+    pcie_link_width: int | None = None
+    pcie_replay_count: int | None = None
+    pcie_sent_bytes: int | None = None
+    pcie_received_bytes: int | None = None
+    nvlink_active_count: int | None = None
+    nvlink_sent_bytes: int | None = None
+    nvlink_received_bytes: int | None = None
+    nvlink_crc_error_count: int | None = None
+    nvlink_replay_error_count: int | None = None
+    nvlink_recovery_error_count: int | None = None
+    ecc_volatile_corrected_count: int | None = None
+    ecc_volatile_uncorrected_count: int | None = None
+    ecc_aggregate_corrected_count: int | None = None
+    ecc_aggregate_uncorrected_count: int | None = None
+    retired_pages_corrected_count: int | None = None
+    retired_pages_uncorrected_count: int | None = None
+    retired_pages_pending: bool | None = None
+    remapped_rows_corrected_count: int | None = None
+    remapped_rows_uncorrected_count: int | None = None
+    remapped_rows_pending: bool | None = None
+    remapped_rows_failed: bool | None = None
+    recovery_action: RecoveryAction | None = None
     absent: tuple[Absent, ...] = ()
 
     @classmethod
@@ -78,27 +143,65 @@ class GpuReading:
         return cls(absent=tuple(Absent(name, status, detail) for name in GPU_FIELDS))
 
 
-GPU_FIELDS: tuple[str, ...] = tuple(name for name in GpuReading.__slots__ if name != "absent")
-"""The readings of a GPU, by name."""
+GPU_FIELDS: tuple[str, ...] = tuple(name for name in GpuReading._fields if name != "absent")
+"""The readings of a GPU, by name; the fields of the contract's GpuReading have the same names."""
+
+_THROTTLE_REASONS = (
+    "gpu_idle",
+    "application_clocks",
+    "sw_power_cap",
+    "hw_slowdown",
+    "sync_boost",
+    "sw_thermal_slowdown",
+    "hw_thermal_slowdown",
+    "hw_power_brake",
+    "display_clock",
+    "board_limit",
+    "reliability",
+)
+
+
+@lru_cache(maxsize=256)
+def throttle_reasons(mask: int) -> tuple[str, ...]:
+    """The reasons of a mask by name, in the order of NVML's bits (nvmlClocksEventReasons in nvml.h)."""
+    known = len(_THROTTLE_REASONS)
+    bits = (bit for bit in range(mask.bit_length()) if mask >> bit & 1)
+    return tuple(_THROTTLE_REASONS[bit] if bit < known else f"bit_{bit}" for bit in bits)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuIdentity:
-    """What a GPU is. The UUID identifies it; the index is the driver's order and for display only."""
+    """What a GPU is. The UUID identifies it; the index is the driver's order and for display only.
+
+    Attributes:
+        mig_profile: of a MIG instance, such as "1g.10gb"; it has the index and address of the GPU it is a part of.
+        parent_uuid: UUID of that GPU.
+        divided: whether it is divided into MIG instances itself.
+        nvlinks: UUID of another GPU of the host and how many NVLinks lead to it.
+    """
 
     uuid: str
     index: int
     model: str
     pci_bus_id: str = ""
     simulated: bool = False
+    mig_profile: str = ""
+    parent_uuid: str = ""
+    divided: bool = False
+    numa_node: int | None = None
+    nvlinks: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """What one tick read of a GPU: whether it answers, and the reading."""
+    """What one tick read of a GPU: whether it answers, and the reading.
+
+    `link_ends` are the UUIDs of the GPUs at the other ends of its NVLinks; None stands for a switch.
+    """
 
     state: GpuState
     reading: GpuReading
+    link_ends: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +213,38 @@ class Timed(Generic[T]):
     read_at: float
 
 
+class GpuEventKind(Enum):
+    """What happened on a GPU."""
+
+    XID = auto()
+    ECC_CORRECTED = auto()
+    ECC_UNCORRECTED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class DriverEvent:
+    """An event as a GPU source tells it; GpuEvent says what the fields mean."""
+
+    uuid: str
+    kind: GpuEventKind
+    xid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuEvent:
+    """Something that the driver said has happened on a GPU, at the moment when the agent heard of it.
+
+    NVML's events carry no time of their own. `uuid` is that of the MIG instance where the driver names one that the
+    agent knows, else that of the whole GPU. `xid` is NVIDIA's number of the fault, and None of any other kind.
+    """
+
+    uuid: str
+    kind: GpuEventKind
+    xid: int | None
+    seen_at: float
+    seen_time: datetime
+
+
 @dataclass(frozen=True, slots=True)
 class GpuView:
     """A GPU as a snapshot shows it; `read_at` is None when it was never read."""
@@ -118,15 +253,21 @@ class GpuView:
     state: GpuState
     reading: GpuReading
     read_at: float | None
+    quarantine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class HostIdentity:
-    """What a host is; does not change while the agent runs."""
+    """What a host is; does not change while the agent runs.
+
+    Attributes:
+        process_ids_foreign: whether the driver's process ids are not those that the agent sees.
+    """
 
     hostname: str
     operating_system: str
     boot_id: str
+    process_ids_foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +284,17 @@ class HostReading:
     memory_used_bytes: int | None = None
     swap_total_bytes: int | None = None
     swap_used_bytes: int | None = None
+    cpu_smoothed_percent: float | None = None
+    load_1m_per_core: float | None = None
+    disk_read_bytes: int | None = None
+    disk_written_bytes: int | None = None
+    network_received_bytes: int | None = None
+    network_sent_bytes: int | None = None
+    pressure_cpu_some_percent: float | None = None
+    pressure_memory_some_percent: float | None = None
+    pressure_memory_full_percent: float | None = None
+    pressure_io_some_percent: float | None = None
+    pressure_io_full_percent: float | None = None
     absent: tuple[Absent, ...] = ()
 
     @classmethod
@@ -159,12 +311,14 @@ HOST_FIELDS: tuple[str, ...] = tuple(name for name in HostReading.__slots__ if n
 class Inventory:
     """What a GPU source found when it was opened.
 
-    `problem` names what is amiss although the source is open, such as one GPU that cannot be identified.
+    `problem` names what is amiss although the source is open, such as one GPU that cannot be identified; `has_events`
+    says whether events can be waited for.
     """
 
     gpus: Sequence[GpuIdentity]
     driver_version: str = ""
     problem: str = ""
+    has_events: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +338,4 @@ class Snapshot:
     gpus: tuple[GpuView, ...] = field(default=())
     gpu_problem: str = ""
     simulated: bool = False
+    labels: tuple[tuple[str, str], ...] = ()

@@ -1,12 +1,13 @@
 """What the collector needs from the outside: somebody who reads GPUs, and somebody who reads the host.
 
-Every method blocks and is called in worker threads only. `GpuSource.open` and `close` are never called while any
-other method of the source runs; `read` is called for several GPUs at once, but never twice at once for one GPU.
+Every method blocks and is called in worker threads only; a property does not block. `GpuSource.open` and `close` are
+never called while any other method of the source runs. `read` and `probe` are called for several GPUs at once, but
+never twice at once for one GPU; `wait_event` runs beside them in a thread of its own.
 """
 
 from typing import Protocol
 
-from gpuscale.monitor.agent.model import GpuSample, HostIdentity, HostReading, Inventory
+from gpuscale.monitor.agent.model import DriverEvent, GpuSample, HostIdentity, HostReading, Inventory
 
 
 class GpuSourceError(Exception):
@@ -29,6 +30,11 @@ class GpuSource(Protocol):
         """Whether no hardware stands behind what it reads."""
         ...
 
+    @property
+    def outdated(self) -> bool:
+        """Whether what `open` found is known to have changed, such as the MIG instances of a GPU."""
+        ...
+
     def open(self) -> Inventory:
         """Find the GPUs; again after `close`, to find what a driver reload changed.
 
@@ -42,6 +48,21 @@ class GpuSource(Protocol):
 
         Raises:
             GpuSourceError: the source must be closed and opened again before it can read anything.
+        """
+        ...
+
+    def probe(self, uuid: str) -> None:
+        """Ask a GPU of the last inventory one cheap question. Any answer will do, a refusal too.
+
+        Raises:
+            GpuSourceError: as in `read`.
+        """
+        ...
+
+    def wait_event(self, timeout: float) -> DriverEvent | None:
+        """Wait at most `timeout` seconds for the next event of any GPU; None where there was none in time.
+
+        Only where the inventory says that there are events.
         """
         ...
 

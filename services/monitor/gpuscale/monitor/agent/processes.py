@@ -1,17 +1,30 @@
-"""Which process ids a driver names can be believed, and what the programs are called.
+"""Which process ids a driver names can be believed, what the programs are called, and what they descend from.
 
 Early 535 drivers fill the v3 process records with the v2 stride, so that every second id is nonsense. In a container
 with its own PID namespace the driver's ids are the host's: a name found under the same number would be another
-program's, so none is told there.
+program's, so none is told there, nor a lineage.
 """
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from gpuscale.monitor.agent.model import GpuProcess
+from gpuscale.monitor.agent.model import GpuProcess, ProcessKey
 
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel, the same on every host
 _DEFAULT_PID_MAX = 4_194_304
+_DEEPEST_LINEAGE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A process as the kernel lists it."""
+
+    pid: int
+    command: str
+    started: int
+    parent: int
 
 
 class ProcessNames:
@@ -32,14 +45,47 @@ class ProcessNames:
         for pid, used in records:
             known = memory.get(pid)
             memory[pid] = used if known is None else max(known, used or 0)
-        return tuple(GpuProcess(pid, memory[pid], self._command(pid)) for pid in sorted(memory))
+        found = (self._process(pid, memory[pid]) for pid in sorted(memory))
+        return tuple(process for process in found if process is not None)
 
-    def _command(self, pid: int) -> str | None:
+    @property
+    def foreign(self) -> bool:
+        """Whether the driver's ids are not those that this program sees."""
+        return not self._host_ids
+
+    def lineage(self, pid: int) -> tuple[ProcessKey, ...]:
+        """The process and those that it descends from, nearest first; empty where it is not there."""
+        return tuple(ProcessKey(entry.pid, entry.started) for entry in self._ancestry(pid))
+
+    def _process(self, pid: int, memory: int | None) -> GpuProcess | None:
+        """The process; None of one that is not there (any more), which a stale or wrong record names."""
         if not self._host_ids:
-            return None
+            return GpuProcess(pid, memory)
+        found = list(self._ancestry(pid))
+        lineage = tuple(ProcessKey(entry.pid, entry.started) for entry in found)
+        return GpuProcess(pid, memory, found[0].command, lineage=lineage) if found else None
+
+    def _ancestry(self, pid: int) -> Iterator[_Entry]:
+        for _ in range(_DEEPEST_LINEAGE):
+            entry = self._stat(pid) if pid > 0 else None
+            if entry is None:
+                return
+            yield entry
+            pid = entry.parent
+
+    def _stat(self, pid: int) -> _Entry | None:
+        """What proc(5) says of a process; its name may hold blanks and brackets."""
         try:
-            return (self._proc / str(pid) / "comm").read_text(encoding="utf-8", errors="replace").rstrip("\n")
-        except OSError:
+            descriptor = os.open(f"{self._proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                text = os.read(descriptor, 4096)
+            finally:
+                os.close(descriptor)
+            before, _, after = text.rpartition(b")")
+            words = after.split()
+            command = before.partition(b"(")[2].decode("utf-8", "replace")
+            return _Entry(pid, command, int(words[19]), int(words[1]))
+        except (OSError, ValueError, IndexError):
             return None
 
 

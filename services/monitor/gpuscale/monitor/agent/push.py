@@ -1,7 +1,8 @@
 """The agent's stream to the fleet, opened again whenever it ends.
 
-Only the newest snapshot is ever waiting to be sent. A stream begins with a new reading, so that its first snapshot is
-newer than all of the streams before. Nothing follows Hello until the fleet has answered it: gRPC core may report the
+A stream begins with a whole snapshot, of a new reading, so that it is newer than all of the streams before. Then follows
+what changed from each to the next; a whole one again now and then, and whenever the fleet asks. Only the newest snapshot
+is ever waiting to be sent. Nothing follows Hello until the fleet has answered it: gRPC core may report the
 end of a stream that is being written to as INTERNAL, and a refusal must be seen as one.
 """
 
@@ -28,11 +29,15 @@ from gpuscale.common.logs import get_logger
 from gpuscale.common.status import rpc_errors
 from gpuscale.common.wire import to_timestamp
 from gpuscale.monitor.agent.collector import Collector
+from gpuscale.monitor.agent.dead_bands import DeadBands
+from gpuscale.monitor.agent.deltas import Deltas
+from gpuscale.monitor.agent.faults import Faults
+from gpuscale.monitor.agent.model import Snapshot
 from gpuscale.monitor.agent.sampler import Sampler
 from gpuscale.monitor.agent.translate import to_snapshot
 
-# The fleet acknowledges at least every 5 s of snapshots; silence beyond this means that the stream leads nowhere.
-SILENCE_SECONDS = 30.0
+# The fleet acknowledges at least every 20 s of snapshots; silence beyond this means that the stream leads nowhere.
+SILENCE_SECONDS = 45.0
 SILENCE_PERIODS = 3
 # Trying again soon would change nothing, and two agents of one node would drive each other out without end.
 REFUSED_WAIT_SECONDS = (30.0, 60.0)
@@ -50,13 +55,33 @@ _random = SystemRandom()
 
 
 class FleetPush:
-    """Streams the snapshots of a sampler over a channel to the fleet."""
+    """Streams the snapshots of a sampler over a channel to the fleet.
+
+    Args:
+        channel: to the fleet.
+        sampler: what is streamed.
+        collector: whose run it is.
+        clock: what tells the time.
+        bands: how far readings may move untold.
+        full_every: seconds after which a whole snapshot is sent again, more or less: agents must not do so all at once.
+        faults: what the driver reported, told at once.
+    """
 
     def __init__(
-        self, channel: grpc.aio.Channel, sampler: Sampler, collector: Collector, clock: Clock
+        self,
+        channel: grpc.aio.Channel,
+        sampler: Sampler,
+        collector: Collector,
+        clock: Clock,
+        bands: DeadBands,
+        full_every: float,
+        faults: Faults,
     ) -> None:
         self._stub = monitor_api.FleetServiceStub(channel)
         self._sampler = sampler
+        self._faults = faults
+        self._writing = asyncio.Lock()  # gRPC takes one write at a time
+        self._deltas = Deltas(bands, full_every * _random.uniform(0.75, 1.25))
         self._clock = clock
         self._silence = SILENCE_SECONDS + SILENCE_PERIODS * collector.period
         self._backoff = Backoff()
@@ -84,17 +109,23 @@ class FleetPush:
     async def _stream(self) -> GpuscaleError:
         """One stream, from its beginning to its end; returns why it ended."""
         call = self._stub.StreamTelemetry()
+        self._deltas.reset()
         welcome = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as group:
-                writer = group.create_task(self._write(call, welcome), name="agent push writer")
+                begun = asyncio.Event()
+                writers = (
+                    group.create_task(self._write(call, welcome, begun), name="agent push writer"),
+                    group.create_task(self._write_faults(call, begun), name="agent push of faults"),
+                )
                 error = await self._read(call, welcome)
-                writer.cancel()
+                for writer in writers:
+                    writer.cancel()
         finally:
             call.cancel()
         return error
 
-    async def _write(self, call: _Call, welcome: asyncio.Event) -> None:
+    async def _write(self, call: _Call, welcome: asyncio.Event, begun: asyncio.Event) -> None:
         try:
             await call.write(monitor_api.StreamTelemetryRequest(hello=self._hello))
             await welcome.wait()
@@ -102,11 +133,37 @@ class FleetPush:
                 await self._sampler.get(max_age=0.0)
                 while True:
                     snapshot, _ = await subscription.get()
-                    message = to_snapshot(snapshot, self._clock.now())
-                    await call.write(monitor_api.StreamTelemetryRequest(snapshot=message))
+                    async with self._writing:
+                        await call.write(self._request(snapshot))
+                    self._faults.saw(snapshot.gpus)
+                    begun.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # grpc.aio raises the latter where the fleet has ended the stream already. The reader learns why.
             return
+
+    async def _write_faults(self, call: _Call, begun: asyncio.Event) -> None:
+        """Tell of faults as soon as they are heard of, once the fleet knows the GPUs."""
+        last = -1
+        await begun.wait()
+        try:
+            while True:
+                await self._faults.after(last)
+                message = self._faults.message(last, self._clock.now())
+                async with self._writing:
+                    await call.write(monitor_api.StreamTelemetryRequest(faults=message))
+                last = message.faults[-1].seq
+                self._faults.told(last)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+    def _request(self, snapshot: Snapshot) -> monitor_api.StreamTelemetryRequest:
+        """The message that tells of a snapshot."""
+        now = self._clock.now()
+        message = to_snapshot(snapshot, now)
+        delta = self._deltas.next(message, now)
+        if delta is None:
+            return monitor_api.StreamTelemetryRequest(snapshot=message)
+        return monitor_api.StreamTelemetryRequest(delta=delta)
 
     async def _read(self, call: _Call, welcome: asyncio.Event) -> GpuscaleError:
         """Read acknowledgements until the stream ends, the first of which is a welcome; returns why it did."""
@@ -118,6 +175,8 @@ class FleetPush:
                         answer = await call.read()
                     if not isinstance(answer, monitor_api.StreamTelemetryResponse):
                         return UnavailableError("the fleet ended the stream", reason="STREAM_ENDED")
+                    if answer.resync:
+                        self._deltas.reset()
                     welcome.set()
                     self._note(answer, rejected)
                     rejected = answer.rejected_count

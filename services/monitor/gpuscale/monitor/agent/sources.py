@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.monitor.agent.model import GpuSample, Inventory
+from gpuscale.monitor.agent.model import DriverEvent, GpuSample, Inventory
 from gpuscale.monitor.agent.ports import GpuSource, GpuSourceError
 from gpuscale.monitor.agent.simulated import SimulatedSource
 
@@ -23,6 +23,11 @@ class AutoSource:
     def simulated(self) -> bool:
         """Whether the simulated GPUs were chosen; False before the choice."""
         return self._chosen is self._simulated
+
+    @property
+    def outdated(self) -> bool:
+        """As the chosen source says."""
+        return (self._chosen or self._real).outdated
 
     def open(self) -> Inventory:
         """Choose if that is still to be done, and open.
@@ -45,6 +50,14 @@ class AutoSource:
     def read(self, uuid: str) -> GpuSample:
         """Read one GPU of the last inventory."""
         return (self._chosen or self._real).read(uuid)
+
+    def probe(self, uuid: str) -> None:
+        """Ask one GPU of the last inventory a question."""
+        (self._chosen or self._real).probe(uuid)
+
+    def wait_event(self, timeout: float) -> DriverEvent | None:
+        """Wait for an event of the chosen source."""
+        return (self._chosen or self._real).wait_event(timeout)
 
     def close(self) -> None:
         """Let go of the driver."""

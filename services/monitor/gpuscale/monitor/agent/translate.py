@@ -6,6 +6,8 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name
 from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.monitor.agent.model import (
+    GPU_FIELDS,
+    HOST_FIELDS,
     Absent,
     GpuProcess,
     GpuReading,
@@ -13,11 +15,17 @@ from gpuscale.monitor.agent.model import (
     GpuView,
     HostReading,
     ReadingStatus,
+    RecoveryAction,
     Snapshot,
+    throttle_reasons,
 )
 
 _STATUS = {one: types_api.ReadingStatus.Value(f"READING_STATUS_{one.name}") for one in ReadingStatus}
 _STATE = {one: types_api.GpuState.Value(f"GPU_STATE_{one.name}") for one in GpuState}
+_RECOVERY = {one: types_api.RecoveryAction.Value(f"RECOVERY_ACTION_{one.name}") for one in RecoveryAction}
+
+GPU_NUMBERS = tuple(name for name in GPU_FIELDS if name not in {"processes", "recovery_action"})
+"""Readings of a GPU that go into the field of the same name as they are; of a host, all do (HOST_FIELDS)."""
 
 # The contract takes no control characters in a text, and every user of a host may name a process as they like.
 _LONGEST_TEXT = 1024
@@ -37,6 +45,8 @@ def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
             operating_system=_text(snapshot.host.operating_system),
             boot_id=snapshot.host.boot_id,
             driver_version=_text(snapshot.driver_version),
+            labels=dict(snapshot.labels),
+            process_ids_foreign=snapshot.host.process_ids_foreign,
         ),
         host_reading=_host_reading(snapshot.host_reading, snapshot.host_read_at, now),
         gpus=[_gpu(snapshot.node, gpu, now) for gpu in snapshot.gpus],
@@ -56,27 +66,31 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
         pci_bus_id=identity.pci_bus_id,
         state=_STATE[gpu.state],
         reading=_gpu_reading(gpu.reading, gpu.read_at, now),
+        mig_profile=identity.mig_profile,
+        parent_uuid=identity.parent_uuid,
+        numa_node=identity.numa_node,
+        nvlinks=[types_api.NvLinkPeer(uuid=uuid, link_count=count) for uuid, count in identity.nvlinks],
+        quarantine=_text(gpu.quarantine),
     )
 
 
 def _gpu_reading(reading: GpuReading, read_at: float | None, now: float) -> types_api.GpuReading:
-    return types_api.GpuReading(
-        utilization_percent=reading.utilization_percent,
-        memory_utilization_percent=reading.memory_utilization_percent,
-        memory_total_bytes=reading.memory_total_bytes,
-        memory_used_bytes=reading.memory_used_bytes,
-        memory_free_bytes=reading.memory_free_bytes,
-        memory_reserved_bytes=reading.memory_reserved_bytes,
-        temperature_celsius=reading.temperature_celsius,
-        power_watts=reading.power_watts,
-        power_limit_watts=reading.power_limit_watts,
-        sm_clock_mhz=reading.sm_clock_mhz,
-        memory_clock_mhz=reading.memory_clock_mhz,
-        performance_state=reading.performance_state,
-        processes=[_process(process) for process in reading.processes or ()],
-        absent_readings=_absent(reading.absent),
-        age=None if read_at is None else to_duration(now - read_at),
-    )
+    message = types_api.GpuReading()
+    for name in GPU_NUMBERS:
+        value = getattr(reading, name)
+        if value is not None:
+            setattr(message, name, value)
+    if reading.processes:
+        message.processes.extend(_process(process) for process in reading.processes)
+    if reading.throttle_reason_mask:
+        message.throttle_reasons.extend(throttle_reasons(reading.throttle_reason_mask))
+    if reading.recovery_action is not None:
+        message.recovery_action = _RECOVERY[reading.recovery_action]
+    if reading.absent:
+        message.absent_readings.extend(_absent(reading.absent))
+    if read_at is not None:
+        message.age.CopyFrom(to_duration(now - read_at))
+    return message
 
 
 def _process(process: GpuProcess) -> types_api.GpuProcess:
@@ -84,24 +98,21 @@ def _process(process: GpuProcess) -> types_api.GpuProcess:
         pid=process.pid,
         memory_used_bytes=process.memory_used_bytes,
         command=None if process.command is None else _text(process.command),
+        fence=process.fence,
     )
 
 
 def _host_reading(reading: HostReading, read_at: float | None, now: float) -> types_api.HostReading:
-    return types_api.HostReading(
-        cpu_percent=reading.cpu_percent,
-        load_1m=reading.load_1m,
-        load_5m=reading.load_5m,
-        load_15m=reading.load_15m,
-        cpu_count=reading.cpu_count,
-        memory_total_bytes=reading.memory_total_bytes,
-        memory_available_bytes=reading.memory_available_bytes,
-        memory_used_bytes=reading.memory_used_bytes,
-        swap_total_bytes=reading.swap_total_bytes,
-        swap_used_bytes=reading.swap_used_bytes,
-        absent_readings=_absent(reading.absent),
-        age=None if read_at is None else to_duration(now - read_at),
-    )
+    message = types_api.HostReading()
+    for name in HOST_FIELDS:
+        value = getattr(reading, name)
+        if value is not None:
+            setattr(message, name, value)
+    if reading.absent:
+        message.absent_readings.extend(_absent(reading.absent))
+    if read_at is not None:
+        message.age.CopyFrom(to_duration(now - read_at))
+    return message
 
 
 def _absent(absent: Iterable[Absent]) -> list[types_api.AbsentReading]:

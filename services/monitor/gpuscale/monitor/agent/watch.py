@@ -19,11 +19,17 @@ class Subscription(Generic[T]):
         self._dropped = 0
         self._arrived = asyncio.Event()
 
-    def put(self, value: T) -> None:
-        """Replace the value that has not been read yet."""
-        self._dropped += len(self._values)
+    def put(self, value: T) -> int:
+        """Replace the value that has not been read yet; how many there were, 0 or 1."""
+        replaced = len(self._values)
+        self._dropped += replaced
         self._values = [value]
         self._arrived.set()
+        return replaced
+
+    def forgive(self) -> None:
+        """Count as missed only what is replaced from now on."""
+        self._dropped = 0
 
     async def get(self) -> tuple[T, int]:
         """Wait for a value that was not read yet; with it, how many were replaced since the last one read."""
@@ -35,9 +41,14 @@ class Subscription(Generic[T]):
 
 
 class Broadcast(Generic[T]):
-    """Tells every subscription of each value; a new one begins with the newest value so far."""
+    """Tells every subscription of each value; a new one begins with the newest value so far.
+
+    Attributes:
+        dropped: how many values subscribers never saw, all of them together.
+    """
 
     def __init__(self) -> None:
+        self.dropped = 0
         self._latest: list[T] = []
         self._subscriptions: set[Subscription[T]] = set()
 
@@ -60,4 +71,4 @@ class Broadcast(Generic[T]):
         """Give the value to every subscription."""
         self._latest = [value]
         for subscription in self._subscriptions:
-            subscription.put(value)
+            self.dropped += subscription.put(value)

@@ -70,7 +70,10 @@ def _fail(future: "asyncio.Future[T]", error: Exception) -> None:
 
 
 class Reader(Generic[T]):
-    """Something that is read again and again in a thread of its own, never twice at once.
+    """Something that is read again and again, never twice at once, by whatever thread has its turn.
+
+    `order` has it read by a worker; `perform` and `settle` are the two halves of that, for those who bring a thread of
+    their own.
 
     Attributes:
         last: the newest reading; None before the first.
@@ -78,33 +81,37 @@ class Reader(Generic[T]):
         error: why the newest call failed; None when it did not.
     """
 
-    def __init__(self, name: str, read: Callable[[], T], clock: Clock) -> None:
+    def __init__(self, read: Callable[[], T], clock: Clock) -> None:
         self._read = read
         self._clock = clock
-        self._worker = Worker(name)
+        self._outcome: Timed[T] | Exception | None = None
         self.last: Timed[T] | None = None
         self.ordered_at: float | None = None
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
 
-    def order(self) -> "asyncio.Future[Timed[T]] | None":
-        """Order a reading; None when one is out already."""
-        if self.ordered_at is not None:
-            return None
+    def order(self, worker: Worker) -> "asyncio.Future[None]":
+        """Order a reading by a worker; only where none is out."""
         self.ordered_at = self._clock.now()
-        future = self._worker.call(partial(self._timed, self.ordered_at))
-        future.add_done_callback(self._settle)
+        future = worker.call(self.perform)
+        future.add_done_callback(lambda done: self.settle(done.exception()))
         return future
 
-    def stop(self) -> None:
-        """End the thread once it is free."""
-        self._worker.stop()
+    def perform(self) -> None:
+        """Read. To be called in a thread, and followed by `settle` on the event loop however it ends."""
+        ordered_at = self.ordered_at
+        if ordered_at is None:
+            ordered_at = self.ordered_at = self._clock.now()
+        self._outcome = WorkerDiedError("the thread that read died")
+        try:
+            self._outcome = Timed(self._read(), ordered_at, self._clock.now())
+        except GpuSourceError as error:
+            self._outcome = error
 
-    def _timed(self, ordered_at: float) -> Timed[T]:
-        value = self._read()
-        return Timed(value, ordered_at, self._clock.now())
-
-    def _settle(self, future: "asyncio.Future[Timed[T]]") -> None:
+    def settle(self, died: BaseException | None = None) -> None:
+        """Take in how the reading ended; `died` where its thread did."""
+        outcome, self._outcome = self._outcome, None
         self.ordered_at = None
-        self.error = future.exception()
-        if self.error is None:
-            self.last = future.result()
+        if isinstance(outcome, Timed):
+            self.last, self.error = outcome, None
+        else:
+            self.error = outcome or WorkerDiedError(str(died))

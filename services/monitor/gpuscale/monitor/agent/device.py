@@ -1,0 +1,160 @@
+"""One GPU as its owner sees it: the newest reading, a breaker, and a thread of its own while it is slow.
+
+A GPU whose call came back only after the hard deadline is not read at once again: it is first asked one cheap question,
+and read again once that is answered in time. Each late answer makes the pause before the next question longer. So a GPU
+that hangs now and then costs no more than a question, and at most one thread is ever stuck on it.
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from gpuscale.common.backoff import Backoff
+from gpuscale.common.clock import Clock
+from gpuscale.monitor.agent.model import (
+    GPU_FIELDS,
+    GpuIdentity,
+    GpuReading,
+    GpuSample,
+    GpuState,
+    GpuView,
+    ReadingStatus,
+)
+from gpuscale.monitor.agent.ports import GpuSource
+from gpuscale.monitor.agent.staleness import Deadlines, view
+from gpuscale.monitor.agent.worker import Reader, Worker
+
+# A tick of a healthy GPU takes some milliseconds.
+QUICK_SECONDS = 0.1
+PROBE_INITIAL_SECONDS = 0.5
+PROBE_CAP_SECONDS = 30.0
+
+# A GPU that answers and is divided is none that can be had, whatever else is to be said of it.
+_ANSWERS = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW})
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Whether a GPU may be read. Open after an answer beyond the hard deadline, closed by a probe that is in time."""
+
+    deadlines: Deadlines
+    backoff: Backoff
+    open: bool = False
+    retry_at: float = 0.0
+
+    def answered(self, took: float, now: float, *, probe: bool) -> None:
+        """A call came back after `took` seconds."""
+        if took >= self.deadlines.hard or (probe and took >= self.deadlines.soft):
+            self.open = True
+            self.retry_at = now + self.backoff.next()
+        elif probe:
+            self.open = False
+            self.backoff.reset()
+
+
+class Device:
+    """A GPU that was found at least once; `present` is False when the newest inventory lacks it."""
+
+    def __init__(self, identity: GpuIdentity, source: GpuSource, clock: Clock, deadlines: Deadlines) -> None:
+        self.identity = identity
+        self.present = True
+        self._clock = clock
+        self._deadlines = deadlines
+        self._breaker = Breaker(deadlines, Backoff(PROBE_INITIAL_SECONDS, PROBE_CAP_SECONDS))
+        self._worker: Worker | None = None
+        self._reader = Reader(partial(source.read, identity.uuid), clock)
+        self._prober = Reader(partial(source.probe, identity.uuid), clock)
+        self._judged: tuple[object, object] = (None, None)
+
+    @property
+    def ordered_at(self) -> float | None:
+        """When the call that is out now was ordered; None when none is."""
+        return self._reader.ordered_at if self._prober.ordered_at is None else self._prober.ordered_at
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the newest call failed; None when it did not."""
+        return self._prober.error if self._breaker.open else self._reader.error
+
+    @property
+    def hung(self) -> bool:
+        """Whether a call is out since the hard deadline: its thread is lost until the driver answers."""
+        ordered_at = self.ordered_at
+        return ordered_at is not None and self._clock.now() - ordered_at >= self._deadlines.hard
+
+    @property
+    def link_ends(self) -> tuple[str | None, ...]:
+        """Where its NVLinks lead, as far as it has said."""
+        return () if self._reader.last is None else self._reader.last.value.link_ends
+
+    @property
+    def quick(self) -> bool:
+        """Whether its last answer came at once, so that it may share a thread with others."""
+        last = self._reader.last
+        return not self._breaker.open and (last is None or last.read_at - last.ordered_at < QUICK_SECONDS)
+
+    def due(self) -> "Reader[GpuSample] | Reader[None] | None":
+        """What is to be asked now: a reading or a question; None when a call is out already, or it is not time yet."""
+        if self.ordered_at is not None:
+            return None
+        self._judge()
+        if not self._breaker.open:
+            return self._reader
+        return self._prober if self._clock.now() >= self._breaker.retry_at else None
+
+    def order(self, reader: "Reader[Any]") -> "asyncio.Future[None]":
+        """Have what is due asked in a thread of its own."""
+        if self._worker is None:
+            self._worker = Worker(f"gpu-{self.identity.uuid}")
+        return reader.order(self._worker)
+
+    def unusable(self) -> bool:
+        """Whether its newest reading says that the source's handle of it is of no use any more."""
+        last = self._reader.last
+        if last is None:
+            return False
+        gone = last.value.state in {GpuState.LOST, GpuState.RESET_REQUIRED}
+        return gone or len(last.value.reading.absent) == len(GPU_FIELDS)
+
+    def view(self, *, opening_since: float | None, lost: str | None, released: bool) -> GpuView:
+        """The GPU as it is to be shown now.
+
+        Args:
+            opening_since: since when the source is being opened; None when it is not.
+            lost: why it is out of reach, whatever was read before; None when it is not.
+            released: whether the driver was let go of on request.
+        """
+        self._judge()
+        last = self._reader.last
+        if released:
+            reading = last.value.reading if last else GpuReading.nothing(ReadingStatus.STALE, "never read")
+            return GpuView(self.identity, GpuState.RELEASED, reading, last.read_at if last else None)
+        if lost is not None:
+            reading = GpuReading.nothing(ReadingStatus.LOST, lost)
+            return GpuView(self.identity, GpuState.LOST, reading, last.read_at if last else None)
+        if self._breaker.open and not self.hung:
+            reading = GpuReading.nothing(
+                ReadingStatus.TIMEOUT, "it answered too late, and is asked again soon"
+            )
+            return GpuView(self.identity, GpuState.HUNG, reading, last.read_at if last else None)
+        ordered_at = opening_since if self.ordered_at is None else self.ordered_at
+        shown = view(
+            self.identity, last, ordered_at=ordered_at, now=self._clock.now(), deadlines=self._deadlines
+        )
+        if self.identity.divided and shown.state in _ANSWERS:
+            return replace(shown, state=GpuState.DIVIDED)
+        return shown
+
+    def stop(self) -> None:
+        """End the thread once it is free."""
+        if self._worker is not None:
+            self._worker.stop()
+
+    def _judge(self) -> None:
+        """Let the breaker know of the answers that are new."""
+        for reader, before in ((self._reader, self._judged[0]), (self._prober, self._judged[1])):
+            last, probe = reader.last, reader is self._prober
+            if last is not None and last is not before:
+                self._breaker.answered(last.read_at - last.ordered_at, self._clock.now(), probe=probe)
+        self._judged = (self._reader.last, self._prober.last)

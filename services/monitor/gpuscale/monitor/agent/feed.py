@@ -1,0 +1,127 @@
+"""The stream of snapshots to those who watch them: what is sent to several is encoded once.
+
+A subscriber holds one snapshot at most, the newest (`watch.Subscription`). Those who want changes follow one chain of
+them; whoever begins, or missed a link, is given the whole snapshot that the chain has led to, and follows from there.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.clock import Clock
+from gpuscale.common.wire import seconds
+from gpuscale.monitor.agent.dead_bands import DeadBands
+from gpuscale.monitor.agent.deltas import Deltas
+from gpuscale.monitor.agent.model import Snapshot
+from gpuscale.monitor.agent.translate import to_snapshot
+from gpuscale.monitor.agent.watch import Broadcast
+from gpuscale.monitor.merging import Change, Picture, count_on
+
+# The ages in an encoding are counted to when it was made; this much they may lag behind.
+SHARED_SECONDS = 0.1
+
+
+class _Whole:
+    """A snapshot as a message, as it was at `made_at`."""
+
+    def __init__(self, message: types_api.Snapshot, made_at: float) -> None:
+        self.message = message
+        self.made_at = made_at
+        self._encoded = b""
+
+    def encoded(self, now: float) -> bytes:
+        """An encoded WatchSnapshotsResponse of it; those who come too late for the shared one get their own."""
+        if now - self.made_at > SHARED_SECONDS:
+            response = monitor_api.WatchSnapshotsResponse(snapshot=self.message)
+            count_on(response.snapshot, now - self.made_at)
+            return response.SerializeToString()
+        if not self._encoded:
+            self._encoded = monitor_api.WatchSnapshotsResponse(snapshot=self.message).SerializeToString()
+        return self._encoded
+
+
+class _Chain:
+    """What changed from each snapshot to the next, for any number of followers that keep up."""
+
+    def __init__(self, deltas: Deltas) -> None:
+        self._deltas = deltas
+        self._seq = -1
+        self._base_seq = -1
+        self._delta = b""
+        self._picture: Picture | None = None
+        self._whole: _Whole | None = None
+
+    def link(self, whole: _Whole, have: int, now: float) -> bytes:
+        """An encoded WatchSnapshotsResponse that leads a follower who has snapshot number `have` to this one."""
+        reached = self._whole
+        if reached is None or whole.message.seq != self._seq:
+            reached = self._advance(whole)
+        if self._delta and have == self._base_seq and now - reached.made_at <= SHARED_SECONDS:
+            return self._delta
+        return reached.encoded(now)
+
+    def _advance(self, whole: _Whole) -> _Whole:
+        delta = self._deltas.next(whole.message, whole.made_at)
+        if delta is None or self._picture is None:
+            self._delta = b""
+            message = types_api.Snapshot()
+            message.CopyFrom(whole.message)
+            self._picture = Picture(message)
+        else:
+            self._delta = monitor_api.WatchSnapshotsResponse(delta=delta).SerializeToString()
+            self._picture.merge(Change.of(delta))
+        self._base_seq, self._seq = self._seq, whole.message.seq
+        self._whole = _Whole(self._picture.snapshot, whole.made_at)
+        return self._whole
+
+
+class SnapshotFeed:
+    """Streams the snapshots of a broadcast.
+
+    Args:
+        snapshots: what is streamed.
+        clock: what tells the time.
+        bands: how far readings may move untold, to those who want changes.
+        full_every: seconds after which these get a whole snapshot again.
+    """
+
+    def __init__(
+        self, snapshots: Broadcast[Snapshot], clock: Clock, bands: DeadBands, full_every: float
+    ) -> None:
+        self._snapshots = snapshots
+        self._clock = clock
+        self._bands = bands
+        self._full_every = full_every
+        self._every_snapshot = self._chain()
+        self._newest: tuple[Snapshot, _Whole] | None = None
+
+    async def stream(
+        self, request: monitor_api.WatchSnapshotsRequest, _: object
+    ) -> AsyncGenerator[bytes, None]:
+        """The newest snapshot, then each as fast as the subscriber reads, as encoded WatchSnapshotsResponse."""
+        interval = seconds(request.min_interval)
+        chain = self._chain() if interval else self._every_snapshot
+        have = -1
+        with self._snapshots.subscribe() as subscription:
+            while True:
+                snapshot, dropped = await subscription.get()
+                now = self._clock.now()
+                whole = self._whole(snapshot, now)
+                message = chain.link(whole, have, now) if request.deltas else whole.encoded(now)
+                have = snapshot.seq
+                if dropped:
+                    message += monitor_api.WatchSnapshotsResponse(dropped_count=dropped).SerializeToString()
+                yield message
+                if interval:
+                    await asyncio.sleep(interval)
+                    subscription.forgive()
+
+    def _chain(self) -> _Chain:
+        return _Chain(Deltas(self._bands, self._full_every))
+
+    def _whole(self, snapshot: Snapshot, now: float) -> _Whole:
+        """The message of a snapshot, one for all who want it."""
+        if self._newest is None or self._newest[0] is not snapshot:
+            self._newest = snapshot, _Whole(to_snapshot(snapshot, now), now)
+        return self._newest[1]

@@ -1,0 +1,189 @@
+"""Readings that NVML gives as field values, many in one call. The tables are data: name, ids, unit, bounds.
+
+The ids and their units are those of nvml.h (NVML_FI_DEV_*). A field that an older driver does not know is answered with
+INVALID_ARGUMENT and is as good as not supported.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pynvml
+
+from gpuscale.monitor.agent.asking import Asking, Failure
+from gpuscale.monitor.agent.model import ReadingStatus, RecoveryAction
+
+# Readings by name, as the tables give them; that name and type fit the model is what the tests are for.
+Values = dict[str, Any]
+Value = float | int | bool | RecoveryAction
+Key = int | tuple[int, int]
+
+# The scope of a field that is kept per NVLink: all of them together.
+_ALL_LINKS = 0xFFFFFFFF
+_MILLI = 1000.0
+_KIB = 1024
+_HIGHEST_COUNT = 2.0**63 - 1
+_HIGHEST_CELSIUS = 300.0
+_HIGHEST_WATTS = 100_000.0
+_HIGHEST_MILLIWATTS = _HIGHEST_WATTS * _MILLI
+_RECOVERY = {
+    pynvml.NVML_GPU_RECOVERY_ACTION_NONE: RecoveryAction.NONE,
+    pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET: RecoveryAction.GPU_RESET,
+    pynvml.NVML_GPU_RECOVERY_ACTION_NODE_REBOOT: RecoveryAction.NODE_REBOOT,
+    pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_P2P: RecoveryAction.DRAIN_PEERS,
+    pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET: RecoveryAction.DRAIN_AND_RESET,
+}
+
+
+_MEMBERS = {
+    pynvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
+    pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
+    pynvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A reading by field values: the sum of those that `keys` name (id, or id and scope), converted."""
+
+    name: str
+    keys: tuple[Key, ...]
+    convert: Callable[[float], Value] = int
+    high: float = _HIGHEST_COUNT
+
+
+def _thousandth(value: float) -> float:
+    return value / _MILLI
+
+
+def _kib(value: float) -> int:
+    return int(value) * _KIB
+
+
+def _recovery(value: float) -> RecoveryAction:
+    return _RECOVERY.get(int(value), RecoveryAction.OTHER)
+
+
+FAST = (
+    Field("memory_temperature_celsius", (pynvml.NVML_FI_DEV_MEMORY_TEMP,), float, _HIGHEST_CELSIUS),
+    Field("energy_joules", (pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,), _thousandth),
+)
+"""What is worth a call in every tick."""
+
+_SLOW = (
+    Field(
+        "power_limit_default_watts",
+        (pynvml.NVML_FI_DEV_POWER_DEFAULT_LIMIT,),
+        _thousandth,
+        _HIGHEST_MILLIWATTS,
+    ),
+    Field("power_limit_min_watts", (pynvml.NVML_FI_DEV_POWER_MIN_LIMIT,), _thousandth, _HIGHEST_MILLIWATTS),
+    Field("power_limit_max_watts", (pynvml.NVML_FI_DEV_POWER_MAX_LIMIT,), _thousandth, _HIGHEST_MILLIWATTS),
+    Field("pcie_replay_count", (pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER,)),
+    Field("pcie_sent_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES,)),
+    Field("pcie_received_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES,)),
+    Field("ecc_volatile_corrected_count", (pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL,)),
+    Field("ecc_volatile_uncorrected_count", (pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL,)),
+    Field("ecc_aggregate_corrected_count", (pynvml.NVML_FI_DEV_ECC_SBE_AGG_TOTAL,)),
+    Field("ecc_aggregate_uncorrected_count", (pynvml.NVML_FI_DEV_ECC_DBE_AGG_TOTAL,)),
+    Field("retired_pages_corrected_count", (pynvml.NVML_FI_DEV_RETIRED_SBE,)),
+    Field("retired_pages_uncorrected_count", (pynvml.NVML_FI_DEV_RETIRED_DBE,)),
+    Field("retired_pages_pending", (pynvml.NVML_FI_DEV_RETIRED_PENDING,), bool),
+    Field("remapped_rows_corrected_count", (pynvml.NVML_FI_DEV_REMAPPED_COR,)),
+    Field("remapped_rows_uncorrected_count", (pynvml.NVML_FI_DEV_REMAPPED_UNC,)),
+    Field("remapped_rows_pending", (pynvml.NVML_FI_DEV_REMAPPED_PENDING,), bool),
+    Field("remapped_rows_failed", (pynvml.NVML_FI_DEV_REMAPPED_FAILURE,), bool),
+    Field("recovery_action", (pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,), _recovery),
+)
+
+_NVLINK = (
+    Field("nvlink_sent_bytes", ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),), _kib),
+    Field("nvlink_received_bytes", ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),), _kib),
+    Field(
+        "nvlink_crc_error_count",
+        (
+            pynvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+            pynvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+        ),
+    ),
+    Field("nvlink_replay_error_count", (pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,)),
+    Field("nvlink_recovery_error_count", (pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,)),
+)
+_NVLINK_STATE = "nvlink_active_count"
+_NO_LINKS = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU has no NVLink")
+
+
+def ask_slow(
+    asking: Asking[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, links: tuple[int, ...]
+) -> Values:
+    """Everything that is read seldom, in one call; `links` are the GPU's NVLinks."""
+    if not links:
+        asking.note((*(field.name for field in _NVLINK), _NVLINK_STATE), _NO_LINKS)
+        return ask(asking, handle, "slow fields", _SLOW)
+    state = Field(_NVLINK_STATE, tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in links))
+    return ask(asking, handle, "slow fields", (*_SLOW, *_NVLINK, state))
+
+
+def ask(
+    asking: Asking[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, question: str, fields: Iterable[Field]
+) -> Values:
+    """Readings by name, in one call; those that the GPU is known not to support are left out of it."""
+    wanted: list[Field] = []
+    for field in fields:
+        refusal = asking.unsupported(field.name)
+        if refusal is None:
+            wanted.append(field)
+        else:
+            asking.note((field.name,), refusal)
+    if not wanted:
+        return {}
+    keys = [key for field in wanted for key in field.keys]
+    found = asking.attempt(question, lambda: pynvml.nvmlDeviceGetFieldValues(handle, keys))
+    if isinstance(found, Failure):
+        asking.note((field.name for field in wanted), found)
+        return {}
+    readings: Values = {}
+    place = 0
+    for field in wanted:
+        value = _reading(asking, field, found, place)
+        place += len(field.keys)
+        if value is not None:
+            readings[field.name] = value
+    return readings
+
+
+def _reading(
+    asking: Asking[pynvml.NVMLError], field: Field, found: Sequence[pynvml.c_nvmlFieldValue_t], place: int
+) -> Value | None:
+    total: float = 0
+    for at in range(place, place + len(field.keys)):
+        answer = asking.attempt(field.name, partial(_number, found[at]))
+        if isinstance(answer, Failure):
+            asking.note((field.name,), answer)
+            return None
+        total += answer
+    if asking.within(field.name, total, high=field.high) is None:
+        return None
+    return field.convert(total)
+
+
+def _number(value: pynvml.c_nvmlFieldValue_t) -> float | Failure:
+    """The number of a field value.
+
+    Raises:
+        NVMLError: the driver's reason for not giving it.
+    """
+    code = value.nvmlReturn
+    if code == pynvml.NVML_ERROR_INVALID_ARGUMENT:
+        return Failure(ReadingStatus.NOT_SUPPORTED, "the driver does not know it")
+    if code != pynvml.NVML_SUCCESS:
+        raise pynvml.NVMLError(code)
+    member = _MEMBERS.get(value.valueType)
+    if member is None:
+        return Failure(ReadingStatus.ERROR, f"the driver gave a value of unknown type {value.valueType}")
+    number: float = getattr(value.value, member)
+    return number

@@ -1,0 +1,235 @@
+"""One tick of one GPU: what is due by its tier is asked, the rest is what was read before.
+
+| tier      | every  | calls                                                                                      |
+| --------- | ------ | ------------------------------------------------------------------------------------------ |
+| fast      | tick   | utilization, memory, temperature, power, two clocks, throttle reasons, one batch of fields |
+| engines   | 5 s    | encoder, decoder, video clock, performance state                                           |
+| processes | 5 s    | the lists of processes                                                                     |
+| slow      | 30 s   | limit in force, PCIe link, and one batch of fields: ECC, rows, pages, NVLink, limits       |
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import pynvml
+
+from gpuscale.monitor.agent.asking import Asking, Failure, Kept, Unsupported
+from gpuscale.monitor.agent.model import GpuIdentity, GpuProcess, GpuReading, ReadingStatus
+from gpuscale.monitor.agent.nvml.fields import FAST, Values, ask, ask_slow
+from gpuscale.monitor.agent.nvml.links import link_ends
+from gpuscale.monitor.agent.nvml.lists import ask_processes
+from gpuscale.monitor.agent.processes import ProcessNames
+
+ENGINES_EVERY_SECONDS = 5.0
+PROCESSES_EVERY_SECONDS = 5.0
+SLOW_EVERY_SECONDS = 30.0
+# So that, at one tick a second, no two of the tiers fall due in the same tick after the first.
+_FIRST_PROCESSES_SECONDS = 2.0
+_FIRST_SLOW_SECONDS = 28.0
+
+_MILLI = 1000.0
+_HIGHEST_CELSIUS = 300.0
+_HIGHEST_WATTS = 100_000.0
+_HIGHEST_MHZ = 1_000_000.0
+_HIGHEST_LINK = 255.0
+_HIGHEST_MASK = 2**63 - 1
+_HIGHEST_PERFORMANCE_STATE = 15  # 32 is NVML's "unknown"
+_UTILIZATION_FIELDS = ("utilization_percent", "memory_utilization_percent")
+_MEMORY_FIELDS = ("memory_total_bytes", "memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes")
+_UNKNOWN_STATE = Failure(ReadingStatus.NOT_SUPPORTED, "the driver does not know it")
+
+_Memory = tuple[int | None, int | None, int | None, int | None]
+_NO_MEMORY: _Memory = (None, None, None, None)
+
+
+@dataclass(slots=True)
+class Device:
+    """What is known of a GPU between ticks.
+
+    Attributes:
+        by_address: UUIDs of the GPUs of this host by PCI address.
+        links: its NVLinks by number, with the GPU at the other end, None for a switch; None before they are known.
+    """
+
+    handle: pynvml.c_nvmlDevice_t
+    identity: GpuIdentity
+    by_address: Mapping[str, str] = field(default_factory=dict[str, str])
+    links: Mapping[int, str | None] | None = None
+    unsupported: Unsupported = field(default_factory=Unsupported)
+    engines: Kept[Values] | None = None
+    slow: Kept[Values] | None = None
+    processes: Kept[tuple[GpuProcess, ...]] | None = None
+    base: GpuReading = field(default_factory=GpuReading)
+
+
+class Tick:
+    """One reading of one GPU."""
+
+    def __init__(self, device: Device, asking: Asking[pynvml.NVMLError], names: ProcessNames) -> None:
+        self._device = device
+        self._handle = device.handle
+        self._asking = asking
+        self._names = names
+
+    def read(self) -> GpuReading:
+        """Ask for everything that is due."""
+        utilization, memory_utilization = self._utilization()
+        total, used, free, reserved = self._memory()
+        temperature = self._number(
+            "temperature_celsius",
+            partial(pynvml.nvmlDeviceGetTemperature, self._handle, pynvml.NVML_TEMPERATURE_GPU),
+            high=_HIGHEST_CELSIUS,
+        )
+        power = self._watts("power_watts", pynvml.nvmlDeviceGetPowerUsage)
+        fast = ask(self._asking, self._handle, "fast fields", FAST)
+        return self._base()._replace(
+            utilization_percent=utilization,
+            memory_utilization_percent=memory_utilization,
+            memory_total_bytes=total,
+            memory_used_bytes=used,
+            memory_free_bytes=free,
+            memory_reserved_bytes=reserved,
+            temperature_celsius=temperature,
+            power_watts=power,
+            sm_clock_mhz=self._clock("sm_clock_mhz", pynvml.NVML_CLOCK_SM),
+            memory_clock_mhz=self._clock("memory_clock_mhz", pynvml.NVML_CLOCK_MEM),
+            throttle_reason_mask=self._throttle_reasons(),
+            processes=self._processes(),
+            absent=self._asking.absent,
+            **fast,
+        )
+
+    def _base(self) -> GpuReading:
+        """What is read seldom, as it was read last or anew."""
+        device = self._device
+        engines = self._asking.kept(device.engines, ENGINES_EVERY_SECONDS, self._ask_engines)
+        slow = self._asking.kept(device.slow, SLOW_EVERY_SECONDS, self._ask_slow, first=_FIRST_SLOW_SECONDS)
+        if engines is not device.engines or slow is not device.slow:
+            device.engines, device.slow = engines, slow
+            device.base = GpuReading(**(engines.value or {}), **(slow.value or {}))
+        return device.base
+
+    def _utilization(self) -> tuple[float | None, float | None]:
+        """Of the GPU, and of its memory's bandwidth."""
+        found = self._asking.attempt(
+            "utilization", partial(pynvml.nvmlDeviceGetUtilizationRates, self._handle)
+        )
+        if isinstance(found, Failure):
+            self._asking.note(_UTILIZATION_FIELDS, found)
+            return None, None
+        gpu = self._asking.within(_UTILIZATION_FIELDS[0], found.gpu, high=100.0)
+        return gpu, self._asking.within(_UTILIZATION_FIELDS[1], found.memory, high=100.0)
+
+    def _memory(self) -> _Memory:
+        """Total, used, free and reserved: by the v2 record, since v1 counts what the driver keeps as used."""
+        found = self._asking.attempt("memory v2", partial(_memory_v2, self._handle))
+        if not isinstance(found, Failure):
+            return self._plausible(found.total, found.used, found.free, found.reserved)
+        if found.status is not ReadingStatus.NOT_SUPPORTED:
+            self._asking.note(_MEMORY_FIELDS, found)
+            return _NO_MEMORY
+        older = self._asking.attempt("memory v1", partial(_memory_v1, self._handle))
+        if isinstance(older, Failure):
+            self._asking.note(_MEMORY_FIELDS, older)
+            return _NO_MEMORY
+        self._asking.note(_MEMORY_FIELDS[-1:], found)
+        return self._plausible(older.total, older.used, older.free, None)
+
+    def _plausible(self, total: int, used: int, free: int, reserved: int | None) -> _Memory:
+        """The figures, unless one is larger than the memory."""
+        if total > 0 and max(used, free, reserved or 0) <= total:
+            return total, used, free, reserved
+        detail = f"the driver said {free} free and {used} used of {total}"
+        self._asking.note(_MEMORY_FIELDS, Failure(ReadingStatus.ERROR, detail))
+        return _NO_MEMORY
+
+    def _throttle_reasons(self) -> int | None:
+        """By the call that newer drivers have, else by its older name."""
+        found = self._asking.attempt(
+            "event reasons", partial(pynvml.nvmlDeviceGetCurrentClocksEventReasons, self._handle)
+        )
+        if isinstance(found, Failure) and found.status is ReadingStatus.NOT_SUPPORTED:
+            found = self._asking.attempt(
+                "throttle reasons", partial(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, self._handle)
+            )
+        if isinstance(found, Failure):
+            self._asking.note(("throttle_reason_mask",), found)
+            return None
+        believed = self._asking.within("throttle_reason_mask", found, high=_HIGHEST_MASK)
+        return None if believed is None else found
+
+    def _ask_engines(self) -> Values:
+        readings: Values = {
+            "encoder_utilization_percent": self._engine(
+                "encoder_utilization_percent", pynvml.nvmlDeviceGetEncoderUtilization
+            ),
+            "decoder_utilization_percent": self._engine(
+                "decoder_utilization_percent", pynvml.nvmlDeviceGetDecoderUtilization
+            ),
+            "video_clock_mhz": self._clock("video_clock_mhz", pynvml.NVML_CLOCK_VIDEO),
+            "performance_state": self._performance_state(),
+        }
+        return {name: value for name, value in readings.items() if value is not None}
+
+    def _ask_slow(self) -> Values:
+        device = self._device
+        if device.links is None and not device.identity.parent_uuid:
+            device.links = link_ends(device.handle, device.by_address)
+        limit = self._watts("power_limit_watts", pynvml.nvmlDeviceGetEnforcedPowerLimit)
+        readings: Values = {
+            "power_limit_watts": limit,
+            "pcie_link_generation": self._link(
+                "pcie_link_generation", pynvml.nvmlDeviceGetCurrPcieLinkGeneration
+            ),
+            "pcie_link_width": self._link("pcie_link_width", pynvml.nvmlDeviceGetCurrPcieLinkWidth),
+            **ask_slow(self._asking, self._handle, tuple(device.links or ())),
+        }
+        return {name: value for name, value in readings.items() if value is not None}
+
+    def _processes(self) -> tuple[GpuProcess, ...] | None:
+        self._device.processes = self._asking.kept(
+            self._device.processes,
+            PROCESSES_EVERY_SECONDS,
+            lambda: ask_processes(self._asking, self._handle, self._names),
+            first=_FIRST_PROCESSES_SECONDS,
+        )
+        return self._device.processes.value
+
+    def _performance_state(self) -> int | None:
+        found = self._asking.attempt(
+            "performance state", partial(pynvml.nvmlDeviceGetPerformanceState, self._handle)
+        )
+        if not isinstance(found, Failure) and found > _HIGHEST_PERFORMANCE_STATE:
+            found = _UNKNOWN_STATE
+        if isinstance(found, Failure):
+            self._asking.note(("performance_state",), found)
+            return None
+        return found
+
+    def _engine(self, name: str, call: Callable[[pynvml.c_nvmlDevice_t], list[int]]) -> float | None:
+        """Use of a video engine; NVML tells the length of its window too."""
+        return self._number(name, lambda: call(self._handle)[0], high=100.0)
+
+    def _link(self, name: str, call: Callable[[pynvml.c_nvmlDevice_t], int]) -> int | None:
+        found = self._number(name, partial(call, self._handle), high=_HIGHEST_LINK)
+        return None if found is None else int(found)
+
+    def _watts(self, name: str, call: Callable[[pynvml.c_nvmlDevice_t], int]) -> float | None:
+        return self._number(name, partial(call, self._handle), scale=_MILLI, high=_HIGHEST_WATTS)
+
+    def _clock(self, name: str, clock: int) -> float | None:
+        return self._number(
+            name, partial(pynvml.nvmlDeviceGetClockInfo, self._handle, clock), high=_HIGHEST_MHZ
+        )
+
+    def _number(self, name: str, call: Callable[[], int], *, high: float, scale: float = 1.0) -> float | None:
+        return self._asking.number(name, call, high=high, scale=scale)
+
+
+def _memory_v1(handle: pynvml.c_nvmlDevice_t) -> pynvml.c_nvmlMemory_t:
+    return pynvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def _memory_v2(handle: pynvml.c_nvmlDevice_t) -> pynvml.c_nvmlMemory_v2_t:
+    return pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)

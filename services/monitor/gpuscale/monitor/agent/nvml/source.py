@@ -1,0 +1,134 @@
+"""The GPU source over NVML: one owner of the driver, one session at a time."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pynvml
+
+from gpuscale.monitor.agent.asking import Asking
+from gpuscale.monitor.agent.model import DriverEvent, GpuReading, GpuSample, Inventory
+from gpuscale.monitor.agent.nvml.errors import explain, raise_if_driver_gone, source_error
+from gpuscale.monitor.agent.nvml.event_set import EventSet
+from gpuscale.monitor.agent.nvml.inventory import Survey, mig_parts
+from gpuscale.monitor.agent.nvml.reading import SLOW_EVERY_SECONDS, Device, Tick
+from gpuscale.monitor.agent.processes import ProcessNames
+
+
+class NvmlSource:
+    """The GPUs of this host's NVIDIA driver.
+
+    One owner per process: a driver that was reloaded can be read again only after everybody in the process has shut
+    NVML down. `now` gives seconds of any clock that never goes back.
+    """
+
+    simulated = False
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        proc: Path = Path("/proc"),
+        sys: Path = Path("/sys"),
+    ) -> None:
+        self._now = now
+        self._sys = sys
+        self._names = ProcessNames(proc)
+        self._devices: dict[str, Device] = {}
+        self._events: EventSet | None = None
+        self._initialised = False
+        self._outdated = False
+        self._parts_until: dict[str, float] = {}
+
+    @property
+    def outdated(self) -> bool:
+        """Whether MIG instances came or went since `open`."""
+        return self._outdated
+
+    def open(self) -> Inventory:
+        """Start NVML and list its GPUs. A GPU that cannot be identified is named in the problem.
+
+        Raises:
+            GpuSourceError: NVML does not start.
+        """
+        survey = Survey(self._sys)
+        try:
+            pynvml.nvmlInit()
+            self._initialised = True
+            version = pynvml.nvmlSystemGetDriverVersion()
+            survey.look()
+        except pynvml.NVMLError as error:
+            raise source_error(error) from error
+        self._outdated = False
+        self._devices = survey.devices
+        self._events = self._listen()
+        problems = survey.problems or ([] if survey.devices else ["no GPU found"])
+        return Inventory(
+            gpus=[device.identity for device in survey.devices.values()],
+            driver_version=version,
+            problem=f"NVML: {'; '.join(problems)}" if problems else "",
+            has_events=bool(self._events),
+        )
+
+    def read(self, uuid: str) -> GpuSample:
+        """Read one GPU of the last inventory.
+
+        Raises:
+            GpuSourceError: NVML has to be started again.
+        """
+        device = self._devices[uuid]
+        asking = Asking(device.unsupported, self._now(), pynvml.NVMLError, explain)
+        reading = Tick(device, asking, self._names).read()
+        silence = asking.silence()
+        if silence is not None:
+            reading = GpuReading.nothing(silence.status, silence.detail)
+        elif device.identity.divided:
+            self._look_at_parts(device)
+        return GpuSample(asking.state(), reading, tuple((device.links or {}).values()))
+
+    def probe(self, uuid: str) -> None:
+        """Ask for the performance state: one call that reaches the GPU and is among the cheapest.
+
+        Raises:
+            GpuSourceError: NVML has to be started again.
+        """
+        try:
+            pynvml.nvmlDeviceGetPerformanceState(self._devices[uuid].handle)
+        except pynvml.NVMLError as error:
+            raise_if_driver_gone(error)
+
+    def wait_event(self, timeout: float) -> DriverEvent | None:
+        """Wait for an XID or ECC error of any GPU."""
+        return self._events.wait(timeout) if self._events is not None else None
+
+    def close(self) -> None:
+        """Shut NVML down. A failure is ignored: there is nobody left who could do better."""
+        self._devices = {}
+        self._parts_until = {}
+        if self._events is not None:
+            self._events.free()
+            self._events = None
+        if not self._initialised:
+            return
+        self._initialised = False
+        try:
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:
+            return
+
+    def _listen(self) -> EventSet | None:
+        try:
+            return EventSet(self._devices.values())
+        except pynvml.NVMLError:
+            return None
+
+    def _look_at_parts(self, parent: Device) -> None:
+        """Now and then, compare the MIG instances of a divided GPU with those that were found."""
+        uuid, now = parent.identity.uuid, self._now()
+        due = self._parts_until.setdefault(uuid, now + SLOW_EVERY_SECONDS)
+        if now < due:
+            return
+        self._parts_until[uuid] = now + SLOW_EVERY_SECONDS
+        known = {one for one, device in self._devices.items() if device.identity.parent_uuid == uuid}
+        if {part.identity.uuid for part in mig_parts(parent)} != known:
+            self._outdated = True

@@ -1,0 +1,97 @@
+"""A fault that the driver reports on a host becomes a health event of the fleet, at once and only once."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from datetime import UTC, datetime
+
+import pytest
+
+from gpuscale.api.monitor import v1 as api
+from gpuscale.common.channel import open_channel
+from gpuscale.monitor.agent import app as agent_app
+from gpuscale.monitor.agent.events import GpuEvents
+from gpuscale.monitor.agent.faults import MOST_KEPT, Faults
+from gpuscale.monitor.agent.model import (
+    DriverEvent,
+    GpuEvent,
+    GpuEventKind,
+    GpuReading,
+    GpuState,
+    GpuView,
+)
+from tests.support.monitor import FakeGpus, RunningFleet, running_agent, running_fleet
+from tests.support.monitor_values import identity
+
+ONLINE = api.NodeState.NODE_STATE_ONLINE
+
+
+@pytest.fixture
+async def fleet() -> AsyncGenerator[RunningFleet, None]:
+    async with running_fleet() as one:
+        yield one
+
+
+async def test_a_fault_is_a_health_event_before_the_next_snapshot(
+    fleet: RunningFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the driver to who watches health. Snapshots come every 30 s: only what is pushed arrives in time."""
+    driver = FakeGpus(has_events=True)
+    monkeypatch.setattr(agent_app, "make_source", lambda *_: driver)
+    async with running_agent(fleet.address, period_seconds=30.0), open_channel(fleet.address) as channel:
+        node = await fleet.until("alpha", ONLINE)
+        health = api.HealthServiceStub(channel)
+        watch = health.WatchHealth(api.WatchHealthRequest())
+        async with asyncio.timeout(10):
+            await watch.read()
+            uuid = node.snapshot.gpus[0].uuid
+            driver.happened.put(DriverEvent(uuid, GpuEventKind.XID, 48))
+            told = await watch.read()
+        assert isinstance(told, api.WatchHealthResponse)
+        [event] = told.health_events
+        assert (event.xid, event.uuid, event.node, event.fatal) == (48, uuid, "alpha", True)
+        assert "XID 48" in (await fleet.node("alpha")).snapshot.gpus[0].quarantine
+        watch.cancel()
+
+
+def view(state: GpuState) -> GpuView:
+    return GpuView(identity(0), state, GpuReading(), None)
+
+
+def numbers(faults: Faults, last: int = -1) -> list[int]:
+    return [fault.seq for fault in faults.message(last, 100.0).faults]
+
+
+def test_faults_are_told_again_until_the_gpu_was_away() -> None:
+    faults = Faults()
+    uuid = identity(0).uuid
+    faults.add(uuid, 79, 90.0)
+    faults.saw([view(GpuState.LOST)])
+    assert numbers(faults) == [0], "the fleet was not told of it yet"
+    faults.told(0)
+    faults.saw([view(GpuState.OK)])
+    assert numbers(faults) == [0]
+    faults.add(uuid, 48, 95.0)
+    assert numbers(faults, last=0) == [1]
+    faults.saw([view(GpuState.RELEASED)])
+    assert numbers(faults) == [1]
+
+
+def test_few_faults_are_kept_and_their_ages_are_told() -> None:
+    faults = Faults()
+    for number in range(MOST_KEPT + 10):
+        faults.add("GPU-1", 31, float(number))
+    assert numbers(faults) == list(range(10, MOST_KEPT + 10))
+    assert faults.message(-1, 100.0).faults[0].age.seconds == 90
+
+
+async def test_only_xid_events_of_the_driver_are_faults() -> None:
+    events, faults = GpuEvents(), Faults()
+    following = asyncio.create_task(faults.follow(events))
+    await asyncio.sleep(0)
+    when = datetime(2026, 1, 1, tzinfo=UTC)
+    events.publish(GpuEvent("GPU-1", GpuEventKind.ECC_CORRECTED, None, 1.0, when))
+    events.publish(GpuEvent("GPU-1", GpuEventKind.XID, 13, 2.0, when))
+    async with asyncio.timeout(10):
+        await faults.after(-1)
+    assert [fault.xid for fault in faults.message(-1, 3.0).faults] == [13]
+    following.cancel()

@@ -1,0 +1,29 @@
+"""What reading costs the driver: calls per tick of eight GPUs, none of which changes anything."""
+
+import re
+
+from gpuscale.monitor.agent.nvml import NvmlSource
+from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, wired_gpus
+
+
+def test_eight_gpus_cost_at_most_a_hundred_calls_per_tick(nvml_double: NvmlDouble) -> None:
+    """With two processes each; only the first tick, in which everything is due, may cost more."""
+    nvml_double.gpus = wired_gpus(8)
+    for gpu in nvml_double.gpus:
+        gpu.processes = [DoubleProcess(2, GIB), DoubleProcess(3, GIB)]
+    nvml_double.write()
+    now = 0.0
+    source = NvmlSource(lambda: now)
+    source.open()
+    costs: list[int] = []
+    for second in range(60):
+        now = float(second)
+        before = nvml_double.calls()
+        for gpu in nvml_double.gpus:
+            source.read(gpu.uuid)
+        costs.append(nvml_double.calls() - before)
+    assert sum(costs) / len(costs) <= 85
+    assert max(costs[1:]) <= 100
+    names = {count.function for count in nvml_double.call_counts()}
+    assert not [name for name in names if re.match(r"nvml(?!EventSet)\w*(Set|Reset|Clear)[A-Z]", name)]
+    source.close()

@@ -1,0 +1,150 @@
+"""What one GPU does not offer is absent, and nothing else is: each source of readings in turn, over the NVML double."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from gpuscale.monitor.agent.model import GPU_FIELDS, GpuSample, GpuState, ReadingStatus
+from gpuscale.monitor.agent.nvml import NvmlSource
+from gpuscale.monitor.agent.nvml.fields import FAST
+from tests.support.nvml_double import HEALTHY_FIELDS, NvmlDouble, NvmlReturn
+
+MEMORY = {"memory_total_bytes", "memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes"}
+CALLS = {
+    "nvmlDeviceGetUtilizationRates": {"utilization_percent", "memory_utilization_percent"},
+    "nvmlDeviceGetTemperature": {"temperature_celsius"},
+    "nvmlDeviceGetPowerUsage": {"power_watts"},
+    "nvmlDeviceGetEnforcedPowerLimit": {"power_limit_watts"},
+    "nvmlDeviceGetClockInfo": {"sm_clock_mhz", "memory_clock_mhz", "video_clock_mhz"},
+    "nvmlDeviceGetPerformanceState": {"performance_state"},
+    "nvmlDeviceGetEncoderUtilization": {"encoder_utilization_percent"},
+    "nvmlDeviceGetDecoderUtilization": {"decoder_utilization_percent"},
+    "nvmlDeviceGetCurrPcieLinkGeneration": {"pcie_link_generation"},
+    "nvmlDeviceGetCurrPcieLinkWidth": {"pcie_link_width"},
+}
+SEVERAL_CALLS = {
+    ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"): MEMORY,
+    ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"): {
+        "throttle_reason_mask"
+    },
+    tuple(
+        f"nvmlDeviceGet{kind}RunningProcesses{version}"
+        for kind in ("Compute", "Graphics")
+        for version in ("_v2", "_v3")
+    ): {"processes"},
+}
+FIELDS = {
+    3: "ecc_volatile_corrected_count",
+    4: "ecc_volatile_uncorrected_count",
+    5: "ecc_aggregate_corrected_count",
+    6: "ecc_aggregate_uncorrected_count",
+    29: "retired_pages_corrected_count",
+    30: "retired_pages_uncorrected_count",
+    31: "retired_pages_pending",
+    38: "nvlink_crc_error_count",
+    45: "nvlink_crc_error_count",
+    52: "nvlink_replay_error_count",
+    59: "nvlink_recovery_error_count",
+    82: "memory_temperature_celsius",
+    83: "energy_joules",
+    94: "pcie_replay_count",
+    138: "nvlink_sent_bytes",
+    139: "nvlink_received_bytes",
+    142: "remapped_rows_corrected_count",
+    143: "remapped_rows_uncorrected_count",
+    144: "remapped_rows_pending",
+    145: "remapped_rows_failed",
+    165: "nvlink_active_count",
+    187: "power_limit_min_watts",
+    188: "power_limit_max_watts",
+    189: "power_limit_default_watts",
+    197: "pcie_sent_bytes",
+    198: "pcie_received_bytes",
+    230: "recovery_action",
+}
+
+
+@pytest.fixture
+def source(nvml_double: NvmlDouble) -> Iterator[NvmlSource]:
+    """A source over a machine with one GPU that has NVLinks."""
+    del nvml_double.gpus[1:]
+    nvml_double.gpus[0].nvlinks = [-1, -1]
+    nvml_double.write()
+    one = NvmlSource(lambda: 0.0)
+    yield one
+    one.close()
+
+
+def read(double: NvmlDouble, source: NvmlSource) -> GpuSample:
+    double.write()
+    source.open()
+    return source.read(double.gpus[0].uuid)
+
+
+def check(sample: GpuSample, lacking: set[str]) -> None:
+    """Nothing is absent but that, which says nothing against the GPU."""
+    assert {one.field for one in sample.reading.absent} == lacking
+    assert {one.status for one in sample.reading.absent} == {ReadingStatus.NOT_SUPPORTED}
+    assert {name for name in GPU_FIELDS if getattr(sample.reading, name) is None} == lacking
+    assert sample.state is GpuState.OK
+
+
+def test_the_sources_below_are_all_that_there_are() -> None:
+    named = [*CALLS.values(), *SEVERAL_CALLS.values(), set(FIELDS.values())]
+    assert set().union(*named) == set(GPU_FIELDS)
+    assert set(FIELDS) == set(HEALTHY_FIELDS)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_is_not_supported(nvml_double: NvmlDouble, source: NvmlSource, call: str) -> None:
+    nvml_double.gpus[0].fail(call, NvmlReturn.NOT_SUPPORTED)
+    check(read(nvml_double, source), CALLS[call])
+
+
+@pytest.mark.parametrize("calls", SEVERAL_CALLS, ids=lambda calls: calls[0])
+def test_calls_that_stand_in_for_each_other(
+    nvml_double: NvmlDouble, source: NvmlSource, calls: tuple[str, ...]
+) -> None:
+    for call in calls:
+        nvml_double.gpus[0].fail(call, NvmlReturn.NOT_SUPPORTED)
+    check(read(nvml_double, source), SEVERAL_CALLS[calls])
+
+
+@pytest.mark.parametrize("field_id", FIELDS)
+def test_a_field_value_that_is_not_supported(
+    nvml_double: NvmlDouble, source: NvmlSource, field_id: int
+) -> None:
+    del nvml_double.gpus[0].fields[field_id]
+    check(read(nvml_double, source), {FIELDS[field_id]})
+
+
+def test_a_driver_without_field_values(nvml_double: NvmlDouble, source: NvmlSource) -> None:
+    nvml_double.gpus[0].fail("nvmlDeviceGetFieldValues", NvmlReturn.FUNCTION_NOT_FOUND)
+    check(read(nvml_double, source), set(FIELDS.values()))
+
+
+def test_an_older_name_of_a_call_stands_in(nvml_double: NvmlDouble, source: NvmlSource) -> None:
+    nvml_double.gpus[0].event_reasons = 0x4
+    nvml_double.gpus[0].fail("nvmlDeviceGetCurrentClocksEventReasons", NvmlReturn.FUNCTION_NOT_FOUND)
+    sample = read(nvml_double, source)
+    assert sample.reading.throttle_reason_mask == 0x4
+    assert sample.reading.absent == ()
+
+
+def test_a_field_value_that_cannot_be_is_absent(nvml_double: NvmlDouble, source: NvmlSource) -> None:
+    nvml_double.gpus[0].fields[82] = 4_294_967_295
+    sample = read(nvml_double, source)
+    assert sample.reading.memory_temperature_celsius is None
+    assert sample.reading.energy_joules == 5000.0
+    assert sample.state is GpuState.DEGRADED
+
+
+def test_what_is_not_supported_is_left_out_of_the_batch(nvml_double: NvmlDouble, source: NvmlSource) -> None:
+    """And where nothing of a batch is supported, it is not asked at all."""
+    for field_id in (82, 83):
+        del nvml_double.gpus[0].fields[field_id]
+    read(nvml_double, source)
+    asked = nvml_double.calls("nvmlDeviceGetFieldValues")
+    for _ in range(3):
+        check(source.read(nvml_double.gpus[0].uuid), {field.name for field in FAST})
+    assert nvml_double.calls("nvmlDeviceGetFieldValues") == asked

@@ -1,0 +1,173 @@
+"""MIG instances, wires, NUMA nodes and events of the NVML source, over the NVML double."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuscale.common.clock import SystemClock
+from gpuscale.monitor.agent.gpus import Gpus
+from gpuscale.monitor.agent.model import DriverEvent, GpuEventKind, GpuState
+from gpuscale.monitor.agent.nvml import NvmlSource
+from gpuscale.monitor.agent.staleness import Deadlines
+from tests.support.nvml_double import GIB, DoubleGpu, NvmlDouble, NvmlReturn
+
+ECC_UNCORRECTED_EVENT = 0x2
+PSTATE_EVENT = 0x4
+
+
+class Rig:
+    """A source, the double below it, and a clock that the test sets."""
+
+    def __init__(self, double: NvmlDouble) -> None:
+        self.double = double
+        self.now = 0.0
+        self.sys = double.folder / "sys"
+        self.source = NvmlSource(lambda: self.now, sys=self.sys)
+
+
+@pytest.fixture
+def rig(nvml_double: NvmlDouble) -> Iterator[Rig]:
+    one = Rig(nvml_double)
+    yield one
+    one.source.close()
+
+
+def part(number: int) -> DoubleGpu:
+    return DoubleGpu(
+        uuid=f"MIG-{number}",
+        name="NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        memory_total_bytes=10 * GIB,
+        gpu_instance=number,
+        compute_instance=0,
+    )
+
+
+def divide(double: NvmlDouble, *numbers: int) -> None:
+    double.gpus[0].mig_mode = 1
+    double.gpus[0].mig_devices = [part(number) for number in numbers]
+    double.write()
+
+
+def test_mig_instances_stand_behind_their_gpu_which_is_marked(rig: Rig) -> None:
+    divide(rig.double, 3, 4)
+    gpus = rig.source.open().gpus
+    whole, first, second, other = gpus
+    assert (whole.divided, other.divided) == (True, False)
+    assert [one.parent_uuid for one in gpus] == ["", whole.uuid, whole.uuid, ""]
+    assert (first.uuid, first.mig_profile, first.index) == ("MIG-3", "1g.10gb", 0)
+    assert second.pci_bus_id == whole.pci_bus_id
+
+
+def test_the_use_of_a_divided_gpu_and_of_its_parts_is_absent_and_never_zero(rig: Rig) -> None:
+    divide(rig.double, 3)
+    for gpu in rig.source.open().gpus[:2]:
+        sample = rig.source.read(gpu.uuid)
+        assert sample.reading.utilization_percent is None
+        assert sample.reading.memory_free_bytes is not None
+        assert sample.state is GpuState.OK
+
+
+def test_instances_that_come_or_go_make_the_inventory_outdated(rig: Rig) -> None:
+    divide(rig.double, 3, 4)
+    uuid = rig.source.open().gpus[0].uuid
+    rig.source.read(uuid)
+    divide(rig.double, 3)
+    rig.source.read(uuid)
+    assert not rig.source.outdated, "it is looked for now and then only"
+    rig.now = 31.0
+    rig.source.read(uuid)
+    assert rig.source.outdated
+    rig.source.close()
+    assert len(rig.source.open().gpus) == 3
+    assert not rig.source.outdated
+
+
+def test_a_gpu_says_where_its_links_lead(rig: Rig) -> None:
+    first, second = rig.double.gpus
+    first.nvlinks, second.nvlinks = [1, 1, -1], [0, 0]
+    rig.double.write()
+    rig.source.open()
+    assert rig.source.read(first.uuid).link_ends == (second.uuid, second.uuid, None)
+    assert rig.source.read(second.uuid).link_ends == (first.uuid, first.uuid)
+
+
+def test_a_gpu_without_links_lacks_their_readings(rig: Rig) -> None:
+    rig.source.open()
+    sample = rig.source.read(rig.double.gpus[0].uuid)
+    assert sample.link_ends == ()
+    assert {one.field for one in sample.reading.absent} == {
+        "nvlink_active_count",
+        "nvlink_sent_bytes",
+        "nvlink_received_bytes",
+        "nvlink_crc_error_count",
+        "nvlink_replay_error_count",
+        "nvlink_recovery_error_count",
+    }
+    assert sample.state is GpuState.OK
+
+
+@pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), ("?\n", None)])
+def test_the_numa_node_is_what_the_kernel_says(rig: Rig, text: str, node: int | None) -> None:
+    device: Path = rig.sys / "bus/pci/devices/0000:1b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text(text)
+    first, second = rig.source.open().gpus
+    assert (first.numa_node, second.numa_node) == (node, None)
+
+
+def test_events_are_told_with_their_gpu_and_kind(rig: Rig) -> None:
+    assert rig.source.open().has_events
+    uuids = [gpu.uuid for gpu in rig.double.gpus]
+    rig.double.raise_event(gpu=1, data=79)
+    rig.double.raise_event(gpu=0, data=0, event_type=ECC_UNCORRECTED_EVENT)
+    assert rig.source.wait_event(5.0) == DriverEvent(uuids[1], GpuEventKind.XID, 79)
+    assert rig.source.wait_event(5.0) == DriverEvent(uuids[0], GpuEventKind.ECC_UNCORRECTED)
+    rig.double.raise_event(gpu=0, data=0, event_type=PSTATE_EVENT)
+    assert rig.source.wait_event(0.05) is None
+
+
+@pytest.mark.parametrize("call", ["nvmlEventSetCreate", "nvmlDeviceGetSupportedEventTypes"])
+def test_a_driver_without_events_is_read_all_the_same(rig: Rig, call: str) -> None:
+    rig.double.fail(call, NvmlReturn.NOT_SUPPORTED)
+    for gpu in rig.double.gpus:
+        gpu.fail(call, NvmlReturn.NOT_SUPPORTED)
+    rig.double.write()
+    assert not rig.source.open().has_events
+    assert rig.source.read(rig.double.gpus[0].uuid).state is GpuState.OK
+
+
+async def test_an_xid_reaches_a_subscriber_within_a_second(nvml_double: NvmlDouble) -> None:
+    clock = SystemClock()
+    gpus = Gpus(NvmlSource(clock.now), clock, Deadlines())
+    try:
+        with gpus.events.subscribe() as events:
+            await gpus.refresh(asyncio.get_running_loop().time() + 5.0)
+            raised = clock.now()
+            nvml_double.raise_event(gpu=1, data=31)
+            async with asyncio.timeout(10.0):
+                event = await events.get()
+            assert (event.uuid, event.kind, event.xid) == (nvml_double.gpus[1].uuid, GpuEventKind.XID, 31)
+            assert event.seen_at - raised < 1.0
+            assert event.seen_time.tzinfo is not None
+    finally:
+        await gpus.close()
+
+
+async def test_events_go_on_after_a_driver_reload(nvml_double: NvmlDouble) -> None:
+    clock = SystemClock()
+    gpus = Gpus(NvmlSource(clock.now), clock, Deadlines())
+    loop = asyncio.get_running_loop()
+    try:
+        with gpus.events.subscribe() as events:
+            await gpus.refresh(loop.time() + 5.0)
+            nvml_double.reload_driver()
+            async with asyncio.timeout(20.0):
+                while gpus.collection().openings < 2 or gpus.problem():
+                    await gpus.refresh(loop.time() + 1.0)
+                    await asyncio.sleep(0.05)
+                nvml_double.raise_event(gpu=0, data=63)
+                assert (await events.get()).xid == 63
+    finally:
+        await gpus.close()

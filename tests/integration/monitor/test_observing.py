@@ -1,0 +1,262 @@
+"""Recordings, history and health of a fleet over real gRPC, with a clock that the test moves."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from gpuscale.api.monitor import v1 as api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.channel import open_channel
+from gpuscale.common.wire import seconds, to_duration, to_timestamp
+from gpuscale.monitor import observing
+from tests.support.clock import ManualClock
+from tests.support.monitor import RunningFleet, running_fleet
+from tests.support.monitor_values import hello, snapshot, telemetry
+from tests.support.waiting import eventually
+
+Call = grpc.aio.StreamStreamCall[api.StreamTelemetryRequest, api.StreamTelemetryResponse]
+
+
+def gpus(percent: float | None, state: str = "OK", **reading: object) -> tuple[types_api.Gpu, ...]:
+    """GPUs 1 and 2 of a node, read this moment; the second one says nothing but its temperature."""
+    first = types_api.GpuReading(
+        utilization_percent=percent,
+        memory_total_bytes=1000,
+        memory_used_bytes=250,
+        age=to_duration(0),
+        **reading,
+    )
+    second = types_api.GpuReading(temperature_celsius=40, age=to_duration(0))
+    return (
+        types_api.Gpu(uuid="GPU-1", index=0, model="A", state=f"GPU_STATE_{state}", reading=first),
+        types_api.Gpu(uuid="GPU-2", index=1, model="B", state="GPU_STATE_OK", reading=second),
+    )
+
+
+@dataclass
+class Site:
+    """A fleet, one agent's stream to it, and stubs."""
+
+    clock: ManualClock
+    fleet: RunningFleet
+    call: Call
+    recordings: api.RecordingServiceStub
+    history: api.HistoryServiceStub
+    health: api.HealthServiceStub
+    seq: int = 0
+
+    async def send(self, shown: tuple[types_api.Gpu, ...], passing: float = 1.0) -> None:
+        """Let time pass, then stream a snapshot and wait until it is taken in."""
+        self.clock.advance(passing)
+        self.seq += 1
+        await self.call.write(telemetry(snapshot("alpha", seq=self.seq, gpus=shown)))
+
+        async def taken() -> bool:
+            return (await self.fleet.node("alpha")).snapshot.seq == self.seq
+
+        await eventually(taken)
+
+    async def record(self, *names: str, **fields: object) -> api.Recording:
+        request = api.StartRecordingRequest(request_id=str(uuid.uuid4()), names=names, **fields)
+        return (await self.recordings.StartRecording(request, timeout=5)).recording
+
+    async def events(self, **fields: object) -> list[api.HealthEvent]:
+        answer = await self.health.ListHealthEvents(api.ListHealthEventsRequest(**fields), timeout=5)
+        return list(answer.health_events)
+
+    async def quarantine(self) -> str:
+        return (await self.fleet.node("alpha")).snapshot.gpus[0].quarantine
+
+
+@pytest.fixture
+async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Site, None]:
+    monkeypatch.setattr(observing, "TICK_SECONDS", 0.02)
+    clock = ManualClock(10_000.0)
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(running_fleet(clock=clock))
+        channel = await stack.enter_async_context(open_channel(fleet.address))
+        call = fleet.stub.StreamTelemetry()
+        stack.callback(call.cancel)
+        await call.write(telemetry(hello("alpha")))
+        found = Site(
+            clock,
+            fleet,
+            call,
+            api.RecordingServiceStub(channel),
+            api.HistoryServiceStub(channel),
+            api.HealthServiceStub(channel),
+        )
+        await found.send(gpus(10.0))
+        yield found
+
+
+async def status(call: "grpc.aio.UnaryUnaryCall[object, object]") -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code()
+
+
+async def test_a_recording_tells_minimum_maximum_mean_and_count_of_what_was_read(site: Site) -> None:
+    begun = await site.record("nodes/alpha")
+    for percent in (20.0, None, 60.0):
+        await site.send(gpus(percent))
+    stopped = await site.recordings.StopRecording(api.StopRecordingRequest(name=begun.name), timeout=5)
+    recording = stopped.recording
+    assert recording.state == api.Recording.STATE_STOPPED
+    assert (recording.sample_count, seconds(recording.duration)) == (3, 3.0)
+    first, second = recording.gpus
+    figures = {one.metric: (one.min, one.max, one.mean, one.sample_count) for one in first.stats}
+    assert figures[api.Metric.METRIC_UTILIZATION_PERCENT] == (20.0, 60.0, 40.0, 2)
+    assert figures[api.Metric.METRIC_MEMORY_USED_PERCENT] == (25.0, 25.0, 25.0, 3)
+    assert api.Metric.METRIC_POWER_WATTS not in figures
+    assert [one.metric for one in second.stats] == [api.Metric.METRIC_TEMPERATURE_CELSIUS]
+
+
+async def test_recordings_are_listed_and_deleted_and_refusals_say_why(site: Site) -> None:
+    begun = await site.record(recording_id="mine", uuids=["GPU-2"])
+    assert [gpu.uuid for gpu in begun.gpus] == ["GPU-2"]
+    listed = await site.recordings.ListRecordings(api.ListRecordingsRequest(), timeout=5)
+    assert [one.name for one in listed.recordings] == ["recordings/mine"]
+    await site.recordings.DeleteRecording(api.DeleteRecordingRequest(name="recordings/mine"), timeout=5)
+    get = site.recordings.GetRecording(api.GetRecordingRequest(name="recordings/mine"), timeout=5)
+    assert await status(get) is grpc.StatusCode.NOT_FOUND
+
+    def start(**fields: object) -> "grpc.aio.UnaryUnaryCall[object, object]":
+        request = api.StartRecordingRequest(request_id=str(uuid.uuid4()), **fields)
+        return site.recordings.StartRecording(request, timeout=5)
+
+    assert await status(start()) is grpc.StatusCode.INVALID_ARGUMENT
+    assert await status(start(names=["alpha"])) is grpc.StatusCode.INVALID_ARGUMENT
+    assert await status(start(names=["nodes/beta"])) is grpc.StatusCode.NOT_FOUND
+    assert await status(start(uuids=["GPU-9"])) is grpc.StatusCode.NOT_FOUND
+    too_fast = start(names=["nodes/alpha"], interval=to_duration(0.5))
+    assert await status(too_fast) is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_history_is_by_gpu_and_node_and_absent_is_not_zero(site: Site) -> None:
+    for percent in (20.0, None, 60.0):
+        await site.send(gpus(percent))
+    request = api.QueryHistoryRequest(names=["nodes/alpha"], uuids=["GPU-1", "gpu-2"])
+    answer = await site.history.QueryHistory(request, timeout=5)
+    found = {(one.name, one.metric): [point.mean for point in one.points] for one in answer.series}
+    gpu = "nodes/alpha/gpus/gpu-1"
+    assert found[gpu, api.Metric.METRIC_UTILIZATION_PERCENT] == [10.0, 20.0, 60.0]
+    assert found[gpu, api.Metric.METRIC_MEMORY_USED_BYTES] == [250.0] * 4
+    assert (gpu, api.Metric.METRIC_POWER_WATTS) not in found
+    assert found["nodes/alpha", api.Metric.METRIC_CPU_PERCENT] == [5.0] * 4
+    assert (seconds(answer.step), list(answer.not_kept)) == (1.0, [])
+    assert answer.oldest_time.seconds == to_timestamp(site.clock.wall()).seconds - 4
+    only = api.QueryHistoryRequest(
+        uuids=["GPU-1"],
+        metrics=[api.Metric.METRIC_UTILIZATION_PERCENT],
+        span=api.HistorySpan(last=to_duration(3600)),
+        step=to_duration(60),
+    )
+    coarse = await site.history.QueryHistory(only, timeout=5)
+    [series] = coarse.series
+    assert sum(point.sample_count for point in series.points) == 3
+    assert (series.points[0].min, series.points[-1].max) == (10.0, 60.0)
+
+
+async def test_trends_tell_where_metrics_are_going(site: Site) -> None:
+    for percent in (20.0, 30.0, 40.0):
+        await site.send(gpus(percent))
+    request = api.QueryTrendsRequest(uuids=["GPU-1"])
+    answer = await site.history.QueryTrends(request, timeout=5)
+    trends = {trend.stats.metric: trend for trend in answer.trends}
+    assert trends[api.Metric.METRIC_UTILIZATION_PERCENT].slope_per_hour == pytest.approx(36_000.0)
+    assert trends[api.Metric.METRIC_MEMORY_USED_BYTES].slope_per_hour == 0.0
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        api.HistorySpan(last=to_duration(1), start_time=to_timestamp(ManualClock().wall())),
+        api.HistorySpan(end_time=to_timestamp(ManualClock().wall())),
+        api.HistorySpan(
+            start_time=to_timestamp(ManualClock().wall()), end_time=to_timestamp(ManualClock().wall())
+        ),
+    ],
+    ids=["twice", "no begin", "empty"],
+)
+async def test_a_span_must_make_sense(site: Site, span: api.HistorySpan) -> None:
+    query = site.history.QueryHistory(api.QueryHistoryRequest(names=["nodes/alpha"], span=span), timeout=5)
+    assert await status(query) is grpc.StatusCode.INVALID_ARGUMENT
+    trends = site.history.QueryTrends(api.QueryTrendsRequest(names=["nodes/alpha"], span=span), timeout=5)
+    assert await status(trends) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def faults(xid: int, seq: int = 0) -> api.StreamTelemetryRequest:
+    fault = api.ReportedFault(uuid="GPU-1", xid=xid, seq=seq, age=to_duration(0.1))
+    return api.StreamTelemetryRequest(faults=api.ReportedFaults(faults=[fault]))
+
+
+async def test_a_fault_is_pushed_to_watchers_at_once_and_told_again_counts_once(site: Site) -> None:
+    watch = site.health.WatchHealth(api.WatchHealthRequest(parent="nodes/alpha"))
+    async with asyncio.timeout(10):
+        first = await watch.read()
+        assert isinstance(first, api.WatchHealthResponse)
+        assert (first.full, len(first.health_events)) == (True, 0)
+        await site.call.write(faults(119))
+        told = await watch.read()
+        assert isinstance(told, api.WatchHealthResponse)
+    [event] = told.health_events
+    assert (event.xid, event.uuid, event.fatal, event.node) == (119, "GPU-1", True, "alpha")
+    assert event.recommended_action == api.RecommendedAction.RECOMMENDED_ACTION_RESET_GPU
+    assert "XID 119" in await site.quarantine()
+    await site.call.write(faults(119))
+    await site.send(gpus(10.0))
+    [listed] = await site.events()
+    assert listed.count == 1
+    watch.cancel()
+
+
+async def test_a_quarantine_lasts_until_the_gpu_is_back_for_a_while(site: Site) -> None:
+    await site.send(gpus(None, state="LOST"))
+    await site.send(gpus(None, state="LOST"), passing=2.0)
+
+    async def lost() -> bool:
+        return "gone from the bus" in await site.quarantine()
+
+    await eventually(lost)
+    await site.send(gpus(10.0))
+    for _ in range(13):
+        await site.send(gpus(10.0), passing=2.0)
+    assert await lost()
+    for _ in range(4):
+        await site.send(gpus(10.0), passing=2.0)
+    await eventually(lambda: _is_empty(site))
+    assert await site.events() == []
+    [over] = await site.events(show_resolved=True, checks=[api.HealthCheck.HEALTH_CHECK_GPU_LOST])
+    assert over.HasField("resolved_time")
+
+
+async def _is_empty(site: Site) -> bool:
+    return not await site.quarantine()
+
+
+async def test_an_admin_lifts_a_quarantine(site: Site) -> None:
+    await site.call.write(faults(48))
+    await eventually(lambda: site.events(uuid="gpu-1"))
+    request = api.ClearQuarantineRequest(name="nodes/alpha/gpus/gpu-1")
+    answer = await site.health.ClearQuarantine(request, timeout=5)
+    assert [event.xid for event in answer.health_events] == [48]
+    assert await site.quarantine() == ""
+    unknown = site.health.ClearQuarantine(
+        api.ClearQuarantineRequest(name="nodes/alpha/gpus/gpu-9"), timeout=5
+    )
+    assert await status(unknown) is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_silent_node_is_an_event(site: Site) -> None:
+    async def stale() -> list[api.HealthEvent]:
+        site.clock.advance(1.0)
+        return await site.events(checks=[api.HealthCheck.HEALTH_CHECK_COLLECTION_STALE])
+
+    [event] = await eventually(stale)
+    assert (event.node, event.uuid) == ("alpha", "")

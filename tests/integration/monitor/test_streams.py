@@ -1,0 +1,304 @@
+"""Changes over real gRPC: from agents to the fleet, to those who watch an agent, and to those who watch the fleet."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
+from typing import Any
+
+import grpc
+import pytest
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.channel import open_channel
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.wire import seconds, to_duration
+from gpuscale.monitor.agent import feed as agent_feed
+from gpuscale.monitor.fleet import feed as fleet_feed
+from gpuscale.monitor.fleet import servicer
+from gpuscale.monitor.merging import Change, Picture
+from tests.support.monitor import running_agent, running_fleet
+from tests.support.monitor_values import gpu, hello, snapshot, telemetry
+from tests.support.waiting import eventually
+
+ONLINE = monitor_api.NodeState.NODE_STATE_ONLINE
+OFFLINE = monitor_api.NodeState.NODE_STATE_OFFLINE
+Watched = monitor_api.WatchSnapshotsResponse
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[monitor_api.StreamTelemetryRequest]:
+    """What fleets of this process receive after Hello."""
+    received: list[monitor_api.StreamTelemetryRequest] = []
+    take = servicer.Nodes.take
+
+    def noting(self: servicer.Nodes, stream: Any, request: monitor_api.StreamTelemetryRequest) -> bool:
+        received.append(request)
+        return take(self, stream, request)
+
+    monkeypatch.setattr(servicer.Nodes, "take", noting)
+    return received
+
+
+def kinds(requests: list[monitor_api.StreamTelemetryRequest]) -> list[str | None]:
+    return [request.WhichOneof("message") for request in requests]
+
+
+async def test_an_agent_sends_the_whole_once_and_then_what_changed(
+    requests: list[monitor_api.StreamTelemetryRequest],
+) -> None:
+    async with running_fleet() as fleet, running_agent(fleet.address, period_seconds=0.1) as agent:
+        await eventually(lambda: len(requests) >= 6)
+        node = await fleet.node("alpha")
+        now = (await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=5)).snapshot
+    assert kinds(requests) == ["snapshot", *["delta"] * (len(requests) - 1)]
+    assert node.rejected_count == 0
+    assert [one.uuid for one in node.snapshot.gpus] == [one.uuid for one in now.gpus]
+    assert requests[-1].ByteSize() < requests[0].ByteSize()
+
+
+async def test_a_fleet_that_misses_something_is_sent_the_whole_again(
+    requests: list[monitor_api.StreamTelemetryRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_fleet() as fleet, running_agent(fleet.address, period_seconds=0.1):
+        await eventually(lambda: "delta" in kinds(requests))
+        refuse = servicer.Nodes._take_delta
+        monkeypatch.setattr(servicer.Nodes, "_take_delta", lambda *_: "it is not believed")
+        before = len(requests)
+        await eventually(lambda: len(requests) > before)
+        monkeypatch.setattr(servicer.Nodes, "_take_delta", refuse)
+        await eventually(lambda: kinds(requests).count("snapshot") >= 2)
+        node = await fleet.until("alpha", ONLINE, above_seq=requests[-1].snapshot.seq)
+        assert node.rejected_count >= 1
+
+
+async def test_a_stream_lives_through_what_is_refused_and_says_what_it_needs() -> None:
+    async with running_fleet() as fleet:
+        call = fleet.stub.StreamTelemetry()
+        await call.write(telemetry(hello()))
+        assert (await answer(call)).resync
+        await call.write(telemetry(snapshot(seq=1)))
+        assert not (await answer(call)).resync
+        table = monitor_api.GpuNumbers(fields=[1], values=[float("nan")])
+        bad = monitor_api.SnapshotDelta(seq=2, base_seq=1, numbers=table)
+        await call.write(monitor_api.StreamTelemetryRequest(delta=bad))
+        refused = await answer(call)
+        assert (refused.acked_seq, refused.rejected_count, refused.resync) == (1, 1, True)
+        await call.write(telemetry(snapshot(seq=3)))
+        accepted = await answer(call)
+        assert (accepted.acked_seq, accepted.resync) == (3, False)
+        call.cancel()
+
+
+async def answer(call: Any) -> monitor_api.StreamTelemetryResponse:
+    async with asyncio.timeout(10):
+        found = await call.read()
+    assert isinstance(found, monitor_api.StreamTelemetryResponse)
+    return found
+
+
+async def read(call: Any) -> Watched:
+    async with asyncio.timeout(10):
+        found = await call.read()
+    assert isinstance(found, Watched)
+    return found
+
+
+async def follow(call: Any, changes: int) -> list[tuple[str | None, int]]:
+    """Follow a stream until so many changes came: what came, and the number of the snapshot that it led to."""
+    picture = Picture(types_api.Snapshot())
+    seen: list[tuple[str | None, int]] = []
+    while [kind for kind, _ in seen].count("delta") < changes:
+        message = await read(call)
+        if message.HasField("snapshot"):
+            picture = Picture(message.snapshot)
+        else:
+            assert message.delta.base_seq == picture.snapshot.seq
+            picture.merge(Change.of(message.delta))
+        seen.append((message.WhichOneof("message"), picture.snapshot.seq))
+    return seen
+
+
+async def test_who_watches_an_agent_may_have_changes() -> None:
+    """A loaded machine may miss some, after which the whole comes: what comes always fits."""
+    async with running_agent() as agent:
+        call = agent.WatchSnapshots(monitor_api.WatchSnapshotsRequest(deltas=True), timeout=60)
+        seen = await follow(call, changes=3)
+        late = agent.WatchSnapshots(monitor_api.WatchSnapshotsRequest(deltas=True), timeout=60)
+        joined = await follow(late, changes=1)
+        call.cancel()
+        late.cancel()
+    for followed in (seen, joined):
+        assert followed[0][0] == "snapshot"
+        seqs = [seq for _, seq in followed]
+        assert seqs == sorted(set(seqs))
+
+
+async def test_min_interval_leaves_snapshots_out_which_are_not_missed() -> None:
+    """Others that want every change do not change what leads from one message to the next."""
+    request = monitor_api.WatchSnapshotsRequest(min_interval=to_duration(0.5), deltas=True)
+    async with running_agent(period_seconds=0.1) as agent:
+        every = agent.WatchSnapshots(monitor_api.WatchSnapshotsRequest(deltas=True), timeout=60)
+        call = agent.WatchSnapshots(request, timeout=60)
+        loop = asyncio.get_running_loop()
+        first = await read(call)
+        began = loop.time()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(follow(every, changes=3))
+            second = await read(call)
+        assert loop.time() - began >= 0.4
+        call.cancel()
+        every.cancel()
+    assert second.delta.base_seq == first.snapshot.seq, (
+        "changes since the last message, not the last snapshot"
+    )
+    assert second.delta.seq > first.snapshot.seq + 1
+    assert second.dropped_count == 0
+
+
+async def test_subscribers_share_one_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    to_snapshot = agent_feed.to_snapshot
+
+    def noting(one: Any, now: float) -> types_api.Snapshot:
+        made.append(one.seq)
+        return to_snapshot(one, now)
+
+    monkeypatch.setattr(agent_feed, "to_snapshot", noting)
+    async with running_agent(period_seconds=0.1) as agent:
+        wanted = [monitor_api.WatchSnapshotsRequest(deltas=number % 2 == 0) for number in range(6)]
+        calls = [agent.WatchSnapshots(request, timeout=60) for request in wanted]
+        for call in calls:
+            for _ in range(4):
+                await read(call)
+            call.cancel()
+    assert len(made) == len(set(made))
+
+
+async def test_nodes_are_encoded_once_for_all_who_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    to_node = fleet_feed.to_node
+
+    def noting(record: Any, now: float) -> monitor_api.Node:
+        node = to_node(record, now)
+        made.append(node.snapshot.seq)
+        return node
+
+    monkeypatch.setattr(fleet_feed, "to_node", noting)
+    monkeypatch.setattr(fleet_feed, "SHARED_SECONDS", 60.0)
+    async with running_fleet() as fleet:
+        call = fleet.stub.StreamTelemetry()
+        await call.write(telemetry(hello()))
+        await answer(call)
+        watches = [fleet.stub.WatchNodes(monitor_api.WatchNodesRequest(), timeout=60) for _ in range(5)]
+        for watch in watches:
+            assert (await watch.read()).full
+        made.clear()
+        await call.write(telemetry(snapshot(seq=1)))
+        for watch in watches:
+            assert (await watch.read()).nodes[0].snapshot.seq == 1
+            watch.cancel()
+        call.cancel()
+    assert made.count(1) == 1
+
+
+async def test_an_encoding_that_is_too_old_to_share_is_made_anew() -> None:
+    """Else a node that says nothing any more would look fresh to those who come later."""
+    async with running_fleet() as fleet:
+        call = fleet.stub.StreamTelemetry()
+        await call.write(telemetry(hello()))
+        await answer(call)
+        await call.write(telemetry(snapshot(seq=1)))
+        await answer(call)
+        for least in (0.0, 2 * fleet_feed.SHARED_SECONDS):
+            await asyncio.sleep(least)
+            watch = fleet.stub.WatchNodes(monitor_api.WatchNodesRequest(), timeout=60)
+            [node] = (await watch.read()).nodes
+            assert seconds(node.snapshot.age) >= least
+            watch.cancel()
+        call.cancel()
+
+
+async def refused(call: Callable[..., Awaitable[object]], name: str) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call(monitor_api.ForgetNodeRequest(name=name), timeout=5)
+    return error.value.code()
+
+
+async def test_a_node_is_forgotten_on_request_and_watchers_are_told() -> None:
+    async with running_fleet() as fleet:
+        forget = fleet.stub.ForgetNode
+        assert await refused(forget, "nodes/alpha") is grpc.StatusCode.NOT_FOUND
+        call = fleet.stub.StreamTelemetry()
+        await call.write(telemetry(hello()))
+        await answer(call)
+        await call.write(telemetry(snapshot(gpus=(gpu("GPU-X"),))))
+        await answer(call)
+        assert await refused(forget, "nodes/alpha") is grpc.StatusCode.FAILED_PRECONDITION
+        call.cancel()
+        await fleet.until("alpha", OFFLINE)
+        watch = fleet.stub.WatchNodes(monitor_api.WatchNodesRequest(), timeout=60)
+        assert [node.name for node in (await watch.read()).nodes] == ["nodes/alpha"]
+        await forget(monitor_api.ForgetNodeRequest(name="nodes/alpha"), timeout=5)
+        told = await watch.read()
+        assert (list(told.removed), list(told.nodes)) == (["nodes/alpha"], [])
+        with pytest.raises(grpc.aio.AioRpcError):
+            await fleet.node("alpha")
+        other = fleet.stub.StreamTelemetry()
+        await other.write(telemetry(hello("beta")))
+        await answer(other)
+        await other.write(telemetry(snapshot("beta", gpus=(gpu("GPU-X"),))))
+        assert (await answer(other)).rejected_count == 0, "its GPUs are free to be reported"
+        other.cancel()
+
+
+async def test_hundreds_of_agents_that_come_at_once_all_get_in() -> None:
+    """As after a restart of the fleet. One connection here: files are for the measurement."""
+
+    async def one(number: int, channel: grpc.aio.Channel) -> int:
+        node = f"node-{number}"
+        call = monitor_api.FleetServiceStub(channel).StreamTelemetry()
+        await call.write(telemetry(hello(node)))
+        await answer(call)
+        await call.write(telemetry(snapshot(node)))
+        return (await answer(call)).acked_seq
+
+    async with (
+        running_fleet() as fleet,
+        open_channel(fleet.address) as first,
+        open_channel(fleet.address) as second,
+    ):
+        entered = await asyncio.gather(*(one(number, (first, second)[number % 2]) for number in range(300)))
+        listed = await fleet.stub.ListNodes(monitor_api.ListNodesRequest(page_size=1000), timeout=10)
+    assert entered == [1] * 300
+    assert {node.state for node in listed.nodes} == {ONLINE}
+    assert len(listed.nodes) == 300
+
+
+class SettableClock(SystemClock):
+    """The clock of this host, whose date a test sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = timedelta()
+
+    def wall(self) -> datetime:
+        return super().wall() + self.offset
+
+
+async def test_a_date_that_jumps_on_both_hosts_changes_nothing(
+    requests: list[monitor_api.StreamTelemetryRequest],
+) -> None:
+    agents, fleets = SettableClock(), SettableClock()
+    async with (
+        running_fleet(clock=fleets) as fleet,
+        running_agent(fleet.address, clock=agents, period_seconds=0.1),
+    ):
+        for hours in (1, -1, 0):
+            agents.offset, fleets.offset = timedelta(hours=hours), timedelta(hours=-hours)
+            before = len(requests)
+            await eventually(lambda before=before: len(requests) >= before + 3)
+            node = await fleet.until("alpha", ONLINE)
+            assert seconds(node.snapshot.age) < 60
+            assert node.rejected_count == 0
+    assert kinds(requests).count("snapshot") == 1

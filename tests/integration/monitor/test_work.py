@@ -1,0 +1,157 @@
+"""AdmitWork over real gRPC: the fence on disk before the answer, and the processes of admitted work known by it."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.channel import open_channel
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
+from gpuscale.common.failpoints import VARIABLE
+from gpuscale.common.status import rpc_errors
+from gpuscale.monitor.agent.admission import Admissions
+from gpuscale.monitor.agent.admission_file import FILE_NAME, AdmissionFile
+from gpuscale.monitor.agent.collector import Collector
+from gpuscale.monitor.agent.gpus import Gpus
+from gpuscale.monitor.agent.model import GpuProcess, GpuReading, GpuSample, GpuState, ProcessKey
+from gpuscale.monitor.agent.simulated import simulated_uuid
+from gpuscale.monitor.agent.staleness import Deadlines
+from tests.support.monitor import FakeGpus, FakeHost, running_agent
+from tests.support.monitor_values import identity
+
+if TYPE_CHECKING:
+    from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceAsyncStub
+
+FIRST, SECOND = simulated_uuid("alpha", 0), simulated_uuid("alpha", 1)
+
+
+@asynccontextmanager
+async def work(state_dir: Path | None) -> AsyncGenerator["WorkServiceAsyncStub", None]:
+    """The service of an agent with two simulated GPUs that keeps its fences there."""
+    channels: list[grpc.aio.Channel] = []
+
+    def channel_to(address: str) -> grpc.aio.Channel:
+        channels.append(open_channel(address))
+        return channels[-1]
+
+    async with running_agent(channel_to=channel_to, state_dir=state_dir, simulated_gpu_count=2) as agent:
+        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=10)
+        yield monitor_api.WorkServiceStub(channels[0])
+
+
+async def admit(service: "WorkServiceAsyncStub", fence: int, *uuids: str, pid: int | None = None) -> None:
+    request = monitor_api.AdmitWorkRequest(gpu_uuids=uuids, fence=fence, pid=pid)
+    with rpc_errors():
+        await service.AdmitWork(request, timeout=10)
+
+
+async def refused(
+    service: "WorkServiceAsyncStub", fence: int, *uuids: str, pid: int | None = None
+) -> GpuscaleError:
+    with pytest.raises(GpuscaleError) as error:
+        await admit(service, fence, *uuids, pid=pid)
+    return error.value
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_lower_fence_is_refused_and_says_the_highest(tmp_path: Path, kept: bool) -> None:
+    async with work(tmp_path / "state" if kept else None) as service:
+        await admit(service, 7, FIRST, SECOND)
+        await admit(service, 7, FIRST)
+        error = await refused(service, 6, SECOND)
+        assert (error.reason, error.metadata["highest_fence"]) == ("FENCE_TOO_LOW", "7")
+        await admit(service, 8, SECOND)
+
+
+async def test_fences_outlast_the_agent(tmp_path: Path) -> None:
+    async with work(tmp_path) as service:
+        await admit(service, 7, FIRST)
+    async with work(tmp_path) as service:
+        assert (await refused(service, 6, FIRST)).reason == "FENCE_TOO_LOW"
+        await admit(service, 1, SECOND)
+
+
+async def test_what_the_host_does_not_have_cannot_be_admitted(tmp_path: Path) -> None:
+    async with work(tmp_path) as service:
+        assert (await refused(service, 1, "GPU-of-another-host")).reason == "GPU_NOT_FOUND"
+        assert (await refused(service, 1, FIRST, pid=4_194_304)).reason == "PROCESS_NOT_FOUND"
+        await admit(service, 1, FIRST, pid=os.getpid())
+
+
+async def test_a_file_that_cannot_be_read_is_kept_and_said(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text('{"version": 1, "fen')
+    with pytest.raises(FailedPreconditionError) as failed:
+        async with work(tmp_path):
+            pass
+    assert failed.value.reason == "STATE_UNREADABLE"
+    assert (tmp_path / FILE_NAME).read_text() == '{"version": 1, "fen'
+
+
+async def test_two_agents_do_not_share_a_directory(tmp_path: Path) -> None:
+    async with work(tmp_path):
+        with pytest.raises(FailedPreconditionError) as failed:
+            async with work(tmp_path):
+                pass
+    assert failed.value.reason == "DIRECTORY_LOCKED"
+
+
+async def test_what_cannot_be_written_is_not_admitted(tmp_path: Path) -> None:
+    async with work(tmp_path) as service:
+        await admit(service, 7, FIRST)
+        (tmp_path / FILE_NAME).with_suffix(".new").mkdir()
+        assert (await refused(service, 9, FIRST)).reason == "STATE_UNAVAILABLE"
+        (tmp_path / FILE_NAME).with_suffix(".new").rmdir()
+        await admit(service, 8, FIRST)
+
+
+def test_processes_of_an_earlier_boot_are_forgotten_and_fences_are_not(tmp_path: Path) -> None:
+    AdmissionFile(tmp_path, "boot 1").save(Admissions({"a": 3}))
+    assert AdmissionFile(tmp_path, "boot 2").load() == Admissions({"a": 3})
+
+
+async def test_processes_of_admitted_work_are_shown_with_its_fence_and_outsiders_without() -> None:
+    source, worker = FakeGpus(), ProcessKey(10, 1)
+    processes = (
+        GpuProcess(11, lineage=(ProcessKey(11, 2), worker)),
+        GpuProcess(12, lineage=(ProcessKey(12, 3),)),
+    )
+    source.samples[identity(0).uuid] = GpuSample(GpuState.OK, GpuReading(processes=processes))
+    admissions = Admissions().admit([identity(0).uuid], 7, worker)
+    assert isinstance(admissions, Admissions)
+    clock, host = SystemClock(), FakeHost()
+    gpus = Gpus(source, clock, Deadlines())
+    collector = Collector(
+        "alpha", 1.0, gpus, host, host.identity(), clock, Deadlines(), admitted=lambda: admissions
+    )
+    collector.quarantines = {identity(1).uuid.lower(): "XID 79"}
+    try:
+        first, second = (await collector.collect()).gpus
+    finally:
+        await collector.close()
+    assert [process.fence for process in first.reading.processes or ()] == [7, None]
+    assert (first.quarantine, second.quarantine) == ("", "XID 79")
+
+
+@pytest.mark.parametrize("moment", ["before_write", "after_write"])
+async def test_an_agent_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path, moment: str) -> None:
+    """Admitted before: still there. Killed after the write and before the answer: admitted, which is the safe side."""
+    script = (
+        "from pathlib import Path; from gpuscale.monitor.agent.admission import Admissions;"
+        "from gpuscale.monitor.agent.admission_file import AdmissionFile;"
+        f"AdmissionFile(Path({str(tmp_path)!r}), 'boot').save(Admissions({{'a': 9}}))"
+    )
+    AdmissionFile(tmp_path, "boot").save(Admissions({"a": 3}))
+    environment = {**os.environ, VARIABLE: f"agent.admit.{moment}=kill"}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, env=environment)
+    async with asyncio.timeout(60.0):
+        assert await process.wait() == -9
+    found = AdmissionFile(tmp_path, "boot").load()
+    assert found == Admissions({"a": 3 if moment == "before_write" else 9})

@@ -1,0 +1,54 @@
+"""Whatever an agent reports, its page can be read by Prometheus and says exactly that."""
+
+from google.protobuf.json_format import ParseDict
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpuscale.api.types import v1 as types_api
+from gpuscale.monitor.exposition.series import DCGM, GPU
+from gpuscale.monitor.exposition.snapshots import add_snapshot
+from gpuscale.monitor.exposition.style import Style
+from gpuscale.monitor.exposition.text import Family, Page, labels
+
+TEXT = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=20)
+NUMBER = st.floats(0, 1e15) | st.integers(0, 2**53)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), st.text(max_size=9), max_size=4), NUMBER)
+def test_a_sample_is_read_back_as_it_was_written(pairs: dict[str, str], number: float) -> None:
+    page = Page()
+    page.add(Family("some_name", "gauge", 'help with \\ and "'), labels(pairs), number)
+    [family] = text_string_to_metric_families(b"".join(page.chunks()).decode())
+    assert family.documentation == 'help with \\ and "'
+    assert family.samples[0].labels == {name: text for name, text in pairs.items() if text}
+    assert family.samples[0].value == number
+
+
+@given(
+    model=TEXT,
+    hostname=TEXT,
+    fields=st.fixed_dictionaries(
+        {}, optional={series.field: st.integers(0, 100) for series in GPU if "pending" not in series.field}
+    ),
+)
+def test_a_page_shows_what_was_read_and_nothing_else(
+    model: str, hostname: str, fields: dict[str, int]
+) -> None:
+    fields.pop("remapped_rows_failed", None)
+    reading = ParseDict(fields, types_api.GpuReading())
+    gpu = types_api.Gpu(uuid="GPU-1", model=model, state=types_api.GpuState.GPU_STATE_OK, reading=reading)
+    snapshot = types_api.Snapshot(node="alpha", host=types_api.Host(hostname=hostname), gpus=[gpu])
+    page = Page()
+    add_snapshot(page, snapshot, Style(), fresh=True)
+    shown = {
+        family.name: family.samples
+        for family in text_string_to_metric_families(b"".join(page.chunks()).decode())
+    }
+    for series in (*GPU, *DCGM):
+        name = series.family.name
+        name = name.removesuffix("_total") if series.family.kind == "counter" else name
+        if series.field in fields:
+            assert [one.value for one in shown[name]] == [series.convert(fields[series.field])]
+        else:
+            assert name not in shown

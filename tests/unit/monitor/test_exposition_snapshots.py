@@ -1,0 +1,131 @@
+"""What a page says of a snapshot: only what is known, under the labels that dashboards ask for."""
+
+from typing import Any
+
+import pytest
+
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.wire import to_duration
+from gpuscale.monitor.exposition.snapshots import add_snapshot
+from gpuscale.monitor.exposition.style import Names, Style
+from gpuscale.monitor.exposition.text import Page
+from tests.support.monitor_values import GIB, snapshot
+from tests.support.promtool import named, samples, value
+
+Reading = types_api.GpuReading
+
+
+def gpu(index: int = 0, **fields: Any) -> types_api.Gpu:
+    """A GPU as an H100 host reports it."""
+    made = types_api.Gpu(
+        uuid=f"GPU-{index:08d}",
+        index=index,
+        model='H100 "80GB"',
+        pci_bus_id=f"00000000:{0x1B + index:02X}:00.0",
+        state=types_api.GpuState.GPU_STATE_OK,
+        reading=Reading(utilization_percent=50, memory_used_bytes=2 * GIB, age=to_duration(0.5)),
+    )
+    made.MergeFrom(types_api.Gpu(**fields))
+    return made
+
+
+def page(*gpus: types_api.Gpu, style: Style | None = None, fresh: bool = True, elapsed: float = 0.0) -> str:
+    """The text of a page with one node."""
+    made = Page()
+    message = snapshot("alpha", gpus=gpus)
+    message.host.hostname = "alpha.example"
+    message.host.driver_version = "550.54.15"
+    add_snapshot(made, message, style or Style(), fresh=fresh, elapsed=elapsed)
+    return b"".join(made.chunks()).decode()
+
+
+def test_a_line_of_dcgm_has_the_labels_of_dcgm_exporter_in_its_order() -> None:
+    lines = page(gpu(3)).splitlines()
+    assert (
+        'DCGM_FI_DEV_GPU_UTIL{gpu="3",UUID="GPU-00000003",pci_bus_id="00000000:1E:00.0",device="nvidia3",'
+        'modelName="H100 \\"80GB\\"",hostname="alpha.example",DCGM_FI_DRIVER_VERSION="550.54.15"} 50.0'
+    ) in lines
+
+
+def test_a_mig_instance_bears_its_profile_and_is_told_from_its_twin() -> None:
+    twins = [
+        gpu(0, uuid=f"MIG-{number}", mig_profile="1g.10gb", parent_uuid="GPU-00000000") for number in (1, 2)
+    ]
+    found = named(page(*twins), "DCGM_FI_DEV_FB_USED", GPU_I_PROFILE="1g.10gb", gpu="0", device="nvidia0")
+    assert {one.labels["UUID"] for one in found} == {"MIG-1", "MIG-2"}
+
+
+def test_the_host_label_is_written_as_asked() -> None:
+    [sample] = named(page(gpu(), style=Style(host_label="Hostname")), "DCGM_FI_DEV_GPU_UTIL")
+    assert sample.labels["Hostname"] == "alpha.example"
+    assert "hostname" not in sample.labels
+
+
+def test_where_many_nodes_are_shown_each_series_names_its_own() -> None:
+    one, many = page(gpu()), page(gpu(), style=Style(many_nodes=True))
+    assert "node" not in named(one, "DCGM_FI_DEV_GPU_UTIL")[0].labels
+    assert value(many, "DCGM_FI_DEV_GPU_UTIL", node="alpha") == 50
+
+
+@pytest.mark.parametrize(
+    ("names", "ours", "dcgm"), [("all", True, True), ("dcgm", False, True), ("gpuscale", True, False)]
+)
+def test_only_the_names_asked_for_are_used(names: Names, ours: bool, dcgm: bool) -> None:
+    text = page(gpu(), style=Style(names=names))
+    assert bool(named(text, "gpuscale_gpu_utilization_ratio")) is ours
+    assert bool(named(text, "DCGM_FI_DEV_GPU_UTIL")) is dcgm
+    assert value(text, "gpuscale_gpu_state", state="OK") == 1
+
+
+def test_what_was_not_read_has_no_series_and_is_counted_by_reason() -> None:
+    absent = types_api.AbsentReading(
+        field="power_watts", status=types_api.ReadingStatus.READING_STATUS_NOT_SUPPORTED
+    )
+    text = page(gpu(reading=Reading(absent_readings=[absent])))
+    assert "POWER_USAGE" not in text
+    assert "power_watts" not in text
+    assert value(text, "gpuscale_gpu_absent_readings", reason="NOT_SUPPORTED") == 1
+
+
+@pytest.mark.parametrize("state", ["HUNG", "LOST", "RESET_REQUIRED", "RELEASED"])
+def test_a_gpu_that_does_not_answer_shows_no_readings(state: str) -> None:
+    """Not even ones that its agent still keeps: frozen values would look alive."""
+    text = page(gpu(state=types_api.GpuState.Value(f"GPU_STATE_{state}")), gpu(1))
+    assert value(text, "gpuscale_gpu_state", gpu="0") == 1
+    assert named(text, "gpuscale_gpu_state", gpu="0")[0].labels["state"] == state
+    assert {one.labels["gpu"] for one in named(text, "DCGM_FI_DEV_GPU_UTIL")} == {"1"}
+    assert {one.labels["gpu"] for one in named(text, "gpuscale_gpu_utilization_ratio")} == {"1"}
+    assert value(text, "gpuscale_node_gpus") == 2
+    assert value(text, "gpuscale_node_gpus_working") == 1
+    assert value(text, "gpuscale_node_gpu_problem") == 1
+
+
+def test_a_node_that_is_not_fresh_shows_states_and_no_readings() -> None:
+    text = page(gpu(), fresh=False, elapsed=7.0)
+    assert value(text, "gpuscale_gpu_state", state="STALE") == 1
+    assert value(text, "gpuscale_gpu_reading_age_seconds") == 7.5
+    assert value(text, "gpuscale_node_gpus_working") == 0
+    assert not any(one.name.startswith(("DCGM_", "gpuscale_host_")) for one in samples(text))
+
+
+def test_what_holds_a_gpu_back_is_named() -> None:
+    text = page(
+        gpu(
+            reading=Reading(
+                throttle_reasons=["sw_power_cap", "hw_thermal_slowdown"],
+                recovery_action=types_api.RecoveryAction.RECOVERY_ACTION_GPU_RESET,
+            ),
+            quarantine="XID 79",
+        )
+    )
+    reasons = {one.labels["reason"] for one in named(text, "gpuscale_gpu_throttled")}
+    assert reasons == {"sw_power_cap", "hw_thermal_slowdown"}
+    assert value(text, "gpuscale_gpu_recovery_action", action="GPU_RESET") == 1
+    assert value(text, "gpuscale_gpu_quarantined") == 1
+
+
+def test_processes_are_counted_and_an_empty_list_is_no_absent_one() -> None:
+    busy = Reading(processes=[types_api.GpuProcess(pid=1), types_api.GpuProcess(pid=2)])
+    unknown = Reading(absent_readings=[types_api.AbsentReading(field="processes")])
+    text = page(gpu(0, reading=busy), gpu(1), gpu(2, reading=unknown))
+    assert {one.labels["gpu"]: one.value for one in named(text, "gpuscale_gpu_processes")} == {"0": 2, "1": 0}

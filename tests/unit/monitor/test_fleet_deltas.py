@@ -1,0 +1,282 @@
+"""Changes that cannot be true are refused one by one, change nothing, and make the fleet ask for a whole snapshot."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.wire import to_duration
+from gpuscale.monitor.fleet.delta import refuse_change
+from gpuscale.monitor.fleet.model import NodeState
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.merging import Change, Picture
+from tests.support.clock import ManualClock
+from tests.support.monitor_values import GIB, gpu, hello, snapshot
+
+Delta = monitor_api.SnapshotDelta
+FIELDS = {name: field.number for name, field in types_api.GpuReading.DESCRIPTOR.fields_by_name.items()}
+HOST_FIELDS = {name: field.number for name, field in types_api.HostReading.DESCRIPTOR.fields_by_name.items()}
+
+
+def delta(seq: int = 2, base_seq: int = 1, **numbers: tuple[float, ...]) -> Delta:
+    """A delta with a table of numbers, by name of the field; of all GPUs."""
+    table = monitor_api.GpuNumbers(
+        fields=[FIELDS[name] for name in numbers],
+        values=[one for column in numbers.values() for one in column],
+    )
+    return Delta(seq=seq, base_seq=base_seq, age=to_duration(0.25), numbers=table if numbers else None)
+
+
+def request(message: Delta) -> monitor_api.StreamTelemetryRequest:
+    return monitor_api.StreamTelemetryRequest(delta=message)
+
+
+def base() -> types_api.Snapshot:
+    return snapshot(gpus=(gpu("GPU-1"), gpu("GPU-2")))
+
+
+def refusal(message: Delta) -> str:
+    """Why a delta is refused; it changes nothing whether it is or not."""
+    picture = Picture(base())
+    found = refuse_change(Change.of(message), picture)
+    assert picture.snapshot == base()
+    return found
+
+
+def one_gpu(**change: object) -> Delta:
+    message = delta()
+    message.gpus.append(monitor_api.GpuDelta(**{"place": 1} | change))  # type: ignore[arg-type]
+    return message
+
+
+def with_places(*places: int) -> Delta:
+    message = delta(power_watts=(1.0,) * len(places))
+    message.numbers.places.extend(places)
+    return message
+
+
+def with_host(**change: object) -> Delta:
+    message = delta()
+    message.host.CopyFrom(monitor_api.HostDelta(**change))  # type: ignore[arg-type]
+    return message
+
+
+def aged(message: Delta, seconds: float) -> Delta:
+    message.age.CopyFrom(to_duration(seconds))
+    return message
+
+
+def dated(nanos: int, seconds: int = 0) -> Delta:
+    message = delta()
+    message.sample_time.seconds, message.sample_time.nanos = seconds, nanos
+    return message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        delta(),
+        delta(utilization_percent=(0.0, 100.0), power_watts=(1.5, 2.5)),
+        delta(memory_free_bytes=(1, 2), memory_used_bytes=(3, 4)),
+        delta(memory_free_bytes=(70 * GIB, 70 * GIB), memory_used_bytes=(13 * GIB, 13 * GIB)),
+        delta(remapped_rows_failed=(0, 1), recovery_action=(1, 2)),
+        with_places(1),
+        one_gpu(state=types_api.GpuState.GPU_STATE_HUNG, cleared_fields=[FIELDS["utilization_percent"]]),
+        one_gpu(cleared_fields=[FIELDS["memory_total_bytes"]]),
+        one_gpu(reading=types_api.GpuReading(power_watts=5.0)),
+        one_gpu(quarantine="xid 79"),
+        with_host(reading=types_api.HostReading(cpu_percent=50)),
+    ],
+)
+def test_changes_that_can_be_are_taken(message: Delta) -> None:
+    assert refusal(message) == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "at_fault"),
+    [
+        (delta(utilization_percent=(math.nan, 1.0)), "utilization_percent"),
+        (delta(utilization_percent=(1.0, math.inf)), "utilization_percent"),
+        (delta(utilization_percent=(-1.0, 1.0)), "utilization_percent"),
+        (delta(utilization_percent=(1.0, 101.0)), "utilization_percent"),
+        (delta(power_watts=(1.0, -0.5)), "power_watts"),
+        (delta(memory_total_bytes=(0, GIB)), "memory_total_bytes"),
+        (delta(performance_state=(1, 2**40)), "performance_state"),
+        (delta(pcie_sent_bytes=(1, 2**60)), "pcie_sent_bytes"),
+        (delta(recovery_action=(1, 99)), "recovery_action"),
+        (delta(memory_free_bytes=(1, 81 * GIB)), "gpus[1].reading.memory_free_bytes"),
+        (delta(memory_used_bytes=(20 * GIB, 1)), "gpus[0].reading.memory_used_bytes"),
+        (delta(memory_total_bytes=(60 * GIB, 80 * GIB)), "gpus[0].reading.memory_free_bytes"),
+        (one_gpu(reading=types_api.GpuReading(memory_free_bytes=81 * GIB)), "gpus[1].reading.memory_free_bytes"),
+        (delta(power_watts=(1.0,)), "not one of each"),
+        (delta(power_watts=(1.0, 2.0, 3.0)), "not one of each"),
+        (delta(power_watts=()), "not one of each"),
+        (delta(power_watts=(1.0,) * 10_000), "not one of each"),
+        (delta(processes=(1.0, 2.0)), "no number"),
+        (Delta(numbers=monitor_api.GpuNumbers(fields=[999], values=[1, 2])), "no number"),
+        (with_places(0, 2), "no GPU"),
+        (with_places(-1), "no GPU"),
+        (one_gpu(place=2), "no GPU"),
+        (one_gpu(place=-1), "no GPU"),
+        (one_gpu(state=77), "state"),
+        (one_gpu(quarantine="a\nb"), "quarantine"),
+        (one_gpu(cleared_fields=[999]), "no field"),
+        (one_gpu(cleared_fields=[FIELDS["age"]] * 100), "no field"),
+        (one_gpu(reading=types_api.GpuReading(power_watts=math.nan)), "power_watts"),
+        (one_gpu(reading=types_api.GpuReading(throttle_reasons=["idle"])), "throttle_reasons is not cleared first"),
+        (
+            one_gpu(
+                reading=types_api.GpuReading(throttle_reasons=["a\x00"]), cleared_fields=[FIELDS["throttle_reasons"]]
+            ),
+            "throttle_reasons[0]",
+        ),
+        (Delta(gpus=[monitor_api.GpuDelta()] * 10_000), "more than there are"),
+        (with_host(reading=types_api.HostReading(cpu_percent=math.nan)), "host.reading.cpu_percent"),
+        (with_host(reading=types_api.HostReading(memory_total_bytes=-1)), "host.reading.memory_total_bytes"),
+        (with_host(cleared_fields=[999]), "host.cleared_fields"),
+        (aged(delta(), -1.0), "age"),
+        (dated(-1), "sample_time"),
+        (dated(0, 10**12), "sample_time"),
+    ],
+)  # fmt: skip
+def test_changes_that_cannot_be_are_refused(message: Delta, at_fault: str) -> None:
+    assert at_fault in refusal(message)
+
+
+class Index:
+    """An index with one stream whose first snapshot was taken in."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.nodes = Nodes(self.clock, max_nodes=10)
+        self.seen: list[tuple[int, object]] = []
+        self.nodes.observers = (lambda node, one, now, places: self.seen.append((one.seq, places)),)
+        self._connection = self.nodes.connected(hello(), lambda: None)
+        self.stream = self._connection.__enter__()
+        assert self.whole(1)
+
+    def whole(self, seq: int) -> bool:
+        message = base()
+        message.seq = seq
+        return self.nodes.take(self.stream, monitor_api.StreamTelemetryRequest(snapshot=message))
+
+    def take(self, message: Delta) -> bool:
+        return self.nodes.take(self.stream, request(message))
+
+    @property
+    def shown(self) -> types_api.Snapshot:
+        found = self.nodes.get("alpha").snapshot
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def index() -> Index:
+    return Index()
+
+
+def test_changes_are_merged_and_observers_are_told_which_gpus(index: Index) -> None:
+    assert index.take(delta(power_watts=(5.0, 6.0)))
+    assert index.take(one_gpu_after(2, 3))
+    assert index.take(delta(seq=9, base_seq=3))
+    assert [one.reading.power_watts for one in index.shown.gpus] == [5.0, 6.0]
+    assert index.shown.gpus[0].state == types_api.GpuState.GPU_STATE_OK
+    assert index.shown.gpus[1].state == types_api.GpuState.GPU_STATE_HUNG
+    assert index.shown.gpus[1].name == "nodes/alpha/gpus/gpu-2"
+    assert index.seen == [(1, None), (2, None), (3, {1}), (9, set())]
+    assert index.stream.acked_seq == 9
+
+
+def one_gpu_after(base_seq: int, seq: int) -> Delta:
+    message = one_gpu(state=types_api.GpuState.GPU_STATE_HUNG)
+    message.base_seq, message.seq = base_seq, seq
+    return message
+
+
+def test_heartbeats_alone_keep_a_node_online(index: Index) -> None:
+    for seq in range(2, 10):
+        index.clock.advance(1.0)
+        assert index.take(delta(seq=seq, base_seq=seq - 1))
+        assert index.nodes.get("alpha").state(index.clock.now()) is NodeState.ONLINE
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        delta(power_watts=(-1.0, 1.0)),
+        delta(seq=1, base_seq=1),
+        delta(seq=0, base_seq=1),
+        delta(seq=5, base_seq=4),
+        delta(seq=5, base_seq=0),
+    ],
+    ids=["negative", "seq again", "seq back", "base ahead", "base behind"],
+)
+def test_after_a_refusal_only_a_whole_snapshot_is_taken(index: Index, bad: Delta) -> None:
+    before = types_api.Snapshot()
+    before.CopyFrom(index.shown)
+    assert not index.take(bad)
+    assert index.stream.base_seq is None
+    assert not index.take(delta(seq=6, base_seq=1)), "it leads nowhere: one before it is missing"
+    assert index.shown == before
+    assert (index.stream.rejected_count, index.nodes.get("alpha").rejected_count) == (2, 2)
+    assert index.whole(7)
+    assert index.take(delta(seq=8, base_seq=7))
+    assert index.stream.rejected_count == 2
+
+
+def test_a_new_stream_cannot_go_on_from_what_the_old_one_sent(index: Index) -> None:
+    with index.nodes.connected(hello(), lambda: None) as again:
+        assert not index.nodes.take(again, request(delta()))
+        assert not index.take(delta()), "and the old one reports no more"
+
+
+def test_no_memory_is_lost_to_what_was_cleared(index: Index) -> None:
+    """A message keeps the memory of cleared lists until it is copied."""
+    for seq in range(2, 40):
+        message = one_gpu_after(seq - 1, seq)
+        message.gpus[0].cleared_fields.append(FIELDS["throttle_reasons"])
+        message.gpus[0].reading.throttle_reasons.append("x" * 500)
+        held = index.shown
+        assert index.take(message)
+        assert index.shown is not held
+    assert list(index.shown.gpus[1].reading.throttle_reasons) == ["x" * 500]
+
+
+@pytest.mark.parametrize("step", [3600.0, -3600.0])
+def test_a_clock_that_is_set_by_an_hour_changes_nothing(index: Index, step: float) -> None:
+    """Ages decide, and those are counted on a clock that nobody sets."""
+    index.clock.step_wall(step)
+    assert index.nodes.get("alpha").state(index.clock.now()) is NodeState.ONLINE
+    message = delta()
+    message.sample_time.FromDatetime(index.clock.wall())
+    assert index.take(message)
+    index.clock.advance(2.5)
+    assert index.nodes.get("alpha").state(index.clock.now()) is NodeState.ONLINE
+    index.clock.advance(0.6)
+    index.clock.step_wall(-step)
+    assert index.nodes.get("alpha").state(index.clock.now()) is NodeState.STALE
+
+
+def test_an_agent_whose_readings_are_frozen_turns_stale_though_it_sends(index: Index) -> None:
+    for seq in range(2, 8):
+        index.clock.advance(1.0)
+        assert index.take(aged(delta(seq=seq, base_seq=seq - 1), seq - 1.0))
+        stale = index.nodes.get("alpha").state(index.clock.now()) is NodeState.STALE
+        assert stale == (seq - 1.0 > 3.0)
+
+
+def check_faults(index: Index, check: Callable[[str, monitor_api.ReportedFaults, float], None]) -> None:
+    index.nodes.fault_observers = (check,)
+
+
+def test_reported_faults_are_passed_on_and_are_no_snapshot(index: Index) -> None:
+    heard: list[str] = []
+    check_faults(index, lambda node, faults, now: heard.append(f"{node} {faults.faults[0].xid}"))
+    faults = monitor_api.ReportedFaults(faults=[monitor_api.ReportedFault(uuid="GPU-1", xid=79)])
+    assert index.nodes.take(index.stream, monitor_api.StreamTelemetryRequest(faults=faults))
+    assert heard == ["alpha 79"]
+    assert index.take(delta()), "changes go on from the same snapshot"
+    faults.faults[0].xid = -1
+    assert not index.nodes.take(index.stream, monitor_api.StreamTelemetryRequest(faults=faults))

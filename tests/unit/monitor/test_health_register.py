@@ -1,0 +1,273 @@
+"""Health: what becomes an event, when it is over, and which GPUs work is kept away from."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpuscale.monitor.health.checks import PATIENCE, results
+from gpuscale.monitor.health.events import Events
+from gpuscale.monitor.health.model import Action, Event, Finding, GpuFacts, HealthCheck, HealthSeverity
+from gpuscale.monitor.health.register import GONE_SECONDS, HealthRegister
+from gpuscale.monitor.health.trends import MOST_REPLAYS_PER_MINUTE, REPLAY_WINDOW_SECONDS
+from gpuscale.monitor.health.xids import XIDS, xid_finding
+
+OK = GpuFacts("OK", 0, False, False, False, "NONE", 0, 0, 18)  # noqa: FBT003
+
+
+class Site:
+    """A register, and one GPU that is seen once a second."""
+
+    def __init__(self) -> None:
+        self.register = HealthRegister(Events("run"))
+        self.now = 0.0
+        self.boot = "boot 1"
+
+    def see(self, facts: GpuFacts = OK, seconds: float = 1.0) -> None:
+        """Let time pass with snapshots that show these facts."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 1.0
+            self.register.shown("alpha", self.boot, {"gpu-1"}, self.now)
+            self.register.observe("alpha", {"GPU-1": facts}, self.now)
+
+    def tick(self, seconds: float) -> None:
+        """Let time pass with snapshots in which nothing changes."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 1.0
+            self.register.tick(self.now)
+
+    def fault(self, xid: int) -> None:
+        self.register.report("alpha", "GPU-1", xid, self.now)
+
+    @property
+    def lasting(self) -> list[Event]:
+        return [event for event in self.register.events.newest_first() if event.resolved_at is None]
+
+    @property
+    def all(self) -> list[Event]:
+        return list(self.register.events.newest_first())
+
+    @property
+    def quarantine(self) -> str:
+        return self.register.quarantines("alpha").get("gpu-1", "")
+
+
+@pytest.fixture
+def site() -> Site:
+    return Site()
+
+
+BAD = {
+    HealthCheck.ECC_UNCORRECTED: (replace(OK, ecc_uncorrected=1), True),
+    HealthCheck.ROW_REMAP_FAILURE: (replace(OK, remap_failed=True), True),
+    HealthCheck.MEMORY_REPAIR_PENDING: (replace(OK, retired_pending=True), False),
+    HealthCheck.GPU_LOST: (GpuFacts("LOST"), True),
+    HealthCheck.RESET_REQUIRED: (GpuFacts("RESET_REQUIRED"), True),
+    HealthCheck.GPU_HUNG: (GpuFacts("HUNG"), True),
+    HealthCheck.RECOVERY_ACTION: (replace(OK, recovery_action="NODE_REBOOT"), True),
+    HealthCheck.THERMAL_SLOWDOWN: (replace(OK, throttle_reason_mask=0x40), False),
+    HealthCheck.NVLINK_DOWN: (replace(OK, nvlinks_active=17), False),
+}
+
+
+@pytest.mark.parametrize("check", BAD, ids=lambda check: check.name)
+def test_each_check_raises_one_event_keeps_work_away_if_fatal_and_comes_back(
+    site: Site, check: HealthCheck
+) -> None:
+    facts, fatal = BAD[check]
+    patience = PATIENCE[check]
+    site.see(OK, 3)
+    site.see(facts, patience.raise_after + 2)
+    [event] = site.lasting
+    assert (event.check, event.uuid, event.finding.fatal) == (check, "GPU-1", fatal)
+    assert (event.finding.message in site.quarantine) == fatal
+    site.see(facts, 100)
+    assert site.lasting == [event]
+    site.see(OK, patience.resolve_after - 1)
+    assert site.lasting == [event]
+    site.see(OK, 3)
+    assert (site.lasting, site.quarantine) == ([], "")
+    assert event.resolved_at is not None
+
+
+def test_a_healthy_gpu_has_no_event_and_costs_no_tick(site: Site) -> None:
+    site.see(OK, 200)
+    assert site.all == []
+    assert not site.register.eventful("alpha")
+
+
+def test_what_flickers_is_one_event(site: Site) -> None:
+    for _ in range(20):
+        site.see(replace(OK, ecc_uncorrected=1), 2)
+        site.see(OK, 5)
+    assert len(site.all) == 1
+    assert site.quarantine
+
+
+def test_a_short_slowdown_is_no_event(site: Site) -> None:
+    for _ in range(5):
+        site.see(replace(OK, throttle_reason_mask=0x40), 5)
+        site.see(OK, 1)
+    assert site.all == []
+
+
+def test_what_was_not_read_changes_nothing(site: Site) -> None:
+    site.see(replace(OK, remap_failed=True), 2)
+    site.see(GpuFacts("OK"), 500)
+    assert [event.check for event in site.lasting] == [HealthCheck.ROW_REMAP_FAILURE]
+    assert results(GpuFacts("RELEASED")) == {}
+    assert results(GpuFacts("")) == {}
+
+
+def test_time_alone_resolves_what_the_last_snapshot_showed_well(site: Site) -> None:
+    site.see(replace(OK, ecc_uncorrected=1), 2)
+    site.see(OK, 1)
+    site.tick(PATIENCE[HealthCheck.ECC_UNCORRECTED].resolve_after + 1)
+    assert site.lasting == []
+
+
+def test_nothing_is_over_while_the_node_is_silent(site: Site) -> None:
+    site.see(replace(OK, ecc_uncorrected=1), 2)
+    site.see(OK, 1)
+    site.register.stale("alpha", stale=True, now=site.now)
+    site.tick(100)
+    site.register.stale("alpha", stale=True, now=site.now)
+    assert {event.check for event in site.lasting} == {
+        HealthCheck.ECC_UNCORRECTED,
+        HealthCheck.COLLECTION_STALE,
+    }
+    assert site.quarantine
+
+
+def test_a_silent_node_is_an_event_of_the_node_that_quarantines_nobody(site: Site) -> None:
+    for second in range(4):
+        site.register.stale("alpha", stale=True, now=float(second))
+    [event] = site.lasting
+    assert (event.check, event.uuid, event.quarantines) == (HealthCheck.COLLECTION_STALE, "", False)
+    for second in range(4, 12):
+        site.register.stale("alpha", stale=False, now=float(second))
+    assert site.lasting == []
+
+
+def test_a_fault_of_a_program_is_over_at_once_and_counted_while_it_repeats(site: Site) -> None:
+    site.see()
+    site.fault(31)
+    site.see(OK, 30)
+    site.fault(31)
+    [event] = site.all
+    assert (event.xid, event.count, event.resolved_at) == (31, 2, site.now)
+    assert site.quarantine == ""
+    site.see(OK, 100)
+    site.fault(31)
+    assert len(site.all) == 2
+
+
+def test_a_fatal_fault_quarantines_until_the_gpu_was_away_and_answers_again(site: Site) -> None:
+    site.see()
+    site.fault(119)
+    assert "XID 119" in site.quarantine
+    site.see(OK, 1000)
+    assert "XID 119" in site.quarantine, "answering alone proves nothing"
+    site.see(GpuFacts("RELEASED"), 3)
+    site.see(OK, PATIENCE[HealthCheck.XID].resolve_after - 1)
+    assert "XID 119" in site.quarantine
+    site.see(OK, 3)
+    assert (site.quarantine, site.lasting) == ("", [])
+
+
+def test_a_boot_of_the_node_ends_a_fatal_fault(site: Site) -> None:
+    site.see()
+    site.fault(79)
+    site.boot = "boot 2"
+    site.see(OK, PATIENCE[HealthCheck.XID].resolve_after + 2)
+    assert site.quarantine == ""
+
+
+def test_the_first_fault_of_a_gpu_that_was_never_seen_is_visible(site: Site) -> None:
+    site.fault(48)
+    assert [event.xid for event in site.lasting] == [48]
+    assert site.quarantine
+    site.see(OK, 2)
+    assert site.quarantine
+
+
+def test_an_admin_lifts_a_quarantine_once(site: Site) -> None:
+    site.see()
+    site.fault(48)
+    site.see(replace(OK, remap_failed=True), 2)
+    lifted = site.register.clear("alpha", "GPU-1", site.now)
+    assert {event.check for event in lifted} == {HealthCheck.XID, HealthCheck.ROW_REMAP_FAILURE}
+    assert site.quarantine == ""
+    assert [event.check for event in site.lasting] == [HealthCheck.ROW_REMAP_FAILURE]
+    site.see(replace(OK, remap_failed=True), 100)
+    assert site.quarantine == "", "what lasts stays lifted"
+    site.fault(48)
+    assert "XID 48" in site.quarantine, "what happens again does not"
+    assert site.register.clear("beta", "GPU-1", site.now) == []
+
+
+def test_replays_are_judged_by_how_fast_they_grow(site: Site) -> None:
+    def grow(per_minute: float, minutes: int) -> None:
+        for _ in range(int(minutes * REPLAY_WINDOW_SECONDS)):
+            self_count[0] += per_minute / 60.0
+            site.see(replace(OK, pcie_replays=int(self_count[0])))
+
+    self_count = [1_000_000.0]
+    grow(MOST_REPLAYS_PER_MINUTE - 5, 3)
+    assert site.all == []
+    grow(MOST_REPLAYS_PER_MINUTE * 2, 3)
+    assert [event.check for event in site.lasting] == [HealthCheck.PCIE_REPLAY]
+    grow(0, 5)
+    assert site.lasting == []
+
+
+def test_links_are_counted_anew_after_the_gpu_was_away(site: Site) -> None:
+    site.see(OK, 2)
+    site.see(GpuFacts("RELEASED"), 2)
+    site.see(replace(OK, nvlinks_active=12), 30)
+    assert site.all == []
+
+
+def test_a_gpu_that_is_gone_for_good_is_forgotten(site: Site) -> None:
+    site.see()
+    site.fault(79)
+    site.register.shown("alpha", site.boot, {"gpu-2"}, site.now)
+    site.tick(10)
+    assert site.quarantine
+    site.now += GONE_SECONDS
+    site.tick(1)
+    assert (site.lasting, site.quarantine) == ([], "")
+
+
+def test_a_gpu_that_a_snapshot_leaves_out_takes_no_memory_unless_something_is_about_it(site: Site) -> None:
+    site.register.observe("alpha", {f"GPU-{number}": OK for number in range(50)}, 1.0)
+    site.fault(79)
+    site.register.shown("alpha", "", {"gpu-2"}, 2.0)
+    known = site.register._nodes["alpha"]
+    assert (set(known.gpus), set(known.pasts)) == ({"gpu-1"}, {"gpu-2"})
+
+
+def test_the_newest_events_that_are_over_are_kept_and_all_that_last() -> None:
+    events = Events("run", most_resolved=3)
+    finding = Finding(HealthSeverity.INFO, Action.NONE, "text")
+    lasting = events.begin(HealthCheck.GPU_LOST, "alpha", "GPU-0", finding, 0.0)
+    for number in range(10):
+        events.resolve(events.begin(HealthCheck.XID, "alpha", "GPU-1", finding, float(number)), float(number))
+    assert len(events) == 4
+    newest = list(events.newest_first())
+    assert [event.started_at for event in newest] == [9.0, 8.0, 7.0, 0.0]
+    assert [event.id for event in newest] == sorted((event.id for event in newest), reverse=True)
+    assert events.get(lasting.id) is lasting
+
+
+def test_every_number_of_the_table_makes_sense() -> None:
+    """Fatal faults are critical and ask for something that takes the GPU out; all others leave it in use."""
+    for xid, known in XIDS.items():
+        finding = xid_finding(xid)
+        assert finding.message == f"XID {xid}: {known.name}"
+        assert finding.fatal == known.fatal
+        assert not known.fatal or known.severity is HealthSeverity.CRITICAL
+        assert not known.fatal or known.action not in {Action.NONE, Action.RESTART_WORKLOAD, Action.DRAIN}
+    unknown = xid_finding(9999)
+    assert (unknown.fatal, unknown.severity) == (False, HealthSeverity.WARNING)

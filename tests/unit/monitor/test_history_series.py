@@ -1,0 +1,178 @@
+"""History in tiers: what is kept for how long, that nothing is lost between tiers, and that memory is bounded."""
+
+import sys
+from array import array
+
+import pytest
+
+from gpuscale.monitor.history.history import DEFAULT_TIERS, History
+from gpuscale.monitor.history.metrics import ABSENT, GPU_METRICS, Tally
+from gpuscale.monitor.history.query import plan, spread, trend
+from gpuscale.monitor.history.ring import Point
+from gpuscale.monitor.history.series import Series, Tier, most_bytes
+
+TIERS = (Tier(1.0, 20.0), Tier(5.0, 100.0), Tier(20.0, 400.0))
+GPU = tuple(float(index) for index in range(len(GPU_METRICS)))
+
+
+def filled(seconds: int, *, tiers: tuple[Tier, ...] = TIERS, each: float = 1.0, width: int = 1) -> Series:
+    """A series with one sample each `each` seconds; every metric shows the second it was read in."""
+    series = Series(width, tiers)
+    for number in range(int(seconds / each)):
+        series.add(number * each, (number * each // 1,) * width)
+    return series
+
+
+def test_the_finest_tier_has_one_point_for_each_second_and_no_more_than_it_keeps() -> None:
+    points = filled(60).points(0, 0, 0.0, 1e9)
+    assert [point.start for point in points] == [float(second) for second in range(39, 60)]
+    assert all(point.samples == 1 and point.min == point.mean == point.max == point.start for point in points)
+
+
+@pytest.mark.parametrize("tier", [0, 1, 2])
+def test_each_tier_reaches_to_the_newest_sample(tier: int) -> None:
+    """Buckets that a coarse tier has not got yet come from the finer ones, so nothing is counted twice or missed."""
+    for seconds in range(1, 130):
+        points = filled(seconds).points(0, tier, 0.0, 1e9)
+        shown = sum(point.samples for point in points)
+        assert points[-1].start == seconds - 1
+        assert shown == min(seconds, shown)
+        begin = int(points[0].start)
+        assert shown == seconds - begin, (seconds, tier)
+
+
+def test_coarse_buckets_keep_minimum_mean_maximum_and_count() -> None:
+    points = filled(100).points(0, 2, 0.0, 20.0)
+    assert points == [Point(0.0, 0.0, 9.5, 19.0, 20)]
+
+
+def test_several_samples_of_one_bucket_are_put_together() -> None:
+    series = Series(1, TIERS)
+    for at, value in ((0.2, 5.0), (0.4, 1.0), (0.6, 3.0), (1.2, 8.0)):
+        series.add(at, (value,))
+    assert series.points(0, 0, 0.0, 10.0) == [Point(0.0, 1.0, 3.0, 5.0, 3), Point(1.0, 8.0, 8.0, 8.0, 1)]
+    flood = Series(1, TIERS)
+    for number in range(1000):
+        flood.add(number / 1000, (float(number),))
+    [point] = flood.points(0, 0, 0.0, 10.0)
+    assert (point.min, point.max, point.samples) == (0.0, 999.0, 1000)
+    assert point.mean == pytest.approx(499.5)
+
+
+def test_what_is_absent_is_no_sample_and_no_zero() -> None:
+    series = Series(2, TIERS)
+    for second in range(50):
+        series.add(float(second), (7.0, ABSENT if second % 2 else 4.0))
+    assert all(point.samples == 5 for point in series.points(0, 1, 0.0, 40.0))
+    second = series.points(1, 1, 0.0, 40.0)
+    assert {point.samples for point in second} == {2, 3}
+    assert all(point.min == point.mean == point.max == 4.0 for point in second)
+    never = Series(1, TIERS)
+    for at in range(50):
+        never.add(float(at), (ABSENT,))
+    assert never.points(0, 2, 0.0, 100.0) == []
+
+
+def test_a_gap_has_no_points() -> None:
+    series = filled(10)
+    series.add(1000.0, (1.0,))
+    series.add(1001.0, (1.0,))
+    for tier in range(3):
+        starts = [point.start for point in series.points(0, tier, 0.0, 2000.0)]
+        assert [start for start in starts if 20 <= start < 1000] == []
+        assert starts[-1] == 1001.0
+
+
+def test_a_sample_from_before_the_open_bucket_is_left_out() -> None:
+    series = filled(10)
+    series.add(3.0, (99.0,))
+    assert max(point.max for point in series.points(0, 0, 0.0, 100.0)) == 9.0
+
+
+def held_bytes(found: object) -> int:
+    """Memory of all arrays that can be reached from an object."""
+    if isinstance(found, array):
+        return sys.getsizeof(found)
+    if isinstance(found, list | tuple):
+        return sum(held_bytes(one) for one in found)
+    return sum(held_bytes(one) for one in vars(found).values()) if hasattr(found, "__dict__") else 0
+
+
+def test_memory_stays_below_what_is_stated_however_long_it_runs() -> None:
+    tiers = (Tier(1.0, 60.0), Tier(10.0, 600.0), Tier(60.0, 6000.0))
+    series = Series(len(GPU_METRICS), tiers)
+    for second in range(20_000):
+        series.add(float(second), GPU)
+    arrays = sum(held_bytes(ring) for ring in series._rings)
+    assert 0.6 * most_bytes(len(GPU_METRICS), tiers) < arrays < most_bytes(len(GPU_METRICS), tiers)
+
+
+def test_a_gpu_takes_at_most_a_mebibyte_and_a_half_by_default() -> None:
+    assert most_bytes(len(GPU_METRICS), DEFAULT_TIERS) < 1.5 * 1024**2
+
+
+def test_history_beyond_the_budget_is_not_begun_and_ended_series_make_room() -> None:
+    size = most_bytes(len(GPU_METRICS), TIERS)
+    history = History(TIERS, budget_bytes=2 * size)
+    for uuid in ("a", "b", "c"):
+        history.add_gpu(uuid, 100.0, GPU)
+    assert (len(history), history.get("c"), history.used_bytes) == (2, None, 2 * size)
+    history.add_gpu("b", 450.0, GPU)
+    assert history.get("a") is not None
+    history.forget_ended(520.0)
+    history.add_gpu("c", 520.0, GPU)
+    assert history.get("a") is None
+    assert history.get("c") is not None
+
+
+@pytest.mark.parametrize(
+    ("span", "step", "most", "tier", "expected"),
+    [
+        (600, 0, 10_000, 0, 1.0),
+        (600, 0, 101, 0, 6.0),
+        (600, 30, 10_000, 1, 30.0),
+        (3600, 0, 10_000, 1, 10.0),
+        (3600, 3, 10_000, 1, 10.0),
+        (3600, 90, 10_000, 2, 120.0),
+        (86_400, 0, 1000, 2, 120.0),
+        (30 * 86_400, 0, 100_000, 2, 60.0),
+    ],
+)
+def test_the_tier_reaches_back_and_points_stay_few(
+    span: float, step: float, most: int, tier: int, expected: float
+) -> None:
+    found = plan(DEFAULT_TIERS, span, span, step, most)
+    assert (found.tier, found.step) == (tier, expected)
+    assert span / found.step <= most
+
+
+def test_a_coarser_step_keeps_every_sample() -> None:
+    points = filled(20).points(0, 0, 0.0, 100.0)
+    assert spread(points, 7.0) == [
+        Point(0.0, 0.0, 3.0, 6.0, 7),
+        Point(7.0, 7.0, 10.0, 13.0, 7),
+        Point(14.0, 14.0, 16.5, 19.0, 6),
+    ]
+
+
+def test_a_trend_is_the_slope_in_an_hour() -> None:
+    rising = trend([Point(10.0 * step, step, step, step, 1 + step % 3) for step in range(50)])
+    assert rising is not None
+    assert rising.slope_per_hour == pytest.approx(360.0)
+    assert (rising.stats.min, rising.stats.max) == (0, 49)
+    level = trend([Point(float(at), 5.0, 5.0, 5.0, 1) for at in range(9)])
+    assert level is not None
+    assert level.slope_per_hour == 0.0
+    single = trend([Point(1.0, 2.0, 3.0, 4.0, 5)])
+    assert single is not None
+    assert single.slope_per_hour is None
+    assert trend([]) is None
+
+
+def test_a_mean_never_leaves_minimum_and_maximum() -> None:
+    tally = Tally()
+    for _ in range(3):
+        tally.add(0.1)
+    stats = tally.stats()
+    assert stats is not None
+    assert stats.min <= stats.mean <= stats.max

@@ -1,0 +1,67 @@
+"""From snapshots to samples: each reading once, and nothing of what nobody takes."""
+
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.wire import to_duration
+from gpuscale.monitor.history.history import DEFAULT_TIERS, History
+from gpuscale.monitor.history.ring import Point
+from gpuscale.monitor.recording.model import Order, Target
+from gpuscale.monitor.recording.observer import SampleObserver
+from gpuscale.monitor.recording.recordings import Recordings
+
+ROOM = 1 << 30
+
+
+def snapshot(percent: float | None, *, age: float = 0.0, period: float = 1.0) -> types_api.Snapshot:
+    reading = types_api.GpuReading(utilization_percent=percent, age=to_duration(age))
+    gpu = types_api.Gpu(uuid="GPU-1", reading=reading)
+    return types_api.Snapshot(node="alpha", period=to_duration(period), gpus=[gpu])
+
+
+def utilization(history: History) -> list[Point]:
+    series = history.get("gpu-1")
+    return series.points(0, 0, 0.0, 1e6) if series is not None else []
+
+
+def test_a_reading_that_snapshots_repeat_counts_once() -> None:
+    """A GPU whose driver is slow keeps its last reading, and the age of that grows."""
+    history = History(DEFAULT_TIERS, ROOM)
+    observer = SampleObserver(history, Recordings())
+    for second in range(10):
+        observer.observe("alpha", snapshot(30.0, age=float(second)), 100.0 + second, None)
+    assert [point.samples for point in utilization(history)] == [1]
+    observer.observe("alpha", snapshot(30.0, age=0.1), 110.0, None)
+    assert len(utilization(history)) == 2
+
+
+def test_what_did_not_change_is_a_new_sample_with_the_old_value() -> None:
+    history = History(DEFAULT_TIERS, ROOM)
+    observer = SampleObserver(history, Recordings())
+    observer.observe("alpha", snapshot(30.0), 100.0, None)
+    observer.observe("alpha", snapshot(30.0), 101.0, [])
+    observer.observe("alpha", snapshot(50.0), 102.0, [0])
+    assert [point.mean for point in utilization(history)] == [30.0, 30.0, 50.0]
+
+
+def test_nothing_read_is_no_sample() -> None:
+    history = History(DEFAULT_TIERS, ROOM)
+    observer = SampleObserver(history, Recordings())
+    observer.observe("alpha", snapshot(None), 100.0, None)
+    never = snapshot(10.0)
+    never.gpus[0].reading.ClearField("age")
+    observer.observe("alpha", never, 101.0, None)
+    assert utilization(history) == []
+
+
+def test_without_memory_for_history_only_what_is_recorded_is_looked_at() -> None:
+    history, recordings = History(DEFAULT_TIERS, 0), Recordings()
+    observer = SampleObserver(history, recordings)
+    observer.observe("alpha", snapshot(30.0), 100.0, None)
+    assert observer._gpus == {}
+    target = Target("nodes/alpha/gpus/gpu-1", "GPU-1", 0, "", 1.0)
+    recording = recordings.start(Order("r", "q", "f", 1.0, 60.0, [target]), 100.5)
+    observer.observe("alpha", snapshot(30.0), 101.0, None)
+    observer.observe("beta", snapshot(30.0), 101.0, None)
+    assert (recording.sample_count, set(observer._gpus)) == (1, {"alpha"})
+    recordings.stop("r", 102.0)
+    observer.observe("alpha", snapshot(30.0), 103.0, None)
+    assert (recording.sample_count, observer._gpus, len(history)) == (1, {}, 0)
