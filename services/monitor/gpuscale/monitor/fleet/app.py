@@ -5,17 +5,19 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.clock import Clock
 from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.server import Registration
+from gpuscale.monitor.exposition.app import open_metrics
+from gpuscale.monitor.exposition.fleet import FleetPage
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.servicer import FleetServicer
+from gpuscale.monitor.fleet.servicer import SERVICE, FleetServicer, add_fleet
 from gpuscale.monitor.fleet.settings import FleetSettings
+from gpuscale.monitor.observing import Observing
 
-SERVICE = "gpuscale.api.monitor.v1.FleetService"
 # How late a watcher may learn that a node became STALE.
 SWEEP_SECONDS = 0.25
+MIB = 1024**2
 
 
 @asynccontextmanager
@@ -24,10 +26,14 @@ async def open_fleet(
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
     """Take in agents' streams until the block ends. The fleet keeps nothing: after a restart agents come again."""
     nodes = Nodes(clock, settings.max_nodes)
-    async with TaskScope() as tasks:
+    observing = Observing(nodes, clock, settings.history_tiers(), settings.history_memory_mib * MIB)
+    style = settings.style(many_nodes=True)
+    page = FleetPage(nodes, observing.lasting_events, clock, style, settings.metrics_max_gpus)
+    async with open_metrics(settings, page.render), TaskScope() as tasks:
         tasks.spawn("fleet sweep", _sweep(nodes))
-        add = partial(monitor_api.add_FleetServiceServicer_to_server, FleetServicer(nodes, clock))
-        yield (Registration(SERVICE, add),)
+        tasks.spawn("fleet health", observing.run())
+        fleet = Registration(SERVICE, partial(add_fleet, FleetServicer(nodes, clock)))
+        yield (fleet, *observing.registrations())
 
 
 async def _sweep(nodes: Nodes) -> None:

@@ -4,77 +4,64 @@ A node has one stream at a time. A stream with the same or a newer epoch takes t
 to end; within an epoch only a higher seq is taken in. So no order in which messages arrive moves a node back.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.clock import Clock
-from gpuscale.common.errors import AbortedError, NotFoundError, ResourceExhaustedError
+from gpuscale.common.errors import (
+    AbortedError,
+    FailedPreconditionError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
 from gpuscale.common.logs import get_logger
-from gpuscale.common.names import gpu_name, node_name
+from gpuscale.common.names import node_name
+from gpuscale.common.validation import violations
 from gpuscale.common.wire import seconds
+from gpuscale.monitor.fleet.delta import refuse_change
 from gpuscale.monitor.fleet.model import Epoch, NodeState, Sample, refuse_epoch, refuse_sample
+from gpuscale.monitor.fleet.online import Online
+from gpuscale.monitor.fleet.owners import Owners
+from gpuscale.monitor.fleet.record import Record, Stream
 from gpuscale.monitor.fleet.sanity import refuse_snapshot
-from gpuscale.monitor.fleet.staleness import is_gone, node_state
 from gpuscale.monitor.fleet.watch import Watchers
+from gpuscale.monitor.merging import Change, Picture
+
+Observer = Callable[[str, types_api.Snapshot, float, "Collection[int] | None"], None]
+"""Told of each snapshot that was taken in: id of the node; its snapshot, changes merged, which the observer must not change
+or keep; seconds of the fleet's clock; places in `gpus` of what changed, None for all. It must be quick and not raise."""
+FaultObserver = Callable[[str, monitor_api.ReportedFaults, float], None]
+"""Told of faults that an agent reports: id of the node; the faults; seconds of the fleet's clock. As quick as an Observer."""
 
 _log = get_logger(__name__)
 
 
-class Stream:
-    """One agent's stream, as far as the index is concerned.
+class Nodes:
+    """All nodes that reported since the fleet started, but for those that were forgotten.
 
     Attributes:
-        acked_seq: seq of its last snapshot that was taken in; -1 for none.
-        rejected_count: how many of its snapshots were refused.
-        rejected_reason: why the last one was.
+        watchers: told which nodes changed.
+        observers: told of every snapshot that was taken in.
+        fault_observers: told of every report of faults.
+        taken_count: how many snapshots and changes of them were taken in.
     """
-
-    def __init__(self, node: str, epoch: Epoch, end: Callable[[], None]) -> None:
-        self.node = node
-        self.epoch = epoch
-        self.end = end
-        self.acked_seq = -1
-        self.rejected_count = 0
-        self.rejected_reason = ""
-
-
-@dataclass(slots=True)
-class Record:
-    """What is known of a node. `snapshot` is as it was received at `received_at`, with its GPUs named."""
-
-    node: str
-    first_seen: datetime
-    epoch: Epoch
-    agent_version: str
-    stream: Stream | None = None
-    sample: Sample | None = None
-    snapshot: types_api.Snapshot | None = None
-    received_at: float = 0.0
-    rejected_count: int = 0
-    shown_state: NodeState = NodeState.OFFLINE
-
-    def state(self, now: float) -> NodeState:
-        """Whether the node can be counted on."""
-        return node_state(self.sample, streaming=self.stream is not None, now=now)
-
-    def is_gone(self, now: float) -> bool:
-        """Whether the node is given up."""
-        return is_gone(self.sample, streaming=self.stream is not None, now=now)
-
-
-class Nodes:
-    """All nodes that reported since the fleet started."""
 
     def __init__(self, clock: Clock, max_nodes: int) -> None:
         self._clock = clock
         self._max_nodes = max_nodes
         self._records: dict[str, Record] = {}
-        self._owners: dict[str, str] = {}  # GPU UUID in lower case: id of the node that reports it
+        self._owners = Owners()
+        self._online = Online()
         self.watchers = Watchers()
+        self.observers: tuple[Observer, ...] = ()
+        self.fault_observers: tuple[FaultObserver, ...] = ()
+        self.taken_count = 0
+
+    def find(self, node: str) -> Record | None:
+        """A node by its id, if it is known."""
+        return self._records.get(node)
 
     def get(self, node: str) -> Record:
         """A node by its id.
@@ -87,9 +74,40 @@ class Nodes:
             raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})
         return record
 
+    def owner(self, uuid: str) -> Record | None:
+        """The node that reports a GPU, if one does."""
+        return self._owners.find(uuid)
+
+    def silence(self, now: float) -> Iterator[tuple[str, bool]]:
+        """Each node, and whether it is silent: STALE or OFFLINE."""
+        for node, record in self._records.items():
+            yield node, record.state(now) is not NodeState.ONLINE
+
+    def quarantine(self, node: str, why: Mapping[str, str]) -> None:
+        """Show these GPUs of a node, by UUID in lower case, in quarantine, and no others."""
+        record = self._records.get(node)
+        if record is not None:
+            record.quarantines = dict(why)
+            self._changed(record, self._clock.now())
+
     def all(self) -> list[Record]:
         """Every node, by id."""
         return [self._records[node] for node in sorted(self._records)]
+
+    def forget(self, node: str) -> None:
+        """Know a node no more, until an agent reports for it again.
+
+        Raises:
+            NotFoundError: it never reported.
+            FailedPreconditionError: its agent streams.
+        """
+        record = self.get(node)
+        if record.stream is not None:
+            raise FailedPreconditionError(f"the agent of {node_name(node)} streams", reason="NODE_STREAMS")
+        self._owners.forget(record)
+        del self._records[node]
+        self.watchers.mark(node)
+        _log.info("a node is forgotten", node=node)
 
     @contextmanager
     def connected(self, hello: monitor_api.Hello, end: Callable[[], None]) -> Generator[Stream]:
@@ -106,31 +124,28 @@ class Nodes:
             self._disconnect(stream)
 
     def take(self, stream: Stream, request: monitor_api.StreamTelemetryRequest) -> bool:
-        """Take in a snapshot, or refuse and count it; whether it was taken in."""
-        record = self._records[stream.node]
+        """Take in a message of an agent after Hello, or refuse and count it; whether it was taken in."""
         now = self._clock.now()
-        snapshot = request.snapshot
-        sample = Sample(
-            epoch=stream.epoch,
-            seq=snapshot.seq,
-            sampled_at=now - seconds(snapshot.age),
-            period=seconds(snapshot.period),
-        )
-        reason = self._refuse(record, stream, request, sample, now)
+        kind = request.WhichOneof("message")
+        if stream.record.stream is not stream:
+            reason = "another stream reports for this node"
+        elif kind == "delta":
+            reason = self._take_delta(stream, request.delta, now)
+        elif kind == "snapshot":
+            reason = self._take_snapshot(stream, request.snapshot, now)
+        elif kind == "faults":
+            reason = self._take_faults(stream, request.faults, now)
+        else:
+            reason = "it is not a snapshot"
         if reason:
-            self._reject(record, stream, reason)
-            return False
-        self._own(record, snapshot, now)
-        record.sample, record.snapshot, record.received_at = sample, snapshot, now
-        stream.acked_seq = sample.seq
-        self._changed(record, now)
-        return True
+            self._reject(stream, reason)
+        return not reason
 
     def sweep(self) -> None:
-        """Tell watchers of nodes whose state changed because time passed."""
+        """Tell watchers of nodes that became STALE: nothing else changes because time passed."""
         now = self._clock.now()
-        for record in self._records.values():
-            if record.state(now) is not record.shown_state:
+        for record in self._online.due(now):
+            if record.shown_state is NodeState.ONLINE:
                 self._changed(record, now)
 
     def _connect(self, hello: monitor_api.Hello, end: Callable[[], None]) -> Stream:
@@ -149,7 +164,7 @@ class Nodes:
             record.stream.end()
         record.epoch = epoch
         record.agent_version = hello.agent_version
-        record.stream = Stream(hello.node, epoch, end)
+        record.stream = Stream(record, epoch, end)
         self._changed(record, now)
         return record.stream
 
@@ -163,70 +178,75 @@ class Nodes:
         return record
 
     def _disconnect(self, stream: Stream) -> None:
-        record = self._records[stream.node]
+        record = stream.record
         if record.stream is stream:
             record.stream = None
             self._changed(record, self._clock.now())
             _log.info("a node's stream ended", node=stream.node)
 
-    def _refuse(
-        self,
-        record: Record,
-        stream: Stream,
-        request: monitor_api.StreamTelemetryRequest,
-        sample: Sample,
-        now: float,
-    ) -> str:
-        """Why a message of a stream is refused; empty if it is not."""
-        if not request.HasField("snapshot"):
-            return "it is not a snapshot"
-        if record.stream is not stream:
-            return "another stream reports for this node"
-        return (
-            refuse_snapshot(request.snapshot, stream.node, stream.epoch.id)
+    def _take_snapshot(self, stream: Stream, snapshot: types_api.Snapshot, now: float) -> str:
+        record = stream.record
+        sample = Sample(stream.epoch, snapshot.seq, now - seconds(snapshot.age), seconds(snapshot.period))
+        reason = (
+            refuse_snapshot(snapshot, stream.node, stream.epoch.id)
             or refuse_sample(record.sample, sample)
-            or self._refuse_owned(request.snapshot, now)
+            or self._owners.refuse(record, snapshot, now)
         )
+        if not reason:
+            for loser in self._owners.own(record, snapshot):
+                self._changed(loser, now)
+            self._took(stream, sample, Picture(snapshot), now, None)
+        return reason
 
-    def _refuse_owned(self, snapshot: types_api.Snapshot, now: float) -> str:
-        for gpu in snapshot.gpus:
-            owner = self._owners.get(gpu.uuid.lower(), snapshot.node)
-            if owner != snapshot.node and not self._records[owner].is_gone(now):
-                return f"GPU {gpu.uuid} is reported by {node_name(owner)}"
+    def _take_delta(self, stream: Stream, delta: monitor_api.SnapshotDelta, now: float) -> str:
+        picture, last = stream.record.picture, stream.record.sample
+        if stream.base_seq is None or delta.base_seq != stream.base_seq or picture is None or last is None:
+            return "it changes another snapshot than the last one that was taken in"
+        sample = Sample(stream.epoch, delta.seq, now - seconds(delta.age), last.period)
+        change = Change.of(delta)
+        reason = refuse_sample(last, sample) or refuse_change(change, picture)
+        if not reason:
+            picture.merge(change)
+            self._took(stream, sample, picture, now, change.changed_places() if self.observers else None)
+        return reason
+
+    def _take_faults(self, stream: Stream, faults: monitor_api.ReportedFaults, now: float) -> str:
+        problems = violations(faults)
+        if problems:
+            return f"{problems[0].field} {problems[0].description}"
+        for observe in self.fault_observers:
+            observe(stream.node, faults, now)
         return ""
 
-    def _own(self, record: Record, snapshot: types_api.Snapshot, now: float) -> None:
-        """Name the GPUs of a snapshot and note that the node reports them, and no longer those it left out."""
-        uuids = {gpu.uuid.lower() for gpu in snapshot.gpus}
-        before = record.snapshot.gpus if record.snapshot else ()
-        for gpu in before:
-            uuid = gpu.uuid.lower()
-            if uuid not in uuids and self._owners.get(uuid) == record.node:
-                del self._owners[uuid]
-        for gpu in snapshot.gpus:
-            gpu.name = gpu_name(record.node, gpu.uuid)
-            uuid = gpu.uuid.lower()
-            owner = self._owners.get(uuid)
-            if owner is not None and owner != record.node:
-                self._disown(self._records[owner], uuid, now)
-            self._owners[uuid] = record.node
+    def _took(
+        self,
+        stream: Stream,
+        sample: Sample,
+        picture: Picture,
+        now: float,
+        changed: Collection[int] | None,
+    ) -> None:
+        record = stream.record
+        record.sample, record.picture, record.received_at = sample, picture, now
+        stream.acked_seq = stream.base_seq = sample.seq
+        self.taken_count += 1
+        for observe in self.observers:
+            observe(record.node, picture.snapshot, now, changed)
+        self._changed(record, now)
 
-    def _disown(self, record: Record, uuid: str, now: float) -> None:
-        """Strike a GPU that another node reports from a node that is gone."""
-        if record.snapshot is not None:
-            kept = [gpu for gpu in record.snapshot.gpus if gpu.uuid.lower() != uuid]
-            del record.snapshot.gpus[:]
-            record.snapshot.gpus.extend(kept)
-            self._changed(record, now)
-
-    def _reject(self, record: Record, stream: Stream, reason: str) -> None:
+    def _reject(self, stream: Stream, reason: str) -> None:
         if reason != stream.rejected_reason:
-            _log.warning("a snapshot is refused", node=record.node, reason=reason)
+            _log.warning("a snapshot is refused", node=stream.node, reason=reason)
+        stream.base_seq = None
         stream.rejected_count += 1
         stream.rejected_reason = reason
-        record.rejected_count += 1
-        self.watchers.mark(record.node)
+        stream.record.rejected_count += 1
+        stream.record.encoded = None
+        self.watchers.mark(stream.node)
 
     def _changed(self, record: Record, now: float) -> None:
-        record.shown_state = record.state(now)
+        record.shown_state = state = record.state(now)
+        if state is NodeState.ONLINE and not record.awaited:
+            self._online.await_stale(record)
+        record.encoded = None
         self.watchers.mark(record.node)

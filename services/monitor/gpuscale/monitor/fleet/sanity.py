@@ -21,19 +21,19 @@ def refuse_snapshot(snapshot: types_api.Snapshot, node: str, epoch: str) -> str:
         if uuid in seen:
             return f"gpus[{index}] has the UUID of another one"
         seen.add(uuid)
-        problem = _refuse_memory(gpu.reading)
-        if problem:
-            return f"gpus[{index}].{problem}"
-    return ""
+    return refuse_memory(snapshot)
 
 
-def _refuse_memory(reading: types_api.GpuReading) -> str:
-    if not reading.HasField("memory_total_bytes"):
-        return ""
-    total = reading.memory_total_bytes
-    if reading.memory_free_bytes > total:
-        return "reading.memory_free_bytes is above memory_total_bytes"
-    # Free and used are read one after the other, and v1 records count reserved memory as used.
-    if reading.memory_free_bytes + reading.memory_used_bytes > total * 1.05:
-        return "reading.memory_used_bytes and memory_free_bytes are above memory_total_bytes together"
+def refuse_memory(snapshot: types_api.Snapshot) -> str:
+    """Why a GPU of a snapshot cannot have the memory that it shows; empty if all can."""
+    for index, gpu in enumerate(snapshot.gpus):
+        reading = gpu.reading
+        if not reading.HasField("memory_total_bytes"):
+            continue
+        total = reading.memory_total_bytes
+        if reading.memory_free_bytes > total:
+            return f"gpus[{index}].reading.memory_free_bytes is above memory_total_bytes"
+        # Free and used are read one after the other, and v1 records count reserved memory as used.
+        if reading.memory_free_bytes + reading.memory_used_bytes > total * 1.05:
+            return f"gpus[{index}].reading.memory_used_bytes and memory_free_bytes are above memory_total_bytes together"
     return ""

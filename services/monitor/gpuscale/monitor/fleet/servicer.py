@@ -1,7 +1,8 @@
 """FleetService on the wire."""
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from random import SystemRandom
 
 import grpc
 
@@ -12,15 +13,19 @@ from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedErro
 from gpuscale.common.names import NODE, parse
 from gpuscale.common.paging import page
 from gpuscale.common.validation import validate
-from gpuscale.common.wire import seconds
-from gpuscale.monitor.fleet.nodes import Nodes, Stream
+from gpuscale.monitor.encoded import encoded_stream
+from gpuscale.monitor.fleet.feed import NodeFeed
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.record import Stream
 from gpuscale.monitor.fleet.stream import Requests
 from gpuscale.monitor.fleet.translate import to_node
 
+SERVICE = "gpuscale.api.monitor.v1.FleetService"
 HELLO_SECONDS = 10.0
-ACKNOWLEDGE_SECONDS = 5.0
-# A message of a watch stays far below gRPC's limit of 4 MiB: a node with eight GPUs takes about 1.5 KiB.
-NODES_PER_MESSAGE = 500
+# An answer costs about as much as taking in a snapshot, so few are given; agents wait for one much longer.
+ACKNOWLEDGE_SECONDS = 20.0
+
+_random = SystemRandom()
 
 
 class FleetServicer(monitor_api.FleetServiceServicer):
@@ -29,6 +34,7 @@ class FleetServicer(monitor_api.FleetServiceServicer):
     def __init__(self, nodes: Nodes, clock: Clock) -> None:
         self._nodes = nodes
         self._clock = clock
+        self.feed = NodeFeed(nodes, clock)
 
     async def StreamTelemetry(
         self,
@@ -37,18 +43,18 @@ class FleetServicer(monitor_api.FleetServiceServicer):
             monitor_api.StreamTelemetryRequest, monitor_api.StreamTelemetryResponse
         ],
     ) -> AsyncGenerator[monitor_api.StreamTelemetryResponse, None]:
-        """Take in an agent's stream; acknowledge the first snapshot, then every 5 s and whatever is refused."""
-        requests = Requests(request_iterator)
-        hello = _hello(await requests.next(HELLO_SECONDS))
+        """Take in an agent's stream; acknowledge the first snapshot, then now and then, and whatever is refused."""
+        requests = Requests(context.read)
+        hello = _hello(await requests.first(HELLO_SECONDS))
         with self._nodes.connected(hello, requests.end) as stream:
             yield _acknowledgement(stream)
-            acknowledged_at = float("-inf")
+            due = float("-inf")
             while (request := await requests.next()) is not None:
-                first = stream.acked_seq < 0
+                whole = stream.base_seq is None
                 taken = self._nodes.take(stream, request)
                 now = self._clock.now()
-                if first or not taken or now - acknowledged_at >= ACKNOWLEDGE_SECONDS:
-                    acknowledged_at = now
+                if now >= due or not taken or (whole and stream.base_seq is not None):
+                    due = now + ACKNOWLEDGE_SECONDS * _random.uniform(0.5, 1.0)  # not all streams at once
                     yield _acknowledgement(stream)
 
     async def ListNodes(
@@ -82,25 +88,26 @@ class FleetServicer(monitor_api.FleetServiceServicer):
         request: monitor_api.WatchNodesRequest,
         context: grpc.aio.ServicerContext[monitor_api.WatchNodesRequest, monitor_api.WatchNodesResponse],
     ) -> AsyncGenerator[monitor_api.WatchNodesResponse, None]:
-        """Every node, then those that changed."""
-        interval = seconds(request.min_interval)
-        with self._nodes.watchers.watch() as watch:
-            everything = [record.node for record in self._nodes.all()]
-            for start in range(0, len(everything) or 1, NODES_PER_MESSAGE):
-                end = start + NODES_PER_MESSAGE
-                yield self._message(everything[start:end], full=end >= len(everything))
-            while True:
-                await asyncio.sleep(interval)
-                changed = await watch.changed()
-                for start in range(0, len(changed), NODES_PER_MESSAGE):
-                    yield self._message(changed[start : start + NODES_PER_MESSAGE])
+        """Every node, then those that changed. On the wire `add_fleet` puts the encoded stream in its place."""
+        async with aclosing(self.feed.stream(request, context)) as encoded:
+            async for message in encoded:
+                yield monitor_api.WatchNodesResponse.FromString(message)
 
-    def _message(self, nodes: Sequence[str], *, full: bool = False) -> monitor_api.WatchNodesResponse:
-        """The nodes as they are now."""
-        now = self._clock.now()
-        return monitor_api.WatchNodesResponse(
-            nodes=[to_node(self._nodes.get(node), now) for node in nodes], full=full
-        )
+    async def ForgetNode(
+        self,
+        request: monitor_api.ForgetNodeRequest,
+        context: grpc.aio.ServicerContext[monitor_api.ForgetNodeRequest, monitor_api.ForgetNodeResponse],
+    ) -> monitor_api.ForgetNodeResponse:
+        """Forget a node."""
+        self._nodes.forget(parse(NODE, request.name)["node"])
+        return monitor_api.ForgetNodeResponse()
+
+
+def add_fleet(servicer: FleetServicer, server: grpc.aio.Server) -> None:
+    """Add the service to a server."""
+    watch = encoded_stream(SERVICE, "WatchNodes", monitor_api.WatchNodesRequest, servicer.feed.stream)
+    server.add_generic_rpc_handlers((watch,))
+    monitor_api.add_FleetServiceServicer_to_server(servicer, server)
 
 
 def _hello(request: monitor_api.StreamTelemetryRequest | None) -> monitor_api.Hello:
@@ -127,4 +134,5 @@ def _acknowledgement(stream: Stream) -> monitor_api.StreamTelemetryResponse:
         acked_seq=stream.acked_seq,
         rejected_count=stream.rejected_count,
         rejected_reason=stream.rejected_reason,
+        resync=stream.base_seq is None,
     )

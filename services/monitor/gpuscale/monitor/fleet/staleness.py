@@ -5,9 +5,14 @@ from gpuscale.monitor.fleet.model import NodeState, Sample
 STALE_PERIODS = 3
 
 
+def stale_at(sample: Sample) -> float:
+    """When a snapshot is three periods old: until then it counts."""
+    return sample.sampled_at + STALE_PERIODS * sample.period
+
+
 def is_stale(sample: Sample | None, now: float) -> bool:
     """Whether there is no snapshot that is at most three periods old."""
-    return sample is None or now - sample.sampled_at > STALE_PERIODS * sample.period
+    return sample is None or now > stale_at(sample)
 
 
 def node_state(sample: Sample | None, *, streaming: bool, now: float) -> NodeState:

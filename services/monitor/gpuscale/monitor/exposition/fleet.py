@@ -1,0 +1,124 @@
+"""The fleet's page: every node, and how taking in their streams goes."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable
+
+from gpuscale.common.clock import Clock
+from gpuscale.monitor.exposition.process import add_process
+from gpuscale.monitor.exposition.snapshots import add_snapshot
+from gpuscale.monitor.exposition.style import Style
+from gpuscale.monitor.exposition.text import Family, Page, labels
+from gpuscale.monitor.fleet.model import NodeState
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.record import Record
+from gpuscale.monitor.health.model import Event
+
+NODES = Family("gpuscale_fleet_nodes", "gauge", "Nodes, by state.")
+NODE_STATE = Family(
+    "gpuscale_node_state", "gauge", "1 for the state that a node is in; other states have no series."
+)
+NODE_AGE = Family("gpuscale_node_snapshot_age_seconds", "gauge", "How old the last snapshot of a node is.")
+NODE_REJECTED = Family(
+    "gpuscale_node_snapshots_rejected_total", "counter", "Snapshots of a node that were refused."
+)
+SNAPSHOTS = Family(
+    "gpuscale_fleet_snapshots_total", "counter", "Snapshots, whole or as changes, that were taken in."
+)
+STREAMS = Family("gpuscale_fleet_streams", "gauge", "Open streams of agents.")
+WATCHERS = Family("gpuscale_fleet_watchers", "gauge", "Open streams that get every change of a node.")
+LEFT_OUT = Family(
+    "gpuscale_fleet_gpus_left_out",
+    "gauge",
+    "GPUs that have no series here because they are more than the limit.",
+)
+HEALTH = Family("gpuscale_health_event", "gauge", "1 for each health event that is not resolved.")
+
+
+class FleetPage:
+    """Makes the fleet's page.
+
+    Args:
+        nodes: all nodes.
+        lasting_events: gives the health events that are not resolved.
+        clock: what tells the time.
+        style: which names to use.
+        most_gpus: with more GPUs than this, nodes have their series and GPUs have none.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        lasting_events: Callable[[], Iterable[Event]],
+        clock: Clock,
+        style: Style,
+        most_gpus: int,
+    ) -> None:
+        self._nodes = nodes
+        self._lasting_events = lasting_events
+        self._clock = clock
+        self._style = style
+        self._most_gpus = most_gpus
+
+    async def render(self) -> AsyncGenerator[bytes]:
+        """The page, node by node: between two nodes other tasks run."""
+        page = Page()
+        records = self._nodes.all()
+        gpus = sum(len(record.snapshot.gpus) for record in records if record.snapshot is not None)
+        shown = gpus <= self._most_gpus
+        self._add_fleet(page, records, 0 if shown else gpus)
+        self._add_events(page)
+        for record in records:
+            self._add_node(page, record, gpus=shown)
+            await asyncio.sleep(0)
+        add_process(page)
+        for chunk in page.chunks():
+            yield chunk
+
+    def _add_fleet(self, page: Page, records: list[Record], left_out: int) -> None:
+        now = self._clock.now()
+        states = Counter(record.state(now) for record in records)
+        for state in NodeState:
+            page.add(NODES, labels({"state": state.name}), states[state])
+        page.add(SNAPSHOTS, "", self._nodes.taken_count)
+        page.add(STREAMS, "", sum(1 for record in records if record.stream is not None))
+        page.add(WATCHERS, "", len(self._nodes.watchers))
+        page.add(LEFT_OUT, "", left_out)
+
+    def _add_events(self, page: Page) -> None:
+        """One series for each kind of event of a GPU or node, however often it is there."""
+        kinds = {
+            labels(
+                {
+                    "node": event.node,
+                    "uuid": event.uuid,
+                    "check": event.check.name,
+                    "severity": event.finding.severity.name,
+                    "action": event.finding.action.name,
+                    "fatal": "true" if event.finding.fatal else "false",
+                    "xid": "" if event.xid is None else str(event.xid),
+                }
+            )
+            for event in self._lasting_events()
+        }
+        for kind in sorted(kinds):
+            page.add(HEALTH, kind, 1)
+
+    def _add_node(self, page: Page, record: Record, *, gpus: bool) -> None:
+        now = self._clock.now()
+        state = record.state(now)
+        node = labels({"node": record.node})
+        page.add(NODE_STATE, labels({"node": record.node, "state": state.name}), 1)
+        page.add(NODE_REJECTED, node, record.rejected_count)
+        if record.sample is not None:
+            page.add(NODE_AGE, node, round(now - record.sample.sampled_at, 3))
+        if record.snapshot is not None:
+            add_snapshot(
+                page,
+                record.snapshot,
+                self._style,
+                fresh=state is NodeState.ONLINE,
+                elapsed=now - record.received_at,
+                gpus=gpus,
+                quarantines=record.quarantines,
+            )

@@ -1,0 +1,160 @@
+"""From a snapshot to the series of its host and GPUs."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from google.protobuf.message import Message
+
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.wire import seconds
+from gpuscale.monitor.exposition.series import DCGM, GPU, HOST, Series
+from gpuscale.monitor.exposition.style import Style
+from gpuscale.monitor.exposition.text import Family, Page, labels
+
+GPU_INFO = Family("gpuscale_gpu_info", "gauge", "What a GPU is; always 1.")
+GPU_STATE = Family(
+    "gpuscale_gpu_state", "gauge", "1 for the state that a GPU is in; other states have no series."
+)
+GPU_AGE = Family("gpuscale_gpu_reading_age_seconds", "gauge", "How long ago a GPU was read.")
+GPU_ABSENT = Family("gpuscale_gpu_absent_readings", "gauge", "Readings of a GPU that are absent, by reason.")
+GPU_PROCESSES = Family("gpuscale_gpu_processes", "gauge", "Processes that hold memory of a GPU.")
+GPU_QUARANTINED = Family(
+    "gpuscale_gpu_quarantined", "gauge", "1 while no new work should be placed on a GPU."
+)
+GPU_THROTTLED = Family(
+    "gpuscale_gpu_throttled", "gauge", "1 for each reason why clocks of a GPU are held down."
+)
+GPU_RECOVERY = Family(
+    "gpuscale_gpu_recovery_action", "gauge", "1 for what the driver asks for to bring a GPU back."
+)
+GPUS = Family("gpuscale_node_gpus", "gauge", "GPUs of a node that were ever found.")
+GPUS_WORKING = Family("gpuscale_node_gpus_working", "gauge", "GPUs of a node that answer and need no reset.")
+GPU_PROBLEM = Family("gpuscale_node_gpu_problem", "gauge", "1 while GPUs of a node cannot be read or found.")
+
+_NONE: Mapping[str, str] = {}
+_STATES = {number: name.removeprefix("GPU_STATE_") for name, number in types_api.GpuState.items()}
+_REASONS = {number: name.removeprefix("READING_STATUS_") for name, number in types_api.ReadingStatus.items()}
+_ACTIONS = {
+    number: name.removeprefix("RECOVERY_ACTION_") for name, number in types_api.RecoveryAction.items()
+}
+# In any other state the last readings say nothing about the GPU any more.
+_WORKING = frozenset(
+    {
+        types_api.GpuState.GPU_STATE_OK,
+        types_api.GpuState.GPU_STATE_DIVIDED,
+        types_api.GpuState.GPU_STATE_DEGRADED,
+        types_api.GpuState.GPU_STATE_SLOW,
+    }
+)
+
+
+def add_snapshot(
+    page: Page,
+    snapshot: types_api.Snapshot,
+    style: Style,
+    *,
+    fresh: bool,
+    elapsed: float = 0.0,
+    gpus: bool = True,
+    quarantines: Mapping[str, str] = _NONE,
+) -> None:
+    """Add what a snapshot says.
+
+    Args:
+        page: what is added to.
+        snapshot: of one node; no other one of the same node may be on the page.
+        style: which names to use.
+        fresh: whether its readings still count. Of a snapshot that is not, states and counts are shown, no readings.
+        elapsed: seconds since the snapshot was sent or received.
+        gpus: whether each GPU has series of its own.
+        quarantines: why no work should be placed on GPUs, by UUID in lower case, beside what the snapshot says.
+    """
+    node = labels({"node": snapshot.node})
+    _add_readings(page, HOST, snapshot.host_reading if fresh else types_api.HostReading(), node)
+    for gpu in snapshot.gpus if gpus else ():
+        _add_gpu(page, snapshot, gpu, style, fresh=fresh, elapsed=elapsed)
+        quarantined = bool(gpu.quarantine or quarantines.get(gpu.uuid.lower()))
+        page.add(GPU_QUARANTINED, labels(own_labels(snapshot, gpu)), int(quarantined))
+    working = sum(1 for gpu in snapshot.gpus if gpu.state in _WORKING) if fresh else 0
+    page.add(GPUS, node, len(snapshot.gpus))
+    page.add(GPUS_WORKING, node, working)
+    page.add(GPU_PROBLEM, node, int(snapshot.gpu_problem != "" or working < len(snapshot.gpus)))
+
+
+def _add_gpu(
+    page: Page, snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style, *, fresh: bool, elapsed: float
+) -> None:
+    whose = own_labels(snapshot, gpu)
+    state = gpu.state if fresh else types_api.GpuState.GPU_STATE_STALE
+    page.add(GPU_STATE, labels({**whose, "state": _STATES.get(state, "UNSPECIFIED")}), 1)
+    page.add(GPU_INFO, labels({**whose, **_identity(snapshot, gpu)}), 1)
+    if gpu.reading.HasField("age"):
+        page.add(GPU_AGE, labels(whose), round(seconds(gpu.reading.age) + elapsed, 3))
+    if not fresh:
+        return
+    for status, count in sorted(Counter(one.status for one in gpu.reading.absent_readings).items()):
+        page.add(GPU_ABSENT, labels({**whose, "reason": _REASONS.get(status, "UNSPECIFIED")}), count)
+    if state in _WORKING:
+        _add_reading(page, gpu.reading, whose, style, dcgm_labels(snapshot, gpu, style))
+
+
+def _add_reading(
+    page: Page, reading: types_api.GpuReading, whose: dict[str, str], style: Style, dcgm: str
+) -> None:
+    own = labels(whose)
+    if all(one.field != "processes" for one in reading.absent_readings):
+        page.add(GPU_PROCESSES, own, len(reading.processes))
+    for reason in reading.throttle_reasons:
+        page.add(GPU_THROTTLED, labels({**whose, "reason": reason}), 1)
+    if reading.HasField("recovery_action"):
+        action = _ACTIONS.get(reading.recovery_action, "UNSPECIFIED")
+        page.add(GPU_RECOVERY, labels({**whose, "action": action}), 1)
+    if style.names != "dcgm":
+        _add_readings(page, GPU, reading, own)
+    if style.names != "gpuscale":
+        _add_readings(page, DCGM, reading, dcgm)
+
+
+def _add_readings(page: Page, table: Iterable[Series], reading: Message, text: str) -> None:
+    for series in table:
+        if reading.HasField(series.field):
+            value: float = getattr(reading, series.field)
+            page.add(series.family, text, series.convert(value))
+
+
+def own_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu) -> dict[str, str]:
+    """The labels of our own series of a GPU. The UUID tells it apart; the index is for eyes."""
+    return {"node": snapshot.node, "gpu": str(gpu.index), "uuid": gpu.uuid}
+
+
+def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style) -> str:
+    """The labels of dcgm-exporter, in its order.
+
+    A MIG instance has the index and address of its GPU, its profile, and its own UUID, which tells instances of one
+    profile apart (there GPU_I_ID does, which the contract does not have).
+    """
+    host = snapshot.host
+    return labels(
+        {
+            "gpu": str(gpu.index),
+            "UUID": gpu.uuid,
+            "pci_bus_id": gpu.pci_bus_id,
+            "device": f"nvidia{gpu.index}",
+            "modelName": gpu.model,
+            "GPU_I_PROFILE": gpu.mig_profile,
+            style.host_label: host.hostname or snapshot.node,
+            "DCGM_FI_DRIVER_VERSION": host.driver_version,
+            "node": snapshot.node if style.many_nodes else "",
+        }
+    )
+
+
+def _identity(snapshot: types_api.Snapshot, gpu: types_api.Gpu) -> dict[str, str]:
+    return {
+        "model": gpu.model,
+        "pci_bus_id": gpu.pci_bus_id,
+        "driver_version": snapshot.host.driver_version,
+        "simulated": "true" if gpu.simulated else "",
+        "mig_profile": gpu.mig_profile,
+        "parent_uuid": gpu.parent_uuid,
+    }

@@ -1,0 +1,155 @@
+"""Whether what an agent says has changed can be believed, without looking again at what has not.
+
+This is the hot path of the fleet: thousands of these come in each second. A whole snapshot passes the contract's full
+validation. Of a delta, the numbers are compared with the range that the contract gives their field, a column at a time;
+only what is no number, or out of its range, meets the full validation.
+"""
+
+from math import isnan
+from operator import add, le
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.api.types.v1 import options_pb2
+from gpuscale.common.field_checks import number_range
+from gpuscale.common.validation import violations
+from gpuscale.monitor.fleet.sanity import refuse_memory
+from gpuscale.monitor.merging import Change, Picture
+
+_GPU_STATES = frozenset(types_api.GpuState.values())
+_MOST_INTEGER = {FieldDescriptor.CPPTYPE_INT32: 2**31 - 1, FieldDescriptor.CPPTYPE_INT64: 2**53}
+_NANOS = 1_000_000_000
+# The years 1 to 9999, as timestamp.proto has it.
+_FIRST_SECOND, _LAST_SECOND = -62_135_596_800, 253_402_300_799
+
+
+class _Kind:
+    """A type of reading, by number of the field: the names of all, and the ranges of those that are numbers."""
+
+    def __init__(self, kind: type[Message]) -> None:
+        # Held, so that protobuf need not make an object for a field each time that it is listed.
+        descriptor: Any = kind.DESCRIPTOR  # to the stubs one of two classes, by implementation
+        self.fields: list[FieldDescriptor] = list(descriptor.fields)
+        self.names = {field.number: field.name for field in self.fields}
+        self.ranges: dict[int, tuple[float, float]] = {}
+        for field in self.fields:
+            within = _range(field)
+            if within is not None:
+                self.ranges[field.number] = within
+
+
+def _range(field: FieldDescriptor) -> tuple[float, float] | None:
+    """The values that a number may have; None for what is no number."""
+    if field.is_repeated or field.message_type is not None:
+        return None
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        return 0, 1
+    within = number_range(field, field.GetOptions().Extensions[options_pb2.rules])
+    most = _MOST_INTEGER.get(field.cpp_type)
+    return within if within is None or most is None else (max(within[0], -most), min(within[1], most))
+
+
+_GPU = _Kind(types_api.GpuReading)
+_HOST = _Kind(types_api.HostReading)
+_MEMORY = {
+    number: name
+    for number, name in _GPU.names.items()
+    if name in ("memory_total_bytes", "memory_used_bytes", "memory_free_bytes")
+}
+
+
+def refuse_change(change: Change, base: Picture) -> str:
+    """Why a change cannot follow `base`, whose seq it names; empty if it can. Changes nothing."""
+    delta = change.delta
+    age, time, count = delta.age, delta.sample_time, len(base.readings)
+    if age.seconds < 0 or not 0 <= age.nanos < _NANOS:
+        return "age must be at least 0 s"
+    if not (_FIRST_SECOND <= time.seconds <= _LAST_SECOND and 0 <= time.nanos < _NANOS):
+        return "sample_time must be a time within the years 1 to 9999"
+    problem = _refuse_reading(_HOST, delta.host) if delta.HasField("host") else ""
+    if problem:
+        return f"host.{problem}"
+    gpus = delta.gpus
+    if len(gpus) > count:
+        return "gpus has more than there are"
+    for index, one in enumerate(gpus):
+        problem = _refuse_gpu(one, count)
+        if problem:
+            return f"gpus[{index}].{problem}"
+    problem = _refuse_numbers(change, count) if delta.HasField("numbers") else ""
+    if problem:
+        return f"numbers.{problem}"
+    return _refuse_merged(change, base) if gpus or not _fits(change, base) else ""
+
+
+def _refuse_gpu(change: monitor_api.GpuDelta, count: int) -> str:
+    if not 0 <= change.place < count:
+        return "place is that of no GPU"
+    if change.state not in _GPU_STATES:
+        return "state must be a value of GpuState"
+    if change.HasField("quarantine"):
+        problems = violations(change)
+        if problems:
+            return f"{problems[0].field} {problems[0].description}"
+    return _refuse_reading(_GPU, change)
+
+
+def _refuse_reading(kind: _Kind, change: monitor_api.GpuDelta | monitor_api.HostDelta) -> str:
+    """Why readings cannot have changed like this; empty if they can."""
+    ranges, reading, cleared = kind.ranges, change.reading, change.cleared_fields
+    for field, value in reading.ListFields():
+        within = ranges.get(field.number)
+        if within is not None and within[0] <= value <= within[1]:
+            continue
+        if within is None and field.number not in cleared:
+            return f"reading.{field.name} is not cleared first"
+        problems = violations(reading)
+        if problems:
+            return f"reading.{problems[0].field} {problems[0].description}"
+    if len(cleared) > len(kind.names) or any(number not in kind.names for number in cleared):
+        return "cleared_fields names what is no field"
+    return ""
+
+
+def _refuse_numbers(change: Change, count: int) -> str:
+    """Why these cannot be numbers of so many GPUs; empty if they can."""
+    places, columns = change.places, change.columns
+    if places and not (min(places) >= 0 and max(places) < count):
+        return "places has one that is that of no GPU"
+    width = len(places) or count
+    if not columns or not width or len(change.delta.numbers.values) != width * len(columns):
+        return "values has not one of each field for each GPU"
+    for number, values in columns:
+        within = _GPU.ranges.get(number)
+        if within is None:
+            return "fields has one that is no number"
+        # What is not a number is above and below nothing, but shows in a sum.
+        if min(values) < within[0] or max(values) > within[1] or isnan(sum(values)):
+            return f"values has {_GPU.names[number]} beyond {within[0]:g} to {within[1]:g}"
+    return ""
+
+
+def _fits(change: Change, base: Picture) -> bool:
+    """Whether memory in use and free is surely within the total; what is absent counts as 0."""
+    told = {number: values for number, values in change.columns if number in _MEMORY}
+    if not told:
+        return True
+    readings = [base.readings[place] for place in change.places] if change.places else base.readings
+    total, used, free = (
+        told.get(number) or [getattr(reading, name) for reading in readings]
+        for number, name in _MEMORY.items()
+    )
+    return all(map(le, map(add, used, free), total))
+
+
+def _refuse_merged(change: Change, base: Picture) -> str:
+    """The closer look: what a whole snapshot would be asked, of the one that the change leads to."""
+    copy = types_api.Snapshot()
+    copy.CopyFrom(base.snapshot)
+    after = Picture(copy)
+    after.merge(change)
+    return refuse_memory(after.snapshot)

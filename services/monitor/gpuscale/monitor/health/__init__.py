@@ -1,0 +1,1 @@
+"""Health: what is wrong with GPUs and nodes, what to do about it, and which GPUs to keep work away from."""

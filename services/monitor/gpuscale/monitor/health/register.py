@@ -1,0 +1,192 @@
+"""The health of every GPU and node: facts and faults in, events and quarantines out. Pure: times are arguments."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from gpuscale.monitor.health.checks import Results, results
+from gpuscale.monitor.health.conditions import Conditions
+from gpuscale.monitor.health.events import Events
+from gpuscale.monitor.health.faults import Faults
+from gpuscale.monitor.health.model import (
+    Action,
+    Event,
+    Finding,
+    GpuFacts,
+    HealthCheck,
+    HealthSeverity,
+)
+from gpuscale.monitor.health.trends import Past, past_results
+
+GONE_SECONDS = 3_600.0
+"""A GPU that no snapshot shows for so long is forgotten: its events are over."""
+
+MOST_GPUS_OF_A_NODE = 2_048
+"""A fault of another GPU is not taken in where a node has so many with events, whatever its agent says."""
+
+_STALE = Finding(HealthSeverity.WARNING, Action.CHECK_AGENT, "no fresh snapshot comes in")
+_UNKNOWN = GpuFacts(state="")
+
+
+@dataclass(slots=True)
+class _Gpu:
+    """A GPU that something is about: it lasts, comes or goes. `missing_since`: no snapshot shows it since then."""
+
+    uuid: str
+    facts: GpuFacts
+    conditions: Conditions
+    faults: Faults
+    missing_since: float | None = None
+
+    @property
+    def lasting(self) -> list[Event]:
+        return self.conditions.lasting + self.faults.lasting
+
+
+@dataclass(slots=True)
+class _Node:
+    """One node. By UUID in lower case: the GPUs that something is about, the past of all, and why some are quarantined."""
+
+    conditions: Conditions
+    gpus: dict[str, _Gpu]
+    pasts: dict[str, Past]
+    quarantines: dict[str, str]
+    boot_id: str = ""
+    stale: bool = False
+
+
+class HealthRegister:
+    """Judges what it is told. `tick` is to be called about once a second, so that time alone changes what it must.
+
+    Of a healthy GPU nothing is kept but what its counters were: a fleet has many.
+
+    Attributes:
+        events: every event that is kept.
+        requarantined: nodes whose quarantines changed since somebody last emptied it.
+    """
+
+    def __init__(self, events: Events) -> None:
+        self.events = events
+        self.requarantined: set[str] = set()
+        self._nodes: dict[str, _Node] = {}
+
+    def eventful(self, node: str) -> Collection[str]:
+        """The GPUs of a node that something is about, by UUID in lower case: all that is seen of them must be told."""
+        known = self._nodes.get(node)
+        return known.gpus.keys() if known is not None else ()
+
+    def shown(self, node: str, boot_id: str, uuids: Collection[str], now: float) -> None:
+        """Take in which GPUs a node has (in lower case), and which boot it is in."""
+        known = self._node(node)
+        for uuid, gpu in known.gpus.items():
+            if uuid in uuids:
+                gpu.missing_since = None
+            elif gpu.missing_since is None:
+                gpu.missing_since = now
+            if known.boot_id not in {"", boot_id}:
+                gpu.faults.restarted()
+        known.boot_id = boot_id
+        for uuid in known.pasts.keys() - uuids:
+            del known.pasts[uuid]
+
+    def observe(self, node: str, facts: Mapping[str, GpuFacts], now: float) -> None:
+        """Take in facts of GPUs by UUID: of those that something is about, that do not look well, or whose turn it is."""
+        known = self._node(node)
+        for uuid, one in facts.items():
+            gpu = known.gpus.get(uuid.lower())
+            found = self._check(known, uuid.lower(), one, now)
+            if gpu is None and any(found.values()):
+                gpu = self._begin(node, uuid, one)
+            if gpu is not None:
+                gpu.facts = one
+                self._judge(node, gpu, found, now)
+
+    def report(self, node: str, uuid: str, xid: int, at: float) -> None:
+        """Take in a fault that the driver reported at `at`."""
+        gpus = self._node(node).gpus
+        if uuid.lower() in gpus or len(gpus) < MOST_GPUS_OF_A_NODE:
+            gpu = gpus.get(uuid.lower()) or self._begin(node, uuid, _UNKNOWN)
+            gpu.faults.report(xid, at)
+            self._note(node, gpu)
+
+    def stale(self, node: str, *, stale: bool, now: float) -> None:
+        """Take in whether a node is silent: nothing of its GPUs is over while it is."""
+        known = self._node(node)
+        known.stale = stale
+        if stale or known.conditions:
+            known.conditions.apply({HealthCheck.COLLECTION_STALE: _STALE if stale else None}, now)
+
+    def clear(self, node: str, uuid: str, now: float) -> list[Event]:
+        """Lift the quarantine of a GPU; the events that no longer keep work away."""
+        gpu = self._node(node).gpus.get(uuid.lower())
+        if gpu is None:
+            return []
+        ended = gpu.faults.end(now, fatal_only=True)
+        lasting = [event for event in gpu.conditions.lasting if event.quarantines]
+        self.events.clear(lasting)
+        self._note(node, gpu)
+        return ended + lasting
+
+    def tick(self, now: float) -> None:
+        """Let time pass for what lasts, comes or goes."""
+        for node, known in self._nodes.items():
+            for gpu in list(known.gpus.values()):
+                if gpu.missing_since is not None and now - gpu.missing_since > GONE_SECONDS:
+                    gpu.conditions.end(now)
+                    gpu.faults.end(now)
+                    self._note(node, gpu, over=True)
+                elif not known.stale:
+                    found = self._check(known, gpu.uuid.lower(), gpu.facts, now)
+                    self._judge(node, gpu, found, now)
+
+    def quarantines(self, node: str) -> Mapping[str, str]:
+        """Why no work should be placed on GPUs of a node, by UUID in lower case; no entry for the others."""
+        return self._node(node).quarantines
+
+    def forget(self, node: str, now: float) -> None:
+        """A node is no longer known: what was about it is over."""
+        known = self._nodes.pop(node, None)
+        if known is not None:
+            known.conditions.end(now)
+            for gpu in known.gpus.values():
+                gpu.conditions.end(now)
+                gpu.faults.end(now)
+
+    def nodes(self) -> list[str]:
+        """Every node that something is known of."""
+        return list(self._nodes)
+
+    def _node(self, node: str) -> _Node:
+        found = self._nodes.get(node)
+        if found is None:
+            found = self._nodes[node] = _Node(Conditions(self.events, node, ""), {}, {}, {})
+        return found
+
+    def _begin(self, node: str, uuid: str, facts: GpuFacts) -> _Gpu:
+        conditions, faults = Conditions(self.events, node, uuid), Faults(self.events, node, uuid)
+        gpu = self._node(node).gpus[uuid.lower()] = _Gpu(uuid, facts, conditions, faults)
+        return gpu
+
+    @staticmethod
+    def _check(known: _Node, uuid: str, facts: GpuFacts, now: float) -> Results:
+        past = known.pasts.get(uuid)
+        if past is None:
+            past = known.pasts[uuid] = Past()
+        return results(facts) | past_results(past, facts, now)
+
+    def _judge(self, node: str, gpu: _Gpu, found: Results, now: float) -> None:
+        gpu.conditions.apply(found, now)
+        gpu.faults.saw(gpu.facts.state, now)
+        self._note(node, gpu, over=not gpu.conditions and not gpu.faults)
+
+    def _note(self, node: str, gpu: _Gpu, *, over: bool = False) -> None:
+        """Keep the quarantines up to date, and let go of a GPU that nothing is about any more."""
+        known, uuid = self._node(node), gpu.uuid.lower()
+        if over:
+            del known.gpus[uuid]
+        why = "; ".join(sorted(event.finding.message for event in gpu.lasting if event.quarantines))
+        if why != known.quarantines.get(uuid, ""):
+            self.requarantined.add(node)
+            if why:
+                known.quarantines[uuid] = why
+            else:
+                del known.quarantines[uuid]

@@ -1,0 +1,101 @@
+"""HealthService on the wire."""
+
+from collections.abc import AsyncGenerator, Sequence
+
+import grpc
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.clock import Clock
+from gpuscale.common.names import GPU, NODE, parse
+from gpuscale.common.paging import page
+from gpuscale.monitor.dates import Dates
+from gpuscale.monitor.health.model import Event, HealthCheck
+from gpuscale.monitor.health.translate import to_event
+from gpuscale.monitor.health.watching import HealthWatch
+from gpuscale.monitor.recording.directory import Directory
+
+EVENTS_PER_MESSAGE = 500
+
+
+class HealthServicer(monitor_api.HealthServiceServicer):
+    """Tells what is wrong, and lifts quarantines."""
+
+    def __init__(self, health: HealthWatch, directory: Directory, clock: Clock) -> None:
+        self._health = health
+        self._directory = directory
+        self._clock = clock
+
+    async def ListHealthEvents(
+        self,
+        request: monitor_api.ListHealthEventsRequest,
+        context: grpc.aio.ServicerContext[
+            monitor_api.ListHealthEventsRequest, monitor_api.ListHealthEventsResponse
+        ],
+    ) -> monitor_api.ListHealthEventsResponse:
+        """A page of events."""
+        node = _node(request.parent)
+        checks = {HealthCheck(check) for check in request.checks}
+        found = [
+            event
+            for event in self._health.register.events.newest_first()
+            if (not node or event.node == node)
+            and (not request.uuid or event.uuid.lower() == request.uuid.lower())
+            and (not checks or event.check in checks)
+            and (request.show_resolved or event.resolved_at is None)
+        ]
+        shown, token = page(
+            found,
+            key=lambda event: event.id,
+            page_size=request.page_size,
+            page_token=request.page_token,
+            descending=True,
+        )
+        return monitor_api.ListHealthEventsResponse(
+            health_events=self._messages(shown), next_page_token=token
+        )
+
+    async def WatchHealth(
+        self,
+        request: monitor_api.WatchHealthRequest,
+        context: grpc.aio.ServicerContext[monitor_api.WatchHealthRequest, monitor_api.WatchHealthResponse],
+    ) -> AsyncGenerator[monitor_api.WatchHealthResponse, None]:
+        """Events that last, then those that change."""
+        node, events = _node(request.parent), self._health.register.events
+        with self._health.watchers.watch() as watch:
+            lasting = [one for one in events.newest_first() if one.resolved_at is None and _about(one, node)]
+            lasting.reverse()
+            for start in range(0, len(lasting) or 1, EVENTS_PER_MESSAGE):
+                end = start + EVENTS_PER_MESSAGE
+                shown = self._messages(lasting[start:end])
+                yield monitor_api.WatchHealthResponse(health_events=shown, full=end >= len(lasting))
+            while True:
+                changed = [events.get(key) for key in await watch.changed()]
+                told = [event for event in changed if event is not None and _about(event, node)]
+                for start in range(0, len(told), EVENTS_PER_MESSAGE):
+                    shown = self._messages(told[start : start + EVENTS_PER_MESSAGE])
+                    yield monitor_api.WatchHealthResponse(health_events=shown)
+
+    async def ClearQuarantine(
+        self,
+        request: monitor_api.ClearQuarantineRequest,
+        context: grpc.aio.ServicerContext[
+            monitor_api.ClearQuarantineRequest, monitor_api.ClearQuarantineResponse
+        ],
+    ) -> monitor_api.ClearQuarantineResponse:
+        """Lift the quarantine of a GPU."""
+        node = parse(GPU, request.name)["node"]
+        [target] = self._directory.gpus([request.name], [])
+        lifted = self._health.clear(node, target.uuid)
+        return monitor_api.ClearQuarantineResponse(health_events=self._messages(lifted))
+
+    def _messages(self, events: Sequence[Event]) -> list[monitor_api.HealthEvent]:
+        dates = Dates.of(self._clock)
+        return [to_event(event, dates) for event in events]
+
+
+def _node(parent: str) -> str:
+    return parse(NODE, parent, "parent")["node"] if parent else ""
+
+
+def _about(event: Event, node: str) -> bool:
+    return not node or event.node == node

@@ -1,0 +1,1 @@
+"""History: what nodes and GPUs did, in memory, coarser the longer ago it was."""

@@ -1,0 +1,143 @@
+"""Buckets of one step of time, oldest overwritten, in arrays that never grow beyond what was agreed. Pure.
+
+A bucket has a number: the seconds of the clock at its begin, divided by the step (32 bits are 136 years of seconds). A step without a sample has no
+bucket and takes no memory. Values are kept with 24 bits, which is 1 part in 16 million.
+"""
+
+from array import array
+from collections.abc import Sequence
+from itertools import compress
+from math import isnan
+from operator import mul
+from typing import NamedTuple, TypeVar
+
+from gpuscale.monitor.history.metrics import ABSENT, Sample
+
+MOST_COUNTED = 0xFFFF
+"""More samples than that a bucket does not count."""
+_Number = TypeVar("_Number", int, float)
+
+
+class Bucket(NamedTuple):
+    """Minimum, mean, maximum and count of samples of each metric; NaN and 0 of one without a sample."""
+
+    mins: Sequence[float]
+    means: Sequence[float]
+    maxs: Sequence[float]
+    counts: Sequence[int]
+
+
+class Point(NamedTuple):
+    """One metric in one bucket: begin in seconds of the clock, minimum, mean, maximum, and count of samples."""
+
+    start: float
+    min: float
+    mean: float
+    max: float
+    samples: int
+
+
+def bucket_of(sample: Sample) -> Bucket:
+    """The bucket of a single sample."""
+    return Bucket(sample, sample, sample, [not isnan(value) for value in sample])
+
+
+class Ring:
+    """The newest `capacity` buckets of `width` metrics each, by time."""
+
+    def __init__(self, width: int, capacity: int) -> None:
+        self._width = width
+        self._capacity = capacity
+        self._oldest = 0  # row of the oldest bucket
+        self._numbers = array("I")
+        self._mins = array("f")
+        self._means = array("f")
+        self._maxs = array("f")
+        self._counts = array("H")
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def first(self) -> int | None:
+        """Number of the oldest bucket; None of an empty ring."""
+        return self._numbers[self._oldest] if self._numbers else None
+
+    @property
+    def last(self) -> int | None:
+        """Number of the newest bucket; None of an empty ring."""
+        return self._numbers[self._oldest - 1] if self._numbers else None
+
+    def append(self, number: int, bucket: Bucket) -> None:
+        """Add a bucket; its number is above those before."""
+        if len(self._numbers) < self._capacity:
+            self._numbers.append(number)
+            self._mins.extend(bucket.mins)
+            self._means.extend(bucket.means)
+            self._maxs.extend(bucket.maxs)
+            self._counts.extend(bucket.counts)
+            return
+        begin = self._oldest * self._width
+        end = begin + self._width
+        self._numbers[self._oldest] = number
+        self._mins[begin:end] = array("f", bucket.mins)
+        self._means[begin:end] = array("f", bucket.means)
+        self._maxs[begin:end] = array("f", bucket.maxs)
+        self._counts[begin:end] = array("H", bucket.counts)
+        self._oldest = (self._oldest + 1) % self._capacity
+
+    def merged(self, rows: int) -> Bucket:
+        """The newest so many buckets as one."""
+        begin = len(self) - rows
+        columns = [self._merged_column(metric, begin) for metric in range(self._width)]
+        mins, means, maxs, counts = zip(*columns, strict=True)
+        return Bucket(mins, means, maxs, counts)
+
+    def points(self, metric: int, step: float, start: float, end: float) -> list[Point]:
+        """One metric of the buckets that begin in [start, end), by time; those without a sample are left out."""
+        begin, stop = self._row_at(start, step), self._row_at(end, step)
+        if begin >= stop:
+            return []
+        numbers = self._column(self._numbers, 0, begin, stop, width=1)
+        mins, means, maxs, counts = (
+            self._column(values, metric, begin, stop, width=self._width)
+            for values in (self._mins, self._means, self._maxs, self._counts)
+        )
+        rows = zip(numbers, mins, means, maxs, counts, strict=True)
+        return [Point(row[0] * step, row[1], row[2], row[3], int(row[4])) for row in rows if row[4]]
+
+    def _merged_column(self, metric: int, begin: int) -> tuple[float, float, float, int]:
+        stop, width = len(self._numbers), self._width
+        counts = self._column(self._counts, metric, begin, stop, width=width)
+        total = sum(counts)
+        if not total:
+            return ABSENT, ABSENT, ABSENT, 0
+        mins = self._column(self._mins, metric, begin, stop, width=width)
+        means = self._column(self._means, metric, begin, stop, width=width)
+        maxs = self._column(self._maxs, metric, begin, stop, width=width)
+        if 0 in counts:  # the values beside it are NaN
+            mins, means, maxs = (array("f", compress(values, counts)) for values in (mins, means, maxs))
+            counts = array("H", filter(None, counts))
+        mean = sum(map(mul, means, counts)) / total
+        return min(mins), mean, max(maxs), min(total, MOST_COUNTED)
+
+    def _row_at(self, time: float, step: float) -> int:
+        """How many buckets begin before a time, from the oldest on; bisection."""
+        low, high = 0, len(self)
+        while low < high:
+            middle = (low + high) // 2
+            if self._numbers[(self._oldest + middle) % len(self)] * step < time:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _column(
+        self, values: "array[_Number]", metric: int, begin: int, stop: int, *, width: int
+    ) -> "array[_Number]":
+        """The values of one metric in rows counted from the oldest, of an array with `width` values to the row."""
+        begin, stop, size = self._oldest + begin, self._oldest + stop, len(self)
+        if begin >= size:
+            begin, stop = begin - size, stop - size
+        column = values[begin * width + metric : min(stop, size) * width : width]
+        return column + values[metric : (stop - size) * width : width] if stop > size else column

@@ -1,0 +1,158 @@
+"""HistoryService on the wire."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from math import inf, nextafter
+
+import grpc
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.clock import Clock
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.wire import optional_seconds, seconds, to_duration
+from gpuscale.monitor.dates import Dates
+from gpuscale.monitor.history.history import History
+from gpuscale.monitor.history.metrics import GPU_METRICS, NODE_METRICS, Metric
+from gpuscale.monitor.history.query import plan, spread, trend
+from gpuscale.monitor.history.ring import Point
+from gpuscale.monitor.recording.directory import Directory, Subject
+from gpuscale.monitor.recording.translate import to_stats
+
+DEFAULT_SPAN_SECONDS = 600.0
+MOST_POINTS = 30_000
+"""So many points are in one answer at most, of all series together; each takes about 60 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """From when until when, in seconds of the clock."""
+
+    start: float
+    end: float
+
+
+class HistoryServicer(monitor_api.HistoryServiceServicer):
+    """Answers from what is kept. Between two metrics other work gets its turn: an answer may take a while to make."""
+
+    def __init__(self, history: History, directory: Directory, clock: Clock) -> None:
+        self._history = history
+        self._directory = directory
+        self._clock = clock
+
+    async def QueryHistory(
+        self,
+        request: monitor_api.QueryHistoryRequest,
+        context: grpc.aio.ServicerContext[monitor_api.QueryHistoryRequest, monitor_api.QueryHistoryResponse],
+    ) -> monitor_api.QueryHistoryResponse:
+        """Points of a span."""
+        dates = Dates.of(self._clock)
+        span = _span(request, dates)
+        subjects = self._directory.subjects(request.names, request.uuids)
+        count = sum(len(_metrics(subject, request.metrics)) for subject in subjects)
+        most = MOST_POINTS // max(count, 1)
+        step = optional_seconds(request, "step") or 0.0
+        planned = plan(self._history.tiers, span.end - span.start, dates.now - span.start, step, most)
+        response = monitor_api.QueryHistoryResponse(
+            step=to_duration(planned.step),
+            start_time=dates.timestamp(span.start),
+            end_time=dates.timestamp(span.end),
+            not_kept=[subject.name for subject in subjects if self._history.get(subject.key) is None],
+        )
+        oldest = self._oldest(subjects)
+        if oldest is not None:
+            response.oldest_time.CopyFrom(dates.timestamp(oldest))
+        async for subject, metric, points in self._points(subjects, request.metrics, planned.tier, span):
+            response.series.add(
+                name=subject.name,
+                uuid=subject.uuid,
+                metric=monitor_api.Metric.Value(f"METRIC_{metric.name}"),
+                points=[_to_point(point, dates) for point in spread(points, planned.step)],
+            )
+        return response
+
+    async def QueryTrends(
+        self,
+        request: monitor_api.QueryTrendsRequest,
+        context: grpc.aio.ServicerContext[monitor_api.QueryTrendsRequest, monitor_api.QueryTrendsResponse],
+    ) -> monitor_api.QueryTrendsResponse:
+        """Where metrics are going."""
+        dates = Dates.of(self._clock)
+        span = _span(request, dates)
+        subjects = self._directory.subjects(request.names, request.uuids)
+        planned = plan(self._history.tiers, span.end - span.start, dates.now - span.start, 0.0, MOST_POINTS)
+        response = monitor_api.QueryTrendsResponse(
+            start_time=dates.timestamp(span.start), end_time=dates.timestamp(span.end)
+        )
+        async for subject, metric, points in self._points(subjects, request.metrics, planned.tier, span):
+            found = trend(points)
+            if found is not None:
+                response.trends.add(
+                    name=subject.name,
+                    uuid=subject.uuid,
+                    stats=to_stats(metric, found.stats),
+                    slope_per_hour=found.slope_per_hour,
+                )
+        return response
+
+    def _oldest(self, subjects: Sequence[Subject]) -> float | None:
+        """When the oldest sample was read that is kept of any of them."""
+        kept = [self._history.get(subject.key) for subject in subjects]
+        begins = [series.oldest() for series in kept if series is not None]
+        return min((begin for begin in begins if begin is not None), default=None)
+
+    async def _points(
+        self, subjects: Sequence[Subject], wanted: Sequence[int], tier: int, span: _Span
+    ) -> AsyncGenerator[tuple[Subject, Metric, list[Point]], None]:
+        """Each metric of each subject that has a point."""
+        for subject in subjects:
+            series = self._history.get(subject.key)
+            if series is None:
+                continue
+            for metric in _metrics(subject, wanted):
+                place = (GPU_METRICS if subject.uuid else NODE_METRICS).index(metric)
+                points = series.points(place, tier, span.start, span.end)
+                if points:
+                    yield subject, metric, points
+                await asyncio.sleep(0)
+
+
+def _metrics(subject: Subject, wanted: Sequence[int]) -> list[Metric]:
+    """The metrics of a node or GPU, or those of them that are wanted."""
+    all_of_them = GPU_METRICS if subject.uuid else NODE_METRICS
+    return [metric for metric in all_of_them if not wanted or metric.value in wanted]
+
+
+def _span(request: monitor_api.QueryHistoryRequest | monitor_api.QueryTrendsRequest, dates: Dates) -> _Span:
+    """The span that a request names.
+
+    Raises:
+        InvalidArgumentError: it is named twice, or not whole, or ends before it begins.
+    """
+    span, now = (
+        request.span,
+        nextafter(dates.now, inf),
+    )  # a span ends before its end, and the newest sample counts
+    if span.HasField("last"):
+        if span.HasField("start_time") or span.HasField("end_time"):
+            raise InvalidArgumentError("last stands instead of start_time and end_time", field="span.last")
+        return _Span(dates.now - seconds(span.last), now)
+    if not span.HasField("start_time"):
+        if span.HasField("end_time"):
+            raise InvalidArgumentError("start_time must be set with end_time", field="span.start_time")
+        return _Span(dates.now - DEFAULT_SPAN_SECONDS, now)
+    start = dates.seconds(span.start_time)
+    end = dates.seconds(span.end_time) if span.HasField("end_time") else now
+    if end <= start:
+        raise InvalidArgumentError("end_time must be after start_time", field="span.end_time")
+    return _Span(start, end)
+
+
+def _to_point(point: Point, dates: Dates) -> monitor_api.HistoryPoint:
+    return monitor_api.HistoryPoint(
+        start_time=dates.timestamp(point.start),
+        min=point.min,
+        max=point.max,
+        mean=point.mean,
+        sample_count=point.samples,
+    )

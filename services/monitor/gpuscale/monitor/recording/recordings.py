@@ -1,0 +1,135 @@
+"""All recordings that are kept. Pure: times are arguments, in seconds of the clock that samples are dated by.
+
+A sample counts once: it is a new reading, made while the recording runs, and one interval after the one before (a
+quarter early at most, for what the network does to the arrival of snapshots).
+"""
+
+from gpuscale.common.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
+from gpuscale.monitor.history.metrics import Sample
+from gpuscale.monitor.recording.model import Order, RecordedGpu, Recording, RecordingState
+
+MOST_KEPT = 100
+EARLY = 0.25
+"""A sample may come this share of the interval, or of the agent's period if that is shorter, early."""
+
+
+class Recordings:
+    """Recordings by id, and for each GPU those that take in its samples.
+
+    Attributes:
+        nodes: ids of the nodes of these GPUs: samples of others are of no use.
+    """
+
+    def __init__(self, most_kept: int = MOST_KEPT) -> None:
+        self._most_kept = most_kept
+        self._all: dict[str, Recording] = {}
+        self._taking: dict[str, list[tuple[Recording, RecordedGpu]]] = {}
+        self.nodes: frozenset[str] = frozenset()
+
+    def all(self, now: float) -> list[Recording]:
+        """Every recording, by id."""
+        self._expire(now)
+        return [self._all[key] for key in sorted(self._all)]
+
+    def get(self, key: str, now: float) -> Recording:
+        """A recording by its id.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        self._expire(now)
+        found = self._all.get(key)
+        if found is None:
+            raise NotFoundError(f"there is no recordings/{key}", metadata={"name": f"recordings/{key}"})
+        return found
+
+    def start(self, order: Order, now: float) -> Recording:
+        """Begin a recording, or return the one that this request began before.
+
+        Raises:
+            AlreadyExistsError: the id is taken, or the request id was used with other arguments.
+            ResourceExhaustedError: as many recordings as are kept at most run.
+        """
+        self._expire(now)
+        repeated = self._repeated(order)
+        if repeated is not None:
+            return repeated
+        if order.id in self._all:
+            raise AlreadyExistsError(f"there is a recordings/{order.id} already", reason="RECORDING_EXISTS")
+        self._make_room()
+        recording = Recording(order, now, [RecordedGpu(target) for target in order.targets])
+        self._all[order.id] = recording
+        for gpu in recording.gpus:
+            self._taking.setdefault(gpu.target.uuid.lower(), []).append((recording, gpu))
+        self._note_nodes()
+        return recording
+
+    def stop(self, key: str, now: float) -> Recording:
+        """End a recording; one that has ended stays as it is.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        recording = self.get(key, now)
+        if recording.state is RecordingState.RUNNING:
+            self._end(recording, RecordingState.STOPPED, now)
+        return recording
+
+    def delete(self, key: str, now: float) -> None:
+        """End a recording and forget it.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        self.stop(key, now)
+        del self._all[key]
+
+    def add(self, uuid: str, at: float, sample: Sample) -> None:
+        """Take in what was read at `at` of the GPU with that UUID, in lower case."""
+        for recording, gpu in self._taking.get(uuid, ()):
+            interval = recording.order.interval
+            due = gpu.last_at + interval - EARLY * min(interval, gpu.target.period)
+            if at >= due and recording.started_at <= at <= recording.last_moment:
+                gpu.add(at, sample)
+
+    def _repeated(self, order: Order) -> Recording | None:
+        for recording in self._all.values():
+            if recording.order.request_id == order.request_id:
+                if recording.order.fingerprint != order.fingerprint:
+                    raise AlreadyExistsError(
+                        "request_id was used with other arguments", reason="REQUEST_ID_REUSED"
+                    )
+                return recording
+        return None
+
+    def _make_room(self) -> None:
+        """Forget the recording that ended first, where as many are kept as may be."""
+        if len(self._all) < self._most_kept:
+            return
+        ended = [one for one in self._all.values() if one.ended_at is not None]
+        if not ended:
+            raise ResourceExhaustedError(
+                f"{self._most_kept} recordings run already", reason="TOO_MANY_RECORDINGS"
+            )
+        oldest = min(ended, key=lambda one: one.ended_at or 0.0)
+        del self._all[oldest.order.id]
+
+    def _expire(self, now: float) -> None:
+        for recording in self._all.values():
+            if recording.state is RecordingState.RUNNING and now > recording.last_moment:
+                self._end(recording, RecordingState.EXPIRED, recording.last_moment)
+
+    def _end(self, recording: Recording, state: RecordingState, at: float) -> None:
+        recording.state, recording.ended_at = state, at
+        for gpu in recording.gpus:
+            uuid = gpu.target.uuid.lower()
+            left = [taking for taking in self._taking[uuid] if taking[0] is not recording]
+            if left:
+                self._taking[uuid] = left
+            else:
+                del self._taking[uuid]
+        self._note_nodes()
+
+    def _note_nodes(self) -> None:
+        taking = (gpu for each in self._taking.values() for _, gpu in each)
+        self.nodes = frozenset(gpu.target.name.split("/")[1] for gpu in taking)

@@ -1,0 +1,121 @@
+"""RecordingService on the wire."""
+
+import uuid
+
+import grpc
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.clock import Clock
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.names import parse
+from gpuscale.common.paging import page
+from gpuscale.common.wire import fingerprint, optional_seconds
+from gpuscale.monitor.dates import Dates
+from gpuscale.monitor.recording.directory import Directory
+from gpuscale.monitor.recording.model import Order
+from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.recording.translate import to_recording
+
+DEFAULT_INTERVAL_SECONDS = 1.0
+DEFAULT_MAX_DURATION_SECONDS = 3_600.0
+RECORDING = "recordings/{recording}"
+
+
+class RecordingServicer(monitor_api.RecordingServiceServicer):
+    """Starts, stops and shows recordings."""
+
+    def __init__(self, recordings: Recordings, directory: Directory, clock: Clock) -> None:
+        self._recordings = recordings
+        self._directory = directory
+        self._clock = clock
+
+    async def StartRecording(
+        self,
+        request: monitor_api.StartRecordingRequest,
+        context: grpc.aio.ServicerContext[
+            monitor_api.StartRecordingRequest, monitor_api.StartRecordingResponse
+        ],
+    ) -> monitor_api.StartRecordingResponse:
+        """Begin a recording."""
+        dates = Dates.of(self._clock)
+        recording = self._recordings.start(self._order(request), dates.now)
+        return monitor_api.StartRecordingResponse(recording=to_recording(recording, dates))
+
+    async def StopRecording(
+        self,
+        request: monitor_api.StopRecordingRequest,
+        context: grpc.aio.ServicerContext[
+            monitor_api.StopRecordingRequest, monitor_api.StopRecordingResponse
+        ],
+    ) -> monitor_api.StopRecordingResponse:
+        """End a recording."""
+        dates = Dates.of(self._clock)
+        recording = self._recordings.stop(_id(request.name), dates.now)
+        return monitor_api.StopRecordingResponse(recording=to_recording(recording, dates))
+
+    async def GetRecording(
+        self,
+        request: monitor_api.GetRecordingRequest,
+        context: grpc.aio.ServicerContext[monitor_api.GetRecordingRequest, monitor_api.GetRecordingResponse],
+    ) -> monitor_api.GetRecordingResponse:
+        """One recording."""
+        dates = Dates.of(self._clock)
+        recording = self._recordings.get(_id(request.name), dates.now)
+        return monitor_api.GetRecordingResponse(recording=to_recording(recording, dates))
+
+    async def ListRecordings(
+        self,
+        request: monitor_api.ListRecordingsRequest,
+        context: grpc.aio.ServicerContext[
+            monitor_api.ListRecordingsRequest, monitor_api.ListRecordingsResponse
+        ],
+    ) -> monitor_api.ListRecordingsResponse:
+        """A page of recordings."""
+        dates = Dates.of(self._clock)
+        found, token = page(
+            self._recordings.all(dates.now),
+            key=lambda recording: recording.order.id,
+            page_size=request.page_size,
+            page_token=request.page_token,
+        )
+        return monitor_api.ListRecordingsResponse(
+            recordings=[to_recording(recording, dates) for recording in found], next_page_token=token
+        )
+
+    async def DeleteRecording(
+        self,
+        request: monitor_api.DeleteRecordingRequest,
+        context: grpc.aio.ServicerContext[
+            monitor_api.DeleteRecordingRequest, monitor_api.DeleteRecordingResponse
+        ],
+    ) -> monitor_api.DeleteRecordingResponse:
+        """Forget a recording."""
+        self._recordings.delete(_id(request.name), self._clock.now())
+        return monitor_api.DeleteRecordingResponse()
+
+    def _order(self, request: monitor_api.StartRecordingRequest) -> Order:
+        """What a request asks for.
+
+        Raises:
+            FailedPreconditionError: the agents read less often than that.
+        """
+        targets = self._directory.gpus(request.names, request.uuids)
+        period = max((target.period for target in targets), default=0.0)
+        interval = optional_seconds(request, "interval")
+        if interval is not None and interval < period:
+            raise FailedPreconditionError(
+                f"an agent reads every {period:g} s, which is less often than every {interval:g} s",
+                reason="INTERVAL_BELOW_PERIOD",
+            )
+        return Order(
+            id=request.recording_id or uuid.uuid4().hex[:12],
+            request_id=request.request_id.lower(),
+            fingerprint=fingerprint(request),
+            interval=interval or max(DEFAULT_INTERVAL_SECONDS, period),
+            max_duration=optional_seconds(request, "max_duration") or DEFAULT_MAX_DURATION_SECONDS,
+            targets=targets,
+        )
+
+
+def _id(name: str) -> str:
+    return parse(RECORDING, name)["recording"]
