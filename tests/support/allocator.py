@@ -27,6 +27,9 @@ MIB = 1024 * 1024
 Reservation = allocator_api.Reservation
 
 
+ASK_FIELDS = frozenset(allocator_api.Ask.DESCRIPTOR.fields_by_name)
+
+
 @dataclass
 class Client:
     """Calls an allocator in the words of a test; failures are errors of the tree."""
@@ -43,13 +46,17 @@ class Client:
         memory: int | None = None,
         **fields: object,
     ) -> Reservation:
-        """Reserve; `memory` is in MiB, further fields are those of the request."""
+        """Reserve; `memory` is in MiB, further fields are those of the request or of its ask."""
+        own = {name: value for name, value in fields.items() if name not in ASK_FIELDS}
         request = allocator_api.ReserveRequest(
             request_id=request_id or str(uuid4()),
-            gpu_count=count,
+            ask=allocator_api.Ask(
+                gpu_count=count,
+                min_memory_bytes=None if memory is None else memory * MIB,
+                **{name: value for name, value in fields.items() if name in ASK_FIELDS},
+            ),
             ttl=None if ttl is None else to_duration(ttl),
-            min_memory_bytes=None if memory is None else memory * MIB,
-            **({"holder": "test"} | fields),
+            **({"holder": "test"} | own),
         )
         with rpc_errors():
             return (await self.stub.Reserve(request, timeout=self.timeout)).reservation

@@ -8,7 +8,7 @@ import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
 from tests.support.allocator import Client
-from tests.support.allocator_process import AllocatorProcess
+from tests.support.allocator_process import AllocatorProcess, Launcher, launching
 from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.ports import free_port
 
@@ -16,26 +16,20 @@ QUICK_RECONNECT = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconne
 
 
 class Site:
-    """Starts the processes and ends them all."""
+    """Starts the processes."""
 
-    def __init__(self, data_dir: Path, fleet_address: str, client: Client, listen: str) -> None:
+    def __init__(self, launcher: Launcher, args: list[str], client: Client) -> None:
         self.client = client
-        self._data_dir = data_dir
-        self._fleet_address = fleet_address
-        self._listen = listen
-        self._all: list[AllocatorProcess] = []
+        self.launcher = launcher
+        self._args = args
 
-    async def prepare(self, failpoints: str = "") -> AllocatorProcess:
+    def prepare(self, failpoints: str = "") -> AllocatorProcess:
         """A process that has only to be let go."""
-        process = await AllocatorProcess.prepare(
-            self._data_dir, self._listen, self._fleet_address, failpoints
-        )
-        self._all.append(process)
-        return process
+        return self.launcher.prepare(self._args, failpoints)
 
     async def start(self, failpoints: str = "") -> AllocatorProcess:
         """A process that serves."""
-        process = await self.prepare(failpoints)
+        process = self.prepare(failpoints)
         await self.go(process)
         return process
 
@@ -49,24 +43,16 @@ class Site:
                 continue
             return
 
-    async def close(self) -> None:
-        """Kill what still runs."""
-        for process in self._all:
-            await process.kill()
-
 
 @asynccontextmanager
-async def site(data_dir: Path, *, gpus: int = 8) -> AsyncGenerator[Site]:
-    """A site below a fleet with one node."""
+async def site(data_dir: Path, *, gpus: int = 8, nodes: int = 1, plant: str = "") -> AsyncGenerator[Site]:
+    """A site below a fleet with so many nodes of so many GPUs; `plant` names a bug to put into the allocator."""
     listen = f"127.0.0.1:{free_port()}"
+    fleet = FakeFleet(*(node_message(f"n{index}", count=gpus) for index in range(nodes)))
     async with (
-        serving(FakeFleet(node_message("n0", count=gpus))) as fleet_address,
+        serving(fleet) as fleet_address,
         grpc.aio.insecure_channel(listen, options=QUICK_RECONNECT) as channel,
+        launching(data_dir.with_name(f"{data_dir.name}-logs"), plant) as launcher,
     ):
-        place = Site(
-            data_dir, fleet_address, Client(allocator_api.AllocatorServiceStub(channel), 3.0), listen
-        )
-        try:
-            yield place
-        finally:
-            await place.close()
+        args = ["--data-dir", str(data_dir), "--listen", listen, "--fleet-address", fleet_address]
+        yield Site(launcher, args, Client(allocator_api.AllocatorServiceStub(channel), 3.0))

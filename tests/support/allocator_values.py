@@ -67,6 +67,11 @@ def order(
     return Order(request_id or str(uuid4()), fingerprint, "job", owner, ttl, {}, ask())
 
 
-def reserved(uuid: str, *, node: str = "n0", index: int = 0) -> ReservedGpu:
-    """A GPU as a reservation names it."""
-    return ReservedGpu(node, uuid, index, "Test GPU", simulated=True, score=Score(1.0, ()))
+def reserved(
+    uuid: str, *, node: str = "n0", index: int = 0, milli: int = 1000, memory: int | None = None
+) -> ReservedGpu:
+    """A GPU as a reservation names it; `memory` is in MiB."""
+    held = None if memory is None else memory * MIB
+    return ReservedGpu(
+        node, uuid, index, "Test GPU", simulated=True, score=Score(1.0, ()), milli=milli, memory_bytes=held
+    )

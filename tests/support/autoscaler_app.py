@@ -1,7 +1,7 @@
 """The autoscaler in this process, with queue readings that a test sets, and everything a test does with it."""
 
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler import app
+from gpuscale.autoscaler.gathering.prometheus import PrometheusSettings
 from gpuscale.autoscaler.queues.model import QueueReading, QueueState
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.auth import Authenticator
@@ -53,6 +54,7 @@ class Autoscaler:
         self.endpoints = api.EndpointServiceStub(channel)
         self.decisions = api.DecisionServiceStub(channel)
         self.adapters = api.AdapterServiceStub(channel)
+        self.metrics = api.MetricServiceStub(channel)
 
     async def create(self, endpoint: api.Endpoint, request_id: str = "", **fields: Any) -> api.Endpoint:
         request = api.CreateEndpointRequest(
@@ -93,9 +95,15 @@ class Autoscaler:
 
 @asynccontextmanager
 async def running(
-    data_dir: Path, allocator_address: str, watchers: FakeWatchers | None = None, clock: Clock | None = None
+    data_dir: Path,
+    allocator_address: str,
+    watchers: FakeWatchers | None = None,
+    clock: Clock | None = None,
+    *,
+    fleet_address: str = "127.0.0.1:1",
+    prometheus: Mapping[str, PrometheusSettings] | None = None,
 ) -> AsyncGenerator[Autoscaler]:
-    """Run the autoscaler on a data directory; leaving stops it."""
+    """Run the autoscaler on a data directory, without a fleet unless it is told of one; leaving stops it."""
     clock = clock or SystemClock()
     fake = watchers or FakeWatchers(clock)
 
@@ -106,11 +114,12 @@ async def running(
         fake.in_use = in_use
         yield fake
 
-    settings = AutoscalerSettings(data_dir=data_dir)
+    settings = AutoscalerSettings(data_dir=data_dir, prometheus=dict(prometheus or {}))
     with patch.object(app, "open_watchers", open_watchers):
         async with (
+            open_channel(fleet_address) as fleet,
             open_channel(allocator_address) as allocator,
-            app.open_autoscaler(settings, allocator=allocator, clock=clock) as registrations,
+            app.open_autoscaler(settings, fleet=fleet, allocator=allocator, clock=clock) as registrations,
         ):
             server = Server(ServerOptions(), Authenticator())
             server.add(*registrations)

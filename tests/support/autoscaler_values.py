@@ -1,25 +1,27 @@
 """Builders of autoscaler values with sensible defaults, so that a test names only what it is about."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from gpuscale.autoscaler import engine, signals
 from gpuscale.autoscaler.model import (
-    Comparator,
     Endpoint,
     EndpointSpec,
+    Evaluation,
     Observation,
     ObservationStatus,
     QueueCount,
     QueueSignal,
     ReplicaTemplate,
-    Rule,
     Signal,
-    StepRule,
 )
+from gpuscale.autoscaler.pace import Memory
+from gpuscale.autoscaler.policies.outcome import Inputs
 from gpuscale.autoscaler.queues.model import QueueReading, QueueState
 from gpuscale.autoscaler.replicas import Lease, Moment, Replica, ReplicaState
+from gpuscale.autoscaler.rules import Comparator, Rule, StepRule
 
 NOW = 1000.0
 WALL = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
@@ -91,6 +93,32 @@ def replica(number: int = 0, state: ReplicaState = ReplicaState.PENDING, **field
         WALL + timedelta(seconds=number), state,
     )  # fmt: skip
     return replace(made, **fields)
+
+
+def inputs(before: int = 1, *observations: Observation, **fields: Any) -> Inputs:
+    """What rules go by at NOW; all replicas are ready unless `ready` says otherwise."""
+    fields = {"ready": before, "now": NOW, "wall": WALL, "observations": observed(*observations)} | fields
+    return Inputs(before, **fields)
+
+
+def evaluate(
+    wanted: EndpointSpec,
+    before: int,
+    seen: Mapping[str, Observation],
+    last: Mapping[str, float],
+    now: float,
+    unknown_replicas: int = 0,
+    **fields: Any,
+) -> Evaluation:
+    """One evaluation that remembers nothing but when rules last changed the count."""
+    going_by = inputs(before, observations=seen, last_changes=last, now=now, **fields)
+    return engine.evaluate(wanted, going_by, Memory(0.0), unknown_replicas).evaluation
+
+
+def observe(one: Signal, shown: QueueReading | None, now: float) -> Observation:
+    """What a signal of a queue shows."""
+    assert isinstance(one.source, QueueSignal)
+    return signals.observe(one, signals.queue_sample(one.source, shown), now)
 
 
 def lease(number: int = 1) -> Lease:

@@ -172,6 +172,47 @@ DECISION = autoscaler_api.Decision(
     limited_by="NO_CAPACITY",
     summary="queue is long, GPUs are short",
 )
+CORDON = allocator_api.Cordon(
+    name="nodes/host-1",
+    reason="fan",
+    author="local",
+    create_time=LONG_AGO,
+    drain_deadline=LONG_AGO,
+    reservations=["reservations/r1"],
+)
+QUOTA = allocator_api.Quota(tenant="vision", gpu_milli_limit=8000, gpu_milli_held=1500, waiting_count=2)
+OUTLOOK = allocator_api.ExplainPlacementResponse(
+    message="no room now",
+    reason="NO_CAPACITY",
+    constraints=[
+        allocator_api.ConstraintEffect(constraint="HELD", removed_in_order_count=1, removed_alone_count=1)
+    ],
+    nodes=[
+        allocator_api.NodeOutlook(
+            name="nodes/host-1",
+            fitting_count=1,
+            gpus=[
+                allocator_api.GpuOutlook(
+                    name=f"nodes/host-1/gpus/{UUIDS[0].lower()}",
+                    obstacle="HELD",
+                    message="Held by r1.",
+                    reservations=["reservations/r1"],
+                ),
+                allocator_api.GpuOutlook(
+                    name=f"nodes/host-1/gpus/{UUIDS[1].lower()}", score=allocator_api.GpuScore(total=0.5)
+                ),
+            ],
+        )
+    ],
+    node_count=1,
+    remedies=["wait for r1"],
+)
+ESTIMATE = allocator_api.EstimateRequirementsResponse(
+    gpu_count=4, memory_bytes=20_000 << 20, notes=["by the table"], ignored_parameters=["x"]
+)
+RANKED = allocator_api.RankedNode(
+    name="nodes/host-1", idle_gpu_count=1, gpu_count=2, sufficient=True, message="1 of 2 GPUs idle"
+)
 ADAPTER = autoscaler_api.Adapter(
     name="adapters/host-1",
     kind="process",
@@ -180,6 +221,31 @@ ADAPTER = autoscaler_api.Adapter(
     templates=["worker"],
     replica_count=1,
     last_seen_time=LONG_AGO,
+)
+
+PRESET = autoscaler_api.Preset(
+    name="keda", summary="20 messages each.", parameters={"value": "messages (20)"}
+)
+RULE = autoscaler_api.EndpointRule(
+    name="endpoints/jobs/rules/up",
+    rule=autoscaler_api.Rule(
+        id="up",
+        signal="depth",
+        step=autoscaler_api.StepRule(
+            comparator=autoscaler_api.Comparator.COMPARATOR_GREATER_THAN, threshold=10, step=1
+        ),
+    ),
+    etag="e1",
+)
+EVALUATION = autoscaler_api.EvaluateResponse(
+    decision=autoscaler_api.Decision(
+        before=3, wanted=4, limited_by="CLAMPED_TO_MAX", summary="from 3 to 4: max_replicas is 4"
+    ),
+    asked=6,
+    alternatives=[
+        autoscaler_api.Alternative(code="CLAMPED_TO_MAX", text="max_replicas were not 4", wanted=6)
+    ],
+    next_change=autoscaler_api.NextChange(wait=Duration(seconds=43), wanted=3),
 )
 
 
@@ -267,6 +333,18 @@ def service(world: World) -> Service:
         "ReleaseReservation": lambda r, c: a.ReleaseReservationResponse(reservation=world.get(r.name, c)),
         "GetReservation": lambda r, c: a.GetReservationResponse(reservation=world.get(r.name, c)),
         "ListReservations": lambda r, c: a.ListReservationsResponse(reservations=world.all(a.Reservation)),
+        "CheckAvailability": lambda r, c: a.CheckAvailabilityResponse(
+            available=r.ask.gpu_count < 9, message="there", gpus=RESERVATION.gpus
+        ),
+        "WaitForAvailability": lambda r, c: a.WaitForAvailabilityResponse(available=True),
+        "ExplainPlacement": lambda r, c: OUTLOOK,
+        "EstimateRequirements": lambda r, c: ESTIMATE,
+        "RankNodes": lambda r, c: a.RankNodesResponse(nodes=[RANKED]),
+        "CordonNode": lambda r, c: a.CordonNodeResponse(cordon=CORDON),
+        "UncordonNode": lambda r, c: a.UncordonNodeResponse(),
+        "DrainNode": lambda r, c: a.DrainNodeResponse(cordon=CORDON, reservations=[RESERVATION]),
+        "ListCordons": lambda r, c: a.ListCordonsResponse(cordons=[CORDON]),
+        "ListQuotas": lambda r, c: a.ListQuotasResponse(quotas=[QUOTA]),
         "ListEndpoints": lambda r, c: s.ListEndpointsResponse(endpoints=world.all(s.Endpoint)),
         "GetEndpoint": lambda r, c: s.GetEndpointResponse(endpoint=world.get(r.name, c)),
         "CreateEndpoint": lambda r, c: s.CreateEndpointResponse(endpoint=created(r.endpoint, "e1")),
@@ -286,6 +364,29 @@ def service(world: World) -> Service:
         "DeleteQueueWatcher": lambda r, c: (deleted(r.name, c), s.DeleteQueueWatcherResponse())[1],
         "ListDecisions": lambda r, c: s.ListDecisionsResponse(decisions=world.all(s.Decision)),
         "GetDecision": lambda r, c: s.GetDecisionResponse(decision=world.get(r.name, c)),
+        "CreateRule": lambda r, c: s.CreateRuleResponse(rule=RULE),
+        "GetRule": lambda r, c: s.GetRuleResponse(rule=RULE),
+        "ListRules": lambda r, c: s.ListRulesResponse(rules=[RULE]),
+        "UpdateRule": lambda r, c: s.UpdateRuleResponse(rule=RULE),
+        "DeleteRule": lambda r, c: s.DeleteRuleResponse(),
+        "Evaluate": lambda r, c: EVALUATION,
+        "ListPresets": lambda r, c: s.ListPresetsResponse(presets=[PRESET]),
+        "RenderPreset": lambda r, c: s.RenderPresetResponse(
+            preset="keda", spec=ENDPOINT.spec, notes=["a note"]
+        ),
+        "Backtest": lambda r, c: s.BacktestResponse(
+            reports=[
+                s.BacktestReport(
+                    name=policy.name,
+                    gpu_hours=3.0,
+                    violation_percent=2.5,
+                    spec=ENDPOINT.spec,
+                    timeline=s.BacktestTimeline(seconds=[0, 60], wanted=[1, 2], ready=[1, 1], waiting=[0, 9]),
+                )
+                for policy in r.policies
+            ],
+            work_gpu_hours=1.5,
+        ),
         "ListAdapters": lambda r, c: s.ListAdaptersResponse(adapters=world.all(s.Adapter)),
     }
     modules = (a, s, m)

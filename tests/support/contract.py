@@ -14,7 +14,8 @@ from google.protobuf import descriptor, descriptor_pool, message_factory, symbol
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from gpuscale.api.allocator import v1 as _allocator  # noqa: F401  (fills the pool)
+from gpuscale.api import externalscaler as _keda  # noqa: F401  (fills the pool)
+from gpuscale.api.allocator import v1 as _allocator  # noqa: F401
 from gpuscale.api.autoscaler import v1 as _autoscaler  # noqa: F401
 from gpuscale.api.monitor import v1 as _monitor  # noqa: F401
 from gpuscale.api.types.v1 import options_pb2
@@ -27,6 +28,8 @@ STATUS_NAMES = (
     "INVALID_ARGUMENT|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED"
     "|OUT_OF_RANGE|UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED"
 )
+MAPS = {"externalscaler.ScaledObjectRef.scalerMetadata": {"endpoint": "no-such-thing"}}
+"""What stands in maps that must be set: their keys are words that no rule tells."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,16 @@ def right(kind: type[Message]) -> Any:
 def fill(message: Any, field: descriptor.FieldDescriptor) -> None:
     """Set one field of a message to something that keeps its rules."""
     rules = rules_of(field)
-    if field.message_type is Duration.DESCRIPTOR:
+    if field.full_name in MAPS:
+        getattr(message, field.name).update(MAPS[field.full_name])
+    elif field.message_type is Duration.DESCRIPTOR:
         getattr(message, field.name).FromSeconds(right_number(rules))
     elif field.message_type:
-        getattr(message, field.name).CopyFrom(
-            right(symbol_database.Default().GetSymbol(field.message_type.full_name))
-        )
+        value = getattr(message, field.name)
+        target = value.add() if field.is_repeated else value
+        target.CopyFrom(right(symbol_database.Default().GetSymbol(field.message_type.full_name)))
+    elif field.is_repeated and field.cpp_type == Field.CPPTYPE_STRING:
+        getattr(message, field.name).append(right_text(field))
     elif field.cpp_type == Field.CPPTYPE_STRING:
         setattr(message, field.name, right_text(field))
     elif field.cpp_type == Field.CPPTYPE_ENUM:
@@ -143,7 +150,9 @@ def _wrong_below(
             else:
                 setattr(parent, field.name, value)
             yield where, what, request
-        ours = field.message_type and field.message_type.full_name.startswith("gpuscale.")
+        ours = field.message_type and field.message_type.full_name.startswith(
+            ("gpuscale.", "externalscaler.")
+        )
         if ours and len(path) < 4:
             yield from _wrong_below(kind, field.message_type, (*path, field.name))
 

@@ -20,6 +20,7 @@ from gpuscale.common.server import Registration, Server, ServerOptions
 
 ACTIVE = api.Reservation.STATE_ACTIVE
 SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
+QUOTA_SERVICE = "gpuscale.api.allocator.v1.QuotaService"
 
 
 class FakeAllocator(api.AllocatorServiceServicer):
@@ -31,6 +32,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
         failure: raised by every call while it is set.
         lose_answers: so many grants are made and then answered UNAVAILABLE.
         leaves_after_loss: whether every call fails from the loss of an answer on.
+        waiting: requests of each tenant that wait.
     """
 
     def __init__(self, nodes: Mapping[str, Sequence[str]]) -> None:
@@ -41,6 +43,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
         self.failure: GpuscaleError | None = None
         self.lose_answers = 0
         self.leaves_after_loss = False
+        self.waiting: dict[str, int] = {}
 
     @property
     def held(self) -> list[str]:
@@ -51,13 +54,14 @@ class FakeAllocator(api.AllocatorServiceServicer):
         """Let a lease run out."""
         self.reservations[name].state = api.Reservation.STATE_EXPIRED
 
-    def _called(self, method: str) -> None:
+    def called(self, method: str) -> None:
+        """Count a call, and fail it while `failure` is set."""
         self.calls[method] += 1
         if self.failure is not None:
             raise self.failure
 
     async def Reserve(self, request: api.ReserveRequest, context: Any) -> api.ReserveResponse:
-        self._called("Reserve")
+        self.called("Reserve")
         content = request.SerializeToString(deterministic=True)
         known = self.requests.get(request.request_id)
         if known is not None:
@@ -75,18 +79,18 @@ class FakeAllocator(api.AllocatorServiceServicer):
         return api.ReserveResponse(reservation=reservation)
 
     def _grant(self, request: api.ReserveRequest) -> api.Reservation:
-        wanted = [name.removeprefix("nodes/") for name in request.nodes] or list(self.nodes)
+        wanted = [name.removeprefix("nodes/") for name in request.ask.nodes] or list(self.nodes)
         unknown = [node for node in wanted if node not in self.nodes]
         if unknown:
             raise NotFoundError(f"no such node: {', '.join(unknown)}", metadata={"nodes": ", ".join(unknown)})
-        if all(len(self.nodes[node]) < request.gpu_count for node in wanted):
+        if all(len(self.nodes[node]) < request.ask.gpu_count for node in wanted):
             raise FailedPreconditionError("no node has that many GPUs", reason="UNSATISFIABLE")
         held = set(self.held)
         for node in wanted:
             free = [uuid for uuid in self.nodes[node] if uuid not in held]
-            if len(free) >= request.gpu_count:
+            if len(free) >= request.ask.gpu_count:
                 fence = len(self.reservations) + 1
-                gpus = [api.ReservedGpu(node=node, uuid=uuid) for uuid in free[: request.gpu_count]]
+                gpus = [api.ReservedGpu(node=node, uuid=uuid) for uuid in free[: request.ask.gpu_count]]
                 return api.Reservation(
                     name=f"reservations/v{fence}", holder=request.holder, state=ACTIVE, fence=fence,
                     gpus=gpus, request_id=request.request_id,
@@ -104,7 +108,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
     async def RenewReservation(
         self, request: api.RenewReservationRequest, context: Any
     ) -> api.RenewReservationResponse:
-        self._called("RenewReservation")
+        self.called("RenewReservation")
         found = self._find(request.name, request.fence)
         if found.state != ACTIVE:
             raise FailedPreconditionError(f"{request.name} has ended", reason="RESERVATION_ENDED")
@@ -113,7 +117,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
     async def ReleaseReservation(
         self, request: api.ReleaseReservationRequest, context: Any
     ) -> api.ReleaseReservationResponse:
-        self._called("ReleaseReservation")
+        self.called("ReleaseReservation")
         found = self._find(request.name, request.fence)
         if found.state == ACTIVE:
             found.state = api.Reservation.STATE_RELEASED
@@ -122,7 +126,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
     async def GetReservation(
         self, request: api.GetReservationRequest, context: Any
     ) -> api.GetReservationResponse:
-        self._called("GetReservation")
+        self.called("GetReservation")
         if request.name not in self.reservations:
             raise NotFoundError(f"there is no {request.name}")
         return api.GetReservationResponse(reservation=self.reservations[request.name])
@@ -130,15 +134,37 @@ class FakeAllocator(api.AllocatorServiceServicer):
     async def ListReservations(
         self, request: api.ListReservationsRequest, context: Any
     ) -> api.ListReservationsResponse:
-        self._called("ListReservations")
+        self.called("ListReservations")
         return api.ListReservationsResponse(reservations=list(self.reservations.values()))
+
+
+class FakeQuotas(api.QuotaServiceServicer):
+    """The quotas of a fake allocator: nothing but how many requests wait, one tenant on each page."""
+
+    def __init__(self, allocator: FakeAllocator) -> None:
+        self._allocator = allocator
+
+    async def ListQuotas(self, request: api.ListQuotasRequest, context: Any) -> api.ListQuotasResponse:
+        self._allocator.called("ListQuotas")
+        tenants = sorted(self._allocator.waiting)
+        if not tenants:
+            return api.ListQuotasResponse()
+        at = int(request.page_token or 0)
+        found = api.Quota(tenant=tenants[at], waiting_count=self._allocator.waiting[tenants[at]])
+        return api.ListQuotasResponse(
+            quotas=[found], next_page_token=str(at + 1) if at + 1 < len(tenants) else ""
+        )
 
 
 @asynccontextmanager
 async def serving(allocator: FakeAllocator) -> AsyncGenerator[str]:
     """Serve it on a free port; yields the address."""
     server = Server(ServerOptions(), Authenticator())
-    server.add(Registration(SERVICE, partial(api.add_AllocatorServiceServicer_to_server, allocator)))
+    quotas = FakeQuotas(allocator)
+    server.add(
+        Registration(SERVICE, partial(api.add_AllocatorServiceServicer_to_server, allocator)),
+        Registration(QUOTA_SERVICE, partial(api.add_QuotaServiceServicer_to_server, quotas)),
+    )
     address = server.bind()
     async with server:
         yield address

@@ -3,11 +3,12 @@
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from sqlmodel import SQLModel
 
 from gpuscale.autoscaler.queues.brokers import BrokerSettings
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState, QueueTarget, WatchSpec
+from gpuscale.autoscaler.queues.model import QueueReading, QueueState, WatchSpec
 from gpuscale.autoscaler.queues.watchers import QueueWatchers, open_watchers
 from gpuscale.common.clock import SystemClock
 from gpuscale.common.secrets import SecretUrl
@@ -44,9 +45,16 @@ async def watching(folder: Path, brokers: Mapping[str, BrokerSettings]) -> Async
         yield watchers
 
 
-def spec(queue: str, *, broker: str = BROKER, virtual_host: str = "/", interval: float = 0.1) -> WatchSpec:
-    """A queue to be watched ten times a second."""
-    return WatchSpec(QueueTarget(broker, virtual_host, queue), interval)
+def spec(
+    queue: str,
+    *more: str,
+    broker: str = BROKER,
+    virtual_host: str = "/",
+    interval: float = 0.1,
+    **fields: Any,
+) -> WatchSpec:
+    """A queue, or several, to be watched ten times a second."""
+    return WatchSpec(broker, virtual_host, (queue, *more), interval=interval, **fields)
 
 
 async def shows(

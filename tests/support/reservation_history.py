@@ -8,9 +8,11 @@ whatever is killed or paused. (The method of the lease study behind this project
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from itertools import combinations
 
 NEVER = float("inf")
+WHOLE = 1000
+Holds = dict[str, int]
+"""Thousandths of GPUs, by UUID."""
 
 
 @dataclass
@@ -20,7 +22,7 @@ class Grant:
     request_id: str
     name: str
     fence: int
-    uuids: tuple[str, ...]
+    holds: Holds
     sent: float
     acked: float
     held_until: float
@@ -34,11 +36,12 @@ class Grant:
 
 @dataclass(frozen=True)
 class Sighting:
-    """One complete list of what is held: the UUIDs by reservation."""
+    """One complete list of what is held: the GPUs by reservation, and the requests that the reservations are of."""
 
     sent: float
     received: float
-    listed: dict[str, tuple[str, ...]]
+    listed: dict[str, Holds]
+    requests: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -49,6 +52,8 @@ class History:
     sightings: list[Sighting] = field(default_factory=list[Sighting])
     repetitions: list[tuple[Grant, str, int]] = field(default_factory=list[tuple[Grant, str, int]])
     """A grant, and the name and fence that a repetition of its request was answered with."""
+    batches: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
+    """Requests that were asked for in one batch, and are released in one."""
     oddities: list[str] = field(default_factory=list[str])
     """Answers that no allocator should give, in words."""
 
@@ -58,29 +63,50 @@ class History:
             *self.oddities,
             *self._overlaps(),
             *self._double_listings(),
+            *self._torn_batches(),
             *self._lost_grants(),
             *self._fences(),
             *self._repetitions(),
         ]
 
     def _overlaps(self) -> list[str]:
-        by_uuid: dict[str, list[Grant]] = defaultdict(list)
+        """GPUs of which more than there is was provably held at one moment."""
+        changes: dict[str, list[tuple[float, int, int, str]]] = defaultdict(list)
         for grant in self.grants:
-            for uuid in grant.uuids:
-                by_uuid[uuid].append(grant)
-        return [
-            f"double allocation: {uuid} was held by {one.name} and {other.name}"
-            for uuid, grants in by_uuid.items()
-            for one, other in combinations(grants, 2)
-            if max(one.acked, other.acked) < min(one.until, other.until)
-        ]
+            if grant.acked < grant.until:
+                for uuid, milli in grant.holds.items():
+                    changes[uuid] += [
+                        (grant.acked, 1, milli, grant.name),
+                        (grant.until, 0, -milli, grant.name),
+                    ]
+        found: list[str] = []
+        for uuid, moments in changes.items():
+            held: dict[str, int] = {}
+            for _, _, milli, name in sorted(moments):
+                held[name] = held.get(name, 0) + milli
+                if milli > 0 and sum(held.values()) > WHOLE:
+                    holders = " and ".join(sorted(one for one, share in held.items() if share))
+                    found.append(f"double allocation: {uuid} was held by {holders}")
+        return found
 
     def _double_listings(self) -> list[str]:
-        counts = (
-            Counter(uuid for uuids in sighting.listed.values() for uuid in uuids)
+        found: list[str] = []
+        for sighting in self.sightings:
+            total: Counter[str] = Counter()
+            for holds in sighting.listed.values():
+                total.update(holds)
+            found += (
+                f"{uuid} was listed beyond what there is" for uuid, milli in total.items() if milli > WHOLE
+            )
+        return found
+
+    def _torn_batches(self) -> list[str]:
+        return [
+            f"batch torn: of {len(batch)} requests {len(sighting.requests.intersection(batch))} were listed"
             for sighting in self.sightings
-        )
-        return [f"{uuid} was listed twice" for count in counts for uuid, times in count.items() if times > 1]
+            for batch in self.batches
+            if 0 < len(sighting.requests.intersection(batch)) < len(batch)
+        ]
 
     def _lost_grants(self) -> list[str]:
         return [
@@ -89,7 +115,7 @@ class History:
             for grant in self.grants
             if grant.acked <= sighting.sent
             and sighting.received <= grant.until
-            and sighting.listed.get(grant.name) != grant.uuids
+            and sighting.listed.get(grant.name) != grant.holds
         ]
 
     def _fences(self) -> list[str]:

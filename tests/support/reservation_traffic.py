@@ -1,13 +1,15 @@
 """Clients that reserve, renew, repeat, release and forget, and write down what they saw in a `History`.
 
-They repeat requests on purpose, send stale fences on purpose, and leave some leases to run out: without that,
+They want whole GPUs, shares and gangs, one by one and in batches. They repeat requests on purpose, send stale fences on purpose, and leave some leases to run out: without that,
 several kinds of broken allocators look healthy.
 """
 
 import asyncio
+from dataclasses import dataclass
 from random import Random
 from uuid import UUID
 
+from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -16,14 +18,56 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gpuscale.common.wire import seconds
+from gpuscale.common.status import rpc_errors
+from gpuscale.common.wire import seconds, to_duration
 from tests.support.allocator import Client, Reservation
-from tests.support.reservation_history import Grant, History, Sighting
+from tests.support.reservation_history import Grant, History, Holds, Sighting
 
 TTL = 5.0
 """Seconds, the shortest lease there is."""
+BATCH_TTL = 60.0
+"""Seconds; batches are released, never left to run out, so that a part of one is never seen."""
 UNANSWERED = (UnavailableError, DeadlineExceededError)
 """The call may have happened or not; it is repeated."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a client wants: members of so many GPUs each, or of a share of one."""
+
+    count: int = 1
+    milli: int = 1000
+    members: int = 1
+
+    def ask(self) -> api.Ask:
+        """As a message."""
+        return api.Ask(
+            gpu_count=self.count,
+            gpu_milli=self.milli,
+            member_count=self.members,
+            min_memory_bytes=0,
+            max_utilization_percent=100,
+        )
+
+
+WISHES = (
+    Wish(1),
+    Wish(1),
+    Wish(2),
+    Wish(3),
+    Wish(milli=500),
+    Wish(milli=300),
+    Wish(members=2),
+    Wish(1, 600, 2),
+)
+
+
+def holds_of(one: Reservation) -> Holds:
+    """What a reservation holds of each GPU."""
+    found: Holds = {}
+    for gpu in one.gpus:
+        found[gpu.uuid] = found.get(gpu.uuid, 0) + gpu.milli
+    return found
 
 
 class Traffic:
@@ -42,18 +86,22 @@ class Traffic:
     async def holder(self) -> None:
         """Reserve, do something with the grant, and give it back or forget it, over and over."""
         while not self.stopped.is_set():
-            grant = await self._reserve()
+            if self._random.random() < 0.15:
+                await self._batch()
+                continue
+            wish = self._random.choice(WISHES)
+            grant = await self._reserve(wish)
             if grant is None:
                 await self._pause(0.05)
                 continue
             if self._random.random() < 0.3:
-                await self._repeat(grant)
+                await self._repeat(grant, wish)
             if self._random.random() < 0.3:
                 await self._send_stale_fence(grant)
             while self._random.random() < 0.4:
                 await self._pause(0.1)
                 await self._renew(grant)
-            if self._random.random() < 0.92:
+            if self._random.random() < 0.97:
                 await self._release(grant)
 
     async def lister(self) -> None:
@@ -65,18 +113,18 @@ class Traffic:
             except UNANSWERED:
                 await self._pause(0.05)
                 continue
-            listed = {one.name: tuple(gpu.uuid for gpu in one.gpus) for one in found}
-            self.history.sightings.append(Sighting(sent, self._now(), listed))
+            listed = {one.name: holds_of(one) for one in found}
+            requests = frozenset(one.request_id for one in found)
+            self.history.sightings.append(Sighting(sent, self._now(), listed, requests))
             await self._pause(0.02)
 
-    async def _reserve(self) -> Grant | None:
-        request_id = str(UUID(int=self._random.getrandbits(128), version=4))
-        count = self._random.choice([1, 1, 2, 3])
+    async def _reserve(self, wish: Wish) -> Grant | None:
+        request_id = self._request_id()
         first_sent = self._now()
         while not self.stopped.is_set():
             sent = self._now()
             try:
-                answer = await self._client.reserve(count, request_id=request_id, ttl=TTL)
+                answer = await self._ask(request_id, wish)
             except ResourceExhaustedError:
                 return None
             except UNANSWERED:
@@ -89,24 +137,82 @@ class Traffic:
                 return None
             if answer.state != Reservation.STATE_ACTIVE:
                 return None  # it ran out while we could not reach the allocator
-            grant = Grant(
-                request_id,
-                answer.name,
-                answer.fence,
-                tuple(gpu.uuid for gpu in answer.gpus),
-                first_sent,
-                self._now(),
-                sent + seconds(answer.remaining),
-            )
-            if len(grant.uuids) != count:
-                self.history.oddities.append(f"{grant.name} has {len(grant.uuids)} GPUs of {count}")
-            self.history.grants.append(grant)
-            return grant
+            return self._acknowledged(answer, wish, first_sent, sent)
         return None
 
-    async def _repeat(self, grant: Grant) -> None:
+    def _acknowledged(self, answer: Reservation, wish: Wish, first_sent: float, sent: float) -> Grant:
+        grant = Grant(
+            answer.request_id,
+            answer.name,
+            answer.fence,
+            holds_of(answer),
+            first_sent,
+            self._now(),
+            sent + seconds(answer.remaining),
+        )
+        if sum(grant.holds.values()) != wish.count * wish.members * wish.milli:
+            self.history.oddities.append(f"{grant.name} holds {grant.holds} of {wish}")
+        self.history.grants.append(grant)
+        return grant
+
+    async def _ask(self, request_id: str, wish: Wish) -> Reservation:
+        request = api.ReserveRequest(
+            request_id=request_id, holder="test", ask=wish.ask(), ttl=to_duration(TTL)
+        )
+        with rpc_errors():
+            return (await self._client.stub.Reserve(request, timeout=self._client.timeout)).reservation
+
+    async def _batch(self) -> None:
+        """Reserve two in one call and release them in one, however often that has to be repeated."""
+        wishes = [Wish(1), Wish(milli=500)]
+        requests = [
+            api.ReserveRequest(
+                request_id=self._request_id(), holder="test", ask=wish.ask(), ttl=to_duration(BATCH_TTL)
+            )
+            for wish in wishes
+        ]
+        self.history.batches.append(tuple(one.request_id for one in requests))
+        first_sent = self._now()
+        while True:
+            sent = self._now()
+            try:
+                with rpc_errors():
+                    answer = await self._client.stub.BatchReserve(
+                        api.BatchReserveRequest(requests=requests), timeout=self._client.timeout
+                    )
+            except ResourceExhaustedError:
+                return
+            except UNANSWERED:
+                await self._pause(0.05)
+                continue
+            break
+        grants = [
+            self._acknowledged(one, wish, first_sent, sent)
+            for one, wish in zip(answer.reservations, wishes, strict=True)
+        ]
+        await self._pause(0.1)
+        await self._release_batch(grants)
+
+    async def _release_batch(self, grants: list[Grant]) -> None:
+        for grant in grants:
+            grant.released = self._now()
+        releases = [api.ReleaseReservationRequest(name=one.name, fence=one.fence) for one in grants]
+        while True:
+            try:
+                with rpc_errors():
+                    await self._client.stub.BatchRelease(
+                        api.BatchReleaseRequest(requests=releases), timeout=self._client.timeout
+                    )
+            except UNANSWERED:
+                await self._pause(0.05)
+                continue
+            except GpuscaleError as error:
+                self._odd("BatchRelease", error)
+            return
+
+    async def _repeat(self, grant: Grant, wish: Wish) -> None:
         try:
-            answer = await self._client.reserve(len(grant.uuids), request_id=grant.request_id, ttl=TTL)
+            answer = await self._ask(grant.request_id, wish)
         except UNANSWERED:
             return
         except GpuscaleError as error:
@@ -158,6 +264,9 @@ class Traffic:
 
     async def _pause(self, longest: float) -> None:
         await asyncio.sleep(self._random.uniform(0, longest))
+
+    def _request_id(self) -> str:
+        return str(UUID(int=self._random.getrandbits(128), version=4))
 
     @staticmethod
     def _now() -> float:

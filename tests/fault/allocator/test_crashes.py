@@ -25,12 +25,12 @@ async def test_a_grant_that_a_crash_interrupted_is_whole_or_gone_and_made_once(t
     requests: dict[str, str] = {}
     async with site(tmp_path, gpus=8) as place:
         # The first sight of the node is a write too, so a life without failpoints comes first.
-        life, successor = await place.start(), await place.prepare(f"{next(iter(survives))}=kill")
+        life, successor = await place.start(), place.prepare(f"{next(iter(survives))}=kill")
         await life.kill()
         for point, following in pairwise([*survives, ""]):
             await place.go(successor)
             requests[point] = str(uuid4())
-            successor, dying = await place.prepare(f"{following}=kill" if following else ""), successor
+            successor, dying = place.prepare(f"{following}=kill" if following else ""), successor
             with pytest.raises(UnavailableError):
                 await place.client.reserve(2, request_id=requests[point])
             assert (await dying.ended())[0] == -9
@@ -54,12 +54,12 @@ async def test_a_release_that_a_crash_interrupted_happened_or_did_not_and_may_be
         "allocator.store.after_commit": Reservation.STATE_RELEASED,
     }
     async with site(tmp_path, gpus=8) as place:
-        life, successor = await place.start(), await place.prepare(f"{next(iter(states))}=kill")
+        life, successor = await place.start(), place.prepare(f"{next(iter(states))}=kill")
         granted = [await place.client.reserve(4) for _ in states]
         await life.kill()
         for one, following in zip(granted, [*states, ""][1:], strict=True):
             await place.go(successor)
-            successor, dying = await place.prepare(f"{following}=kill" if following else ""), successor
+            successor, dying = place.prepare(f"{following}=kill" if following else ""), successor
             with pytest.raises(UnavailableError):
                 await place.client.release(one)
             assert (await dying.ended())[0] == -9
@@ -73,14 +73,14 @@ async def test_forty_acknowledged_grants_survive_and_run_out_on_time(tmp_path: P
     """Slurm 22.05, killed right after 40 grants, came back with one of them and gave their ids out again."""
     loop = asyncio.get_running_loop()
     async with site(tmp_path, gpus=41) as place:
-        first, intruder = await place.start(), await place.prepare()
+        first, intruder = await place.start(), place.prepare()
         intruder.go()
         code, stderr = await intruder.ended()
         assert code == 1
         assert f"the directory {tmp_path} is in use by process" in stderr
         assert len(stderr.splitlines()) == 1
 
-        second, third = await place.prepare(), await place.prepare()
+        second, third = place.prepare(), place.prepare()
         granted = await asyncio.gather(*(place.client.reserve(ttl=5) for _ in range(40)))
         sent = loop.time()
         renewed = await place.client.renew(granted[0], ttl=60)

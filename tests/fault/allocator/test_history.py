@@ -1,65 +1,101 @@
-"""A history check: eight clients, eight GPUs, an allocator that is killed and paused; no promise may be broken."""
+"""A history check: clients, GPUs, and an allocator that is killed, paused and given another time; no promise may break.
+
+GPUSCALE_CHAOS_KILLS sets how often it is killed (for a long run, several hundred); a few times otherwise.
+"""
 
 import asyncio
+import os
 from itertools import cycle
 from pathlib import Path
 from random import Random
 
+import pytest
+
+from gpuscale.allocator.sweeper import TICK
 from gpuscale.common.errors import ResourceExhaustedError
+from tests.support.allocator_launcher import START_DELAY
 from tests.support.allocator_site import Site, site
+from tests.support.planted_bugs import PLANTS
+from tests.support.reservation_history import History
 from tests.support.reservation_traffic import TTL, Traffic
 from tests.support.waiting import eventually
 
 SEED = 7
 CLIENTS = 8
-SECONDS = 8.0
-"""How long it is tormented; the life that is running then lives out."""
+KILLS = int(os.environ.get("GPUSCALE_CHAOS_KILLS", "8"))
+PLANT_KILLS = 24
+"""Lives that a planted bug has to show itself in, at most; the torment ends as soon as it did."""
 POINTS = (
     "allocator.reserve.before_commit",
     "allocator.store.before_commit",
     "allocator.store.after_commit",
     "allocator.end.before_commit",
+    "allocator.change.before_commit",
     "allocator.reserve.before_reply",
 )
+pytestmark = pytest.mark.timeout(120 + 10 * KILLS)
 FREE_WITHIN = 6.0
 """Seconds after the last lease could run out: the start delay, a round, and slack for a slow machine."""
 
 
-async def test_promises_hold_through_kills_and_pauses(tmp_path: Path) -> None:
-    async with site(tmp_path) as place:
-        traffic = Traffic(place.client, SEED)
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-            for _ in range(CLIENTS):
-                group.create_task(traffic.holder())
-            group.create_task(traffic.lister())
-            await torment(place, Random(SEED))
-            traffic.stop()
-        history = traffic.history
+async def test_promises_hold_through_kills_pauses_and_steps_of_the_wall_clock(tmp_path: Path) -> None:
+    async with site(tmp_path / "data", gpus=4, nodes=2) as place:
+        history = await tormented(place, KILLS, Random(SEED))
         assert history.violations() == []
-        assert len(history.grants) > 50, "too little happened to prove anything"
-        assert len(history.sightings) > 20
-        assert len(history.repetitions) > 5
+        assert len(history.grants) > 5 * KILLS, "too little happened to prove anything"
+        assert len(history.sightings) > 2 * KILLS
+        assert len(history.repetitions) > KILLS / 2
+        assert len(history.batches) > KILLS / 2
         everything = await eventually(
-            lambda: place.client.reserve(8), timeout=TTL + FREE_WITHIN, retry_on=(ResourceExhaustedError,)
+            lambda: place.client.reserve(4, member_count=2),
+            timeout=TTL + FREE_WITHIN,
+            retry_on=(ResourceExhaustedError,),
         )
         assert len(everything.gpus) == 8
 
 
-async def torment(place: Site, random: Random) -> None:
-    """One life after the other, each ended by a failpoint or at random, some paused before; the last one lives on."""
-    end = asyncio.get_running_loop().time() + SECONDS
+@pytest.mark.parametrize("plant", sorted(PLANTS))
+async def test_a_planted_bug_is_found(plant: str, tmp_path: Path) -> None:
+    """The same torment finds each mistake; a check that finds nothing there would prove nothing above."""
+    async with site(tmp_path / "data", gpus=4, nodes=2, plant=plant) as place:
+        history = await tormented(place, PLANT_KILLS, Random(SEED), until_found=True)
+        assert history.violations()
+
+
+async def tormented(place: Site, kills: int, random: Random, *, until_found: bool = False) -> History:
+    """What clients saw of an allocator that had so many lives; fewer if a violation is all that is wanted."""
+    traffic = Traffic(place.client, SEED)
+    async with asyncio.timeout(60 + 8 * kills), asyncio.TaskGroup() as group:
+        clients = [group.create_task(traffic.holder()) for _ in range(CLIENTS)]
+        clients.append(group.create_task(traffic.lister()))
+        await torment(place, kills, random, traffic.history if until_found else None)
+        traffic.stop()
+        if until_found:
+            for client in clients:
+                client.cancel()
+    return traffic.history
+
+
+async def torment(place: Site, kills: int, random: Random, until_found: History | None) -> None:
+    """One life after the other, ended by a failpoint or at random, some paused before; the last one lives on.
+
+    Now and then a life is long enough for leases to run out in it, and then the wall clock is stepped forward.
+    """
     points = cycle(random.sample(POINTS, len(POINTS)))
-    successor = await place.prepare()
-    while asyncio.get_running_loop().time() < end:
-        dying, successor = successor, await place.prepare(f"{next(points)}=kill")
-        await place.go(dying)
-        await asyncio.sleep(random.uniform(0.4, 1.2))
-        if random.random() < 0.4:
-            await dying.pause(0.7)
-            await asyncio.sleep(0.3)
-        await dying.kill()
-        dying, successor = successor, await place.prepare()
-        await place.go(dying)
-        await dying.ended()
-    await place.go(successor)
-    await asyncio.sleep(1.0)
+    for kill in range(kills):
+        life = await place.start(f"{next(points)}=kill" if kill % 2 else "")
+        await asyncio.sleep(random.uniform(0.2, 0.6))
+        if kill % 8 == 0:
+            await asyncio.sleep(START_DELAY + TICK)
+            place.launcher.step_wall(3600)
+            await asyncio.sleep(3 * TICK)
+        place.launcher.step_wall(random.choice([-3600, 0, 3600]))
+        if random.random() < 0.3:
+            await life.pause(0.7)
+        await asyncio.sleep(random.uniform(0.1, 0.4))
+        await life.kill()
+        if until_found is not None and until_found.violations():
+            return
+    place.launcher.step_wall(0)
+    await place.start()
+    await asyncio.sleep(0.5)

@@ -146,9 +146,9 @@ async def test_the_database_itself_refuses_to_hold_a_gpu_twice(tmp_path: Path) -
         for ledger in (one, other)
     ]
     async with open_store(tmp_path / DATABASE, "boot") as store:
-        await store.add(grants[0])
+        await store.save([grants[0]], [])
         with pytest.raises(UnavailableError) as caught:
-            await store.add(grants[1])
+            await store.save([grants[1]], [])
         assert caught.value.reason == "STATE_CONFLICT"
         assert [saved for saved, _ in (await store.load()).reservations] == [grants[0]]
 
@@ -157,11 +157,11 @@ async def test_the_database_itself_refuses_a_second_grant_for_a_request(tmp_path
     wish = order("id")
     one, other = Ledger(), Ledger(fence=10)
     async with open_store(tmp_path / DATABASE, "boot") as store:
-        await store.add(one.confirm(one.grant(wish, [reserved("GPU-a")], suffix="aa", now=NOW, wall=WALL)))
+        first = one.confirm(one.grant(wish, [reserved("GPU-a")], suffix="aa", now=NOW, wall=WALL))
+        second = other.confirm(other.grant(wish, [reserved("GPU-b")], suffix="aa", now=NOW, wall=WALL))
+        await store.save([first], [])
         with pytest.raises(UnavailableError):
-            await store.add(
-                other.confirm(other.grant(wish, [reserved("GPU-b")], suffix="aa", now=NOW, wall=WALL))
-            )
+            await store.save([second], [])
 
 
 async def test_everything_about_a_reservation_survives_the_file(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ async def test_everything_about_a_reservation_survives_the_file(tmp_path: Path) 
         ledger.grant(order(ttl=7.5), [reserved("a"), reserved("b", index=1)], suffix="aa", now=NOW, wall=WALL)
     )
     async with open_store(tmp_path / DATABASE, "boot-1") as store:
-        await store.add(granted)
+        await store.save([granted], [])
         await store.save_ranks({"n1": 1, "n0": 0})
     async with open_store(tmp_path / DATABASE, "boot-2") as store:
         saved = await store.load()
@@ -183,7 +183,7 @@ async def test_everything_about_a_reservation_survives_the_file(tmp_path: Path) 
     "damage",
     [
         "DELETE FROM hold",
-        "INSERT INTO hold SELECT 'GPU-x', id FROM reservation",
+        "INSERT INTO hold SELECT 'GPU-x', id, 1000 FROM reservation",
         "UPDATE reservation SET state = 'released'",
     ],
 )

@@ -16,7 +16,7 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gpuscale.common.wire import seconds
+from gpuscale.common.wire import seconds, to_duration
 from tests.support.allocator import Reservation, running
 from tests.support.fake_fleet import FakeFleet, GpuState, NodeState, gpu_message, node_message
 
@@ -164,28 +164,50 @@ async def test_gpus_that_do_not_answer_or_are_stale_are_not_granted(tmp_path: Pa
 async def test_wrong_arguments_are_named_and_change_nothing(tmp_path: Path) -> None:
     """Cases 11-27 of the catalogue that are about Reserve."""
     wrong: list[tuple[str, dict[str, object]]] = [
-        ("gpu_count", {"count": 0}),
-        ("gpu_count", {"count": -1}),
-        ("gpu_count", {"count": 2**31 - 1}),
+        ("ask.gpu_count", {"count": 0}),
+        ("ask.gpu_count", {"count": -1}),
+        ("ask.gpu_count", {"count": 2**31 - 1}),
         ("ttl", {"ttl": 0}),
         ("ttl", {"ttl": -5}),
         ("ttl", {"ttl": 4.9}),
         ("ttl", {"ttl": 604_801}),
-        ("min_memory_bytes", {"memory": -1}),
-        ("max_utilization_percent", {"max_utilization_percent": 0}),
-        ("max_utilization_percent", {"max_utilization_percent": float("nan")}),
-        ("max_utilization_percent", {"max_utilization_percent": 101}),
+        ("ask.min_memory_bytes", {"memory": -1}),
+        ("ask.max_utilization_percent", {"max_utilization_percent": 0}),
+        ("ask.max_utilization_percent", {"max_utilization_percent": float("nan")}),
+        ("ask.max_utilization_percent", {"max_utilization_percent": 101}),
         ("request_id", {"request_id": "1"}),
         ("request_id", {"request_id": "x" * 1_000_000}),
         ("holder", {"holder": ""}),
         ("holder", {"holder": "a\nb"}),
         ("holder", {"holder": "x" * 10_000}),
-        ("nodes", {"nodes": ["nodes/a", "nodes/a"]}),
-        ("nodes", {"nodes": ["../etc"]}),
+        ("ask.nodes", {"nodes": ["nodes/a", "nodes/a"]}),
+        ("ask.nodes", {"nodes": ["../etc"]}),
         ("labels", {"labels": {str(index): "" for index in range(65)}}),
         ("labels", {"labels": {"": "x"}}),
-        ("weights.memory", {"weights": allocator_api.ScoreWeights(memory=float("inf"))}),
-        ("policy", {"policy": 77}),
+        ("ask.weights.memory", {"weights": allocator_api.ScoreWeights(memory=float("inf"))}),
+        ("ask.policy", {"policy": 77}),
+        ("ask.gang_strategy", {"gang_strategy": -1}),
+        ("ask.gpu_set", {"gpu_set": 9}),
+        ("ask.gpu_milli", {"gpu_milli": 0}),
+        ("ask.gpu_milli", {"gpu_milli": 1001}),
+        ("ask.gpu_memory_bytes", {"gpu_memory_bytes": -1}),
+        ("ask.gpu_memory_bytes", {"gpu_memory_bytes": 1 << 30, "gpu_milli": 1000}),
+        ("ask.member_count", {"member_count": 0}),
+        ("ask.cpu_milli", {"cpu_milli": -1}),
+        ("ask.host_memory_bytes", {"host_memory_bytes": -1}),
+        ("ask.gpus[1]", {"gpus": ["nodes/n0/gpus/a", "nodes/n0/gpus/A"]}),
+        ("ask.gpus", {"gpus": ["nodes/n0/gpus/a", "nodes/n0/gpus/a"]}),
+        ("ask.gpus[0]", {"gpus": ["nodes/n0/gpus/a"], "excluded_gpus": ["nodes/n0/gpus/a"]}),
+        ("ask.gpus[0]", {"gpus": ["nodes/n0/gpus/a"], "excluded_nodes": ["nodes/n0"]}),
+        ("ask.gpus[0]", {"gpus": ["nodes/n0/gpus/a"], "nodes": ["nodes/n1"]}),
+        ("ask.gpus[0]", {"gpus": ["gpus/a"]}),
+        ("ask.nodes[0]", {"nodes": ["nodes/n0"], "excluded_nodes": ["nodes/n0"]}),
+        ("ask.node_labels", {"node_labels": {"": "x"}}),
+        ("ask.apart_from", {"apart_from": {str(index): "" for index in range(65)}}),
+        ("priority", {"priority": 1001}),
+        ("tenant", {"tenant": "a\nb"}),
+        ("wait", {"wait": to_duration(-1)}),
+        ("may_preempt", {"may_preempt": True}),
     ]
     async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
         for field, fields in wrong:

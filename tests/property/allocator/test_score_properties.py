@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.allocator.feasibility import obstacle
 from gpuscale.allocator.model import Ask, Node, NodeState, Weights
-from gpuscale.allocator.placement import Pick, place
+from gpuscale.allocator.placement import Pick
 from gpuscale.allocator.scoring import explained, spread
 from tests.support.allocator_values import NOW, gpu
+from tests.support.placing import obstacle, place
 
 totals = st.integers(1, 200_000)
 percents = st.floats(0, 100)

@@ -1,15 +1,24 @@
 """Each reason that keeps a GPU out, at its boundary, and which one is named when several apply."""
 
+from dataclasses import replace
+
 import pytest
 
-from gpuscale.allocator.feasibility import Obstacle, obstacle
-from gpuscale.allocator.model import Gpu, NodeState
-from tests.support.allocator_values import NOW, ask, gpu, node
+from gpuscale.allocator.feasibility import Obstacle
+from gpuscale.allocator.model import Ask, Gpu, NodeState
+from tests.support.allocator_values import MIB, NOW, ask, gpu, node, reserved
+from tests.support.placing import held_whole, placer, reservation
+
+NONE: frozenset[str] = frozenset()
 
 
-def found(one: Gpu, wish=None, *, held=(), state: NodeState = NodeState.ONLINE, now: float = NOW):
+def found(
+    one: Gpu, wish: Ask | None = None, *, held=(), state: NodeState = NodeState.ONLINE, now: float = NOW
+) -> Obstacle | None:
     """What stands in the way of the wish on a node that holds the one GPU."""
-    return obstacle(node("n0", one, state=state), one, held, wish or ask(), now)
+    nodes = [node("n0", one, state=state)]
+    (seen,) = placer(nodes, held_whole(nodes, held)).explain(wish or ask(), now).nodes[0].gpus
+    return seen.obstacle
 
 
 def test_free_memory_equal_to_the_minimum_is_enough() -> None:
@@ -53,19 +62,50 @@ def test_held_troubled_and_unselected_gpus_are_out() -> None:
 
 def test_the_first_reason_in_the_documented_order_is_named() -> None:
     """Take the worst GPU there can be and cure it step by step: the reasons come in their order."""
-    seen = []
-    worst = gpu("GPU-a", free=1, utilization=90.0, trouble="LOST", fresh_until=NOW - 1)
-    wish = ask(memory=2, utilization=50, nodes=["other"])
-    cures = [
-        lambda: found(worst, wish, held={"GPU-a"}, state=NodeState.OFFLINE),
-        lambda: found(worst, ask(memory=2, utilization=50), held={"GPU-a"}, state=NodeState.OFFLINE),
-        lambda: found(worst, ask(memory=2, utilization=50), held={"GPU-a"}),
-        lambda: found(gpu("GPU-a", free=1, utilization=90.0, trouble="LOST"), held={"GPU-a"}),
-        lambda: found(gpu("GPU-a", free=1, utilization=90.0), held={"GPU-a"}),
-        lambda: found(gpu(free=None, utilization=None), ask(memory=2, utilization=50)),
-        lambda: found(gpu(free=1, utilization=None), ask(memory=2, utilization=50)),
-        lambda: found(gpu(utilization=None), ask(memory=2, utilization=50)),
-        lambda: found(gpu(utilization=90.0), ask(memory=2, utilization=50)),
-    ]
-    seen = [cure() for cure in cures]
+    sick = replace(
+        gpu("GPU-a", free=None, utilization=None, trouble="LOST", fresh_until=NOW - 1), mig_profile="1g"
+    )
+    one = node("n0", sick, state=NodeState.OFFLINE)
+    use = held_whole([one], {"GPU-a"})
+    use.hold(reservation([reserved("GPU-b")], name="other", labels={"job": "x"}))
+    wish = replace(
+        ask(memory=2, utilization=50, nodes=["other"]),
+        node_labels=(("zone", "a"),),
+        excluded_gpus=frozenset({"gpu-a"}),
+        models=("A100",),
+        apart_from=(("job", "x"),),
+        cpu_milli=1,
+        host_memory_bytes=1,
+    )
+    cordons = frozenset({"gpu-a"})
+    seen: list[Obstacle | None] = []
+
+    def look() -> None:
+        seen.append(placer([one], use, cordons).explain(wish, NOW).nodes[0].gpus[0].obstacle)
+
+    look()
+    for field, value in (("nodes", NONE), ("node_labels", ()), ("excluded_gpus", NONE), ("models", ())):
+        wish = replace(wish, **{field: value})
+        look()
+    for fields in ({"mig_profile": ""}, {"state": NodeState.ONLINE}, {"fresh_until": NOW}, {"trouble": ""}):
+        state = fields.pop("state", one.state)
+        sick = replace(sick, **fields)
+        one = replace(one, state=state, gpus=(sick,))
+        look()
+    cordons = NONE
+    look()
+    wish = replace(wish, apart_from=())
+    look()
+    use.free("r-GPU-a")
+    look()
+    for field in ("cpu_milli", "host_memory_bytes"):
+        wish = replace(wish, **{field: 0})
+        look()
+    for field, value in (
+        ("memory_free_bytes", 1),
+        ("memory_free_bytes", 2 * MIB),
+        ("utilization_percent", 90.0),
+    ):
+        one = replace(one, gpus=(sick := replace(sick, **{field: value}),))
+        look()
     assert seen == list(Obstacle)

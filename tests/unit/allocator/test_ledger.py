@@ -29,7 +29,7 @@ def ended(ledger: Ledger, reservation: Reservation, state: State = State.RELEASE
 def test_a_grant_holds_its_gpus_at_once_and_shows_only_once_it_is_on_disk() -> None:
     ledger = Ledger()
     pending = granted(ledger, "GPU-a", "GPU-b")
-    assert dict(ledger.held) == {"GPU-a": pending.id, "GPU-b": pending.id}
+    assert [ledger.use.gpu(uuid).reservations for uuid in ("GPU-a", "GPU-b")] == [(pending.id,)] * 2
     assert list(ledger.reservations(ended=True)) == []
     with pytest.raises(NotFoundError):
         ledger.get(pending.id)
@@ -42,16 +42,16 @@ def test_a_grant_holds_its_gpus_at_once_and_shows_only_once_it_is_on_disk() -> N
 def test_a_held_gpu_is_never_granted_twice() -> None:
     ledger = Ledger()
     granted(ledger, "GPU-a")
-    with pytest.raises(ValueError, match="GPU-a is held by r1-0a1b"):
+    with pytest.raises(ValueError, match="GPU-a is held already by r1-0a1b"):
         granted(ledger, "GPU-b", "GPU-a")
-    assert "GPU-b" not in ledger.held
+    assert "GPU-b" not in ledger.use
 
 
 def test_a_withdrawn_grant_leaves_nothing_but_its_used_fence() -> None:
     ledger = Ledger()
     wish = order("id")
     ledger.withdraw(granted(ledger, "GPU-a", wish=wish))
-    assert not ledger.held
+    assert not ledger.use
     assert ledger.replay("id", wish.fingerprint) is None
     assert granted(ledger, "GPU-a", wish=wish).fence == 2
 
@@ -132,12 +132,12 @@ def test_gpus_stay_held_until_the_end_is_on_disk() -> None:
     reservation = active(ledger)
     closed = ledger.release(reservation.id, 1, now=NOW, wall=WALL)
     assert (closed.state, closed.ended) == (State.RELEASED, WALL)
-    assert "GPU-a" in ledger.held
+    assert "GPU-a" in ledger.use
     assert ledger.get(reservation.id) is reservation
     with pytest.raises(FailedPreconditionError):
         ledger.renew(reservation.id, 1, None, NOW)
     ledger.settle(closed)
-    assert not ledger.held
+    assert not ledger.use
     assert ledger.get(reservation.id) is closed
     assert list(ledger.reservations(ended=False)) == []
     assert list(ledger.reservations(ended=True)) == [closed]
@@ -149,7 +149,7 @@ def test_an_end_that_could_not_be_written_is_taken_back() -> None:
     (due,) = ledger.due(NOW + 60, 10)
     ledger.reopen(ledger.close(due, State.EXPIRED, now=NOW + 60, wall=WALL))
     assert ledger.renew(reservation.id, 1, None, NOW + 61).deadline == NOW + 121
-    assert "GPU-a" in ledger.held
+    assert "GPU-a" in ledger.use
 
 
 def test_an_end_that_was_taken_back_is_due_again() -> None:
@@ -165,11 +165,11 @@ def test_a_renewal_that_could_not_be_written_is_taken_back_unless_a_later_one_wa
     ledger = Ledger()
     before = active(ledger, wish=order(ttl=60))
     failed = ledger.renew(before.id, 1, None, NOW + 10)
-    ledger.undo_renewal(before, failed)
+    ledger.undo(before, failed)
     assert ledger.get(before.id) is before
     failed = ledger.renew(before.id, 1, None, NOW + 20)
     later = ledger.renew(before.id, 1, None, NOW + 30)
-    ledger.undo_renewal(before, failed)
+    ledger.undo(before, failed)
     assert ledger.get(before.id) is later
 
 
@@ -216,7 +216,8 @@ def test_a_restored_ledger_goes_on_where_the_old_one_stopped() -> None:
     over = ended(old, active(old, "GPU-b"))
     new = Ledger(fence=7)
     new.restore(old.reservations(ended=True))
-    assert dict(new.held) == {"GPU-a": kept.id}
+    assert len(new.use) == 1
+    assert new.use.gpu("GPU-a").reservations == (kept.id,)
     assert new.replay("id", wish.fingerprint) == kept
     assert list(new.reservations(ended=True)) == [kept, over]
     assert new.next_deadline() == kept.deadline
@@ -226,7 +227,7 @@ def test_a_restored_ledger_goes_on_where_the_old_one_stopped() -> None:
 def test_a_disk_that_holds_one_gpu_twice_is_refused() -> None:
     one, other = Ledger(), Ledger(fence=1)
     both = [active(one, "GPU-a"), active(other, "GPU-a")]
-    with pytest.raises(ValueError, match="GPU-a is held by r1-0a1b"):
+    with pytest.raises(ValueError, match="GPU-a is held already by r1-0a1b"):
         Ledger().restore(both)
 
 

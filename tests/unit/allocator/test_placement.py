@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from gpuscale.allocator.model import Ask, Gpu, Node, Weights
-from gpuscale.allocator.placement import Pick, place
+from gpuscale.allocator.placement import Pick
 from tests.support.allocator_values import MIB, NOW, ask, gpu, node, plain_node
+from tests.support.placing import place
 
 
 def picked(nodes: list[Node], wish: Ask, held=()) -> list[str]:

@@ -2,9 +2,9 @@
 
 from gpuscale.allocator.feasibility import Obstacle
 from gpuscale.allocator.model import Ask, Node, NodeState
-from gpuscale.allocator.placement import place
 from gpuscale.allocator.refusal import Refusal, RefusalKind
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
+from tests.support.placing import place
 
 
 def refused(nodes: list[Node], wish: Ask, held=(), now: float = NOW) -> Refusal:

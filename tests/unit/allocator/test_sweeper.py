@@ -10,6 +10,7 @@ from datetime import datetime
 
 import pytest
 
+from gpuscale.allocator.changes import Changes
 from gpuscale.allocator.commits import Commits
 from gpuscale.allocator.ledger import RETENTION, Ledger
 from gpuscale.allocator.model import Reservation, State
@@ -47,9 +48,10 @@ class NoStore:
         self.changes: list[int] = []
         self.forgotten: list[int] = []
 
-    async def change(self, reservations: list[Reservation]) -> None:
+    async def save(self, added: list[Reservation], changed: list[Reservation]) -> None:
+        assert not added
         await self._write()
-        self.changes.append(len(reservations))
+        self.changes.append(len(changed))
 
     async def forget(self, ended: list[Reservation], fence: int) -> None:
         await self._write()
@@ -84,7 +86,8 @@ async def swept() -> AsyncGenerator[Room]:
     """A sweeper that is past its start delay."""
     room = Room()
     async with TaskScope() as tasks:
-        commits = Commits(room.ledger, room.store, tasks)
+        commits = Commits(room.ledger, room.store, Changes())
+        tasks.spawn("write changes", commits.run())
         tasks.spawn("sweep", Sweeper(room.ledger, room.store, commits, room.clock).run())
         await asyncio.sleep(START_DELAY)
         yield room
@@ -97,7 +100,7 @@ async def test_a_lease_ends_at_its_deadline_and_not_before() -> None:
         assert room.state(lease) is State.ACTIVE
         await asyncio.sleep(0.1 + WITHIN)
         assert room.state(lease) is State.EXPIRED
-        assert not room.ledger.held
+        assert not room.ledger.use
 
 
 async def test_a_renewal_that_shortens_a_lease_is_kept_to_the_second() -> None:
@@ -114,7 +117,8 @@ async def test_nothing_ends_in_the_first_seconds_after_the_start() -> None:
     room = Room()
     lease = room.lease(0.5)
     async with TaskScope() as tasks:
-        commits = Commits(room.ledger, room.store, tasks)
+        commits = Commits(room.ledger, room.store, Changes())
+        tasks.spawn("write changes", commits.run())
         tasks.spawn("sweep", Sweeper(room.ledger, room.store, commits, room.clock).run())
         await asyncio.sleep(START_DELAY - 0.1)
         assert room.state(lease) is State.ACTIVE
@@ -159,7 +163,7 @@ async def test_an_end_that_cannot_be_written_is_tried_again() -> None:
         room.store.broken = True
         await asyncio.sleep(20)
         assert room.state(lease) is State.ACTIVE
-        assert room.ledger.held
+        assert room.ledger.use
         room.store.broken = False
         await asyncio.sleep(2 * TICK)
         assert room.state(lease) is State.EXPIRED

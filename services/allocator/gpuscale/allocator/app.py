@@ -1,14 +1,33 @@
 """The allocator put together: store, ledger, view of the fleet, sweeper, and the service that is registered."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 import grpc
 
+from gpuscale.allocator.capacity import Capacity
+from gpuscale.allocator.capacity_servicer import CapacityServicer
+from gpuscale.allocator.changes import Changes
 from gpuscale.allocator.commits import Commits
+from gpuscale.allocator.cordon_store import CordonStore
+from gpuscale.allocator.draining import Maintenance
+from gpuscale.allocator.holding import Holding
+from gpuscale.allocator.leases import Leases
 from gpuscale.allocator.ledger import Ledger, rebased
-from gpuscale.allocator.service import Allocator
+from gpuscale.allocator.losses import Losses
+from gpuscale.allocator.model import Node
+from gpuscale.allocator.node_servicer import NodeServicer
+from gpuscale.allocator.placer import Placer
+from gpuscale.allocator.queueing.model import Rules
+from gpuscale.allocator.queueing.queue import Queue
+from gpuscale.allocator.queueing.waiting import Waiting
+from gpuscale.allocator.queueing.world import AllocatorWorld
+from gpuscale.allocator.quota_servicer import QuotaServicer
+from gpuscale.allocator.quota_store import QuotaStore
+from gpuscale.allocator.quotas import Quotas
+from gpuscale.allocator.records import Records
+from gpuscale.allocator.reserving import Reserving
 from gpuscale.allocator.servicer import AllocatorServicer
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.store import AllocatorStore, Saved, open_store
@@ -22,6 +41,9 @@ from gpuscale.common.server import Registration
 
 DATABASE = "allocator.db"
 SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
+QUOTA_SERVICE = "gpuscale.api.allocator.v1.QuotaService"
+NODE_SERVICE = "gpuscale.api.allocator.v1.NodeService"
+CAPACITY_SERVICE = "gpuscale.api.allocator.v1.CapacityService"
 
 
 @asynccontextmanager
@@ -40,16 +62,129 @@ async def open_allocator(
         saved = await store.load()
         ledger = await _restore(saved, store, clock)
         view = FleetView(saved.ranks)
-        follower = FleetFollower(fleet, view, clock, store.save_ranks)
-        commits = Commits(ledger, store, tasks)
-        allocator = Allocator(
-            ledger=ledger, view=view, follower=follower, store=store, commits=commits, clock=clock
-        )
+        placer = Placer(ledger.use)
+        changes = Changes()
+        commits = Commits(ledger, store, changes)
+        leases = Leases(ledger=ledger, commits=commits, clock=clock)
+        hold = Holding(ledger, clock)
+        quotas, waiting = await _open_queue(settings, store, ledger, placer, changes, commits, hold, clock)
+        losses = Losses(ledger, leases, changes, clock, settings.lost_after_seconds)
+        follower = FleetFollower(fleet, view, clock, store.save_ranks, partial(_seen, placer, losses))
+        _seen(placer, losses, view.nodes)
+        tasks.spawn("write changes", commits.run())
+        tasks.spawn("serve who waits", waiting.run())
         tasks.spawn("follow the fleet", follower.run())
-        tasks.spawn("end leases that ran out", Sweeper(ledger, store, commits, clock).run())
-        servicer = AllocatorServicer(allocator, settings, clock)
-        add = partial(allocator_api.add_AllocatorServiceServicer_to_server, servicer)
-        yield (Registration(SERVICE, add),)
+        tasks.spawn("end what ran out", Sweeper(ledger, store, commits, clock).run())
+        tasks.spawn("end what vanished", losses.run(lambda: not follower.problem))
+        maintenance, capacity = await _open_operations(
+            store, ledger, view, follower, placer, waiting, commits, leases, changes, clock, tasks
+        )
+        servicer = AllocatorServicer(
+            reserving=Reserving(
+                ledger=ledger,
+                waiting=waiting,
+                hold=hold,
+                view=view,
+                follower=follower,
+                commits=commits,
+                clock=clock,
+            ),
+            leases=leases,
+            records=Records(ledger=ledger, view=view, changes=changes, clock=clock),
+            settings=settings,
+            clock=clock,
+        )
+        yield _registrations(
+            servicer,
+            QuotaServicer(quotas),
+            NodeServicer(maintenance, clock),
+            CapacityServicer(capacity, settings),
+        )
+
+
+def _registrations(
+    allocator: AllocatorServicer, quotas: QuotaServicer, nodes: NodeServicer, capacity: CapacityServicer
+) -> tuple[Registration, ...]:
+    """What a server is to serve."""
+    return (
+        Registration(SERVICE, partial(allocator_api.add_AllocatorServiceServicer_to_server, allocator)),
+        Registration(QUOTA_SERVICE, partial(allocator_api.add_QuotaServiceServicer_to_server, quotas)),
+        Registration(NODE_SERVICE, partial(allocator_api.add_NodeServiceServicer_to_server, nodes)),
+        Registration(
+            CAPACITY_SERVICE, partial(allocator_api.add_CapacityServiceServicer_to_server, capacity)
+        ),
+    )
+
+
+async def _open_operations(
+    store: AllocatorStore,
+    ledger: Ledger,
+    view: FleetView,
+    follower: FleetFollower,
+    placer: Placer,
+    waiting: Waiting,
+    commits: Commits,
+    leases: Leases,
+    changes: Changes,
+    clock: Clock,
+    tasks: TaskScope,
+) -> tuple[Maintenance, Capacity]:
+    """Cordons as they are on disk, and what looks without reserving."""
+    maintenance = Maintenance(
+        ledger=ledger,
+        view=view,
+        placer=placer,
+        store=CordonStore(store.file, clock.boot_id),
+        commits=commits,
+        leases=leases,
+        changes=changes,
+        clock=clock,
+        tasks=tasks,
+    )
+    await maintenance.resume()
+    capacity = Capacity(
+        placer=placer,
+        waiting=waiting,
+        view=view,
+        follower=follower,
+        ledger=ledger,
+        maintenance=maintenance,
+        changes=changes,
+        clock=clock,
+    )
+    return maintenance, capacity
+
+
+async def _open_queue(
+    settings: AllocatorSettings,
+    store: AllocatorStore,
+    ledger: Ledger,
+    placer: Placer,
+    changes: Changes,
+    commits: Commits,
+    hold: Holding,
+    clock: Clock,
+) -> tuple[Quotas, Waiting]:
+    """The quotas as they are on disk, and the queue, which is empty at first: who waits asks again."""
+    quotas = Quotas(QuotaStore(store.file), changes, held=lambda: ledger.use.tenants)
+    await quotas.load()
+    rules = Rules(
+        max_waiting=settings.max_waiting,
+        min_runtime=settings.preemption_min_runtime_seconds,
+        grace=settings.preemption_grace_seconds,
+    )
+    queue = Queue(AllocatorWorld(ledger=ledger, placer=placer, quota=quotas.get, clock=clock), rules)
+    waiting = Waiting(queue, ledger=ledger, commits=commits, hold=hold, grace=rules.grace, clock=clock)
+    quotas.count_waiting(queue.waiting)
+    changes.on_room(waiting.changed)
+    return quotas, waiting
+
+
+def _seen(placer: Placer, losses: Losses, nodes: Sequence[Node]) -> None:
+    """Nodes have been taken into the view: the one place from which all who follow the fleet learn of it."""
+    for node in nodes:
+        placer.apply_node(node)
+    losses.seen(nodes)
 
 
 async def _restore(saved: Saved, store: AllocatorStore, clock: Clock) -> Ledger:
@@ -58,7 +193,7 @@ async def _restore(saved: Saved, store: AllocatorStore, clock: Clock) -> Ledger:
     of_this_boot = [one if boot == clock.boot_id else rebased(one, now) for one, boot in saved.reservations]
     moved = [one for one, (old, _) in zip(of_this_boot, saved.reservations, strict=True) if one is not old]
     if moved:
-        await store.change(moved)
+        await store.save([], moved)
     ledger = Ledger(saved.fence)
     ledger.restore(of_this_boot)
     return ledger

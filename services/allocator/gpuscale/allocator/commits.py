@@ -1,83 +1,182 @@
 """Commits: the second half of every change, the one that waits for the disk.
 
-Each runs as a task of its own, so that a caller who gives up neither undoes nor forgets it, and a caller who repeats
-the request waits for the same outcome.
+Changes that wait together are written in one transaction and answered in one turn of the event loop: replies that leave
+together cost half of what they cost one by one (research: with 64 callers 189 instead of 379 us each). The window for
+that adapts: a change that comes alone is written at once; where several callers are at work, a group stays open until
+as many have come as were in the group before, which were answered together and so come back together.
+
+A caller who gives up neither undoes nor forgets a change, and a caller who repeats the request waits for the same outcome.
 """
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NoReturn
 
+from gpuscale.allocator.changes import Changes
 from gpuscale.allocator.ledger import Ledger, activated
 from gpuscale.allocator.model import Reservation
 from gpuscale.allocator.store import AllocatorStore
 from gpuscale.common import failpoints
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.lifecycle import TaskScope
 
-Outcome = asyncio.Task[UnavailableError | None]
+PAUSE = 0.0015
+"""Seconds without another change after which a group is written, however few are in it."""
+WINDOW = 0.02
+"""Seconds for which a group stays open at most."""
+MAX_GROUP = 256
+"""Most changes in one transaction."""
+
+Outcome = asyncio.Future[UnavailableError | None]
 """None once the change is on disk and in the ledger; the error if it could not be written and was taken back."""
 
 
-class Commits:
-    """Brings what the ledger granted or closed to disk and tells the ledger how it went.
+class _Kind(Enum):
+    GRANT = "allocator.reserve.before_commit"
+    END = "allocator.end.before_commit"
+    CHANGE = "allocator.change.before_commit"
 
-    Args:
-        tasks: the scope that the writes live in.
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What is written wholly or not at all. `before` are the reservations as they were, of a CHANGE only."""
+
+    kind: _Kind
+    reservations: Sequence[Reservation]
+    outcome: Outcome
+    before: Sequence[Reservation] = ()
+
+
+class Commits:
+    """Brings what the ledger granted, changed or closed to disk and tells the ledger how it went.
+
+    `run` must run; it is what writes.
     """
 
-    def __init__(self, ledger: Ledger, store: AllocatorStore, tasks: TaskScope) -> None:
+    def __init__(self, ledger: Ledger, store: AllocatorStore, changes: Changes) -> None:
         self._ledger = ledger
         self._store = store
-        self._tasks = tasks
+        self._changes = changes
+        self._waiting: list[_Unit] = []
+        self._some = asyncio.Event()
         self._under_way: dict[str, Outcome] = {}
 
-    def grant(self, granted: Reservation) -> Outcome:
-        """Begin to write a grant."""
-        return self._begin([granted], self._tasks.start("write a grant", self._grant(granted)))
+    def grant(self, granted: Sequence[Reservation]) -> Outcome:
+        """Begin to write grants, all or none."""
+        return self._begin(_Kind.GRANT, [activated(one) for one in granted])
 
     def end(self, closed: Sequence[Reservation]) -> Outcome:
-        """Begin to write the ends of closed reservations, all in one transaction."""
-        return self._begin(closed, self._tasks.start("write ends", self._end(closed)))
+        """Begin to write the ends of closed reservations, all or none."""
+        return self._begin(_Kind.END, closed)
 
-    async def wait(self, reservation_id: str) -> UnavailableError | None:
-        """Wait until nothing is being written about a reservation; the error of the last write, if it failed."""
+    def change(self, before: Sequence[Reservation], after: Sequence[Reservation]) -> Outcome:
+        """Begin to write renewals or revocations, all or none; `before` is what they were, in the same order."""
+        return self._begin(_Kind.CHANGE, after, before)
+
+    async def wait(self, *reservation_ids: str) -> UnavailableError | None:
+        """Wait until no grant or end of any of them is being written; the error of the last one, if it failed."""
         error = None
-        while (outcome := self._under_way.get(reservation_id)) is not None:
-            error = await asyncio.shield(outcome)
+        while writes := [self._under_way[key] for key in reservation_ids if key in self._under_way]:
+            error = await settled(writes[0])
         return error
 
-    def _begin(self, reservations: Sequence[Reservation], outcome: Outcome) -> Outcome:
-        self._under_way.update((one.id, outcome) for one in reservations)
+    async def run(self) -> NoReturn:
+        """Write for ever."""
+        crowd = 1
+        while True:
+            await self._some.wait()
+            await self._gather(crowd)
+            group, self._waiting = self._waiting[:MAX_GROUP], self._waiting[MAX_GROUP:]
+            self._some.clear()
+            await self._write(group)
+            crowd = len(group)
+            if self._waiting:
+                self._some.set()
+
+    async def _gather(self, crowd: int) -> None:
+        """Let the group grow up to the size of the one before, for as long as it does grow."""
+        clock = asyncio.get_running_loop().time
+        end, seen = clock() + WINDOW, 0
+        while seen < len(self._waiting) < crowd and clock() < end:
+            seen = len(self._waiting)
+            await asyncio.sleep(PAUSE)
+
+    def _begin(
+        self, kind: _Kind, reservations: Sequence[Reservation], before: Sequence[Reservation] = ()
+    ) -> Outcome:
+        outcome: Outcome = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Unit(kind, reservations, outcome, before))
+        self._some.set()
+        if kind is not _Kind.CHANGE:
+            self._under_way.update((one.id, outcome) for one in reservations)
         return outcome
 
-    def _done(self, reservations: Sequence[Reservation]) -> None:
-        for one in reservations:
-            self._under_way.pop(one.id, None)
-
-    async def _grant(self, granted: Reservation) -> UnavailableError | None:
-        try:
-            await failpoints.hit_async("allocator.reserve.before_commit")
-            await self._store.add(activated(granted))
-        except UnavailableError as error:
-            self._ledger.withdraw(granted)
-            return error
+    async def _write(self, group: Sequence[_Unit]) -> None:
+        """Write a group in one transaction; if the state refuses something in it, each unit in one of its own."""
+        group = [unit for unit in group if not await self._failed_at_point(unit)]
+        error = await self._save(group)
+        if error is not None and error.reason == "STATE_CONFLICT" and len(group) > 1:
+            for unit in group:
+                self._settle(unit, await self._save([unit]))
         else:
-            self._ledger.confirm(granted)
-            return None
-        finally:
-            self._done([granted])
+            # Of two changes of one reservation that both failed the later one is taken back first.
+            for unit in group if error is None else reversed(group):
+                self._settle(unit, error)
+        if ends := [unit for unit in group if unit.kind is _Kind.END]:
+            self._changes.room({gpu.node for unit in ends for one in unit.reservations for gpu in one.gpus})
 
-    async def _end(self, closed: Sequence[Reservation]) -> UnavailableError | None:
+    async def _failed_at_point(self, unit: _Unit) -> bool:
         try:
-            await failpoints.hit_async("allocator.end.before_commit")
-            await self._store.change(closed)
+            await failpoints.hit_async(unit.kind.value)
         except UnavailableError as error:
-            for one in closed:
-                self._ledger.reopen(one)
+            self._settle(unit, error)
+            return True
+        return False
+
+    async def _save(self, group: Sequence[_Unit]) -> UnavailableError | None:
+        added = [one for unit in group if unit.kind is _Kind.GRANT for one in unit.reservations]
+        changed = [one for unit in group if unit.kind is not _Kind.GRANT for one in unit.reservations]
+        try:
+            await self._store.save(added, changed)
+        except UnavailableError as error:
             return error
+        return None
+
+    def _settle(self, unit: _Unit, error: UnavailableError | None) -> None:
+        """Tell the ledger and whoever waits how it went."""
+        if error is None:
+            self._changes.publish(self._done(unit))
         else:
-            for one in closed:
+            self._undo(unit)
+            if unit.kind is _Kind.GRANT:
+                self._changes.room({gpu.node for one in unit.reservations for gpu in one.gpus})
+        if unit.kind is not _Kind.CHANGE:
+            for one in unit.reservations:
+                self._under_way.pop(one.id, None)
+        unit.outcome.set_result(error)
+
+    def _done(self, unit: _Unit) -> Sequence[Reservation]:
+        if unit.kind is _Kind.GRANT:
+            return [self._ledger.confirm(one) for one in unit.reservations]
+        if unit.kind is _Kind.END:
+            for one in unit.reservations:
                 self._ledger.settle(one)
-            return None
-        finally:
-            self._done(closed)
+        return unit.reservations
+
+    def _undo(self, unit: _Unit) -> None:
+        match unit.kind:
+            case _Kind.GRANT:
+                for one in unit.reservations:
+                    self._ledger.withdraw(one)
+            case _Kind.END:
+                for one in unit.reservations:
+                    self._ledger.reopen(one)
+            case _Kind.CHANGE:
+                for before, after in zip(unit.before, unit.reservations, strict=True):
+                    self._ledger.undo(before, after)
+
+
+async def settled(outcome: Outcome) -> UnavailableError | None:
+    """Wait for a write, without taking it away from others who wait if the caller is cancelled."""
+    return await asyncio.shield(outcome)

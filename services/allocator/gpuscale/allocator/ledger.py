@@ -1,6 +1,6 @@
 """The ledger: the state machine of reservations, their leases, fences and request ids. Pure.
 
-    PENDING ──confirm──> ACTIVE ──close/settle──> RELEASED | EXPIRED ──forget──> gone
+    PENDING ──confirm──> ACTIVE ──close/settle──> RELEASED | EXPIRED | CANCELLED | LOST ──forget──> gone
        └──withdraw──> gone (never acknowledged)
 
 Every change that must be on disk before anybody learns of it has two halves. `grant` and `close` come before the
@@ -10,13 +10,13 @@ free on disk as well, and nobody can look up or list what is not on disk yet. Ti
 `wall` is for display.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime
-from types import MappingProxyType
 
 from gpuscale.allocator.deadlines import Deadlines
 from gpuscale.allocator.model import Order, Reservation, ReservedGpu, State
+from gpuscale.allocator.use import Use
 from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 
 RETENTION = 24 * 3600.0
@@ -35,7 +35,7 @@ class Ledger:
         self._reservations: dict[str, Reservation] = {}
         self._live: dict[str, Reservation] = {}
         self._by_request: dict[str, str] = {}
-        self._held: dict[str, str] = {}
+        self._use = Use()
         self._closing: set[str] = set()
         self._deadlines = Deadlines()
 
@@ -45,9 +45,9 @@ class Ledger:
         return self._fence
 
     @property
-    def held(self) -> Mapping[str, str]:
-        """The id of the live reservation by the UUID of each GPU it holds; a view that follows the ledger."""
-        return MappingProxyType(self._held)
+    def use(self) -> Use:
+        """What live reservations hold of GPUs and nodes; it follows the ledger."""
+        return self._use
 
     def get(self, reservation_id: str) -> Reservation:
         """Look up a reservation.
@@ -101,10 +101,10 @@ class Ledger:
         of the program that keep ids apart from those of a lost database.
 
         Raises:
-            ValueError: one of the GPUs is held already; placement offers no such GPU.
+            ValueError: one of the GPUs is not free for it; placement offers no such GPU.
         """
         chosen = tuple(gpus)
-        self._refuse_held(chosen)
+        self._use.refuse(chosen)
         self._fence += 1
         granted = Reservation(
             id=f"r{self._fence}-{suffix}",
@@ -120,6 +120,12 @@ class Ledger:
             state=State.PENDING,
             deadline=now + order.ttl,
             created=wall,
+            tenant=order.tenant,
+            priority=order.priority,
+            preemptible=order.preemptible,
+            cpu_milli=order.ask.cpu_milli,
+            host_memory_bytes=order.ask.host_memory_bytes,
+            member_count=order.ask.member_count,
         )
         self._add(granted)
         return granted
@@ -141,19 +147,27 @@ class Ledger:
             NotFoundError: no such reservation.
             FailedPreconditionError: it has ended or is ending, or the fence is another's.
         """
-        found = self._expect(reservation_id, fence)
-        if not found.live or reservation_id in self._closing:
-            raise FailedPreconditionError(
-                f"reservation {reservation_id} has ended ({found.state.value if not found.live else 'ending'});"
-                " reserve anew: its GPUs may be another's",
-                reason="RESERVATION_ENDED",
-                metadata={"reservation": reservation_id},
-            )
+        found = self._expect_open(self.expect(reservation_id, fence))
         lease = found.ttl if ttl is None else ttl
         return self._put(replace(found, ttl=lease, deadline=now + lease))
 
-    def undo_renewal(self, before: Reservation, after: Reservation) -> None:
-        """Take back a renewal whose write failed, unless the lease has changed since."""
+    def revoke(self, reservation_id: str, at: float | None, reason: str) -> Reservation:
+        """Say that a reservation will be taken away at a time, and why; None takes that back.
+
+        It is due then, whatever its lease; until then it is renewed like any other. A time that was set before and is
+        earlier stays.
+
+        Raises:
+            NotFoundError: no such reservation.
+            FailedPreconditionError: it has ended or is ending.
+        """
+        found = self._expect_open(self.get(reservation_id))
+        if at is not None and found.revoke_at is not None and found.revoke_at <= at:
+            return found
+        return self._put(replace(found, revoke_at=at, end_reason="" if at is None else reason))
+
+    def undo(self, before: Reservation, after: Reservation) -> None:
+        """Take back a renewal or revocation whose write failed, unless the reservation has changed since."""
         if self._live.get(after.id) is after:
             self._put(before)
 
@@ -164,11 +178,22 @@ class Ledger:
             NotFoundError: no such reservation.
             FailedPreconditionError: the fence is another's.
         """
-        found = self._expect(reservation_id, fence)
+        found = self.expect(reservation_id, fence)
         return self.close(found, State.RELEASED, now=now, wall=wall) if found.live else found
 
-    def close(self, reservation: Reservation, state: State, *, now: float, wall: datetime) -> Reservation:
+    def close(
+        self,
+        reservation: Reservation,
+        state: State,
+        *,
+        now: float,
+        wall: datetime,
+        reason: str = "",
+        lost: Collection[str] = (),
+    ) -> Reservation:
         """Begin to end a live reservation: from here it takes no renewal; its GPUs stay held until `settle`.
+
+        `reason` says why in words; `lost` names the GPUs of it that have vanished.
 
         Raises:
             ValueError: it is being closed already; `due` names no such reservation.
@@ -176,15 +201,29 @@ class Ledger:
         if reservation.id in self._closing:
             raise ValueError(f"reservation {reservation.id} is being closed already")
         self._closing.add(reservation.id)
-        return replace(reservation, state=state, deadline=now + retention(reservation.ttl), ended=wall)
+        gpus = reservation.gpus
+        if lost:
+            gpus = tuple(replace(gpu, lost=True) if gpu.uuid in lost else gpu for gpu in gpus)
+        return replace(
+            reservation,
+            state=state,
+            gpus=gpus,
+            deadline=now + retention(reservation.ttl),
+            ended=wall,
+            revoke_at=None,
+            end_reason=reason or reservation.end_reason,
+        )
 
     def settle(self, closed: Reservation) -> None:
         """Free the GPUs of a closed reservation: its end is on disk."""
         self._closing.discard(closed.id)
         self._live.pop(closed.id, None)
-        for gpu in closed.gpus:
-            del self._held[gpu.uuid]
+        self._use.free(closed.id)
         self._put(closed)
+
+    def closing(self, reservation_id: str) -> bool:
+        """Whether the end of a reservation is on its way to disk."""
+        return reservation_id in self._closing
 
     def reopen(self, closed: Reservation) -> None:
         """Take back a `close` whose write failed: the reservation lives on and its deadline is due again."""
@@ -192,7 +231,7 @@ class Ledger:
         self._put(self._reservations[closed.id])
 
     def due(self, now: float, limit: int) -> list[Reservation]:
-        """At most `limit` reservations whose deadline has come: live ones to end, ended ones to forget.
+        """At most `limit` reservations whose time has come: live ones to end, ended ones to forget.
 
         Each is named once; what is not ended or forgotten then must be given to `postpone`. Those with a write on
         its way (PENDING or closing) are left out: that write's outcome brings them back.
@@ -202,15 +241,15 @@ class Ledger:
             reservation = self._reservations.get(reservation_id)
             if reservation is None or reservation.state is State.PENDING or reservation_id in self._closing:
                 continue
-            if reservation.deadline > now:
-                self._deadlines.add(reservation_id, reservation.deadline)
+            if due_at(reservation) > now:
+                self._deadlines.add(reservation_id, due_at(reservation))
             else:
                 found.append(reservation)
         return found
 
     def postpone(self, reservation: Reservation) -> None:
         """Let a reservation that `due` named be named again."""
-        self._deadlines.add(reservation.id, reservation.deadline)
+        self._deadlines.add(reservation.id, due_at(reservation))
 
     def forget(self, ended: Reservation) -> None:
         """Drop the record of an ended reservation; its request id may be used again."""
@@ -220,15 +259,19 @@ class Ledger:
         """Take in what the disk holds, oldest first.
 
         Raises:
-            ValueError: two live reservations hold one GPU.
+            ValueError: live reservations hold more of a GPU than there is.
         """
         for reservation in reservations:
-            if reservation.live:
-                self._refuse_held(reservation.gpus)
             self._fence = max(self._fence, reservation.fence)
             self._add(reservation)
 
-    def _expect(self, reservation_id: str, fence: int) -> Reservation:
+    def expect(self, reservation_id: str, fence: int) -> Reservation:
+        """Look up a reservation by one who knows its fence.
+
+        Raises:
+            NotFoundError: no such reservation.
+            FailedPreconditionError: the fence is another's.
+        """
         found = self.get(reservation_id)
         if fence != found.fence:
             raise FailedPreconditionError(
@@ -239,14 +282,20 @@ class Ledger:
             )
         return found
 
-    def _refuse_held(self, gpus: Iterable[ReservedGpu]) -> None:
-        for gpu in gpus:
-            if gpu.uuid in self._held:
-                raise ValueError(f"GPU {gpu.uuid} is held by {self._held[gpu.uuid]}")
+    def _expect_open(self, found: Reservation) -> Reservation:
+        if not found.live or found.id in self._closing:
+            raise FailedPreconditionError(
+                f"reservation {found.id} has ended ({found.state.value if not found.live else 'ending'})"
+                + (f": {found.end_reason}" if not found.live and found.end_reason else "")
+                + "; reserve anew: its GPUs may be another's",
+                reason="RESERVATION_ENDED",
+                metadata={"reservation": found.id},
+            )
+        return found
 
     def _add(self, reservation: Reservation) -> None:
         if reservation.live:
-            self._held.update((gpu.uuid, reservation.id) for gpu in reservation.gpus)
+            self._use.hold(reservation)
         self._by_request[reservation.request_id] = reservation.id
         self._put(reservation)
 
@@ -254,20 +303,19 @@ class Ledger:
         self._reservations[reservation.id] = reservation
         if reservation.live:
             self._live[reservation.id] = reservation
-        self._deadlines.add(reservation.id, reservation.deadline)
+        self._deadlines.add(reservation.id, due_at(reservation))
         return reservation
 
     def _drop(self, reservation_id: str) -> None:
         dropped = self._reservations.pop(reservation_id)
         del self._by_request[dropped.request_id]
-        if self._live.pop(reservation_id, None):
-            for gpu in dropped.gpus:
-                del self._held[gpu.uuid]
+        self._live.pop(reservation_id, None)
+        self._use.free(reservation_id)
 
 
 def activated(granted: Reservation) -> Reservation:
     """The reservation as it stands once it is on disk: what is written, and what the caller is told."""
-    return replace(granted, state=State.ACTIVE)
+    return granted if granted.state is State.ACTIVE else replace(granted, state=State.ACTIVE)
 
 
 def retention(ttl: float) -> float:
@@ -275,7 +323,20 @@ def retention(ttl: float) -> float:
     return max(RETENTION, 2 * ttl)
 
 
+def due_at(reservation: Reservation) -> float:
+    """When something is to be done about a reservation: its lease runs out, it is taken away, or forgotten."""
+    if reservation.revoke_at is None:
+        return reservation.deadline
+    return min(reservation.deadline, reservation.revoke_at)
+
+
 def rebased(reservation: Reservation, now: float) -> Reservation:
-    """A reservation of an earlier boot: nobody watched its clock, so its time starts anew in full."""
+    """A reservation of an earlier boot: nobody watched its clock, so its time starts anew in full.
+
+    What is left until it is taken away is counted from its last renewal, which is the latest moment known of that boot.
+    """
     kept = reservation.ttl if reservation.live else retention(reservation.ttl)
-    return replace(reservation, deadline=now + kept)
+    revoke_at = reservation.revoke_at
+    if revoke_at is not None:
+        revoke_at = now + max(0.0, revoke_at - (reservation.deadline - reservation.ttl))
+    return replace(reservation, deadline=now + kept, revoke_at=revoke_at)

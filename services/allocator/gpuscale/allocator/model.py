@@ -5,7 +5,7 @@ in bytes, utilization in percent (0-100). None is a reading that was not obtaine
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum, StrEnum
 
@@ -18,12 +18,27 @@ class NodeState(Enum):
     OFFLINE = "offline"
 
 
+WHOLE = 1000
+"""A whole GPU, in thousandths; also a whole core."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process on a GPU. `fence` is that of the reservation it was admitted for; None of an outsider."""
+
+    pid: int
+    memory_bytes: int | None
+    command: str
+    fence: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU as last reported.
 
-    `trouble` says why nothing can run on it (such as HUNG or LOST) and is empty while it answers; after
-    `fresh_until` its readings are too old to count on.
+    `trouble` says why nothing can run on it (such as HUNG, LOST or QUARANTINED) and is empty while it answers; after
+    `fresh_until` its readings are too old to count on. `mig_profile` is empty for a whole GPU; a MIG instance has the
+    UUID of its GPU as `parent`. `nvlinks` counts the NVLink connections to other GPUs by their UUIDs.
     """
 
     uuid: str
@@ -35,6 +50,12 @@ class Gpu:
     memory_free_bytes: int | None
     utilization_percent: float | None
     fresh_until: float
+    memory_used_bytes: int | None = None
+    mig_profile: str = ""
+    parent: str = ""
+    numa_node: int | None = None
+    nvlinks: Mapping[str, int] = field(default_factory=dict[str, int])
+    processes: tuple[GpuProcess, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +64,7 @@ class Node:
 
     `rank` is its place in the order in which nodes were first seen, kept for ever: ties are settled by it.
     `reported` is False for a node that is remembered but has not reported since the allocator started, so that
-    its GPUs are not known.
+    its GPUs are not known; `gpu_problem` says why a node that reports cannot read them. `cpu_milli` is the CPU it has, in thousandths of a core.
     """
 
     id: str
@@ -51,12 +72,37 @@ class Node:
     state: NodeState
     gpus: tuple[Gpu, ...]
     reported: bool = True
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    cpu_milli: int | None = None
+    memory_total_bytes: int | None = None
+    gpu_problem: str = ""
 
 
 class Policy(StrEnum):
     """How GPUs are picked."""
 
     SPREAD = "spread"
+    PACK = "pack"
+    BESTFIT = "bestfit"
+    FIRSTFIT = "firstfit"
+    FGD = "fgd"
+
+
+class GangStrategy(StrEnum):
+    """How the members of a gang lie on nodes."""
+
+    PACK = "pack"
+    STRICT_PACK = "strict_pack"
+    SPREAD = "spread"
+    STRICT_SPREAD = "strict_spread"
+
+
+class GpuSet(StrEnum):
+    """Which set of a node's GPUs is preferred where a member takes more than one."""
+
+    BEST = "best"
+    NVLINK = "nvlink"
+    MEMORY_BALANCED = "memory_balanced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +115,12 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What GPUs are wanted: `gpu_count` of one node, each with enough free memory and little enough use.
+    """What GPUs are wanted: `member_count` members, each of `gpu_count` GPUs of one node, all or none.
 
-    `nodes` holds the ids of the only nodes that may serve; any may when it is empty.
+    `gpu_milli` is the share of each GPU in thousandths: WHOLE admits nobody beside it. `gpu_memory_bytes` is the memory
+    of each GPU that a share takes; None stands for the same share of its memory, and for all of it when it is whole.
+    `nodes`, `gpus` (UUIDs in lower case) and `models` are the only ones that may serve; any may where they are empty.
+    A `gpu_count` of 0 asks for CPU and main memory alone.
     """
 
     gpu_count: int
@@ -81,6 +130,25 @@ class Ask:
     policy: Policy = Policy.SPREAD
     weights: Weights = Weights()
     nodes: frozenset[str] = frozenset()
+    gpu_milli: int = WHOLE
+    gpu_memory_bytes: int | None = None
+    mig_profile: str = ""
+    models: tuple[str, ...] = ()
+    cpu_milli: int = 0
+    host_memory_bytes: int = 0
+    excluded_nodes: frozenset[str] = frozenset()
+    gpus: frozenset[str] = frozenset()
+    excluded_gpus: frozenset[str] = frozenset()
+    node_labels: tuple[tuple[str, str], ...] = ()
+    apart_from: tuple[tuple[str, str], ...] = ()
+    gpu_set: GpuSet = GpuSet.BEST
+    member_count: int = 1
+    gang_strategy: GangStrategy = GangStrategy.PACK
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether each GPU is taken whole."""
+        return self.gpu_milli >= WHOLE and self.gpu_memory_bytes is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +165,15 @@ class Order:
     ttl: float
     labels: Mapping[str, str]
     ask: Ask
+    tenant: str = ""
+    priority: int = 0
+    preemptible: bool = False
+    may_preempt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ScorePart:
-    """One part of a score: `value` 0-1, None where the GPU does not report what it needs."""
+    """One part of a score: its `value` (of spread 0-1), None where the GPU does not report what it needs."""
 
     name: str
     value: float | None
@@ -119,7 +191,11 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class ReservedGpu:
-    """A GPU of a reservation, as it was when it was chosen."""
+    """A GPU of a reservation, as it was when it was chosen.
+
+    `milli` of WHOLE excludes everybody else. `memory_bytes` is what is held of its memory, None where a GPU that is
+    held whole does not tell its size. `lost` says that it has vanished since.
+    """
 
     node: str
     uuid: str
@@ -127,6 +203,10 @@ class ReservedGpu:
     model: str
     simulated: bool
     score: Score
+    milli: int = WHOLE
+    memory_bytes: int | None = None
+    member: int = 0
+    lost: bool = False
 
 
 class State(StrEnum):
@@ -136,6 +216,8 @@ class State(StrEnum):
     ACTIVE = "active"
     RELEASED = "released"
     EXPIRED = "expired"
+    CANCELLED = "cancelled"
+    LOST = "lost"
 
 
 LIVE = frozenset({State.PENDING, State.ACTIVE})
@@ -147,7 +229,8 @@ class Reservation:
     """GPUs held by a holder under a lease.
 
     `deadline` is when the lease runs out; once it has ended, when its record may be forgotten. `created` and `ended`
-    are wall-clock times for display.
+    are wall-clock times for display. `cpu_milli` and `host_memory_bytes` are what each member takes of its node;
+    `revoke_at` is when it will be taken away (drain, preemption), `end_reason` why, or why it ended.
     """
 
     id: str
@@ -164,6 +247,14 @@ class Reservation:
     deadline: float
     created: datetime
     ended: datetime | None = None
+    tenant: str = ""
+    priority: int = 0
+    preemptible: bool = False
+    cpu_milli: int = 0
+    host_memory_bytes: int = 0
+    member_count: int = 1
+    revoke_at: float | None = None
+    end_reason: str = ""
 
     @property
     def live(self) -> bool:

@@ -1,14 +1,16 @@
 """Refusal: why no node serves an ask, which node came nearest, and what would help. Pure."""
 
-from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gpuscale.allocator import wording
-from gpuscale.allocator.feasibility import Obstacle, selected
-from gpuscale.allocator.model import Ask, Node
-from gpuscale.allocator.survey import Survey, nearest, survey
+import numpy as np
+
+from gpuscale.allocator.feasibility import Obstacle
+from gpuscale.allocator.model import WHOLE, Ask, Node, NodeState
+from gpuscale.allocator.placing import gangs
+from gpuscale.allocator.survey import NodeSurvey, Survey
+from gpuscale.allocator.wording import FOR_EVER, HELP, WORDS, asked, extent, gpus, mib, names, sentence
 
 
 class RefusalKind(StrEnum):
@@ -34,37 +36,103 @@ class Refusal:
     metadata: Mapping[str, str]
 
 
-def unknown_nodes(nodes: Sequence[Node], ask: Ask) -> Refusal | None:
-    """Refuse an ask that names nodes the fleet has never seen; None when it names none."""
-    unknown = sorted(ask.nodes - {node.id for node in nodes})
+def unknown_nodes(known: Collection[str], nodes: Sequence[Node], ask: Ask) -> Refusal | None:
+    """Refuse an ask that names nodes the fleet has never seen; None when it names none. `nodes` are in their order."""
+    unknown = sorted(one for one in ask.nodes if one not in known)
     if not unknown:
         return None
-    known = [node.id for node in sorted(nodes, key=lambda node: node.rank)]
-    metadata = {"nodes": wording.names(unknown)}
-    return Refusal(RefusalKind.NODE_NOT_FOUND, wording.not_found(unknown, known), {}, metadata)
+    message = (
+        f"no such node: {names(unknown)}."
+        f" The fleet knows {names([node.id for node in nodes]) or 'no node yet'}."
+    )
+    return Refusal(RefusalKind.NODE_NOT_FOUND, message, {}, {"nodes": names(unknown)})
 
 
-def refuse(nodes: Sequence[Node], held: Container[str], ask: Ask, now: float) -> Refusal:
-    """Say why none of the nodes serves the ask. To be called only when none does.
+def refuse(survey: Survey, placed: int) -> Refusal:
+    """Say why none of the nodes serves the ask, of which `placed` members found room. Only when it was not served.
 
     Nodes that were chosen by name and do not report are said as such. An ask that no node could serve with all of
     its GPUs free is UNSATISFIABLE; any other finds NO_CAPACITY now.
     """
-    surveys = survey(nodes, held, ask, now)
-    candidates = [one for one in surveys if selected(one.node, ask)]
-    if ask.nodes and all(one.unreachable for one in candidates):
-        kind, message = RefusalKind.NODE_NOT_ONLINE, wording.not_online(candidates)
-    elif not any(one.could_ever_serve(ask) for one in candidates):
-        kind, message = RefusalKind.UNSATISFIABLE, wording.unsatisfiable(candidates, ask)
+    ask, closest, unreported = survey.ask, survey.closest(), survey.unreported
+    if ask.nodes and survey.unreachable:
+        kind, message = RefusalKind.NODE_NOT_ONLINE, _not_online(survey.candidates)
+    elif closest is None or (not unreported and not gangs.suffice(ask, survey.room_ever())):
+        kind, message = RefusalKind.UNSATISFIABLE, _unsatisfiable(survey)
     else:
-        kind, message = RefusalKind.NO_CAPACITY, wording.no_capacity(candidates, ask)
-    obstacles = sum((one.counts for one in surveys), Counter[Obstacle]())
-    return Refusal(kind, message, obstacles, _metadata(candidates, obstacles, ask))
-
-
-def _metadata(candidates: Sequence[Survey], obstacles: Counter[Obstacle], ask: Ask) -> dict[str, str]:
+        kind, message = RefusalKind.NO_CAPACITY, _no_capacity(closest, unreported, ask, placed)
+    obstacles = survey.counts
     metadata = {"gpu_count": str(ask.gpu_count), "min_memory_bytes": str(ask.min_memory_bytes)}
-    if candidates:
-        closest = nearest(candidates)
+    if ask.member_count > 1:
+        metadata |= {"member_count": str(ask.member_count), "placed_member_count": str(placed)}
+    if closest is not None:
         metadata |= {"nearest_node": closest.node.id, "nearest_gpu_count": str(closest.fitting)}
-    return metadata | {reason.value.lower(): str(count) for reason, count in sorted(obstacles.items())}
+    metadata |= {reason.value.lower(): str(count) for reason, count in sorted(obstacles.items())}
+    return Refusal(kind, message, obstacles, metadata)
+
+
+def _not_online(candidates: Sequence[Node]) -> str:
+    offline = [node.id for node in candidates if node.state is NodeState.OFFLINE]
+    stale = [node.id for node in candidates if node.state is not NodeState.OFFLINE]
+    said = [f"the agent of {names(offline)} is not connected"] if offline else []
+    said += [f"the last report of {names(stale)} is too old"] if stale else []
+    return f"nothing can be reserved on the chosen nodes: {'; '.join(said)}. Choose other nodes or start the agent."
+
+
+def _unsatisfiable(survey: Survey) -> str:
+    """No node would serve the ask even if all of it were free."""
+    ask = survey.ask
+    said = f"{asked(ask)}: this can never be had, because"
+    most, (cpu, memory, gpu_memory) = survey.widest(), survey.largest()
+    if most is None or (not most.gpus and ask.gpu_count):
+        return f"{said} no node here has a GPU. Start an agent on a host with GPUs, or choose other nodes."
+    if len(most.gpus) < ask.gpu_count:
+        return f"{said} the largest node, {most.id}, has {gpus(len(most.gpus))}. Ask for fewer."
+    suited, enough = survey.suited(), survey.large_enough()
+    if int(suited.max()) < ask.gpu_count:
+        return f"{said} no node has so many suitable GPUs: {_excluded(survey)}. Ask for others or fewer."
+    if int(enough.max()) < ask.gpu_count:
+        return (
+            f"{said} {survey.name(int(np.argmax(enough)))} has {int(enough.max())} of that memory size,"
+            f" and the largest GPU known has {mib(gpu_memory)}. Ask for less memory or fewer GPUs."
+        )
+    room = int(np.minimum(survey.room_ever(), ask.member_count).sum())
+    if ask.member_count > 1 and room:
+        return f"{said} all nodes together take {room} of its {ask.member_count} members so. Ask for fewer."
+    most_of_all = f"{cpu / WHOLE:g} cores and {mib(memory)} of main memory are the most"
+    return f"{said} no such node has so much: {most_of_all}. Ask for less."
+
+
+def _excluded(survey: Survey) -> str:
+    counts = survey.lasting()
+    return ", ".join(f"{count} {WORDS[reason]}" for reason, count in counts.most_common())
+
+
+def _no_capacity(closest: NodeSurvey, unreported: Sequence[str], ask: Ask, placed: int) -> str:
+    """Some node could serve the ask, but not now."""
+    said: list[str] = []
+    if ask.member_count > 1:
+        said.append(f"{placed} of {ask.member_count} members find room")
+    if closest.node.gpus:
+        rest = ", ".join(_describe(reason, closest) for reason, _ in closest.counts.most_common())
+        rest = f" (the rest: {rest})" if rest else ""
+        said.append(f"the nearest is {closest.node.id} with {closest.fitting} of {ask.gpu_count}{rest}")
+    if closest.outsiders:
+        used = [f"{who} uses {mib(size)}" for who, size in closest.outsiders]
+        said.append(f"processes of no reservation there: {names(used)}")
+    if unreported:
+        said.append(f"not heard of since the allocator started: {names(unreported)}")
+    return f"no room now for {asked(ask)}: {'; '.join(said) or 'no node is free'}. {_advice(closest, ask)}"
+
+
+def _describe(reason: Obstacle, closest: NodeSurvey) -> str:
+    found = [gpu for obstacle, gpu in closest.in_the_way if obstacle is reason]
+    return f"{len(found)} {WORDS[reason]}{extent(reason, found)}"
+
+
+def _advice(closest: NodeSurvey, ask: Ask) -> str:
+    counts = closest.counts
+    advice = [words for reason, words in HELP.items() if counts[reason] and reason not in FOR_EVER]
+    if 0 < closest.fitting < ask.gpu_count:
+        advice.append(f"ask for {gpus(closest.fitting)}")
+    return sentence(", or ".join(advice) or "wait until more nodes report")

@@ -1,7 +1,7 @@
 """Settings of `gpuscale-allocator`; `gpuscale.common.settings` says where they come from."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,22 @@ class AllocatorSettings(ServerSettings, UpstreamSettings):
     )
     default_ttl_seconds: float = Field(
         300.0, ge=5, le=604_800, description="length of a lease where a request names none"
+    )
+    default_policy: Literal["spread", "pack", "bestfit", "firstfit", "fgd"] = Field(
+        "spread", description="how GPUs are picked where a request does not say"
+    )
+    lost_after_seconds: float = Field(
+        10.0,
+        ge=1,
+        le=86_400,
+        description="how long a reserved GPU may be missing from its node's snapshots before its reservation is LOST",
+    )
+    max_waiting: int = Field(1000, ge=0, le=100_000, description="most requests in the queue")
+    preemption_min_runtime_seconds: float = Field(
+        300.0, ge=0, le=604_800, description="how long a reservation must have run before it may be preempted"
+    )
+    preemption_grace_seconds: float = Field(
+        30.0, ge=0, le=86_400, description="how long a preempted reservation has left"
     )
     memory_weight: float = Field(0.6, ge=0, le=1000, description="weight of free memory in the spread score")
     utilization_weight: float = Field(

@@ -1,7 +1,7 @@
 """Store: what the allocator must never forget, in SQLite. The schema is SQLModel's, the writes are Core statements.
 
-The primary key of `hold` is the GPU's UUID, so the database itself refuses to give one GPU to two reservations, and
-`request_id` is unique, so it refuses a second grant for one request.
+The database itself refuses to give more of a GPU than there is (see `schema_store.Hold`), and `request_id` is unique, so
+it refuses a second grant for one request.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -9,12 +9,23 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    bindparam,
+    delete,
+    insert,
+    literal_column,
+    or_,
+    select,
+    update,
+)
 
 from gpuscale.allocator import schema_store as schema
+from gpuscale.allocator.migrations_store import MIGRATIONS
 from gpuscale.allocator.model import Reservation, State
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
+from gpuscale.common.sqlite_store import Prepared
 from gpuscale.common.store import Store
 
 _TABLES = schema.Table.metadata.tables
@@ -23,19 +34,31 @@ _HOLD = _TABLES["hold"]
 _RANK = _TABLES["rank"]
 _COUNTER = _TABLES["counter"]
 
-_CHANGING = ("state", "ttl_seconds", "deadline_seconds", "boot_id", "end_time")
-_ADD = insert(_RESERVATION)
-_HOLD_GPUS = insert(_HOLD)
-_FREE_GPUS = delete(_HOLD).where(_HOLD.c.reservation_id == bindparam("key"))
+_CHANGING = (
+    "state",
+    "ttl_seconds",
+    "deadline_seconds",
+    "boot_id",
+    "end_time",
+    "revoke_seconds",
+    "end_reason",
+)
+_ACTIVE: ColumnElement[str] = literal_column(f"'{State.ACTIVE.value}'")
+_ADD = Prepared(insert(_RESERVATION))
+_HOLD_GPUS = Prepared(insert(_HOLD))
+_FREE_GPUS = Prepared(delete(_HOLD).where(_HOLD.c.reservation_id == bindparam("key")))
 # What has ended never lives again, whatever a late write says.
-_CHANGE = (
+_CHANGE = Prepared(
     update(_RESERVATION)
     .where(_RESERVATION.c.id == bindparam("key"))
-    .where(or_(_RESERVATION.c.state == State.ACTIVE.value, _RESERVATION.c.state == bindparam("state")))
+    .where(or_(_RESERVATION.c.state == _ACTIVE, _RESERVATION.c.state == bindparam("state")))
     .values({column: bindparam(column) for column in _CHANGING})
 )
-_FORGET = delete(_RESERVATION).where(_RESERVATION.c.id == bindparam("key"))
-_KEEP_FENCE = insert(_COUNTER).prefix_with("OR REPLACE")
+_CHANGE_GPUS = Prepared(
+    update(_RESERVATION).where(_RESERVATION.c.id == bindparam("key")).values(gpus=bindparam("gpus"))
+)
+_FORGET = Prepared(delete(_RESERVATION).where(_RESERVATION.c.id == bindparam("key")))
+_KEEP_FENCE = Prepared(insert(_COUNTER).prefix_with("OR REPLACE"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +88,11 @@ class AllocatorStore:
         self._store = store
         self._boot_id = boot_id
 
+    @property
+    def file(self) -> Store:
+        """The open file, for what else is kept in it."""
+        return self._store
+
     async def load(self) -> Saved:
         """Read everything.
 
@@ -75,27 +103,28 @@ class AllocatorStore:
         """
         return await self._store.read(_load)
 
-    async def add(self, reservation: Reservation) -> None:
-        """Write a new reservation and hold its GPUs."""
+    async def save(self, added: Sequence[Reservation], changed: Sequence[Reservation]) -> None:
+        """Write new reservations with their holds, and what changed in the life of others, in one transaction.
+
+        Those that have ended give their GPUs back.
+
+        Raises:
+            UnavailableError: also with reason STATE_CONFLICT, if the state refuses one of them: then none is written.
+        """
 
         def work(connection: Connection) -> None:
-            connection.execute(_ADD, schema.to_row(reservation, self._boot_id))
-            connection.execute(
-                _HOLD_GPUS,
-                [{"gpu_uuid": gpu.uuid, "reservation_id": reservation.id} for gpu in reservation.gpus],
-            )
-
-        await self._write(work)
-
-    async def change(self, reservations: Sequence[Reservation]) -> None:
-        """Write what changes in the life of reservations; those that have ended give their GPUs back."""
-
-        def work(connection: Connection) -> None:
-            rows = [schema.to_row(one, self._boot_id) for one in reservations]
-            values = [{"key": row["id"], **{name: row[name] for name in _CHANGING}} for row in rows]
-            connection.execute(_CHANGE, values)
-            if ended := [{"key": one.id} for one in reservations if not one.live]:
-                connection.execute(_FREE_GPUS, ended)
+            if added:
+                _ADD.run(connection, [schema.to_row(one, self._boot_id) for one in added])
+                _HOLD_GPUS.run(connection, [hold for one in added for hold in schema.to_holds(one)])
+            if changed:
+                _CHANGE.run(
+                    connection,
+                    [{"key": one.id, **schema.to_changes(one, self._boot_id)} for one in changed],
+                )
+            if ended := [{"key": one.id} for one in changed if not one.live]:
+                _FREE_GPUS.run(connection, ended)
+            if lost := [one for one in changed if one.state is State.LOST]:
+                _CHANGE_GPUS.run(connection, [{"key": one.id, "gpus": schema.to_gpus(one)} for one in lost])
 
         await self._write(work)
 
@@ -103,8 +132,8 @@ class AllocatorStore:
         """Delete the records of ended reservations; that `fence` is the highest one given stays known."""
 
         def work(connection: Connection) -> None:
-            connection.execute(_KEEP_FENCE, {"name": schema.FENCE, "value": fence})
-            connection.execute(_FORGET, [{"key": one.id} for one in ended])
+            _KEEP_FENCE.run(connection, [{"name": schema.FENCE, "value": fence}])
+            _FORGET.run(connection, [{"key": one.id} for one in ended])
 
         await self._write(work)
 
@@ -117,15 +146,8 @@ class AllocatorStore:
         await self._write(work)
 
     async def _write(self, work: Callable[[Connection], None]) -> None:
-        def guarded(connection: Connection) -> None:
-            try:
-                work(connection)
-            except IntegrityError as error:
-                message = f"the state refuses the change: {error.orig}"
-                raise UnavailableError(message, reason="STATE_CONFLICT") from error
-
         try:
-            await self._store.write(guarded)
+            await self._store.write(work)
         except UnavailableError:
             raise
         except GpuscaleError as error:
@@ -142,7 +164,10 @@ async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]
         FailedPreconditionError: the file is damaged, or of another version; it stays as it is.
         UnavailableError: it cannot be used now.
     """
-    async with Store.open(path, schema.Table.metadata, name="allocator", version=schema.VERSION) as store:
+    opening = Store.open(
+        path, schema.Table.metadata, name="allocator", version=schema.VERSION, migrations=MIGRATIONS
+    )
+    async with opening as store:
         yield AllocatorStore(store, boot_id)
 
 
@@ -158,9 +183,14 @@ def _load(connection: Connection) -> Saved:
 
 def _check_holds(reservations: Sequence[Reservation], connection: Connection) -> None:
     """The holds must be those of the live reservations: anything else was not written by this program."""
-    expected = {(gpu.uuid, one.id) for one in reservations if one.live for gpu in one.gpus}
+    expected = {
+        (hold["gpu_uuid"], hold["reservation_id"], hold["milli"])
+        for one in reservations
+        if one.live
+        for hold in schema.to_holds(one)
+    }
     rows = connection.execute(select(_HOLD)).mappings()
-    found = {(row["gpu_uuid"], row["reservation_id"]) for row in rows}
+    found = {(row["gpu_uuid"], row["reservation_id"], row["milli"]) for row in rows}
     if expected != found:
         different = sorted(expected ^ found)
         raise FailedPreconditionError(

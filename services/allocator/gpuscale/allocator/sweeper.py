@@ -1,4 +1,4 @@
-"""Sweeper: ends the leases that ran out, and forgets the records that were kept long enough.
+"""Sweeper: ends what ran out, was to be taken away or vanished, and forgets the records that were kept long enough.
 
 It wakes at the next deadline, at least every half second, so that it notices when the whole process stood still
 (SIGSTOP, a suspended host, a slow disk): then renewals may be waiting in the socket, and it lets one round pass before
@@ -8,7 +8,7 @@ it ends anything (etcd#15247 and #12528 ended live leases for want of that).
 import asyncio
 from typing import NoReturn
 
-from gpuscale.allocator.commits import Commits
+from gpuscale.allocator.commits import Commits, settled
 from gpuscale.allocator.ledger import Ledger
 from gpuscale.allocator.model import Reservation, State
 from gpuscale.allocator.store import AllocatorStore
@@ -64,11 +64,12 @@ class Sweeper:
         problem: UnavailableError | None = None
         if expired:
             now, wall = self._clock.now(), self._clock.wall()
-            problem = await self._commits.end(
-                [self._ledger.close(one, State.EXPIRED, now=now, wall=wall) for one in expired]
+            ends = [(one, State.EXPIRED if one.deadline <= now else State.CANCELLED) for one in expired]
+            problem = await settled(
+                self._commits.end([self._ledger.close(one, state, now=now, wall=wall) for one, state in ends])
             )
             if problem is None:
-                _log.info("leases ran out", reservations=[one.id for one in expired])
+                _log.info("reservations ended", states={one.id: state.value for one, state in ends})
         if forgotten:
             problem = await self._forget(forgotten) or problem
         if problem is not None and not self._failing:

@@ -5,12 +5,12 @@ granted on what nobody reports any more. Ages are counted on by this host's cloc
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NoReturn
 
 import grpc
 
-from gpuscale.allocator.model import Gpu, Node, NodeState
+from gpuscale.allocator.model import WHOLE, Gpu, GpuProcess, Node, NodeState
 from gpuscale.allocator.view import FleetView
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
@@ -25,6 +25,8 @@ FRESH_PERIODS = 3
 """Periods for which a reading counts (DESIGN: older than three is STALE)."""
 DEFAULT_PERIOD = 1.0
 """Seconds between two snapshots of an agent that does not say."""
+QUARANTINED = "QUARANTINED"
+"""Trouble of a GPU that answers, but on which the health checks want no new work."""
 _RETRY_CAP = 5.0
 
 _NODE_STATES = {
@@ -48,6 +50,7 @@ class FleetFollower:
     Args:
         channel: to the fleet.
         save_ranks: puts the ranks of new nodes on disk.
+        seen: told of nodes that were taken into the view.
     """
 
     def __init__(
@@ -56,11 +59,13 @@ class FleetFollower:
         view: FleetView,
         clock: Clock,
         save_ranks: Callable[[Mapping[str, int]], Awaitable[None]],
+        seen: Callable[[Sequence[Node]], None],
     ) -> None:
         self._stub = monitor_api.FleetServiceStub(channel)
         self._view = view
         self._clock = clock
         self._save_ranks = save_ranks
+        self._seen = seen
         self._problem = "the fleet has not answered yet"
 
     @property
@@ -90,13 +95,13 @@ class FleetFollower:
                 backoff.reset()
                 nodes = self._nodes_of(message)
                 if full:
-                    self._view.apply(nodes, full=False)
+                    self._seen(self._view.apply(nodes, full=False))
                 else:
                     first_round += nodes
                     full = message.full
                     if not full:
                         continue
-                    self._view.apply(first_round, full=True)
+                    self._seen(self._view.apply(first_round, full=True))
                     self._recovered()
                 await self._save_new_ranks()
 
@@ -133,6 +138,7 @@ def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | No
     fresh_for = FRESH_PERIODS * (wire.seconds(snapshot.period) or DEFAULT_PERIOD)
     fresh_until = now - wire.seconds(snapshot.age) + fresh_for
     by_uuid = {gpu.uuid: gpu for gpu in snapshot.gpus}
+    host = snapshot.host_reading
     return Node(
         id=node,
         rank=view.rank(node),
@@ -141,6 +147,10 @@ def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | No
             _gpu(gpu, min(fresh_until, now - wire.seconds(gpu.reading.age) + fresh_for))
             for gpu in by_uuid.values()
         ),
+        labels=dict(snapshot.host.labels),
+        cpu_milli=host.cpu_count * WHOLE if host.cpu_count else None,
+        memory_total_bytes=host.memory_total_bytes or None,
+        gpu_problem=snapshot.gpu_problem,
     )
 
 
@@ -157,12 +167,27 @@ def _gpu(message: types_api.Gpu, fresh_until: float) -> Gpu:
         memory_free_bytes=reading.memory_free_bytes if reading.HasField("memory_free_bytes") else None,
         utilization_percent=reading.utilization_percent if reading.HasField("utilization_percent") else None,
         fresh_until=float("-inf") if stale else fresh_until,
+        memory_used_bytes=reading.memory_used_bytes if reading.HasField("memory_used_bytes") else None,
+        mig_profile=message.mig_profile,
+        parent=message.parent_uuid,
+        numa_node=message.numa_node if message.HasField("numa_node") else None,
+        nvlinks={peer.uuid: peer.link_count for peer in message.nvlinks},
+        processes=tuple(_process(one) for one in reading.processes),
+    )
+
+
+def _process(message: types_api.GpuProcess) -> GpuProcess:
+    return GpuProcess(
+        pid=message.pid,
+        memory_bytes=message.memory_used_bytes if message.HasField("memory_used_bytes") else None,
+        command=message.command,
+        fence=message.fence if message.HasField("fence") else None,
     )
 
 
 def _trouble(message: types_api.Gpu) -> str:
     if message.state in _ANSWERING:
-        return ""
+        return QUARANTINED if message.quarantine else ""
     if message.state not in types_api.GpuState.values():
         return f"STATE_{message.state}"
     return types_api.GpuState.Name(message.state).removeprefix("GPU_STATE_")

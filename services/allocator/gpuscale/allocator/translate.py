@@ -1,96 +1,185 @@
-"""Translate between the messages of the contract and the allocator's values."""
+"""Translate reservations and requests between the messages of the contract and the allocator's values."""
 
+from collections import OrderedDict
 from datetime import datetime, timedelta
+from typing import TypeAlias
 
-from gpuscale.allocator.model import Ask, Order, Policy, Reservation, ReservedGpu, Score, State, Weights
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.allocator.leases import Lease, Renewal
+from gpuscale.allocator.model import Order, Reservation, ReservedGpu, Score, State
+from gpuscale.allocator.queueing.model import Place
 from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.translate_ask import POLICIES, to_ask
+from gpuscale.allocator.usage import Usage
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common import names, wire
+from gpuscale.common.errors import InvalidArgumentError
 
-_MIB = 1024 * 1024
+_NANOS = 1_000_000_000
+_REMEMBERED = 4096
+"""Reservations whose messages are kept ready: those that were answered with first are dropped first."""
 
 _STATES = {
     State.PENDING: allocator_api.Reservation.STATE_PENDING,
     State.ACTIVE: allocator_api.Reservation.STATE_ACTIVE,
     State.RELEASED: allocator_api.Reservation.STATE_RELEASED,
     State.EXPIRED: allocator_api.Reservation.STATE_EXPIRED,
+    State.CANCELLED: allocator_api.Reservation.STATE_CANCELLED,
+    State.LOST: allocator_api.Reservation.STATE_LOST,
 }
-_POLICIES = {Policy.SPREAD: allocator_api.PlacementPolicy.PLACEMENT_POLICY_SPREAD}
+_POLICIES = {policy: number for number, policy in POLICIES.items()}
 
 
-def to_order(request: allocator_api.ReserveRequest, owner: str, defaults: AllocatorSettings) -> Order:
+def to_order(
+    request: allocator_api.ReserveRequest, owner: str, defaults: AllocatorSettings, path: str = ""
+) -> Order:
     """The order of a valid request; what it leaves open is filled in from the settings.
 
-    The fingerprint covers every field but the request id, as the caller sent them, and the caller.
+    The fingerprint covers every field but the request id, as the caller sent them, and the caller. `path` leads to the
+    request where it is part of another message, such as `requests[3].`.
 
     Raises:
-        InvalidArgumentError: a node's name is none.
+        InvalidArgumentError: parts of it contradict each other.
     """
-    request_id = request.request_id.lower()
-    content = allocator_api.ReserveRequest()
-    content.CopyFrom(request)
-    content.ClearField("request_id")
+    wait = wire.optional_seconds(request, "wait")
+    if request.may_preempt and not wait:
+        raise InvalidArgumentError("may_preempt needs a wait", field=f"{path}may_preempt")
+    request_id = request.request_id
+    request.request_id = ""
+    fingerprint = f"{wire.fingerprint(request)} {owner}"
+    request.request_id = request_id
     ttl = wire.optional_seconds(request, "ttl")
     return Order(
-        request_id=request_id,
-        fingerprint=f"{wire.fingerprint(content)} {owner}",
+        request_id=request_id.lower(),
+        fingerprint=fingerprint,
         holder=request.holder,
         owner=owner,
         ttl=defaults.default_ttl_seconds if ttl is None else ttl,
         labels=dict(request.labels),
-        ask=_to_ask(request, defaults),
+        ask=to_ask(request.ask, defaults, f"{path}ask."),
+        tenant=request.tenant or owner,
+        priority=request.priority,
+        preemptible=request.preemptible,
+        may_preempt=request.may_preempt,
     )
 
 
-def _to_ask(request: allocator_api.ReserveRequest, defaults: AllocatorSettings) -> Ask:
-    weights = request.weights
-    nodes = (names.parse(names.NODE, name, f"nodes[{i}]") for i, name in enumerate(request.nodes))
-    return Ask(
-        gpu_count=request.gpu_count,
-        min_memory_bytes=(
-            request.min_memory_bytes
-            if request.HasField("min_memory_bytes")
-            else defaults.default_min_memory_mib * _MIB
-        ),
-        max_utilization_percent=(
-            request.max_utilization_percent
-            if request.HasField("max_utilization_percent")
-            else defaults.default_max_utilization_percent
-        ),
-        allow_unknown_utilization=request.allow_unknown_utilization,
-        weights=Weights(
-            weights.memory if weights.HasField("memory") else defaults.memory_weight,
-            weights.utilization if weights.HasField("utilization") else defaults.utilization_weight,
-        ),
-        nodes=frozenset(ids["node"] for ids in nodes),
+def to_orders(
+    request: allocator_api.BatchReserveRequest, owner: str, defaults: AllocatorSettings
+) -> list[Order]:
+    """The orders of a valid batch.
+
+    Raises:
+        InvalidArgumentError: one of them waits, or contradicts itself.
+    """
+    for index, one in enumerate(request.requests):
+        if wire.optional_seconds(one, "wait"):
+            raise InvalidArgumentError("a batch does not wait", field=f"requests[{index}].wait")
+    return [
+        to_order(one, owner, defaults, f"requests[{index}].") for index, one in enumerate(request.requests)
+    ]
+
+
+def to_lease(
+    message: allocator_api.LeaseRenewal
+    | allocator_api.RenewReservationRequest
+    | allocator_api.ReleaseReservationRequest,
+) -> Lease:
+    """The lease that a message names."""
+    return Lease(reservation_id(message.name), message.fence)
+
+
+def reservation_id(name: str) -> str:
+    """The id in the name of a reservation.
+
+    Raises:
+        InvalidArgumentError: it is no such name.
+    """
+    return names.parse(names.RESERVATION, name)["reservation"]
+
+
+def from_renewal(renewal: Renewal, now: float, wall: datetime) -> allocator_api.LeaseStatus:
+    """How a lease stands, answered at `now` and `wall`."""
+    status = allocator_api.LeaseStatus(
+        name=names.reservation_name(renewal.lease.id), fence=renewal.lease.fence
     )
+    one = renewal.reservation
+    if one is not None:
+        status.state = _STATES[one.state]
+        status.message = one.end_reason
+        if one.live:
+            status.remaining.CopyFrom(wire.to_duration(max(0.0, one.deadline - now)))
+        if one.revoke_at is not None:
+            status.revoke_time.CopyFrom(_at(one.revoke_at, now, wall))
+    if renewal.error is not None:
+        status.error_reason = renewal.error.reason
+        status.message = renewal.error.message
+    return status
 
 
-def from_reservation(reservation: Reservation, now: float, wall: datetime) -> allocator_api.Reservation:
+def from_reservation(
+    reservation: Reservation, now: float, wall: datetime, usage: Usage | None = None
+) -> allocator_api.Reservation:
     """The message of a reservation, answered at `now` and `wall`."""
-    message = allocator_api.Reservation(
-        name=names.reservation_name(reservation.id),
-        holder=reservation.holder,
-        state=_STATES[reservation.state],
-        fence=reservation.fence,
-        gpus=[_from_gpu(gpu) for gpu in reservation.gpus],
-        ttl=wire.to_duration(reservation.ttl),
-        create_time=wire.to_timestamp(reservation.created),
-        policy=_POLICIES[reservation.policy],
-        request_id=reservation.request_id,
-        owner=reservation.owner,
-        labels=reservation.labels,
-    )
+    message = allocator_api.Reservation()
+    message.CopyFrom(_lasting(reservation))
+    message.state = _STATES[reservation.state]
+    message.ttl.FromNanoseconds(round(reservation.ttl * _NANOS))
+    if reservation.end_reason:
+        message.end_reason = reservation.end_reason
+    if usage is not None:
+        message.usage.CopyFrom(_from_usage(usage))
     if reservation.live:
         remaining = max(0.0, reservation.deadline - now)
-        message.remaining.CopyFrom(wire.to_duration(remaining))
+        message.remaining.FromNanoseconds(round(remaining * _NANOS))
         message.expire_time.CopyFrom(wire.to_timestamp(wall + timedelta(seconds=remaining)))
+    if reservation.revoke_at is not None:
+        message.revoke_time.CopyFrom(_at(reservation.revoke_at, now, wall))
     if reservation.ended is not None:
         message.end_time.CopyFrom(wire.to_timestamp(reservation.ended))
     return message
 
 
-def _from_gpu(gpu: ReservedGpu) -> allocator_api.ReservedGpu:
+_Known: TypeAlias = tuple[tuple[ReservedGpu, ...], allocator_api.Reservation]
+_known: OrderedDict[str, _Known] = OrderedDict()
+
+
+def _lasting(reservation: Reservation) -> allocator_api.Reservation:
+    """What does not change in the life of a reservation, unless a GPU of it is lost. The latest are remembered."""
+    known = _known.get(reservation.id)
+    if known is not None and known[0] is reservation.gpus:
+        return known[1]
+    message = allocator_api.Reservation(
+        name=names.reservation_name(reservation.id),
+        holder=reservation.holder,
+        fence=reservation.fence,
+        gpus=[from_gpu(gpu) for gpu in reservation.gpus],
+        create_time=wire.to_timestamp(reservation.created),
+        policy=_POLICIES[reservation.policy],
+        request_id=reservation.request_id,
+        owner=reservation.owner,
+        labels=reservation.labels,
+        tenant=reservation.tenant,
+        priority=reservation.priority,
+        preemptible=reservation.preemptible,
+        cpu_milli=reservation.cpu_milli,
+        host_memory_bytes=reservation.host_memory_bytes,
+        member_count=reservation.member_count,
+    )
+    _known[reservation.id] = reservation.gpus, message
+    if len(_known) > _REMEMBERED:
+        _known.popitem(last=False)
+    return message
+
+
+def _at(moment: float, now: float, wall: datetime) -> Timestamp:
+    """A moment of CLOCK_BOOTTIME by the wall clock."""
+    return wire.to_timestamp(wall + timedelta(seconds=moment - now))
+
+
+def from_gpu(gpu: ReservedGpu) -> allocator_api.ReservedGpu:
+    """The message of a GPU that was chosen."""
     return allocator_api.ReservedGpu(
         name=names.gpu_name(gpu.node, gpu.uuid),
         node=gpu.node,
@@ -98,12 +187,43 @@ def _from_gpu(gpu: ReservedGpu) -> allocator_api.ReservedGpu:
         index=gpu.index,
         model=gpu.model,
         simulated=gpu.simulated,
-        score=_from_score(gpu.score),
+        score=from_score(gpu.score),
+        milli=gpu.milli,
+        memory_bytes=gpu.memory_bytes,
+        member=gpu.member,
+        lost=gpu.lost,
     )
 
 
-def _from_score(score: Score) -> allocator_api.GpuScore:
+def _from_usage(usage: Usage) -> allocator_api.ReservationUsage:
+    gpus = (
+        allocator_api.GpuUsage(
+            uuid=uuid,
+            memory_used_bytes=one.memory_used_bytes,
+            utilization_percent=one.utilization_percent,
+            outsider_pids=one.outsiders,
+        )
+        for uuid, one in usage.gpus.items()
+    )
+    return allocator_api.ReservationUsage(gpus=gpus, idle=usage.idle, overused=usage.overused)
+
+
+def from_score(score: Score) -> allocator_api.GpuScore:
+    """The message of a score, with its parts."""
     parts = (
         allocator_api.ScorePart(name=part.name, value=part.value, weight=part.weight) for part in score.parts
     )
     return allocator_api.GpuScore(total=score.total, parts=parts, note=score.note)
+
+
+def from_place(place: Place, now: float, since: float) -> allocator_api.QueuePlace:
+    """The message of a place in the queue, told at `now` to a caller who waits since `since`."""
+    message = allocator_api.QueuePlace(
+        position=place.position,
+        message=place.obstacle.message,
+        reason=place.obstacle.reason,
+        waited=wire.to_duration(max(0.0, now - since)),
+    )
+    if place.start is not None:
+        message.estimated_wait.CopyFrom(wire.to_duration(max(0.0, place.start - now)))
+    return message

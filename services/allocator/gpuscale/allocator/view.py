@@ -36,6 +36,10 @@ class FleetView:
         """Every node that is known."""
         return tuple(self._nodes.values())
 
+    def get(self, node: str) -> Node | None:
+        """A node by its id."""
+        return self._nodes.get(node)
+
     @property
     def unsaved_ranks(self) -> Mapping[str, int]:
         """Ranks given that are not on disk yet."""
@@ -53,11 +57,12 @@ class FleetView:
             self._next_rank += 1
         return self._ranks[node]
 
-    def apply(self, nodes: Iterable[Node], *, full: bool) -> None:
-        """Take in nodes as they are now; `full` says that the fleet knows no others."""
+    def apply(self, nodes: Iterable[Node], *, full: bool) -> Sequence[Node]:
+        """Take in nodes as they are now, and return all that changed; `full` says that the fleet knows no others."""
         reported = {node.id: node for node in nodes}
         if full:
             self._complete = True
             for node in self._nodes.values():
                 reported.setdefault(node.id, replace(node, state=NodeState.OFFLINE))
         self._nodes.update(reported)
+        return tuple(reported.values())

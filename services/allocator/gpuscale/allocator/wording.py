@@ -1,79 +1,62 @@
-"""Wording: a refusal in the words of a person: what was asked, what is nearest, what would help. Pure."""
+"""Wording: what stands in an ask's way, and what would help, in the words of a person. Pure."""
 
 from collections.abc import Mapping, Sequence
 
 from gpuscale.allocator.feasibility import ADMITS_ALL_PERCENT, Obstacle
-from gpuscale.allocator.model import Ask, Gpu, NodeState
-from gpuscale.allocator.survey import Survey, nearest
+from gpuscale.allocator.model import WHOLE, Ask, Gpu
 
 MIB = 1024 * 1024
 MOST_NAMES = 5
 """How many names one message lists."""
 
-_WORDS: Mapping[Obstacle, str] = {
+WORDS: Mapping[Obstacle, str] = {
     Obstacle.NODE_NOT_SELECTED: "on nodes that were not chosen",
+    Obstacle.LABELS_DIFFER: "on nodes without the labels",
+    Obstacle.GPU_NOT_SELECTED: "that were not chosen",
+    Obstacle.MODEL_DIFFERS: "of another model",
+    Obstacle.MIG_PROFILE_DIFFERS: "that are not of the kind asked for (whole, or the MIG profile)",
     Obstacle.NODE_NOT_ONLINE: "behind an agent that is not connected",
     Obstacle.STALE: "with readings that are too old",
     Obstacle.GPU_NOT_OK: "that do not answer",
+    Obstacle.CORDONED: "cordoned",
+    Obstacle.NOT_APART: "beside a reservation to stay apart from",
     Obstacle.HELD: "held by other reservations",
+    Obstacle.CPU_BELOW_MIN: "on nodes with too little CPU left",
+    Obstacle.HOST_MEMORY_BELOW_MIN: "on nodes with too little main memory left",
     Obstacle.MEMORY_UNKNOWN: "whose memory is not reported",
     Obstacle.MEMORY_BELOW_MIN: "with too little free memory",
     Obstacle.UTILIZATION_UNKNOWN: "whose utilization is not reported",
     Obstacle.UTILIZATION_TOO_HIGH: "that are too busy",
 }
+"""What is said of the GPUs that an obstacle keeps out."""
 
-_HELP: Mapping[Obstacle, str] = {
+HELP: Mapping[Obstacle, str] = {
     Obstacle.HELD: "wait until a reservation ends",
     Obstacle.MEMORY_BELOW_MIN: "ask for less memory",
     Obstacle.UTILIZATION_TOO_HIGH: "allow a higher utilization",
     Obstacle.UTILIZATION_UNKNOWN: "allow unknown utilization",
     Obstacle.NODE_NOT_ONLINE: "start the agent",
     Obstacle.STALE: "see why the node stopped reporting",
+    Obstacle.CPU_BELOW_MIN: "ask for less CPU",
+    Obstacle.HOST_MEMORY_BELOW_MIN: "ask for less main memory",
+    Obstacle.CORDONED: "take back the cordon",
+    Obstacle.NOT_APART: "allow it beside the others",
+    Obstacle.MODEL_DIFFERS: "admit other models",
+    Obstacle.LABELS_DIFFER: "ask for other labels",
+    Obstacle.NODE_NOT_SELECTED: "choose other nodes",
+    Obstacle.GPU_NOT_SELECTED: "choose other GPUs",
 }
+"""What cures an obstacle."""
 
-
-def not_found(unknown: Sequence[str], known: Sequence[str]) -> str:
-    """Some of the nodes that were chosen do not exist."""
-    return f"no such node: {names(unknown)}. The fleet knows {names(known) or 'no node yet'}."
-
-
-def not_online(candidates: Sequence[Survey]) -> str:
-    """None of the nodes that were chosen reports."""
-    offline = [one.node.id for one in candidates if one.node.state is NodeState.OFFLINE]
-    stale = [one.node.id for one in candidates if one.node.state is not NodeState.OFFLINE]
-    said = [f"the agent of {names(offline)} is not connected"] if offline else []
-    said += [f"the last report of {names(stale)} is too old"] if stale else []
-    return f"nothing can be reserved on the chosen nodes: {'; '.join(said)}. Choose other nodes or start the agent."
-
-
-def unsatisfiable(candidates: Sequence[Survey], ask: Ask) -> str:
-    """No node would serve the ask even if all of it were free."""
-    asked = f"{_asked(ask)}: this can never be had, because"
-    most = max(candidates, key=lambda one: len(one.node.gpus), default=None)
-    if most is None or not most.node.gpus:
-        return f"{asked} no node here has a GPU. Start an agent on a host with GPUs, or choose other nodes."
-    if len(most.node.gpus) < ask.gpu_count:
-        return f"{asked} the largest node, {most.node.id}, has {_gpus(len(most.node.gpus))}. Ask for fewer."
-    best = max(candidates, key=lambda one: one.large_enough(ask))
-    largest = max(gpu.memory_total_bytes or 0 for one in candidates for gpu in one.node.gpus)
-    return (
-        f"{asked} {best.node.id} has {best.large_enough(ask)} of that memory size,"
-        f" and the largest GPU known has {_mib(largest)}. Ask for less memory or fewer GPUs."
-    )
-
-
-def no_capacity(candidates: Sequence[Survey], ask: Ask) -> str:
-    """Some node could serve the ask, but not now."""
-    closest = nearest(candidates)
-    said: list[str] = []
-    if closest.node.gpus:
-        rest = ", ".join(_describe(reason, closest) for reason, _ in closest.counts.most_common())
-        said.append(
-            f"the nearest is {closest.node.id} with {closest.fitting} of {ask.gpu_count} (the rest: {rest})"
-        )
-    if unreported := [one.node.id for one in candidates if not one.node.reported]:
-        said.append(f"not heard of since the allocator started: {names(unreported)}")
-    return f"no room now for {_asked(ask)}: {'; '.join(said)}. {_advice(closest, ask)}"
+FOR_EVER = frozenset(
+    {
+        Obstacle.NODE_NOT_SELECTED,
+        Obstacle.LABELS_DIFFER,
+        Obstacle.GPU_NOT_SELECTED,
+        Obstacle.MODEL_DIFFERS,
+    }
+)
+"""What the caller chose: named as a help only where it is asked what would help."""
 
 
 def names(texts: Sequence[str]) -> str:
@@ -82,44 +65,66 @@ def names(texts: Sequence[str]) -> str:
     return ", ".join(texts[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _describe(reason: Obstacle, closest: Survey) -> str:
-    gpus = [gpu for found, gpu in closest.in_the_way if found is reason]
-    return f"{len(gpus)} {_WORDS[reason]}{_extent(reason, gpus)}"
-
-
-def _extent(reason: Obstacle, gpus: Sequence[Gpu]) -> str:
-    if reason is Obstacle.MEMORY_BELOW_MIN:
-        return f" ({_mib(max(gpu.memory_free_bytes or 0 for gpu in gpus))} at most)"
-    if reason is Obstacle.UTILIZATION_TOO_HIGH:
-        return f" ({min(gpu.utilization_percent or 0 for gpu in gpus):g} % at least)"
-    if reason is Obstacle.GPU_NOT_OK:
-        return f" ({names(sorted({gpu.trouble for gpu in gpus}))})"
-    return ""
-
-
-def _advice(closest: Survey, ask: Ask) -> str:
-    advice = [words for reason, words in _HELP.items() if closest.counts[reason]]
-    if 0 < closest.fitting < ask.gpu_count:
-        advice.append(f"ask for {_gpus(closest.fitting)}")
-    text = ", or ".join(advice) or "wait until more nodes report"
+def sentence(text: str) -> str:
+    """A text as a sentence."""
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _asked(ask: Ask) -> str:
-    wishes = [f"{_gpus(ask.gpu_count)}{' of one node' if ask.gpu_count > 1 else ''}"]
-    each = "each " if ask.gpu_count > 1 else ""
+def asked(ask: Ask) -> str:
+    """What an ask asks for."""
+    several = ask.gpu_count > 1 or ask.member_count > 1
+    each = "each " if several else ""
+    wishes = [_what(ask)]
     if ask.min_memory_bytes:
-        wishes.append(f"{each}with {_mib(ask.min_memory_bytes)} free")
+        wishes.append(f"{each}with {mib(ask.min_memory_bytes)} free")
     if ask.max_utilization_percent < ADMITS_ALL_PERCENT:
         wishes.append(f"{each}used less than {ask.max_utilization_percent:g} %")
+    if ask.models:
+        wishes.append(f"of model {' or '.join(ask.models)}")
+    if ask.cpu_milli:
+        wishes.append(f"beside {ask.cpu_milli / WHOLE:g} cores")
+    if ask.host_memory_bytes:
+        wishes.append(f"beside {mib(ask.host_memory_bytes)} of main memory")
+    if ask.node_labels:
+        wishes.append(f"on nodes with {names([f'{key}={value}' for key, value in ask.node_labels])}")
     if ask.nodes:
         wishes.append(f"on {names(sorted(ask.nodes))}")
     return ", ".join(wishes)
 
 
-def _gpus(count: int) -> str:
+def gpus(count: int) -> str:
+    """So many GPUs."""
     return f"{count} GPU{'' if count == 1 else 's'}"
 
 
-def _mib(size: int) -> str:
+def mib(size: int) -> str:
+    """A size of memory."""
     return f"{size // MIB} MiB"
+
+
+def extent(reason: Obstacle, found: Sequence[Gpu]) -> str:
+    """How far the GPUs that an obstacle keeps out are from what was asked for."""
+    if reason is Obstacle.MEMORY_BELOW_MIN:
+        return f" ({mib(max(gpu.memory_free_bytes or 0 for gpu in found))} at most)"
+    if reason is Obstacle.UTILIZATION_TOO_HIGH:
+        return f" ({min(gpu.utilization_percent or 0 for gpu in found):g} % at least)"
+    if reason is Obstacle.GPU_NOT_OK:
+        return f" ({names(sorted({gpu.trouble for gpu in found}))})"
+    if reason is Obstacle.MODEL_DIFFERS:
+        return f" ({names(sorted({gpu.model for gpu in found}))})"
+    return ""
+
+
+def _what(ask: Ask) -> str:
+    if not ask.gpu_count:
+        return "room without a GPU"
+    what = gpus(ask.gpu_count)
+    if ask.mig_profile:
+        what = f"{ask.gpu_count} MIG instance{'' if ask.gpu_count == 1 else 's'} {ask.mig_profile}"
+    elif ask.gpu_memory_bytes is not None:
+        what = f"{mib(ask.gpu_memory_bytes)} of {what}"
+    elif not ask.exclusive:
+        what = f"{ask.gpu_milli / WHOLE:g} of {what}"
+    if ask.member_count > 1:
+        return f"{ask.member_count} x {what} ({ask.gang_strategy.value.replace('_', ' ')})"
+    return f"{what} of one node" if ask.gpu_count > 1 else what

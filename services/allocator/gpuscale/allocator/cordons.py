@@ -1,0 +1,130 @@
+"""Cordons: marks on nodes and GPUs on which nothing new is placed, and until when what is there may stay. Pure.
+
+A node and a GPU of it can be cordoned side by side; lifting one leaves the other. Deadlines are seconds of CLOCK_BOOTTIME.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from gpuscale.common import names
+from gpuscale.common.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A node, or a single GPU of it: `gpu` is its id, which is its UUID in lower case, and empty for the node."""
+
+    node: str
+    gpu: str = ""
+
+    @property
+    def name(self) -> str:
+        """`nodes/{node}` or `nodes/{node}/gpus/{gpu}`."""
+        return names.gpu_name(self.node, self.gpu) if self.gpu else names.node_name(self.node)
+
+    def holds(self, node: str, uuid: str) -> bool:
+        """Whether a GPU is here."""
+        return node == self.node and self.gpu in {"", names.to_id(uuid)}
+
+
+@dataclass(frozen=True, slots=True)
+class Cordon:
+    """Nothing new is placed on the spot; `reason` and `author` are those of whoever set it.
+
+    What is there ends at `deadline`, which came `grace` seconds after the drain was asked for; both are None of a cordon
+    that drains nothing.
+    """
+
+    spot: Spot
+    reason: str
+    author: str
+    created: datetime
+    deadline: float | None = None
+    grace: float | None = None
+
+    @property
+    def why(self) -> str:
+        """What holders are told."""
+        return f"{self._mark}: {self.reason}" if self.reason else self._mark
+
+    def told(self, why: str) -> bool:
+        """Whether that is what a holder was told on behalf of this spot, for whatever reason at the time."""
+        return why == self._mark or why.startswith(f"{self._mark}: ")
+
+    @property
+    def _mark(self) -> str:
+        return f"{self.spot.name} is drained"
+
+
+def spot_of(name: str, field: str = "name") -> Spot:
+    """The spot of a resource name, of a node or of a GPU.
+
+    Raises:
+        InvalidArgumentError: it is neither; `field` is the request field that held it.
+    """
+    ids = names.match(names.NODE, name) or names.match(names.GPU, name)
+    if ids is None:
+        raise InvalidArgumentError(f"{field} must look like {names.NODE} or {names.GPU}", field=field)
+    return Spot(ids["node"], ids.get("gpu", ""))
+
+
+def cordoned(before: Cordon | None, asked: Cordon) -> Cordon:
+    """The cordon after somebody asked for one where there may be one already.
+
+    It is as old as the first that was asked for, and without a new reason the old one stays. A drain goes on, and of two the earlier deadline holds: a repeated
+    request must not give anybody more time.
+    """
+    if before is None:
+        return asked
+    sooner = min((before, asked), key=_deadline)
+    return replace(
+        asked,
+        created=before.created,
+        reason=asked.reason or before.reason,
+        deadline=sooner.deadline,
+        grace=sooner.grace,
+    )
+
+
+def rebased(cordon: Cordon, now: float) -> Cordon:
+    """A cordon of an earlier boot: nobody watched its clock, so its grace starts anew in full."""
+    return replace(cordon, deadline=None if cordon.grace is None else now + cordon.grace)
+
+
+class Cordons:
+    """All cordons."""
+
+    def __init__(self, cordons: Iterable[Cordon] = ()) -> None:
+        self._by_spot = {cordon.spot: cordon for cordon in cordons}
+
+    def __iter__(self) -> Iterator[Cordon]:
+        """By name."""
+        return iter(sorted(self._by_spot.values(), key=lambda cordon: cordon.spot.name))
+
+    def get(self, spot: Spot) -> Cordon | None:
+        """The cordon of exactly this node or GPU."""
+        return self._by_spot.get(spot)
+
+    def put(self, cordon: Cordon) -> None:
+        """Add a cordon, or take it in place of the one there is."""
+        self._by_spot[cordon.spot] = cordon
+
+    def remove(self, spot: Spot) -> None:
+        """Lift a cordon; nothing if there is none."""
+        self._by_spot.pop(spot, None)
+
+    def covering(self, node: str, uuid: str = "") -> Cordon | None:
+        """The cordon that keeps new work from a GPU: that of its node, or its own. Without a UUID, that of the node."""
+        found = self._by_spot.get(Spot(node))
+        if found is None and uuid:
+            return self._by_spot.get(Spot(node, names.to_id(uuid)))
+        return found
+
+    def marks(self) -> frozenset[str]:
+        """What is cordoned, as placement takes it: nodes as `nodes/{node}`, GPUs by their ids."""
+        return frozenset(spot.gpu or spot.name for spot in self._by_spot)
+
+
+def _deadline(cordon: Cordon) -> float:
+    return float("inf") if cordon.deadline is None else cordon.deadline

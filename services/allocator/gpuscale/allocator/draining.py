@@ -1,0 +1,237 @@
+"""Use cases of cordons: cordon, uncordon and drain nodes and GPUs, and list what is cordoned.
+
+A cordon keeps new work away from the moment it is asked for, and is on disk before the answer. A drain then tells the
+holders of what is there when they have to be gone; what is left at the deadline the sweeper ends, as it ends leases that
+run out. Whatever is interrupted on the way, `resume` makes good when the allocator starts again.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TypeVar
+
+from gpuscale.allocator.changes import Changes
+from gpuscale.allocator.commits import Commits
+from gpuscale.allocator.cordon_store import CordonStore
+from gpuscale.allocator.cordons import Cordon, Cordons, Spot, cordoned
+from gpuscale.allocator.leases import Leases
+from gpuscale.allocator.ledger import Ledger
+from gpuscale.allocator.model import Node, Reservation
+from gpuscale.allocator.placer import Placer
+from gpuscale.allocator.view import FleetView
+from gpuscale.common import names
+from gpuscale.common.clock import Clock
+from gpuscale.common.errors import GpuscaleError, NotFoundError
+from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.logs import get_logger
+from gpuscale.common.paging import page
+
+DEFAULT_GRACE = 600.0
+"""Seconds that holders have to leave where a drain does not say."""
+
+T = TypeVar("T")
+
+_log = get_logger(__name__)
+
+
+class Maintenance:
+    """Takes nodes and GPUs out of use and back. Every method raises errors of the tree, as the contract says.
+
+    Args:
+        placer: is told what is cordoned.
+        tasks: the scope that changes live in: a caller who gives up neither undoes nor halves one.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        view: FleetView,
+        placer: Placer,
+        store: CordonStore,
+        commits: Commits,
+        leases: Leases,
+        changes: Changes,
+        clock: Clock,
+        tasks: TaskScope,
+    ) -> None:
+        self._ledger = ledger
+        self._view = view
+        self._placer = placer
+        self._store = store
+        self._commits = commits
+        self._leases = leases
+        self._changes = changes
+        self._clock = clock
+        self._tasks = tasks
+        self._cordons = Cordons()
+        self._turn = asyncio.Lock()
+
+    @property
+    def cordons(self) -> Cordons:
+        """What is cordoned now."""
+        return self._cordons
+
+    async def resume(self) -> None:
+        """Take in what the disk holds, and go on with drains that were interrupted.
+
+        Raises:
+            UnavailableError: the state cannot be read or written.
+        """
+        now = self._clock.now()
+        kept = await self._store.load(now)
+        self._cordons = Cordons(kept)
+        self._placer.set_cordons(self._cordons.marks())
+        draining = [cordon for cordon in kept if cordon.deadline is not None]
+        if draining:
+            await self._store.save(draining)  # with deadlines of this boot
+        for cordon in draining:
+            await self._tell(cordon)
+
+    async def cordon(self, spot: Spot, *, reason: str, author: str) -> Cordon:
+        """Let nothing new onto a node or GPU. A drain that is under way there goes on.
+
+        Raises:
+            NotFoundError: the node or GPU was never seen.
+            UnavailableError: the state cannot be written; the cordon is as before then.
+        """
+        asked = Cordon(spot, reason, author, self._clock.wall())
+        return await self._whole("cordon", self._put(asked))
+
+    async def drain(
+        self, spot: Spot, *, reason: str, author: str, grace: float | None = None
+    ) -> tuple[Cordon, list[Reservation]]:
+        """Cordon, and have everything that is there leave within `grace` seconds; what is there, oldest first.
+
+        A drain that is under way goes on; of two deadlines the earlier one holds.
+
+        Raises:
+            NotFoundError: the node or GPU was never seen.
+            UnavailableError: the state cannot be written. Where the cordon was already, repeating the call, or a
+                restart, tells the holders.
+        """
+        seconds = DEFAULT_GRACE if grace is None else grace
+        asked = Cordon(spot, reason, author, self._clock.wall(), self._clock.now() + seconds, seconds)
+        cordon = await self._whole("drain", self._drain(asked))
+        return cordon, self.reservations(spot)
+
+    async def uncordon(self, spot: Spot) -> None:
+        """Lift a cordon, and with it its drain: what it was to take away may stay, if nothing else drains it.
+
+        Raises:
+            NotFoundError: the node was never seen.
+            UnavailableError: the state cannot be written; the cordon stands then. Its holders may have been told that
+                they can stay: repeat the call.
+        """
+        self._expect_node(spot)
+        await self._whole("uncordon", self._lift(spot))
+
+    def list_cordons(self, *, page_size: int, page_token: str) -> tuple[list[Cordon], str]:
+        """A page of cordons, by name, and the token of the next page.
+
+        Raises:
+            InvalidArgumentError: the token is not one of this list.
+        """
+        return page(
+            list(self._cordons),
+            key=lambda cordon: cordon.spot.name,
+            page_size=page_size,
+            page_token=page_token,
+        )
+
+    def reservations(self, spot: Spot) -> list[Reservation]:
+        """The reservations that are on a node or GPU, oldest first."""
+        live = self._ledger.reservations(ended=False)
+        return [one for one in live if any(spot.holds(gpu.node, gpu.uuid) for gpu in one.gpus)]
+
+    async def _whole(self, name: str, work: Coroutine[object, object, T]) -> T:
+        """Do all of a change, also when the caller gives up meanwhile."""
+        outcome = await asyncio.shield(self._tasks.start(name, _outcome(work)))
+        if isinstance(outcome, GpuscaleError):
+            raise outcome
+        return outcome
+
+    async def _put(self, asked: Cordon) -> Cordon:
+        """Set a cordon in memory, at once, and on disk; as before if it cannot be written."""
+        self._expect_node(asked.spot)
+        async with self._turn:
+            before = self._cordons.get(asked.spot)
+            if before is None:
+                self._expect_gpu(asked.spot)
+            after = cordoned(before, asked)
+            self._cordons.put(after)
+            self._placer.set_cordons(self._cordons.marks())
+            try:
+                await self._store.save([after])
+            except GpuscaleError:
+                self._take_back(before, after)
+                raise
+        _log.info("cordoned", spot=after.spot.name, drains=after.deadline is not None)
+        return after
+
+    async def _drain(self, asked: Cordon) -> Cordon:
+        cordon = await self._put(asked)
+        await self._tell(cordon)
+        return cordon
+
+    async def _lift(self, spot: Spot) -> None:
+        """Lift a cordon: holders first, so that after a crash in between the drain goes on as a whole."""
+        async with self._turn:
+            before = self._cordons.get(spot)
+            if before is None:
+                return
+            await self._reprieve(before)
+            await self._store.remove(spot)
+            self._cordons.remove(spot)
+            self._placer.set_cordons(self._cordons.marks())
+        self._changes.room()
+        _log.info("uncordoned", spot=spot.name)
+
+    def _take_back(self, before: Cordon | None, after: Cordon) -> None:
+        if before is None:
+            self._cordons.remove(after.spot)
+        else:
+            self._cordons.put(before)
+        self._placer.set_cordons(self._cordons.marks())
+
+    async def _tell(self, cordon: Cordon) -> None:
+        """Tell the holders of what is on a drained spot when they have to be gone; on disk when this returns."""
+        there = self._ids_on(cordon.spot)
+        await self._commits.wait(*there)  # a grant that is being written counts
+        await self._leases.revoke(there, cordon.deadline, cordon.why)
+
+    def _ids_on(self, spot: Spot) -> list[str]:
+        """The reservations on a spot, those too that are not on disk yet."""
+        on_node = self._ledger.use.reservations(spot.node)
+        return [one.id for one in on_node if any(spot.holds(gpu.node, gpu.uuid) for gpu in one.gpus)]
+
+    async def _reprieve(self, lifted: Cordon) -> None:
+        """Take back what a drain said to holders; another drain of the same GPUs says it anew."""
+        told = [one.id for one in self.reservations(lifted.spot) if lifted.told(one.end_reason)]
+        if lifted.deadline is None or not told:
+            return
+        await self._leases.revoke(told, None, "")
+        for cordon in self._cordons:
+            if cordon.deadline is not None and cordon.spot.node == lifted.spot.node and cordon != lifted:
+                await self._tell(cordon)
+
+    def _expect_node(self, spot: Spot) -> Node:
+        node = self._view.get(spot.node)
+        if node is None:
+            message = f"no such node: {spot.node}"
+            raise NotFoundError(message, reason="NODE_NOT_FOUND", metadata={"nodes": spot.node})
+        return node
+
+    def _expect_gpu(self, spot: Spot) -> None:
+        """A GPU of a node that has reported must be known; of one that has not, it may be there."""
+        node = self._expect_node(spot)
+        if spot.gpu and node.reported and all(names.to_id(gpu.uuid) != spot.gpu for gpu in node.gpus):
+            message = f"node {spot.node} has no GPU {spot.gpu}"
+            raise NotFoundError(message, reason="GPU_NOT_FOUND", metadata={"gpus": spot.gpu})
+
+
+async def _outcome(work: Coroutine[object, object, T]) -> T | GpuscaleError:
+    """What a change came to; its error, which would end the scope, as a value."""
+    try:
+        return await work
+    except GpuscaleError as error:
+        return error

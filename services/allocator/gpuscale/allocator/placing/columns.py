@@ -1,0 +1,279 @@
+"""Columns: the fleet as arrays, one row per node in the order of ranks, one column per GPU in the order of indices.
+
+Rows follow the telemetry and what is held; each change of a row is numbered (`changed`), so that whatever is computed
+from rows knows which to compute anew. Pure. Sizes in bytes, shares in thousandths, times of CLOCK_BOOTTIME.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuscale.allocator.model import WHOLE, Gpu, Node, NodeState, Reservation
+from gpuscale.allocator.placing.memory import available
+from gpuscale.allocator.use import Use
+
+UNKNOWN = int(np.iinfo(np.int64).min)
+"""A number that is not known."""
+NO_GPU = -1
+PARTED = -2
+"""`kind` of a GPU that is split into MIG instances: only these are given out."""
+WHOLE_GPU = 0
+
+_STATES = {NodeState.ONLINE: 0, NodeState.STALE: 1, NodeState.OFFLINE: 2}
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Columns:
+    """The rows of all nodes given.
+
+    `kind` is WHOLE_GPU, PARTED, NO_GPU, or the number of a MIG profile; `model` the number of a product name.
+    `supply` counts the whole GPUs of each model; `cpu_beside_gpus` is the CPU of all nodes that tell it and have whole
+    GPUs, `gpus_beside_cpu` how many those are; `layout` counts changes of what
+    nodes are made of; `free_milli` of a node counts its whole GPUs that work. `gone` are
+    reservations that are thought away, by the GPUs they hold.
+    """
+
+    def __init__(self, nodes: Sequence[Node], use: Use, cordons: frozenset[str], room: int = 64) -> None:
+        self._use = use
+        self._cordons = cordons
+        self.gone: Mapping[str, Sequence[Reservation]] = {}
+        self.models: dict[str, int] = {"": 0}
+        self.supply: dict[int, int] = {}
+        self.cpu_beside_gpus = 0
+        self.gpus_beside_cpu = 0
+        self.profiles: dict[str, int] = {"": WHOLE_GPU}
+        self.nodes: list[Node] = []
+        self.gpus: list[tuple[Gpu, ...]] = []
+        self.row_of: dict[str, int] = {}
+        self.sequence = 0
+        self.layout = 0
+        self._aged = -np.inf
+        self._width = max((len(node.gpus) for node in nodes), default=1) or 1
+        self._allocate(max(room, len(nodes) * 5 // 4))
+        for node in nodes:
+            self.append(node)
+
+    @property
+    def width(self) -> int:
+        """The most GPUs that a row holds."""
+        return self._width
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def has_room(self, node: Node) -> bool:
+        """Whether a new node can be appended: there is a row, it is wide enough, and no later rank stands before."""
+        in_order = not self.nodes or (self.nodes[-1].rank, self.nodes[-1].id) < (node.rank, node.id)
+        return in_order and len(self.nodes) < len(self.changed) and len(node.gpus) <= self._width
+
+    def append(self, node: Node) -> None:
+        """Add a row for a node that `has_room`."""
+        row = len(self.nodes)
+        self.row_of[node.id] = row
+        self.nodes.append(node)
+        self.gpus.append(())
+        self.layout += 1
+        self._write(row, node, _in_order(node))
+
+    def write(self, row: int, node: Node) -> None:
+        """Write the row of a node anew; it has as many GPUs as fit into a row at most, and its old rank."""
+        gpus = _in_order(node)
+        if self._is_made_alike(row, node, gpus):
+            if self._reads_alike(row, gpus):
+                self._refresh(row, node, gpus)
+                return
+        else:
+            self.layout += 1
+        self._write(row, node, gpus)
+
+    def _write(self, row: int, node: Node, gpus: tuple[Gpu, ...]) -> None:
+        self._count(self.nodes[row], self.gpus[row], -1)
+        self._count(node, gpus, 1)
+        self.nodes[row], self.gpus[row] = node, gpus
+        count = len(gpus)
+        parted = {gpu.parent for gpu in gpus if gpu.parent}
+        self.state[row], self.reported[row], self.gpu_count[row] = _STATES[node.state], node.reported, count
+        self.cpu[row], self.memory[row] = _number(node.cpu_milli), _number(node.memory_total_bytes)
+        self.kind[row] = NO_GPU
+        self.kind[row, :count] = [self._kind(gpu, parted) for gpu in gpus]
+        self.model[row, :count] = [self.models.setdefault(gpu.model, len(self.models)) for gpu in gpus]
+        self.trouble[row, :count] = [bool(gpu.trouble) for gpu in gpus]
+        self.total[row, :count] = [_number(gpu.memory_total_bytes) for gpu in gpus]
+        self._write_cordons(row)
+        self._write_freshness(row)
+        self.write_use(row)
+
+    def write_use(self, row: int) -> None:
+        """Write anew what is held of a node and its GPUs."""
+        node, gpus, count = self.nodes[row], self.gpus[row], len(self.gpus[row])
+        uses = [self._use.gpu(gpu.uuid) for gpu in gpus]
+        self.held[row, :count] = [use.milli for use in uses]
+        self.available[row, :count] = [
+            self._available(gpu, use.reservations) for gpu, use in zip(gpus, uses, strict=True)
+        ]
+        self.utilization[row, :count] = [self._utilization(gpu) for gpu in gpus]
+        held = self._use.node(node.id)
+        self.cpu_free[row] = _left(node.cpu_milli, held.cpu_milli)
+        self.memory_free[row] = _left(node.memory_total_bytes, held.memory_bytes)
+        working = (self.kind[row] == WHOLE_GPU) & ~self.trouble[row] & ~self.cordoned[row]
+        self.free_milli[row] = int((WHOLE - self.held[row])[working].sum())
+        self._touch(row)
+
+    def set_cordons(self, cordons: frozenset[str]) -> None:
+        """Take in what is cordoned."""
+        moved, self._cordons = self._cordons ^ cordons, cordons
+        for row, node in enumerate(self.nodes):
+            if f"nodes/{node.id}" in moved or any(gpu.uuid.lower() in moved for gpu in node.gpus):
+                self._write_cordons(row)
+                self.write_use(row)
+
+    def age(self, now: float) -> None:
+        """Note the rows in which a reading has become too old."""
+        self._aged = max(self._aged, now)
+        for row in listed(np.flatnonzero(self.expiry[: len(self)] < now)):
+            self._write_freshness(row)
+            self._touch(row)
+
+    def _is_made_alike(self, row: int, node: Node, gpus: Sequence[Gpu]) -> bool:
+        """Whether a report tells of the same node with the same GPUs as before."""
+        known = self.gpus[row]
+        return (
+            len(known) == len(gpus)
+            and _same_host(self.nodes[row], node)
+            and all(_same_gpu(old, new) for old, new in zip(known, gpus, strict=True))
+        )
+
+    def _reads_alike(self, row: int, gpus: Sequence[Gpu]) -> bool:
+        """Whether all is as before; of a GPU that is held whole, readings do not matter."""
+        held = listed(self.held[row])
+        return all(
+            milli >= WHOLE or _same_readings(old, new)
+            for old, new, milli in zip(self.gpus[row], gpus, held, strict=False)
+        )
+
+    def _refresh(self, row: int, node: Node, gpus: tuple[Gpu, ...]) -> None:
+        """Take in a report that says nothing new but its time."""
+        came_back = bool((self.fresh_until[row, : len(gpus)] < self._aged).any())
+        self.nodes[row], self.gpus[row] = node, gpus
+        self._write_freshness(row)
+        if came_back:
+            self._touch(row)
+
+    def _write_freshness(self, row: int) -> None:
+        """When readings become too old, and when the next of those that are not yet does."""
+        fresh = [gpu.fresh_until for gpu in self.gpus[row]]
+        self.fresh_until[row, : len(fresh)] = fresh
+        self.expiry[row] = min((until for until in fresh if until >= self._aged), default=np.inf)
+
+    def _count(self, node: Node, gpus: Sequence[Gpu], sign: int) -> None:
+        whole = [gpu for gpu in gpus if not gpu.mig_profile]
+        for gpu in whole:
+            model = self.models.setdefault(gpu.model, len(self.models))
+            self.supply[model] = self.supply.get(model, 0) + sign
+        if node.cpu_milli is not None and whole:
+            self.cpu_beside_gpus += sign * node.cpu_milli
+            self.gpus_beside_cpu += sign * len(whole)
+
+    def _available(self, gpu: Gpu, reservations: Sequence[str]) -> int:
+        if not reservations and not self.gone:
+            return UNKNOWN if gpu.memory_total_bytes is None else _number(gpu.memory_free_bytes)
+        live = [self._use.live(reservation) for reservation in reservations]
+        return _number(available(gpu, live, self.gone.get(gpu.uuid, ())))
+
+    def _utilization(self, gpu: Gpu) -> float:
+        """NaN where it is not known; a GPU whose holder is thought away is taken to be idle."""
+        if gpu.uuid in self.gone:
+            return 0.0
+        return np.nan if gpu.utilization_percent is None else gpu.utilization_percent
+
+    def _kind(self, gpu: Gpu, parted: set[str]) -> int:
+        if gpu.uuid in parted:
+            return PARTED
+        return self.profiles.setdefault(gpu.mig_profile.lower(), len(self.profiles))
+
+    def _write_cordons(self, row: int) -> None:
+        gpus = self.gpus[row]
+        self.node_cordoned[row] = f"nodes/{self.nodes[row].id}" in self._cordons
+        self.cordoned[row, : len(gpus)] = [self._is_cordoned(gpu) for gpu in gpus]
+
+    def _is_cordoned(self, gpu: Gpu) -> bool:
+        """Whether a GPU is cordoned, or the GPU whose MIG instance it is."""
+        return bool(self._cordons) and not self._cordons.isdisjoint((gpu.uuid.lower(), gpu.parent.lower()))
+
+    def _touch(self, row: int) -> None:
+        self.sequence += 1
+        self.changed[row] = self.sequence
+
+    def _allocate(self, rows: int) -> None:
+        shape = (rows, self._width)
+        self.state = np.zeros(rows, np.int8)
+        self.reported = np.zeros(rows, np.bool_)
+        self.gpu_count = np.zeros(rows, np.int64)
+        self.cpu = np.full(rows, UNKNOWN, np.int64)
+        self.memory = np.full(rows, UNKNOWN, np.int64)
+        self.node_cordoned = np.zeros(rows, np.bool_)
+        self.cpu_free = np.full(rows, UNKNOWN, np.int64)
+        self.memory_free = np.full(rows, UNKNOWN, np.int64)
+        self.free_milli = np.zeros(rows, np.int64)
+        self.expiry = np.full(rows, np.inf)
+        self.changed = np.zeros(rows, np.int64)
+        self.kind = np.full(shape, NO_GPU, np.int16)
+        self.model = np.zeros(shape, np.int32)
+        self.fresh_until = np.zeros(shape)
+        self.trouble = np.zeros(shape, np.bool_)
+        self.cordoned = np.zeros(shape, np.bool_)
+        self.held = np.zeros(shape, np.int64)
+        self.total = np.full(shape, UNKNOWN, np.int64)
+        self.available = np.full(shape, UNKNOWN, np.int64)
+        self.utilization = np.full(shape, np.nan)
+
+
+def listed(numbers: NDArray[np.integer]) -> list[int]:
+    """The numbers of a row of an array."""
+    found: list[int] = numbers.tolist()
+    return found
+
+
+def _number(value: int | None) -> int:
+    return UNKNOWN if value is None else value
+
+
+def _in_order(node: Node) -> tuple[Gpu, ...]:
+    return tuple(sorted(node.gpus, key=lambda gpu: (gpu.index, gpu.uuid)))
+
+
+def _same_host(old: Node, new: Node) -> bool:
+    return (
+        old.state is new.state
+        and old.reported == new.reported
+        and old.cpu_milli == new.cpu_milli
+        and old.memory_total_bytes == new.memory_total_bytes
+        and old.labels == new.labels
+    )
+
+
+def _same_gpu(old: Gpu, new: Gpu) -> bool:
+    return (
+        old.uuid == new.uuid
+        and old.trouble == new.trouble
+        and old.index == new.index
+        and old.model == new.model
+        and old.memory_total_bytes == new.memory_total_bytes
+        and old.mig_profile == new.mig_profile
+        and old.parent == new.parent
+    )
+
+
+def _same_readings(old: Gpu, new: Gpu) -> bool:
+    return (
+        old.memory_free_bytes == new.memory_free_bytes
+        and old.utilization_percent == new.utilization_percent
+        and old.processes == new.processes
+    )
+
+
+def _left(total: int | None, held: int) -> int:
+    return UNKNOWN if total is None else total - held

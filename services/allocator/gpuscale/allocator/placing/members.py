@@ -1,0 +1,134 @@
+"""Members: the GPUs that one member of an ask gets on the node chosen for it. Pure."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from gpuscale.allocator.model import WHOLE, Ask, Policy, ReservedGpu, Score, ScorePart
+from gpuscale.allocator.placing.columns import Columns, listed
+from gpuscale.allocator.placing.demand import Tariff
+from gpuscale.allocator.placing.fragmentation import Typical
+from gpuscale.allocator.placing.gpu_sets import Candidate, best_first, choose, tightest_first
+from gpuscale.allocator.placing.policies import (
+    facts,
+    fragmentation_gradients,
+    fragmentation_scores,
+    parts,
+    spread_scores,
+)
+from gpuscale.allocator.placing.shapes import Shape
+from gpuscale.allocator.placing.shares import memory_on, milli_on
+from gpuscale.allocator.scoring import explained
+
+FGD_NOTE = "score = floor(100 / (1 + exp(-gradient / 1000))), gradient in thousandths of a GPU"
+SHARED = "shared already: scored by the memory that is left"
+
+
+class Members:
+    """Picks GPUs inside rows, by the policy of the ask."""
+
+    def __init__(self, columns: Columns, tariff: Tariff, typical: Typical) -> None:
+        self._columns = columns
+        self._tariff = tariff
+        self._typical = typical
+
+    def take(self, shape: Shape, row: int, member: int) -> tuple[ReservedGpu, ...]:
+        """The GPUs of a row that a member gets; the row fits."""
+        ask = shape.ask
+        if not ask.gpu_count:
+            return ()
+        chosen = choose(_in_order(ask, self._candidates(shape, row)), ask.gpu_count, ask.gpu_set)
+        scores = self._scores(shape, row, [one.column for one in chosen])
+        return tuple(
+            self._reserved(ask, row, one, score, member) for one, score in zip(chosen, scores, strict=True)
+        )
+
+    def scores(self, shape: Shape, row: int) -> dict[str, Score]:
+        """The scores of the GPUs of a row that fit, by their UUIDs."""
+        fitting = listed(np.flatnonzero(shape.gpu_codes[row] == 0))
+        gpus = self._columns.gpus[row]
+        found = self._scores(shape, row, fitting)
+        return {gpus[column].uuid: score for column, score in zip(fitting, found, strict=True)}
+
+    def _candidates(self, shape: Shape, row: int) -> list[Candidate]:
+        """The GPUs of a row that fit, in the order of their indices."""
+        columns = self._columns
+        gpus, held, available = columns.gpus[row], listed(columns.held[row]), listed(columns.available[row])
+        values = self._values(shape, row)
+        return [
+            Candidate(gpus[column], column, WHOLE - held[column], available[column], values[column])
+            for column in listed(np.flatnonzero(shape.gpu_codes[row] == 0))
+        ]
+
+    def _values(self, shape: Shape, row: int) -> list[float]:
+        """How good each GPU of a row is, where that differs between them."""
+        ask, rows = shape.ask, np.array([row])
+        if ask.policy is Policy.SPREAD:
+            values = spread_scores(ask, self._columns, rows)
+        elif ask.policy is Policy.FGD:
+            fits = shape.gpu_codes[rows] == 0
+            values = fragmentation_scores(ask, self._columns, rows, fits, self._typical)
+        else:
+            values = np.zeros((1, self._columns.width))
+        found: list[float] = values[0].tolist()
+        return found
+
+    def _reserved(self, ask: Ask, row: int, one: Candidate, score: Score, member: int) -> ReservedGpu:
+        gpu = one.gpu
+        return ReservedGpu(
+            node=self._columns.nodes[row].id,
+            uuid=gpu.uuid,
+            index=gpu.index,
+            model=gpu.model,
+            simulated=gpu.simulated,
+            score=score,
+            milli=milli_on(ask, gpu.memory_total_bytes),
+            memory_bytes=memory_on(ask, gpu.memory_total_bytes, one.available, one.free_milli),
+            member=member,
+        )
+
+    def _scores(self, shape: Shape, row: int, fitting: list[int]) -> list[Score]:
+        """The scores of some GPUs of a row, in parts."""
+        ask, columns = shape.ask, self._columns
+        if ask.policy is Policy.SPREAD:
+            return [self._spread(ask, row, column) for column in fitting]
+        if ask.policy is Policy.FGD:
+            return self._fragmentation(shape, row, fitting)
+        if ask.policy is Policy.FIRSTFIT:
+            score = summed((ScorePart("rank", float(columns.nodes[row].rank), -1.0),))
+        else:
+            known = facts(columns, np.array([row]), shape.constraints.kind, ask, self._tariff)
+            score = summed(parts(ask, known, self._tariff))
+        return [score] * len(fitting)
+
+    def _spread(self, ask: Ask, row: int, column: int) -> Score:
+        """As the seed says; of a GPU that is shared already, what its holders have is not free."""
+        gpu, available = self._columns.gpus[row][column], int(self._columns.available[row, column])
+        if available == gpu.memory_free_bytes:
+            return explained(gpu, ask.weights)
+        score = explained(replace(gpu, memory_free_bytes=available), ask.weights)
+        return replace(score, note=score.note or SHARED)
+
+    def _fragmentation(self, shape: Shape, row: int, fitting: list[int]) -> list[Score]:
+        rows = np.array([row])
+        fits = shape.gpu_codes[rows] == 0
+        gradients = fragmentation_gradients(shape.ask, self._columns, rows, fits, self._typical)[0]
+        compared = fragmentation_scores(shape.ask, self._columns, rows, fits, self._typical)[0]
+        return [_of_gradient(float(gradients[column]), float(compared[column])) for column in fitting]
+
+
+def _of_gradient(gradient: float, score: float) -> Score:
+    return Score(score, (ScorePart("gradient", gradient, 0.0), ScorePart("score", score, 1.0)), FGD_NOTE)
+
+
+def _in_order(ask: Ask, candidates: list[Candidate]) -> list[Candidate]:
+    by_score = ask.policy is Policy.SPREAD or (
+        ask.policy is Policy.FGD and ask.gpu_count == 1 and not ask.exclusive
+    )
+    return sorted(candidates, key=best_first if by_score else tightest_first)
+
+
+def summed(of: tuple[ScorePart, ...]) -> Score:
+    """A score that is the sum of its parts."""
+    return Score(math.fsum(part.value * part.weight for part in of if part.value is not None), of)

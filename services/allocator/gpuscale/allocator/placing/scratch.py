@@ -1,0 +1,140 @@
+"""Scratch: a gang placed member by member, all or nothing, without leaving a trace. Pure."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+import numpy as np
+
+from gpuscale.allocator.model import Ask, GangStrategy, Policy, Reservation, ReservedGpu, State
+from gpuscale.allocator.placing import gangs
+from gpuscale.allocator.placing.columns import Floats, Ints
+from gpuscale.allocator.placing.index import Index
+from gpuscale.allocator.placing.shapes import Shape
+from gpuscale.allocator.use import Use
+
+Member = tuple[str, tuple[ReservedGpu, ...]]
+"""A node and the GPUs that a member gets there."""
+
+_WALL = datetime.fromtimestamp(0, UTC)
+
+
+def place_gang(index: Index, use: Use, ask: Ask, now: float) -> list[Member]:
+    """The members of a gang; fewer than asked for if they do not all find a place. Nothing stays held."""
+    scratch = _Scratch(index, use, ask, now)
+    try:
+        return scratch.place()
+    finally:
+        scratch.undo()
+
+
+@contextmanager
+def without(index: Index, use: Use, reservations: Sequence[Reservation]) -> Generator[None]:
+    """Think reservations away for a while: what they hold is free, and what their processes use."""
+    gone: dict[str, list[Reservation]] = {}
+    for reservation in reservations:
+        for gpu in reservation.gpus:
+            gone.setdefault(gpu.uuid, []).append(reservation)
+    index.columns.gone = gone
+    try:
+        for reservation in reservations:
+            use.free(reservation.id)
+        yield
+    finally:
+        index.columns.gone = {}
+        for reservation in reservations:
+            use.hold(reservation)
+
+
+class _Scratch:
+    """The members placed so far, held in `use` until they are undone."""
+
+    def __init__(self, index: Index, use: Use, ask: Ask, now: float) -> None:
+        self._index = index
+        self._use = use
+        self._ask = ask
+        self._now = now
+        self._placed: list[Member] = []
+        self._held: list[str] = []
+
+    def place(self) -> list[Member]:
+        """Place the members as the ask's strategy says."""
+        index, ask = self._index, self._ask
+        shape = index.shape(ask, self._now)
+        value = index.value(shape).copy()
+        if ask.gang_strategy in (GangStrategy.SPREAD, GangStrategy.STRICT_SPREAD):
+            return self._spread(value)
+        room = gangs.capacities(ask, index.columns, index.free(shape))
+        room[~np.isfinite(value)] = 0
+        if ask.gang_strategy is GangStrategy.PACK:
+            gangs.packed(room, value, ask.member_count, self._fill)
+            return self._placed
+        return self._on_one(room, value)
+
+    def undo(self) -> None:
+        """Take all members back."""
+        for name in reversed(self._held):
+            self._use.free(name)
+        self._held = []
+
+    def _on_one(self, room: Ints, value: Floats) -> list[Member]:
+        most: list[Member] = []
+        for row in gangs.on_one(room, value, self._ask.member_count):
+            self._fill(row, self._ask.member_count)
+            most = max(most, self._placed, key=len)
+            if len(most) == self._ask.member_count:
+                break
+            self.undo()
+            self._placed = []
+        return most
+
+    def _spread(self, value: Floats) -> list[Member]:
+        """Round by round, one member on each node, the best first; a single round when strict."""
+        while len(self._placed) < self._ask.member_count:
+            rows = gangs.best_first(value)[: self._ask.member_count - len(self._placed)]
+            if not len(rows):
+                break
+            for row in rows.tolist():
+                self._fill(row, 1)
+            if self._ask.gang_strategy is GangStrategy.STRICT_SPREAD:
+                break
+            value = self._index.value(self._index.shape(self._ask, self._now))
+        return self._placed
+
+    def _fill(self, row: int, members: int) -> int:
+        """Place up to so many members on a row; how many found room."""
+        for placed in range(members):
+            shape = self._index.shape(self._ask, self._now)
+            if shape.value[row] == -np.inf:
+                return placed
+            self._take(shape, row)
+        return members
+
+    def _take(self, shape: Shape, row: int) -> None:
+        member = len(self._placed)
+        gpus = self._index.members().take(shape, row, member)
+        self._placed.append((self._index.columns.nodes[row].id, gpus))
+        reservation = _stand_in(f"scratch {member}", self._ask, gpus)
+        self._use.hold(reservation)
+        self._held.append(reservation.id)
+
+
+def _stand_in(name: str, ask: Ask, gpus: tuple[ReservedGpu, ...]) -> Reservation:
+    """A reservation that holds the GPUs of one member, to be freed again."""
+    return Reservation(
+        id=name,
+        fence=0,
+        request_id="",
+        fingerprint="",
+        holder="",
+        owner="",
+        labels={},
+        policy=Policy.FIRSTFIT,
+        gpus=gpus,
+        ttl=0.0,
+        state=State.PENDING,
+        deadline=0.0,
+        created=_WALL,
+        cpu_milli=ask.cpu_milli,
+        host_memory_bytes=ask.host_memory_bytes,
+    )

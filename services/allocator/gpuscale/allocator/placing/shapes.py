@@ -1,0 +1,104 @@
+"""Shapes: for each sort of ask, how good every row is, kept up to date row by row. Pure.
+
+An ask that was seen before costs only the rows that have changed since, and one look for the greatest value.
+"""
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuscale.allocator.model import Ask, Policy
+from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints
+from gpuscale.allocator.placing.constraints import Constraints
+from gpuscale.allocator.placing.demand import Tariff
+from gpuscale.allocator.placing.fragmentation import Typical
+from gpuscale.allocator.placing.gangs import could_ever
+from gpuscale.allocator.placing.policies import value
+from gpuscale.allocator.use import Use
+
+MOST_SHAPES = 256
+MOST_BYTES = 64 * 1024 * 1024
+"""Bounds on what is kept: the shapes used last."""
+
+
+class Shape:
+    """One sort of ask over all rows.
+
+    `gpu_codes` and `node_codes` hold the first obstacle of each, 0 for none; `value` is -inf where the ask does not fit.
+    """
+
+    def __init__(self, columns: Columns, use: Use, ask: Ask) -> None:
+        rows = len(columns.changed)
+        self.ask = ask
+        self.constraints = Constraints(columns, use, ask)
+        self.gpu_codes: NDArray[np.int8] = np.zeros((rows, columns.width), np.int8)
+        self.node_codes: NDArray[np.int8] = np.zeros(rows, np.int8)
+        self.value: Floats = np.full(rows, -np.inf)
+        self._columns = columns
+        self._seen = 0
+        self._ever: tuple[int, Ints] | None = None
+        self._reckoned_with: Tariff | Typical | None = None
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory it takes."""
+        return self.gpu_codes.nbytes + self.value.nbytes
+
+    def update(self, now: float, tariff: Tariff, typical: Typical) -> None:
+        """Bring it up to date."""
+        columns = self._columns
+        changed = columns.changed[: len(columns)] > self._seen
+        self._seen = columns.sequence
+        reckoning: Tariff | Typical | None = None
+        if self.ask.policy in (Policy.PACK, Policy.FGD):
+            reckoning = tariff if self.ask.policy is Policy.PACK else typical
+        moved = self._reckoned_with is not None and self._reckoned_with is not reckoning
+        self._reckoned_with = reckoning
+        rows = np.flatnonzero(changed)
+        if len(rows):
+            self.node_codes[rows], self.gpu_codes[rows] = self.constraints.codes(rows, now)
+        if moved:
+            rows = np.arange(len(columns))
+        if len(rows):
+            self.value[rows] = self._values(rows, tariff, typical)
+
+    def fits(self, rows: Ints) -> Bools:
+        """Which of the rows serve the ask."""
+        enough = (self.gpu_codes[rows] == 0).sum(1) >= self.ask.gpu_count
+        found: Bools = enough if self.ask.gpu_count else self.node_codes[rows] == 0
+        return found
+
+    def room_ever(self) -> Ints:
+        """How many members each node would take if all of it were free."""
+        if self._ever is None or self._ever[0] != self._columns.layout:
+            fit = self.constraints.ever(np.arange(len(self._columns)))
+            self._ever = (self._columns.layout, could_ever(self.ask, self._columns, fit))
+        return self._ever[1]
+
+    def _values(self, rows: Ints, tariff: Tariff, typical: Typical) -> Floats:
+        columns, ask = self._columns, self.ask
+        free = self.gpu_codes[rows] == 0
+        found = value(ask, columns, rows, free, self.constraints.kind, tariff, typical)
+        return np.where(self.fits(rows), found, -np.inf)
+
+
+class Shapes:
+    """The shapes used last."""
+
+    def __init__(self, columns: Columns, use: Use) -> None:
+        self._columns = columns
+        self._use = use
+        self._kept: OrderedDict[Ask, Shape] = OrderedDict()
+        self._bytes = 0
+
+    def of(self, ask: Ask) -> Shape:
+        """The shape of an ask; a new one knows nothing until it is brought up to date."""
+        shape = self._kept.get(ask)
+        if shape is None:
+            shape = self._kept[ask] = Shape(self._columns, self._use, ask)
+            self._bytes += shape.bytes
+            while len(self._kept) > 1 and (len(self._kept) > MOST_SHAPES or self._bytes > MOST_BYTES):
+                self._bytes -= self._kept.popitem(last=False)[1].bytes
+        self._kept.move_to_end(ask)
+        return shape

@@ -1,0 +1,115 @@
+"""Backfill: what is kept for the request at the head of the line while others pass it. Pure.
+
+EASY backfill promises the first request that does not fit the earliest time at which it will, and lets others pass
+that do not delay it. A lease here may be renewed for ever, so no end of a lease is certain and none is counted on
+to let others pass: they pass only beside the GPUs that were promised. The promise stays where it was made until it is
+filled, given up or broken; every lease on it that ends is not replaced, so requests for many GPUs do not starve
+(docs/adr/0006-backfill-beside-the-promise.md).
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from gpuscale.allocator.model import Ask
+from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.queueing.model import Lease, Waiter, World
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """GPUs that are kept for a waiter; with `whole_nodes` their nodes too, for the sake of CPU and main memory.
+
+    `start` is when they are free if every lease ends in time; `victims` are the leases that were revoked for it.
+    """
+
+    waiter: Waiter
+    gpus: frozenset[str]
+    nodes: frozenset[str]
+    whole_nodes: bool
+    start: float
+    victims: frozenset[str] = frozenset()
+
+
+def make_promise(waiter: Waiter, ask: Ask, world: World, now: float) -> Promise | None:
+    """Promise the GPUs that will be free soonest if every lease ends in time; None if that would not be enough.
+
+    `ask` is the waiter's, beside what is promised to others.
+    """
+    leases = sorted(world.leases(), key=lambda lease: (lease.ends, lease.id))
+    found = fewest(ask, [], leases, world, now)
+    if found is None:
+        return None
+    pick, freed = found
+    return promise_of(waiter, pick, max((lease.ends for lease in freed), default=now))
+
+
+def promise_of(waiter: Waiter, pick: Pick, start: float, victims: Iterable[str] = ()) -> Promise:
+    """The promise of what was picked."""
+    ask = waiter.order.ask
+    return Promise(
+        waiter,
+        gpus=frozenset(gpu.uuid for gpu in pick.gpus),
+        nodes=frozenset(gpu.node for gpu in pick.gpus),
+        whole_nodes=bool(ask.cpu_milli or ask.host_memory_bytes or not ask.gpu_count),
+        start=start,
+        victims=frozenset(victims),
+    )
+
+
+def renewed(promise: Promise, ask: Ask, world: World, now: float) -> Promise | None:
+    """The promise as it stands now; None if even with all leases on it ended it would not serve the ask any more."""
+    leases = world.leases(promise.nodes)
+    only = replace(ask, nodes=promise.nodes) if promise.whole_nodes else replace(ask, gpus=promise.gpus)
+    found = world.place_after(only, now, [lease.id for lease in leases])
+    if not isinstance(found, Pick):
+        return None
+    return replace(
+        promise,
+        start=max((lease.ends for lease in leases), default=now),
+        victims=promise.victims.intersection(lease.id for lease in leases if lease.revoked),
+    )
+
+
+def beside(ask: Ask, promises: Collection[Promise]) -> Ask:
+    """The ask without what was promised to others."""
+    gpus = [promise.gpus for promise in promises if not promise.whole_nodes]
+    nodes = [promise.nodes for promise in promises if promise.whole_nodes]
+    return replace(
+        ask,
+        excluded_gpus=ask.excluded_gpus.union(*gpus),
+        excluded_nodes=ask.excluded_nodes.union(*nodes),
+    )
+
+
+def clear_of(pick: Pick, promises: Iterable[Promise]) -> bool:
+    """Whether a pick takes nothing that was promised."""
+    return not any(
+        gpu.node in promise.nodes if promise.whole_nodes else gpu.uuid in promise.gpus
+        for promise in promises
+        for gpu in pick.gpus
+    )
+
+
+def fewest(
+    ask: Ask, freed: Collection[str], leases: Sequence[Lease], world: World, now: float
+) -> tuple[Pick, Sequence[Lease]] | None:
+    """The shortest beginning of `leases` whose end would make room, beside those in `freed`; None if all would not.
+
+    O(log n) placements: freeing more never leaves less room.
+    """
+
+    def place(count: int) -> Pick | None:
+        found = world.place_after(ask, now, [*freed, *(lease.id for lease in leases[:count])])
+        return found if isinstance(found, Pick) else None
+
+    best = place(len(leases))
+    if best is None:
+        return None
+    low, high = 0, len(leases)
+    while low < high:
+        middle = (low + high) // 2
+        if pick := place(middle):
+            best, high = pick, middle
+        else:
+            low = middle + 1
+    return best, leases[:high]

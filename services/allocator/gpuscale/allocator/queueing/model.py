@@ -1,0 +1,152 @@
+"""Values of the queue: requests that wait, what it knows of leases and quotas, and what it decides. Pure.
+
+Times are seconds of CLOCK_BOOTTIME; GPUs are counted in thousandths (`model.WHOLE` is one).
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from gpuscale.allocator.model import Ask, Order
+from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.refusal import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may hold, None for no limit, and its weight when requests are served in turn."""
+
+    tenant: str
+    gpu_milli_limit: int | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What the queue knows of a live reservation.
+
+    `since` is when it was granted, `ends` when it ends unless it is renewed; a `revoked` one will end then whatever
+    its holder does.
+    """
+
+    id: str
+    priority: int
+    preemptible: bool
+    gpu_milli: int
+    since: float
+    ends: float
+    revoked: bool = False
+
+    def attained(self, now: float) -> float:
+        """Attained service: GPUs times the time they were held (Tiresias, NSDI'19)."""
+        return max(0.0, now - self.since) * self.gpu_milli
+
+
+class World(Protocol):
+    """What the queue asks of the fleet and the ledger; every answer is as of now."""
+
+    def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
+        """Which GPUs serve the ask, or why none do; `again` says that it was placed before."""
+        ...
+
+    def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
+        """The same, if the reservations with these ids held nothing."""
+        ...
+
+    def leases(self, nodes: Collection[str] | None = None) -> Sequence[Lease]:
+        """All leases, or those that hold something of these nodes."""
+        ...
+
+    def gpu_milli_held(self, tenant: str) -> int:
+        """What the tenant holds."""
+        ...
+
+    def quota(self, tenant: str) -> Quota:
+        """The quota of the tenant; one without a limit where none was set."""
+        ...
+
+
+class Reason(StrEnum):
+    """Why a request is not served yet."""
+
+    NO_CAPACITY = "NO_CAPACITY"
+    QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
+    BEHIND_OTHERS = "BEHIND_OTHERS"
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why a request is not served yet, as a code and in words; `lasting` where waiting would not help."""
+
+    reason: Reason
+    message: str
+    lasting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request stands: how many are before it, why it is not served.
+
+    `start` is when it is served at the latest if every lease ends in time; None where that is not known.
+    """
+
+    position: int
+    obstacle: Obstacle
+    start: float | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """A request in the queue.
+
+    `until` is when it stops waiting. `place` is None before the first round, `obstacle` is what the last placement found
+    (None where a quota stood in the way).
+    """
+
+    order: Order
+    number: int
+    since: float
+    until: float
+    place: Place | None = None
+    obstacle: Obstacle | None = None
+
+    @property
+    def priority(self) -> int:
+        """The higher, the sooner it is served."""
+        return self.order.priority
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Settings of the queue: most requests in it; least runtime and grace of a preempted lease, in seconds."""
+
+    max_waiting: int = 1000
+    min_runtime: float = 300.0
+    grace: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Decision: this request gets these GPUs. It is to be carried out before the next decision is asked for."""
+
+    waiter: Waiter
+    pick: Pick
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Decision: these leases end after the grace, in favour of the request. Carried out before the next is asked for."""
+
+    waiter: Waiter
+    leases: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """No decision: a request was looked at and stays. Here other work may come between."""
+
+    waiter: Waiter
+
+
+Step = Grant | Revoke | Looked

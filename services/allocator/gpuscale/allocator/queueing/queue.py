@@ -1,0 +1,268 @@
+"""The queue: requests that wait, and the rounds in which they are looked at. Pure.
+
+A round goes through the line in turn (fairness), grants what fits beside what is promised to others (backfill), keeps
+a promise for the first request that does not fit, and ends leases for it where both sides agreed to that
+(preemption). Requests that nothing new could help are not placed again: a round costs one placement for each different
+ask that could have become possible, however many requests wait.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from gpuscale.allocator.model import Ask, Order
+from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.queueing import preemption
+from gpuscale.allocator.queueing.backfill import (
+    Promise,
+    beside,
+    clear_of,
+    make_promise,
+    promise_of,
+    renewed,
+)
+from gpuscale.allocator.queueing.fairness import in_turn, over_quota
+from gpuscale.allocator.queueing.model import (
+    Grant,
+    Looked,
+    Obstacle,
+    Place,
+    Reason,
+    Revoke,
+    Rules,
+    Step,
+    Waiter,
+    World,
+)
+from gpuscale.allocator.refusal import Refusal
+from gpuscale.common.errors import ResourceExhaustedError
+
+BEHIND_OTHERS = Obstacle(
+    Reason.BEHIND_OTHERS,
+    "there is room, but it is kept for requests that wait and come first: wait for a turn, or ask for less.",
+)
+
+
+class Changes:
+    """Where room may have come up since the last round: on some nodes, or anywhere."""
+
+    def __init__(self) -> None:
+        self._nodes: set[str] = set()
+        self._anywhere = False
+
+    def add(self, nodes: Iterable[str] | None) -> None:
+        """Room may have come up on these nodes; None for anywhere."""
+        if nodes is None:
+            self._anywhere = True
+        else:
+            self._nodes.update(nodes)
+
+    def could_help(self, ask: Ask) -> bool:
+        """Whether the ask may be possible now: a cheap look that errs towards yes."""
+        if self._anywhere:
+            return True
+        if ask.nodes:
+            return not self._nodes.isdisjoint(ask.nodes)
+        return not self._nodes <= ask.excluded_nodes
+
+
+class Queue:
+    """Requests that wait, by their request ids."""
+
+    def __init__(self, world: World, rules: Rules) -> None:
+        self._world = world
+        self._rules = rules
+        self._waiters: dict[str, Waiter] = {}
+        self._promises: dict[Waiter, Promise] = {}
+        self._changes = Changes()
+        self._number = 0
+        self._due = False
+        self._look_again: float | None = None
+        self._hopeless: set[tuple[Ask, int]] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    @property
+    def due(self) -> bool:
+        """Whether a round has to be made."""
+        return self._due
+
+    @property
+    def look_again(self) -> float | None:
+        """When a round is to be made even if nothing changes: a lease may be preempted then. None: never."""
+        return self._look_again
+
+    def get(self, request_id: str) -> Waiter | None:
+        """The waiter of a request; None if it does not wait."""
+        return self._waiters.get(request_id)
+
+    def waiting(self) -> dict[str, int]:
+        """How many requests of each tenant wait."""
+        counts: dict[str, int] = {}
+        for waiter in self._waiters.values():
+            counts[waiter.order.tenant] = counts.get(waiter.order.tenant, 0) + 1
+        return counts
+
+    def add(self, order: Order, now: float, until: float) -> Waiter:
+        """Put a request into the line.
+
+        Raises:
+            ResourceExhaustedError: QUEUE_FULL.
+        """
+        if len(self._waiters) >= self._rules.max_waiting:
+            raise ResourceExhaustedError(
+                f"{len(self._waiters)} requests wait already, which is as many as may; try again later",
+                reason="QUEUE_FULL",
+                metadata={"waiting": str(len(self._waiters))},
+            )
+        self._number += 1
+        self._due = True
+        waiter = Waiter(order, self._number, now, until)
+        self._waiters[order.request_id] = waiter
+        return waiter
+
+    def remove(self, waiter: Waiter) -> None:
+        """Take a waiter out of the line; what was promised to it may help others."""
+        self._waiters.pop(waiter.order.request_id, None)
+        self._give_up(waiter)
+
+    def look(self, order: Order, now: float) -> Pick | Refusal | Obstacle:
+        """Look once whether an order that does not wait yet can be served, in its turn; to be called when no round is due.
+
+        Whoever waits could not use what is free, or it is promised: so nobody is passed over.
+        """
+        if obstacle := over_quota(self._world, order):
+            return obstacle
+        found = self._world.place(order.ask, now, again=False)
+        others = [one for one in self._promises.values() if one.waiter.priority >= order.priority]
+        if isinstance(found, Pick) and not clear_of(found, others):
+            found = self._world.place(beside(order.ask, others), now, again=True)
+            if isinstance(found, Refusal):
+                return BEHIND_OTHERS
+        if isinstance(found, Pick):
+            self._spends(order)
+        return found
+
+    def changed(self, nodes: Iterable[str] | None = None) -> None:
+        """Room may have come up on these nodes, or anywhere."""
+        self._changes.add(nodes)
+        self._due = True
+
+    def round(self, now: float) -> Iterator[Step]:
+        """Look at the line in turn. Each decision is to be carried out before the next one is asked for.
+
+        Waiters may come, go and be changed between two steps; who comes is looked at in the next round.
+        """
+        changes, self._changes = self._changes, Changes()
+        self._look_again, self._due = None, False
+        self._hopeless = set()
+        refused: dict[Ask, Obstacle] = {}
+        head: Waiter | None = None
+        position = 0
+        for waiter in in_turn(list(self._waiters.values()), self._promises.copy(), self._world):
+            if self._waiters.get(waiter.order.request_id) is not waiter:
+                continue
+            found = self._find(waiter, refused, changes, now)
+            if isinstance(found, Pick):
+                self.remove(waiter)
+                self._spends(waiter.order)
+                yield Grant(waiter, found)
+                continue
+            if found.reason is Reason.QUOTA_EXCEEDED:
+                self._give_up(waiter)
+            else:
+                yield from self._keep(waiter, now, first=head is None)
+                head = head or waiter
+            promise = self._promises.get(waiter)
+            waiter.place = Place(position, found, promise.start if promise else None)
+            position += 1
+            yield Looked(waiter)
+
+    def _find(
+        self, waiter: Waiter, refused: dict[Ask, Obstacle], changes: Changes, now: float
+    ) -> Pick | Obstacle:
+        if obstacle := over_quota(self._world, waiter.order):
+            waiter.obstacle = None
+            return obstacle
+        if waiter.obstacle is not None and not changes.could_help(waiter.order.ask):
+            return waiter.obstacle
+        found = self._place(waiter.order.ask, refused, now)
+        if isinstance(found, Pick) and not clear_of(found, others := self._promised_before(waiter)):
+            found = self._place(beside(waiter.order.ask, others), refused, now)
+            found = found if isinstance(found, Pick) else BEHIND_OTHERS
+        waiter.obstacle = found if isinstance(found, Obstacle) else None
+        return found
+
+    def _place(self, ask: Ask, refused: dict[Ask, Obstacle], now: float) -> Pick | Obstacle:
+        """Place an ask, unless it was refused in this round: grants leave ever less room."""
+        if ask in refused:
+            return refused[ask]
+        found = self._world.place(ask, now, again=True)
+        if isinstance(found, Refusal):
+            refused[ask] = Obstacle(Reason.NO_CAPACITY, found.message)
+            return refused[ask]
+        return found
+
+    def _keep(self, waiter: Waiter, now: float, *, first: bool) -> Iterator[Revoke]:
+        """Keep a promise for a request that does not fit, if it is the first one or leases end for it."""
+        promise = self._promises.get(waiter)
+        if not first and promise is None and not waiter.order.may_preempt:
+            return
+        ask = beside(waiter.order.ask, self._promised_before(waiter))
+        if promise is not None:
+            promise = renewed(promise, ask, self._world, now)
+        if waiter.order.may_preempt and not (promise and promise.victims):
+            preempting, victims = self._preempt(waiter, ask, now)
+            promise = preempting or promise
+            if victims:
+                yield Revoke(waiter, victims)
+        if first:
+            self._give_up_all_but(waiter)
+            promise = promise or make_promise(waiter, ask, self._world, now)
+        elif promise is not None and not promise.victims:
+            promise = None
+        self._put(waiter, promise)
+
+    def _preempt(self, waiter: Waiter, ask: Ask, now: float) -> tuple[Promise | None, tuple[str, ...]]:
+        """The promise of what leases are ended for, and those that are to end now."""
+        if now + self._rules.grace > waiter.until or (ask, waiter.priority) in self._hopeless:
+            return None, ()
+        leases = self._world.leases()
+        possible = preemption.candidates(leases, waiter.priority)
+        ripe = [lease for lease in possible if lease.since + self._rules.min_runtime <= now]
+        found = preemption.choose(ask, leases, ripe, self._world, now)
+        if found is None:
+            self._hopeless.add((ask, waiter.priority))
+            ripens = preemption.ripens_at(possible, self._rules.min_runtime, now)
+            self._look_again = min(filter(None, (self._look_again, ripens)), default=None)
+            return None, ()
+        ids = tuple(lease.id for lease in found.victims)
+        return promise_of(waiter, found.pick, now + self._rules.grace, ids), ids
+
+    def _promised_before(self, waiter: Waiter) -> list[Promise]:
+        """What is promised to others that go before a waiter."""
+        return [
+            promise
+            for owner, promise in self._promises.items()
+            if owner is not waiter and owner.priority >= waiter.priority
+        ]
+
+    def _spends(self, order: Order) -> None:
+        """A grant may leave nothing of a quota for those of the tenant that wait: what is promised to them is given up."""
+        if self._waiters and self._world.quota(order.tenant).gpu_milli_limit is not None:
+            self.changed(())
+
+    def _put(self, waiter: Waiter, promise: Promise | None) -> None:
+        before = self._promises.pop(waiter, None)
+        if promise is not None:
+            self._promises[waiter] = promise
+        if before is not None and (promise is None or before.gpus != promise.gpus):
+            self.changed(before.nodes)
+
+    def _give_up(self, waiter: Waiter) -> None:
+        self._put(waiter, None)
+
+    def _give_up_all_but(self, head: Waiter) -> None:
+        """Only the head has a promise, and those for whom leases end."""
+        for owner, promise in list(self._promises.items()):
+            if owner is not head and not promise.victims:
+                self._give_up(owner)

@@ -1,0 +1,55 @@
+"""Quotas on disk, in the file of the allocator's state."""
+
+from sqlalchemy import Connection, delete, insert, select
+from sqlmodel import Field
+
+from gpuscale.allocator.queueing import model
+from gpuscale.allocator.schema_store import Table
+from gpuscale.common.store import Store
+
+
+class Quota(Table, table=True):
+    """The quota of a tenant."""
+
+    tenant: str = Field(primary_key=True)
+    gpu_milli_limit: int | None
+    weight: float
+
+
+_QUOTA = Table.metadata.tables["quota"]
+
+
+class QuotaStore:
+    """Reads and writes quotas. Every write returns once it is on disk, and raises as `Store.write` does."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def load(self) -> list[model.Quota]:
+        """Every quota."""
+
+        def work(connection: Connection) -> list[model.Quota]:
+            return [model.Quota(**row) for row in connection.execute(select(_QUOTA)).mappings()]
+
+        return await self._store.read(work)
+
+    async def save(self, quota: model.Quota) -> None:
+        """Write a quota, in place of the tenant's before."""
+        row = {
+            "tenant": quota.tenant,
+            "gpu_milli_limit": quota.gpu_milli_limit,
+            "weight": quota.weight,
+        }
+
+        def work(connection: Connection) -> None:
+            connection.execute(insert(_QUOTA).prefix_with("OR REPLACE"), row)
+
+        await self._store.write(work)
+
+    async def remove(self, tenant: str) -> None:
+        """Delete the quota of a tenant, if there is one."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(delete(_QUOTA).where(_QUOTA.c.tenant == tenant))
+
+        await self._store.write(work)

@@ -1,0 +1,205 @@
+"""Check, wait, explain, estimate and rank over real gRPC, with a real store and a fake fleet."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.client import AsyncClient, InvalidArgumentError, NotFoundError, UnavailableError, connect_async
+from gpuscale.common.wire import seconds, to_duration
+from tests.support.allocator import MIB, allocator
+from tests.support.allocator_client import allocator_client
+from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
+
+
+def fleet() -> FakeFleet:
+    return FakeFleet(node_message("n0", count=2), node_message("n1", count=1))
+
+
+async def check(client: AsyncClient, ask: api.Ask) -> api.CheckAvailabilityResponse:
+    return await client.capacity.CheckAvailability(api.CheckAvailabilityRequest(ask=ask))
+
+
+async def wait(client: AsyncClient, ask: api.Ask, timeout: float) -> api.WaitForAvailabilityResponse:
+    request = api.WaitForAvailabilityRequest(ask=ask, timeout=to_duration(timeout))
+    return await client.capacity.WaitForAvailability(request, timeout=timeout + 20)
+
+
+async def explain(client: AsyncClient, ask: api.Ask) -> api.ExplainPlacementResponse:
+    return await client.capacity.ExplainPlacement(api.ExplainPlacementRequest(ask=ask))
+
+
+async def release(client: AsyncClient, one: api.Reservation) -> None:
+    await client.allocator.ReleaseReservation(api.ReleaseReservationRequest(name=one.name, fence=one.fence))
+
+
+async def test_a_check_says_what_reserve_would_do(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        found = await check(client, api.Ask(gpu_count=2))
+        again = await check(client, api.Ask(gpu_count=2))
+        assert found == again, "a check holds nothing"
+        granted = await client.reserve(2, "me")
+        assert (found.available, found.reason) == (True, "")
+        assert list(found.gpus) == list(granted.gpus)
+        assert "n0-0" in found.message
+
+
+async def test_no_room_is_an_answer(tmp_path: Path) -> None:
+    """The seed answered True with a warning where memory was short, and True where nothing could be read at all."""
+    async with allocator_client(tmp_path, fleet()) as client:
+        await client.reserve(2, "me")
+        taken = await check(client, api.Ask(gpu_count=2))
+        assert (taken.available, taken.reason, list(taken.gpus)) == (False, "NO_CAPACITY", [])
+        assert "n1 with 1 of 2" in taken.message or "n0 with 0 of 2" in taken.message
+        never = await check(client, api.Ask(gpu_count=3))
+        assert (never.available, never.reason) == (False, "UNSATISFIABLE")
+        large = await check(client, api.Ask(gpu_count=1, min_memory_bytes=90_000 * MIB))
+        assert (large.available, large.reason) == (False, "UNSATISFIABLE")
+
+
+async def test_an_unknown_node_is_an_error(tmp_path: Path) -> None:
+    ask = api.Ask(gpu_count=1, nodes=["nodes/n9"])
+    async with allocator_client(tmp_path, fleet()) as client:
+        for asking in (check(client, ask), wait(client, ask, 5), explain(client, ask)):
+            with pytest.raises(NotFoundError, match="n9"):
+                await asking
+
+
+async def test_without_telemetry_nothing_is_claimed(tmp_path: Path) -> None:
+    ask = api.Ask(gpu_count=1)
+    async with (
+        serving(FakeFleet(node_message("n0", count=1), silent=True)) as fleet_address,
+        allocator(tmp_path, fleet_address) as address,
+        connect_async(address) as client,
+    ):
+        asked = (
+            check(client, ask),
+            wait(client, ask, 5),
+            explain(client, ask),
+            client.capacity.RankNodes(api.RankNodesRequest()),
+        )
+        for asking in asked:
+            with pytest.raises(UnavailableError) as caught:
+                await asking
+            assert caught.value.reason == "NO_TELEMETRY"
+
+
+async def test_a_wait_of_nothing_is_one_look(tmp_path: Path) -> None:
+    """The seed raised UnboundLocalError."""
+    async with allocator_client(tmp_path, fleet()) as client:
+        assert (await wait(client, api.Ask(gpu_count=1), 0)).available
+        await client.reserve(2, "me")
+        found = await wait(client, api.Ask(gpu_count=2), 0)
+        assert (found.available, found.reason) == (False, "NO_CAPACITY")
+        assert found.message.startswith("after 0.0 s: no room now")
+
+
+async def test_what_can_never_be_had_is_not_waited_for(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        found = await wait(client, api.Ask(gpu_count=3), 3600)
+        assert (found.available, found.reason) == (False, "UNSATISFIABLE")
+
+
+@pytest.mark.parametrize("event", ["release", "uncordon", "telemetry"])
+async def test_whoever_waits_is_told_at_once(tmp_path: Path, event: str) -> None:
+    """Nothing is polled: a release, a cordon that is lifted, and a node that comes back wake who waits."""
+    running = fleet()
+    async with allocator_client(tmp_path, running) as client:
+        ask = api.Ask(gpu_count=2, nodes=["nodes/n0"])
+        held = None
+        if event == "release":
+            held = await client.reserve(2, "me", nodes=["nodes/n0"])
+        elif event == "uncordon":
+            await client.nodes.CordonNode(api.CordonNodeRequest(name="nodes/n0"))
+        else:
+            running.put(node_message("n0", count=2, state=NodeState.NODE_STATE_OFFLINE))
+            while (await check(client, ask)).available:
+                await asyncio.sleep(0.01)
+        waiting = asyncio.ensure_future(wait(client, ask, 3600))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        if held is not None:
+            await release(client, held)
+        elif event == "uncordon":
+            await client.nodes.UncordonNode(api.UncordonNodeRequest(name="nodes/n0"))
+        else:
+            running.put(node_message("n0", count=2))
+        found = await asyncio.wait_for(waiting, 30)
+        assert (found.available, found.reason) == (True, "")
+        assert 0.05 < seconds(found.waited) < 30
+
+
+async def test_an_explanation_names_what_stands_in_the_way_and_what_helps(tmp_path: Path) -> None:
+    full = gpu_message("n2-0", free=1_000)
+    full.reading.processes.append(
+        types_api.GpuProcess(pid=123, memory_used_bytes=79_000 * MIB, command="python")
+    )
+    running = FakeFleet(node_message("n0", count=2), node_message("n1", count=2), node_message("n2", full))
+    async with allocator_client(tmp_path, running) as client:
+        first = await client.reserve(1, "alice", ttl=300, nodes=["nodes/n0"])
+        await client.nodes.CordonNode(api.CordonNodeRequest(name="nodes/n1", reason="fan"))
+        found = await explain(client, api.Ask(gpu_count=2))
+        assert (found.available, found.reason, found.node_count) == (False, "NO_CAPACITY", 3)
+        effects = {one.constraint: one for one in found.constraints}
+        assert effects["HELD"].removed_in_order_count == 1
+        assert effects["CORDONED"].removed_alone_count == 2
+        assert effects["MEMORY_BELOW_MIN"].removed_in_order_count == 1
+        assert found.nodes[0].name == "nodes/n0"
+        assert found.nodes[0].fitting_count == 1
+        held = next(gpu for gpu in found.nodes[0].gpus if gpu.obstacle)
+        assert (held.obstacle, list(held.reservations)) == ("HELD", [first.name])
+        free = next(gpu for gpu in found.nodes[0].gpus if not gpu.obstacle)
+        assert free.score.total > 0
+        helps = "\n".join(found.remedies)
+        assert f"eservation {first.name.partition('/')[2]} of alice ends in" in helps
+        assert "nodes/n1 is cordoned by local (fan): gpuscalectl uncordon nodes/n1" in helps
+        stranger = await explain(client, api.Ask(gpu_count=1, nodes=["nodes/n2"]))
+        assert "79000 MiB of n2-0: python (123)" in "\n".join(stranger.remedies)
+
+
+async def test_an_explanation_of_what_would_be_granted(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        found = await explain(client, api.Ask(gpu_count=2))
+        granted = await client.reserve(2, "me")
+        assert (found.available, list(found.remedies)) == (True, [])
+        assert list(found.gpus) == list(granted.gpus)
+
+
+async def test_an_estimate_is_an_ask_for_reserve(tmp_path: Path) -> None:
+    request = api.EstimateRequirementsRequest(model="llama-3-70b")
+    request.parameters.update({"tp-size": [1, 2], "pp_size": {"values": [1]}, "enable-x": True})
+    async with allocator_client(tmp_path, fleet()) as client:
+        found = await client.capacity.EstimateRequirements(request)
+        assert (found.gpu_count, found.memory_bytes, found.parameter_count) == (2, 20_000 * MIB, 70e9)
+        assert list(found.ignored_parameters) == ["enable-x"]
+        assert (await check(client, found.ask)).available
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, None, "auto", [], {"values": []}, [[1]]])
+async def test_an_estimate_names_the_parameter_at_fault(tmp_path: Path, given: object) -> None:
+    request = api.EstimateRequirementsRequest()
+    request.parameters.update({"tp-size": given})
+    async with allocator_client(tmp_path, fleet()) as client:
+        with pytest.raises(InvalidArgumentError) as caught:
+            await client.capacity.EstimateRequirements(request)
+        assert [violation.field for violation in caught.value.violations] == ['parameters["tp-size"]']
+
+
+async def test_nodes_are_ranked_by_what_is_idle_and_free(tmp_path: Path) -> None:
+    unmeasured = node_message("n2", *(gpu_message(f"n2-{i}", i, utilization=None) for i in range(4)))
+    running = FakeFleet(node_message("n0", count=2), node_message("n1", count=2), unmeasured)
+    async with allocator_client(tmp_path, running) as client:
+        await client.reserve(1, "me", nodes=["nodes/n0"])
+        found = await client.capacity.RankNodes(api.RankNodesRequest(gpu_count=2))
+        assert [(one.name, one.idle_gpu_count, one.sufficient, one.fallback) for one in found.nodes] == [
+            ("nodes/n1", 2, True, False),
+            ("nodes/n0", 1, False, False),
+            ("nodes/n2", 0, False, True),
+        ]
+        assert not found.fallback
+        assert not found.nodes[2].HasField("mean_utilization_percent")
+        await client.nodes.CordonNode(api.CordonNodeRequest(name="nodes/n1"))
+        strict = await client.capacity.RankNodes(api.RankNodesRequest(gpu_count=2, max_utilization_percent=0))
+        assert (strict.fallback, [one.idle_gpu_count for one in strict.nodes]) == (True, [0, 0, 0])

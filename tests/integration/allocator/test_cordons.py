@@ -1,0 +1,212 @@
+"""Cordons and drains over real gRPC, with a real store and a fake fleet."""
+
+import sqlite3
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client import (
+    AsyncClient,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from gpuscale.common.wire import seconds, to_datetime, to_duration
+from tests.support.allocator_client import allocator_client
+from tests.support.fake_fleet import FakeFleet, node_message
+from tests.support.waiting import eventually
+
+N0, N1, GPU = "nodes/n0", "nodes/n1", "nodes/n0/gpus/n0-0"
+CANCELLED = api.Reservation.STATE_CANCELLED
+
+
+def fleet() -> FakeFleet:
+    return FakeFleet(node_message("n0", count=2), node_message("n1", count=1))
+
+
+async def cordon(client: AsyncClient, name: str, reason: str = "") -> api.Cordon:
+    return (await client.nodes.CordonNode(api.CordonNodeRequest(name=name, reason=reason))).cordon
+
+
+async def uncordon(client: AsyncClient, name: str) -> None:
+    await client.nodes.UncordonNode(api.UncordonNodeRequest(name=name))
+
+
+async def drain(client: AsyncClient, name: str, grace: float, reason: str = "") -> api.DrainNodeResponse:
+    return await client.nodes.DrainNode(
+        api.DrainNodeRequest(name=name, grace=to_duration(grace), reason=reason)
+    )
+
+
+async def cordons(client: AsyncClient) -> list[api.Cordon]:
+    return list((await client.nodes.ListCordons(api.ListCordonsRequest())).cordons)
+
+
+async def state_of(client: AsyncClient, name: str) -> api.Reservation:
+    return (await client.allocator.GetReservation(api.GetReservationRequest(name=name))).reservation
+
+
+async def test_nothing_new_is_placed_on_what_is_cordoned(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        made = await cordon(client, N0, "fan")
+        assert (made.name, made.reason, made.author, made.HasField("drain_deadline")) == (
+            N0,
+            "fan",
+            "local",
+            False,
+        )
+        assert (await client.reserve(1, "me")).gpus[0].node == "n1"
+        with pytest.raises(ResourceExhaustedError) as caught:
+            await client.reserve(1, "me")
+        assert caught.value.metadata["cordoned"] == "2"
+        await uncordon(client, N0)
+        assert (await client.reserve(2, "me")).gpus[0].node == "n0"
+
+
+async def test_a_single_gpu_can_be_cordoned(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        await cordon(client, GPU)
+        assert [gpu.uuid for gpu in (await client.reserve(1, "me", nodes=[N0])).gpus] == ["n0-1"]
+        with pytest.raises(ResourceExhaustedError):
+            await client.reserve(1, "me", nodes=[N0])
+        await uncordon(client, GPU)
+        assert [gpu.uuid for gpu in (await client.reserve(1, "me", nodes=[N0])).gpus] == ["n0-0"]
+
+
+async def test_asking_twice_changes_nothing(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        assert await cordon(client, N0, "fan") == await cordon(client, N0)
+        await uncordon(client, N0)
+        await uncordon(client, N0)
+        await uncordon(client, GPU)
+        assert await cordons(client) == []
+
+
+@pytest.mark.parametrize("name", ["nodes/n9", "nodes/n9/gpus/n0-0", "nodes/n0/gpus/n1-0"])
+async def test_what_was_never_seen_is_not_found(tmp_path: Path, name: str) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        with pytest.raises(NotFoundError):
+            await cordon(client, name)
+        with pytest.raises(NotFoundError):
+            await drain(client, name, 60)
+        with pytest.raises(InvalidArgumentError) as caught:
+            await cordon(client, name.replace("nodes", "hosts"))
+        assert [violation.field for violation in caught.value.violations] == ["name"]
+        assert await cordons(client) == []
+
+
+async def test_cordons_are_listed_by_name_in_pages(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        held = await client.reserve(2, "me", nodes=[N0])
+        for name in (N1, GPU, N0):
+            await cordon(client, name)
+        first = await client.nodes.ListCordons(api.ListCordonsRequest(page_size=2))
+        assert [(one.name, list(one.reservations)) for one in first.cordons] == [
+            (N0, [held.name]),
+            (GPU, [held.name]),
+        ]
+        rest = api.ListCordonsRequest(page_size=2, page_token=first.next_page_token)
+        assert [one.name for one in (await client.nodes.ListCordons(rest)).cordons] == [N1]
+
+
+async def test_a_drain_ends_what_is_left_at_its_deadline(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        there = await client.reserve(1, "me", ttl=600, nodes=[N0])
+        elsewhere = await client.reserve(1, "me", ttl=600, nodes=[N1])
+        found = await drain(client, N0, 0.5, "fan")
+        assert [one.name for one in found.reservations] == [there.name]
+        assert found.reservations[0].end_reason == "nodes/n0 is drained: fan"
+        assert found.reservations[0].revoke_time == found.cordon.drain_deadline
+
+        async def ended() -> bool:
+            return (await state_of(client, there.name)).state == CANCELLED
+
+        await eventually(ended)
+        last = await state_of(client, there.name)
+        assert (last.end_reason, last.HasField("revoke_time")) == ("nodes/n0 is drained: fan", False)
+        with pytest.raises(FailedPreconditionError):
+            await client.allocator.RenewReservation(
+                api.RenewReservationRequest(name=there.name, fence=there.fence)
+            )
+        assert (await state_of(client, elsewhere.name)).state == api.Reservation.STATE_ACTIVE
+        assert [list(one.reservations) for one in await cordons(client)] == [[]]
+
+
+async def test_a_holder_may_renew_until_then_and_gets_no_more_time(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        there = await client.reserve(1, "me", ttl=600, nodes=[N0])
+        first = await drain(client, N0, 300)
+        again = await drain(client, N0, 500)
+        assert (
+            abs(
+                (
+                    to_datetime(again.cordon.drain_deadline) - to_datetime(first.cordon.drain_deadline)
+                ).total_seconds()
+            )
+            < 0.1
+        )
+        renewed = (
+            await client.allocator.RenewReservation(
+                api.RenewReservationRequest(name=there.name, fence=there.fence)
+            )
+        ).reservation
+        assert seconds(renewed.remaining) > 590
+        left = to_datetime(renewed.expire_time) - to_datetime(renewed.revoke_time)
+        assert 295 < left.total_seconds() < 310
+
+
+async def test_lifting_the_cordon_ends_the_drain(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        there = await client.reserve(2, "me", ttl=600, nodes=[N0])
+        await drain(client, N0, 300)
+        await drain(client, GPU, 400)
+        await cordon(client, N0, "another reason")
+        await uncordon(client, N0)
+        left = await state_of(client, there.name)
+        assert left.end_reason == f"{GPU} is drained", "the other drain goes on"
+        await uncordon(client, GPU)
+        left = await state_of(client, there.name)
+        assert (left.end_reason, left.HasField("revoke_time")) == ("", False)
+
+
+async def test_cordons_and_drains_survive_a_restart(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        there = await client.reserve(1, "me", ttl=600, nodes=[N0])
+        await drain(client, N0, 300, "fan")
+        await cordon(client, N1)
+        before = await cordons(client)
+    async with allocator_client(tmp_path, fleet()) as client:
+        after = await cordons(client)
+        assert [(one.name, one.reason, one.create_time) for one in after] == [
+            (one.name, one.reason, one.create_time) for one in before
+        ]
+        assert (await state_of(client, there.name)).HasField("revoke_time")
+        with pytest.raises(ResourceExhaustedError):
+            await client.reserve(1, "me")
+        await drain(client, N0, 0)
+
+        async def ended() -> bool:
+            return (await state_of(client, there.name)).state == CANCELLED
+
+        await eventually(ended)
+
+
+async def test_a_drain_that_a_crash_cut_short_goes_on(tmp_path: Path) -> None:
+    """Killed after the cordon was on disk and before the holders were told; and the host rebooted since."""
+    async with allocator_client(tmp_path, fleet()) as client:
+        there = await client.reserve(1, "me", ttl=600, nodes=[N0])
+    with closing(sqlite3.connect(tmp_path / "allocator.db")) as state, state:
+        state.execute(
+            "INSERT INTO cordon VALUES ('n0', '', 'fan', 'ann', 1700000000, 50.0, 300.0, 'an earlier boot')"
+        )
+    async with allocator_client(tmp_path, fleet()) as client:
+        told = await state_of(client, there.name)
+        assert told.end_reason == "nodes/n0 is drained: fan"
+        [kept] = await cordons(client)
+        left = to_datetime(kept.drain_deadline) - datetime.now(UTC)
+        assert 250 < left.total_seconds() <= 301, "the grace starts anew"
+        assert told.revoke_time.seconds == pytest.approx(kept.drain_deadline.seconds, abs=1)

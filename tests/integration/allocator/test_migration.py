@@ -1,0 +1,113 @@
+"""A data directory of the version before: it opens, everything in it is as it was, and what is new in it works."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from gpuscale.allocator.app import DATABASE
+from gpuscale.allocator.ledger import Ledger
+from gpuscale.allocator.model import State
+from gpuscale.allocator.schema_store import VERSION
+from gpuscale.allocator.store import open_store
+from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from tests.support.allocator_values import NOW, WALL, order, reserved
+
+VERSION_1 = Path(__file__).with_name("state_v1.sql")
+"""A dump of a file that version 1 wrote: one live reservation of two GPUs, one that was released."""
+
+
+def make_version_1(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(VERSION_1.read_text())
+
+
+async def test_a_file_of_version_1_is_migrated_in_place(tmp_path: Path) -> None:
+    make_version_1(tmp_path / DATABASE)
+    for _ in range(2):
+        async with open_store(tmp_path / DATABASE, "boot-2") as store:
+            saved = await store.load()
+        (live, boot), (over, _) = saved.reservations
+        assert (live.id, live.fence, live.state, live.deadline, boot) == (
+            "r1-aa",
+            1,
+            State.ACTIVE,
+            4600.0,
+            "boot-1",
+        )
+        assert [(gpu.uuid, gpu.milli, gpu.member) for gpu in live.gpus] == [
+            ("n0-0", 1000, 0),
+            ("n0-1", 1000, 0),
+        ]
+        assert (live.tenant, live.owner, live.priority, live.member_count) == ("ann", "ann", 0, 1)
+        assert (over.id, over.state) == ("r2-aa", State.RELEASED)
+        assert saved.ranks == {"n0": 0}
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (VERSION,)
+
+
+async def test_a_migrated_file_refuses_what_a_new_one_does(tmp_path: Path) -> None:
+    """The tables of both are the same, to the letter but for names and blanks; so are the refusals."""
+    make_version_1(tmp_path / DATABASE)
+    async with open_store(tmp_path / DATABASE, "boot"):
+        pass
+    async with open_store(tmp_path / "new.db", "boot"):
+        pass
+    columns, guards = [], []
+    for path in (tmp_path / DATABASE, tmp_path / "new.db"):
+        with closing(sqlite3.connect(path)) as connection:
+            tables = sorted(
+                row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")
+            )
+            columns.append(
+                {
+                    table: sorted(
+                        row[1:4] + row[5:] for row in connection.execute(f"PRAGMA table_info({table})")
+                    )
+                    for table in tables
+                }
+            )
+            kinds = "SELECT type, name, tbl_name FROM sqlite_master WHERE type != 'table' AND sql IS NOT NULL"
+            guards.append(sorted(connection.execute(kinds)))
+    assert columns[0] == columns[1]
+    assert guards[0] == guards[1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fits"),
+    [(1000, 1000, False), (1000, 1, False), (500, 500, True), (500, 501, False), (1, 1000, False)],
+)
+async def test_the_database_itself_refuses_more_of_a_gpu_than_there_is(
+    tmp_path: Path, first: int, second: int, fits: bool
+) -> None:
+    make_version_1(tmp_path / DATABASE)
+    grants = [
+        ledger.confirm(
+            ledger.grant(order(), [reserved("GPU-a", milli=milli)], suffix="bb", now=NOW, wall=WALL)
+        )
+        for ledger, milli in ((Ledger(fence=10), first), (Ledger(fence=20), second))
+    ]
+    async with open_store(tmp_path / DATABASE, "boot") as store:
+        await store.save(grants[:1], [])
+        if fits:
+            await store.save(grants[1:], [])
+        else:
+            with pytest.raises(UnavailableError) as caught:
+                await store.save(grants[1:], [])
+            assert caught.value.reason == "STATE_CONFLICT"
+        assert len((await store.load()).reservations) == (4 if fits else 3)
+
+
+async def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / DATABASE
+    make_version_1(path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE hold_before (x)")
+    with pytest.raises(FailedPreconditionError, match="cannot be read"):
+        async with open_store(path, "boot"):
+            pass
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+        assert connection.execute("SELECT count(*) FROM hold").fetchone() == (2,)
+        assert "tenant" not in [row[1] for row in connection.execute("PRAGMA table_info(reservation)")]

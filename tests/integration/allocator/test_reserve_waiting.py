@@ -1,0 +1,231 @@
+"""Waiting over real gRPC: served when something comes free, told the place meanwhile, held to quotas, never leaked."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import grpc
+import pytest
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common.channel import open_channel
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from gpuscale.common.status import rpc_errors
+from gpuscale.common.wire import seconds, to_duration
+from tests.support.allocator import Client, Reservation, allocator, calling, running
+from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
+from tests.support.waiting import eventually
+
+
+def request(wait: float, count: int = 1, **fields: object) -> api.ReserveRequest:
+    """A request that waits."""
+    return api.ReserveRequest(
+        request_id=str(uuid4()),
+        holder="test",
+        ask=api.Ask(gpu_count=count, min_memory_bytes=0),
+        wait=to_duration(wait),
+        **fields,
+    )
+
+
+@asynccontextmanager
+async def site(
+    tmp_path: Path, fleet: FakeFleet, **settings: object
+) -> AsyncGenerator[tuple[Client, api.QuotaServiceStub]]:
+    """An allocator, a client of it and of its quotas."""
+    async with (
+        serving(fleet) as fleet_address,
+        allocator(tmp_path, fleet_address, **settings) as address,
+        calling(address) as client,
+        open_channel(address) as channel,
+    ):
+        await client.ready()
+        yield client, api.QuotaServiceStub(channel)
+
+
+async def test_a_call_that_waits_is_served_by_a_release(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
+        held = await client.reserve()
+        call = asyncio.create_task(client.reserve(wait=to_duration(20)))
+        await asyncio.sleep(0.2)
+        assert not call.done()
+        await client.release(held)
+        granted = await call
+        assert granted.state == Reservation.STATE_ACTIVE
+        assert [one.name for one in await client.live()] == [granted.name]
+
+
+async def test_a_wait_ends_in_time_and_no_wait_is_one_look(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
+        await client.reserve()
+        with pytest.raises(ResourceExhaustedError) as late:
+            await client.reserve(wait=to_duration(0.3))
+        assert late.value.reason == "WAIT_TIMEOUT"
+        with pytest.raises(ResourceExhaustedError) as look:
+            await client.reserve(wait=to_duration(0))
+        assert look.value.reason == "NO_CAPACITY"
+
+
+async def test_a_new_node_serves_who_waits(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", count=1))
+    async with running(tmp_path, fleet) as client:
+        await client.reserve()
+        call = asyncio.create_task(client.reserve(wait=to_duration(20)))
+        await asyncio.sleep(0.1)
+        fleet.put(node_message("n1", count=1))
+        assert (await call).gpus[0].node == "n1"
+
+
+async def test_memory_that_an_outsider_gives_back_serves_who_waits(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", gpu_message("g0", free=1000)))
+    async with running(tmp_path, fleet) as client:
+        call = asyncio.create_task(client.reserve(memory=40_000, wait=to_duration(20)))
+        await asyncio.sleep(0.1)
+        assert not call.done()
+        fleet.put(node_message("n0", gpu_message("g0", free=70_000)))
+        assert (await call).gpus[0].uuid == "g0"
+
+
+async def test_what_can_never_be_had_does_not_wait(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
+        with pytest.raises(FailedPreconditionError) as error:
+            await client.reserve(4, wait=to_duration(20))
+        assert error.value.reason == "UNSATISFIABLE"
+
+
+async def test_the_place_in_the_queue_is_told_until_the_grant(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+        held = [await client.reserve(ttl=60), await client.reserve(ttl=60)]
+        stream = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20, 2)), timeout=20)
+        news = aiter(stream)
+        first = (await anext(news)).waiting
+        assert (first.position, first.reason) == (0, "NO_CAPACITY")
+        assert 50 < seconds(first.estimated_wait) <= 60
+        assert "n0" in first.message
+        second = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20)), timeout=20)
+        behind = aiter(second)
+        assert (await anext(behind)).waiting.position == 1
+        await client.release(held[0])
+        with pytest.raises(ResourceExhaustedError):
+            await client.reserve()
+        assert (await anext(behind)).waiting.reason == "BEHIND_OTHERS"
+        await client.release(held[1])
+        last = [one async for one in news][-1]
+        assert len(last.reservation.gpus) == 2
+        second.cancel()
+
+
+async def test_a_caller_who_goes_away_leaves_the_queue(tmp_path: Path) -> None:
+    async with site(tmp_path, FakeFleet(node_message("n0", count=1)), max_waiting=1) as (client, quotas):
+        held = await client.reserve()
+        call = client.stub.Reserve(request(20), timeout=20)
+        stream = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20)), timeout=20)
+
+        async def waiting(count: int) -> bool:
+            listed = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=5)).quotas
+            return [one.waiting_count for one in listed] == [count]
+
+        await eventually(lambda: waiting(1))
+        with pytest.raises(ResourceExhaustedError) as full, rpc_errors():
+            await anext(aiter(stream))
+        assert full.value.reason == "QUEUE_FULL"
+        call.cancel()
+        await eventually(lambda: waiting(0))
+        await client.release(held)
+        assert await client.live() == []
+
+
+async def test_quotas_hold_with_and_without_a_wait_and_through_a_restart(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", count=4))
+    async with site(tmp_path, fleet) as (client, quotas):
+        quota = api.Quota(tenant="vision", gpu_milli_limit=2000, weight=2.0)
+        told = (await quotas.SetQuota(api.SetQuotaRequest(quota=quota), timeout=5)).quota
+        assert (told.gpu_milli_limit, told.weight, told.gpu_milli_held) == (2000, 2.0, 0)
+    async with site(tmp_path, fleet) as (client, quotas):
+        held = [await client.reserve(tenant="vision") for _ in range(2)]
+        with pytest.raises(ResourceExhaustedError) as over:
+            await client.reserve(tenant="vision")
+        assert over.value.reason == "QUOTA_EXCEEDED"
+        with pytest.raises(ResourceExhaustedError) as never:
+            await client.reserve(3, tenant="vision", wait=to_duration(20))
+        assert never.value.reason == "QUOTA_EXCEEDED"
+        assert never.value.retry_after is None
+        batch = api.BatchReserveRequest(requests=[request(0, tenant="audio"), request(0, tenant="vision")])
+        with pytest.raises(ResourceExhaustedError), rpc_errors():
+            await client.stub.BatchReserve(batch, timeout=5)
+        assert len(await client.live()) == 2
+        await client.reserve(tenant="audio")
+        call = asyncio.create_task(client.reserve(tenant="vision", wait=to_duration(20)))
+        await asyncio.sleep(0.1)
+        assert not call.done()
+        listed = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=5)).quotas
+        assert [(one.tenant, one.gpu_milli_held, one.waiting_count) for one in listed] == [
+            ("audio", 1000, 0),
+            ("vision", 2000, 1),
+        ]
+        await client.release(held[0])
+        assert (await call).tenant == "vision"
+        await quotas.DeleteQuota(api.DeleteQuotaRequest(tenant="vision"), timeout=5)
+        await client.reserve(tenant="vision")
+        with pytest.raises(NotFoundError), rpc_errors():
+            await quotas.DeleteQuota(api.DeleteQuotaRequest(tenant="vision"), timeout=5)
+
+
+async def test_a_preempted_holder_is_told_and_its_gpus_go_to_who_preempted(tmp_path: Path) -> None:
+    settings = {"preemption_min_runtime_seconds": 0, "preemption_grace_seconds": 3}
+    async with running(tmp_path, FakeFleet(node_message("n0", count=1)), **settings) as client:
+        victim = await client.reserve(preemptible=True)
+        urgent = asyncio.create_task(
+            client.reserve(priority=10, may_preempt=True, tenant="ops", wait=to_duration(30))
+        )
+
+        async def told() -> bool:
+            return (await client.get(victim.name)).HasField("revoke_time")
+
+        await eventually(told)
+        renewed = await client.renew(victim)
+        assert "ops" in renewed.end_reason
+        granted = await urgent
+        assert granted.priority == 10
+        ended = await client.get(victim.name)
+        assert ended.state == Reservation.STATE_CANCELLED
+        assert "preempted" in ended.end_reason
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"wait": to_duration(-1)},
+        {"wait": to_duration(604_801)},
+        {"wait": to_duration(1), "priority": 1001},
+        {"wait": to_duration(1), "tenant": "a\nb"},
+        {"may_preempt": True},
+    ],
+)
+async def test_bad_waits_are_refused(tmp_path: Path, fields: dict[str, object]) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
+        with pytest.raises(InvalidArgumentError):
+            await client.reserve(**fields)
+        assert await client.live() == []
+
+
+async def test_the_same_request_by_call_and_by_stream_is_one(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+        held = await client.reserve(2)
+        asked = request(20)
+        calls = [client.stub.Reserve(asked, timeout=20) for _ in range(2)]
+        stream = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=asked), timeout=20)
+        assert (await anext(aiter(stream))).HasField("waiting")
+        await client.release(held)
+        names = {(await call).reservation.name for call in calls}
+        names.add([one async for one in stream][-1].reservation.name)
+        assert len(names) == 1
+        assert len(await client.live()) == 1
+        assert isinstance(stream, grpc.aio.UnaryStreamCall)

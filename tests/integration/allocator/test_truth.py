@@ -1,0 +1,93 @@
+"""What nodes report changes reservations and what is told of them: lost GPUs, usage, quarantine."""
+
+from pathlib import Path
+
+import pytest
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common.errors import ResourceExhaustedError
+from gpuscale.common.status import rpc_errors
+from tests.support.allocator import MIB, Client, Reservation, running
+from tests.support.clock import ManualClock
+from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
+from tests.support.waiting import eventually
+
+
+async def ended(client: Client, one: Reservation) -> Reservation | None:
+    found = await client.get(one.name)
+    return None if found.state == Reservation.STATE_ACTIVE else found
+
+
+async def test_a_gpu_that_vanishes_under_a_lease_ends_it_and_frees_the_others(tmp_path: Path) -> None:
+    clock = ManualClock()
+    fleet = FakeFleet(node_message("n0", count=4))
+    async with running(tmp_path, fleet, clock=clock, lost_after_seconds=10) as client:
+        whole, other = await client.reserve(3, ttl=3600), await client.reserve(1, ttl=3600)
+        gone = next(gpu.uuid for gpu in whole.gpus if gpu.uuid != "n0-0")
+        left = [gpu_message(f"n0-{i}", i) for i in range(4) if f"n0-{i}" != gone]
+        fleet.put(node_message("n0", *left))
+        await eventually(lambda: _names(client, gone), timeout=10)
+        assert (await client.get(whole.name)).state == Reservation.STATE_ACTIVE, "not before its time"
+        clock.advance(11)
+        lost = await eventually(lambda: ended(client, whole), timeout=10)
+        assert lost is not None
+        assert lost.state == Reservation.STATE_LOST
+        assert {gpu.uuid for gpu in lost.gpus if gpu.lost} == {gone}
+        assert gone in lost.end_reason
+        assert (await client.get(other.name)).state == Reservation.STATE_ACTIVE
+        request = api.KeepAliveRequest(leases=[api.LeaseRenewal(name=whole.name, fence=whole.fence)])
+        with rpc_errors():
+            answers = [one async for one in client.stub.KeepAlive(iter([request]), timeout=10)]
+        (status,) = answers[0].leases
+        assert (status.state, status.error_reason) == (Reservation.STATE_LOST, "RESERVATION_ENDED")
+        assert gone in status.message
+        again = await client.reserve(2)
+        assert {gpu.uuid for gpu in again.gpus} == {gpu.uuid for gpu in whole.gpus} - {gone}
+
+
+async def test_what_a_holder_makes_of_its_gpus_is_told_to_who_reads(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", count=1))
+    async with running(tmp_path, fleet) as client:
+        one = await client.reserve()
+        assert not one.HasField("usage")
+        assert (await client.get(one.name)).usage.idle is True
+        busy = gpu_message("n0-0", utilization=80.0, free=30_000)
+        busy.reading.memory_used_bytes = 90_000 * MIB
+        busy.reading.processes.add(pid=11, memory_used_bytes=1, fence=one.fence)
+        busy.reading.processes.add(pid=12, memory_used_bytes=1)
+        fleet.put(node_message("n0", busy))
+        found = await eventually(lambda: _busy(client, one), timeout=10)
+        (gpu,) = found.usage.gpus
+        assert (gpu.uuid, gpu.utilization_percent, list(gpu.outsider_pids)) == ("n0-0", 80.0, [12])
+        assert found.usage.overused is True
+        released = await client.release(one)
+        assert not (await client.get(released.name)).HasField("usage")
+
+
+async def test_a_gpu_in_quarantine_is_not_granted_and_its_holder_keeps_it(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", count=2))
+    async with running(tmp_path, fleet) as client:
+        one = await client.reserve(nodes=["nodes/n0"])
+        bad = [gpu_message(f"n0-{index}", index) for index in range(2)]
+        for gpu in bad:
+            gpu.quarantine = "XID 79"
+        fleet.put(node_message("n0", *bad))
+        with pytest.raises(ResourceExhaustedError, match="QUARANTINED"):
+            await eventually(lambda: _refused(client), timeout=10)
+        assert (await client.get(one.name)).state == Reservation.STATE_ACTIVE
+
+
+async def _busy(client: Client, one: Reservation) -> Reservation | None:
+    found = await client.get(one.name)
+    return found if found.usage.gpus and found.usage.gpus[0].utilization_percent == 80.0 else None
+
+
+async def _names(client: Client, gone: str) -> bool:
+    """Whether the allocator has learned that a GPU is gone."""
+    return gone not in {gpu.uuid for gpu in (await client.page()).reservations[0].usage.gpus}
+
+
+async def _refused(client: Client) -> bool:
+    """Reserve what is left until it is refused."""
+    await client.release(await client.reserve())
+    return False

@@ -1,0 +1,234 @@
+"""The arrays answer what a plain look at every GPU answers, whatever happened before and in whatever order."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuscale.allocator.model import (
+    WHOLE,
+    Ask,
+    GangStrategy,
+    Gpu,
+    GpuProcess,
+    GpuSet,
+    Node,
+    NodeState,
+    Policy,
+)
+from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.placer import Placer
+from gpuscale.allocator.use import Use
+from tests.support.allocator_values import MIB, NOW, gpu
+from tests.support.placing import best_node, obstacle, placer, reservation
+
+GIB = 1024 * MIB
+CORDONS = ("nodes/n1", "0-1", "2-0")
+PLAIN = (Policy.SPREAD, Policy.BESTFIT, Policy.FIRSTFIT)
+
+
+@st.composite
+def gpus(draw: st.DrawFn, name: str, index: int) -> Gpu:
+    """A GPU of any sort, most of them fit for something."""
+    free = draw(st.sampled_from([80_000, 80_000, 40_000, 1_000, None]))
+    return replace(
+        gpu(
+            name,
+            index=index,
+            total=draw(st.sampled_from([80_000, 80_000, None])) if free is None else 80_000,
+            free=free,
+            utilization=draw(st.sampled_from([0.0, 0.0, 49.0, 50.0, None])),
+            trouble=draw(st.sampled_from(["", "", "", "HUNG"])),
+            fresh_until=NOW + draw(st.sampled_from([-1, 3, 3, 3])),
+        ),
+        model=draw(st.sampled_from(["A100", "T4"])),
+        mig_profile=draw(st.sampled_from(["", "", "", "1g.10gb"])),
+        processes=draw(
+            st.sampled_from([(), (GpuProcess(7, 3 * GIB, "x", 1),), (GpuProcess(8, GIB, "y", None),)])
+        ),
+    )
+
+
+@st.composite
+def reports(draw: st.DrawFn, of: Gpu) -> Gpu:
+    """The next report of a GPU: later, or old by now, and perhaps busier."""
+    return replace(
+        of,
+        fresh_until=NOW + draw(st.sampled_from([-1, 3, 4])),
+        utilization_percent=draw(st.sampled_from([of.utilization_percent, 70.0])),
+    )
+
+
+@st.composite
+def nodes(draw: st.DrawFn, rank: int) -> Node:
+    """A node of any sort with up to four GPUs."""
+    return Node(
+        id=f"n{rank}",
+        rank=rank,
+        state=draw(st.sampled_from([NodeState.ONLINE] * 4 + [NodeState.STALE, NodeState.OFFLINE])),
+        gpus=tuple(draw(gpus(f"{rank}-{index}", index)) for index in range(draw(st.integers(0, 4)))),
+        labels=draw(st.sampled_from([{}, {"zone": "a"}])),
+        cpu_milli=draw(st.sampled_from([None, 8_000, 64_000])),
+        memory_total_bytes=draw(st.sampled_from([None, 64 * GIB])),
+    )
+
+
+@st.composite
+def asks(draw: st.DrawFn, policies: tuple[Policy, ...] = tuple(Policy)) -> Ask:
+    """An ask with some wishes, most of them open."""
+    milli = draw(st.sampled_from([WHOLE, WHOLE, 500, 300]))
+    return Ask(
+        gpu_count=draw(st.integers(1, 3)),
+        min_memory_bytes=draw(st.sampled_from([0, 8_000 * MIB])),
+        max_utilization_percent=draw(st.sampled_from([100.0, 50.0])),
+        allow_unknown_utilization=draw(st.booleans()),
+        policy=draw(st.sampled_from(policies)),
+        gpu_milli=milli,
+        gpu_memory_bytes=draw(st.sampled_from([None, None, None, 20 * GIB])),
+        mig_profile=draw(st.sampled_from(["", "", "", "1G.10gb"])),
+        models=draw(st.sampled_from([(), (), ("a100",)])),
+        cpu_milli=draw(st.sampled_from([0, 0, 4_000])),
+        host_memory_bytes=draw(st.sampled_from([0, 0, 16 * GIB])),
+        nodes=draw(st.sampled_from([frozenset[str](), frozenset({"n0", "n1"})])),
+        excluded_nodes=draw(st.sampled_from([frozenset[str](), frozenset({"n0"})])),
+        excluded_gpus=draw(st.sampled_from([frozenset[str](), frozenset({"1-0"})])),
+        node_labels=draw(st.sampled_from([(), (), (("zone", "a"),)])),
+        apart_from=draw(st.sampled_from([(), (), (("job", "x"),)])),
+    )
+
+
+class World:
+    """A placer that went through a history, and what it should know."""
+
+    def __init__(self) -> None:
+        self.use = Use()
+        self.placer = Placer(self.use)
+        self.nodes: dict[str, Node] = {}
+        self.cordons: frozenset[str] = frozenset()
+
+    def step(self, data: st.DataObject) -> None:
+        """Something happens."""
+        what = data.draw(
+            st.sampled_from(["node", "node", "again", "place", "place", "free", "cordon", "remove"])
+        )
+        if what == "node":
+            node = data.draw(st.integers(0, 3).flatmap(nodes))
+            self.nodes[node.id] = node
+            self.placer.apply_node(node)
+        elif what == "again" and self.nodes:
+            node = self.nodes[data.draw(st.sampled_from(sorted(self.nodes)))]
+            node = replace(node, gpus=tuple(data.draw(reports(gpu)) for gpu in node.gpus))
+            self.nodes[node.id] = node
+            self.placer.apply_node(node)
+        elif what == "place":
+            self.serve(data.draw(asks()), labels=data.draw(st.sampled_from([{}, {"job": "x"}])))
+        elif what == "free":
+            live = sorted({one.id for node in self.nodes for one in self.use.reservations(node)})
+            if live:
+                self.use.free(data.draw(st.sampled_from(live)))
+        elif what == "cordon":
+            self.cordons = data.draw(st.frozensets(st.sampled_from(CORDONS), max_size=2))
+            self.placer.set_cordons(self.cordons)
+        elif self.nodes:
+            gone = data.draw(st.sampled_from(sorted(self.nodes)))
+            del self.nodes[gone]
+            self.placer.remove_node(gone)
+
+    def serve(self, ask: Ask, **fields: object) -> None:
+        """Place an ask and hold what it got: the books refuse what is given twice."""
+        found = self.placer.place(ask, NOW)
+        if isinstance(found, Pick):
+            self.use.hold(reservation(found.gpus, name=f"r{id(found)}", ask=ask, **fields))
+
+
+@given(data=st.data(), ask=asks(PLAIN))
+@settings(max_examples=120)
+def test_whatever_happened_the_placer_answers_as_a_plain_look_does(data: st.DataObject, ask: Ask) -> None:
+    world = World()
+    for _ in range(data.draw(st.integers(1, 10))):
+        world.step(data)
+    known = [world.nodes[name] for name in sorted(world.nodes)]
+    outlook = world.placer.explain(ask, NOW)
+    for seen in outlook.nodes:
+        for one in seen.gpus:
+            expected = obstacle(seen.node, one.gpu, world.use, ask, NOW, world.cordons)
+            assert one.obstacle is expected, one.gpu.uuid
+    if ask.nodes <= set(world.nodes):
+        expected_node = best_node(known, world.use, ask, NOW, world.cordons)
+        answer = world.placer.place(ask, NOW)
+        assert (answer.nodes[0] if isinstance(answer, Pick) else None) == expected_node
+
+
+@given(data=st.data(), ask=asks(), shuffle=st.randoms(use_true_random=False))
+@settings(max_examples=60)
+def test_neither_history_nor_order_matters(data: st.DataObject, ask: Ask, shuffle) -> None:
+    """A placer that comes to the same fleet in another order, at once, gives the same answer."""
+    world = World()
+    for _ in range(data.draw(st.integers(1, 8))):
+        world.step(data)
+    fresh = list(world.nodes.values())
+    shuffle.shuffle(fresh)
+    other = placer(fresh, world.use, world.cordons)
+    in_order = placer(world.nodes.values(), world.use, world.cordons)
+    assert other.place(ask, NOW) == in_order.place(ask, NOW)
+    if ask.policy in PLAIN:
+        assert other.place(ask, NOW) == world.placer.place(ask, NOW)
+
+
+@given(
+    data=st.data(),
+    wish=asks(),
+    members=st.integers(1, 5),
+    strategy=st.sampled_from(GangStrategy),
+    gpu_set=st.sampled_from(GpuSet),
+)
+@settings(max_examples=80)
+def test_a_gang_is_whole_or_nothing_and_leaves_no_trace(
+    data: st.DataObject, wish: Ask, members: int, strategy: GangStrategy, gpu_set: GpuSet
+) -> None:
+    world = World()
+    for _ in range(data.draw(st.integers(2, 6))):
+        world.step(data)
+    ask = replace(wish, member_count=members, gang_strategy=strategy, gpu_set=gpu_set)
+    before = [(gpu.uuid, world.use.gpu(gpu.uuid)) for node in world.nodes.values() for gpu in node.gpus]
+    found = world.placer.place(ask, NOW)
+    assert before == [
+        (gpu.uuid, world.use.gpu(gpu.uuid)) for node in world.nodes.values() for gpu in node.gpus
+    ]
+    if not isinstance(found, Pick):
+        return
+    assert [one.member for one in found.gpus] == sorted(list(range(members)) * ask.gpu_count)
+    if strategy is GangStrategy.STRICT_PACK:
+        assert len(set(found.nodes)) == 1
+    if strategy is GangStrategy.STRICT_SPREAD:
+        assert len(set(found.nodes)) == members
+    world.use.hold(reservation(found.gpus, name="gang", ask=ask))
+    for node in world.nodes.values():
+        held = world.use.node(node.id)
+        assert not ask.cpu_milli or held.cpu_milli <= (node.cpu_milli or 0)
+
+
+@given(data=st.data(), ask=asks(), victims=st.integers(0, 3))
+@settings(max_examples=60)
+def test_what_if_changes_nothing_and_is_what_comes_true(data: st.DataObject, ask: Ask, victims: int) -> None:
+    """Where nothing runs on the GPUs yet, thinking reservations away answers as freeing them does."""
+    world = World()
+    for _ in range(data.draw(st.integers(2, 6))):
+        world.step(data)
+    if any(gpu.processes for node in world.nodes.values() for gpu in node.gpus):
+        for node in list(world.nodes.values()):
+            idle = replace(node, gpus=tuple(_idle(gpu) for gpu in node.gpus))
+            world.nodes[node.id] = idle
+            world.placer.apply_node(idle)
+    live = sorted({one.id for node in world.nodes for one in world.use.reservations(node)})[:victims]
+    now_before = world.placer.place(ask, NOW, again=True)
+    imagined = world.placer.place_after(ask, NOW, live)
+    assert world.placer.place(ask, NOW, again=True) == now_before
+    for one in live:
+        world.use.free(one)
+    assert isinstance(world.placer.place(ask, NOW, again=True), Pick) <= isinstance(imagined, Pick)
+
+
+def _idle(one: Gpu) -> Gpu:
+    total = one.memory_total_bytes
+    return replace(one, processes=(), memory_free_bytes=total, utilization_percent=0.0)

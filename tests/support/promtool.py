@@ -1,0 +1,41 @@
+"""Prometheus' own checker, and what a page of metrics says by Prometheus' own parser."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+
+def promtool(*arguments: str | Path, stdin: str = "") -> tuple[int, str]:
+    """Run promtool: its exit status, and all that it said. Skips the test where there is none, but fails in CI."""
+    program = shutil.which("promtool")
+    if program is None:
+        reason = "promtool is not installed (Debian: prometheus; tools/install_test_servers.sh)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    done = subprocess.run(
+        [program, *map(str, arguments)], input=stdin, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def samples(text: str) -> list[Sample]:
+    """Every sample of a page."""
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def named(text: str, name: str, **labels: str) -> list[Sample]:
+    """The samples of that name that have these labels; the parser ends the names of all counters in _total."""
+    names = (name, f"{name}_total")
+    return [one for one in samples(text) if one.name in names and labels.items() <= one.labels.items()]
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    """The value of the one sample of that name that has these labels."""
+    [found] = named(text, name, **labels)
+    return found.value

@@ -1,0 +1,135 @@
+"""The queue with its task, ledger, commits and sweeper on virtual time; whole GPUs of a few nodes, a disk that keeps nothing."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Mapping
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+
+from gpuscale.allocator.changes import Changes
+from gpuscale.allocator.commits import Commits
+from gpuscale.allocator.holding import Holding
+from gpuscale.allocator.ledger import Ledger
+from gpuscale.allocator.model import Ask, Node, Order, Reservation, State
+from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.queueing.model import Quota, Rules
+from gpuscale.allocator.queueing.queue import Queue
+from gpuscale.allocator.queueing.waiting import Waiting
+from gpuscale.allocator.queueing.world import AllocatorWorld
+from gpuscale.allocator.refusal import Refusal, RefusalKind
+from gpuscale.allocator.sweeper import Sweeper
+from gpuscale.common.errors import UnavailableError
+from gpuscale.common.lifecycle import TaskScope
+from tests.support.allocator_values import WALL, plain_node, reserved
+
+
+class LoopClock:
+    """Boot time and date that pass with the loop's virtual time."""
+
+    boot_id = "boot"
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def wall(self) -> datetime:
+        return WALL + timedelta(seconds=self.now())
+
+
+class NoDisk:
+    """A store that is done at once, or fails while `broken`."""
+
+    def __init__(self) -> None:
+        self.broken = False
+
+    async def save(self, added: list[Reservation], changed: list[Reservation]) -> None:
+        await asyncio.sleep(0)
+        if self.broken:
+            raise UnavailableError("the disk is full", reason="DISK_FULL")
+
+
+class FirstFit:
+    """Places on the first node with enough GPUs that nobody holds."""
+
+    def __init__(self, ledger: Ledger, sizes: Mapping[str, int]) -> None:
+        self._ledger = ledger
+        self._sizes = sizes
+        self.placements = 0
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [plain_node(name, count) for name, count in self._sizes.items()]
+
+    def place(self, ask: Ask, now: float, *, again: bool = False) -> Pick | Refusal:
+        self.placements += 1
+        return self.place_after(ask, now, ())
+
+    def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
+        for name, count in self._sizes.items():
+            free = [f"{name}-{index}" for index in range(count) if self._free(f"{name}-{index}", ask, freed)]
+            if len(free) >= ask.gpu_count and (not ask.nodes or name in ask.nodes):
+                return Pick(tuple(reserved(one, node=name) for one in free[: ask.gpu_count]), 1.0)
+        return Refusal(RefusalKind.NO_CAPACITY, "no room", {}, {})
+
+    def _free(self, uuid: str, ask: Ask, freed: Collection[str]) -> bool:
+        holders = set(self._ledger.use.gpu(uuid).reservations) - set(freed)
+        return not holders and uuid not in ask.excluded_gpus and (not ask.gpus or uuid in ask.gpus)
+
+
+class QueueSite:
+    """Everything of an allocator that has to do with waiting."""
+
+    def __init__(self, sizes: Mapping[str, int], rules: Rules) -> None:
+        self.clock = LoopClock()
+        self.ledger = Ledger()
+        self.disk = NoDisk()
+        self.changes = Changes()
+        self.commits = Commits(self.ledger, self.disk, self.changes)
+        self.placer = FirstFit(self.ledger, sizes)
+        self.quotas: dict[str, Quota] = {}
+        self.hold = Holding(self.ledger, self.clock)
+        world = AllocatorWorld(
+            ledger=self.ledger,
+            placer=self.placer,
+            quota=lambda tenant: self.quotas.get(tenant, Quota(tenant)),
+            clock=self.clock,
+        )
+        self.queue = Queue(world, rules)
+        self.waiting = Waiting(
+            self.queue,
+            ledger=self.ledger,
+            commits=self.commits,
+            hold=self.hold,
+            grace=rules.grace,
+            clock=self.clock,
+        )
+        self.changes.on_room(self.waiting.changed)
+
+    async def grant(self, order: Order) -> Reservation:
+        """Grant at once."""
+        pick = self.waiting.look(order, self.clock.now())
+        assert isinstance(pick, Pick)
+        granted = self.hold(order, pick)
+        assert await self.commits.grant([granted]) is None
+        return self.ledger.get(granted.id)
+
+    async def release(self, one: Reservation) -> None:
+        """Release."""
+        closed = self.ledger.close(one, State.RELEASED, now=self.clock.now(), wall=self.clock.wall())
+        await self.commits.end([closed])
+
+    async def settle(self) -> None:
+        """Let everything that is ready run."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def queue_site(rules: Rules | None = None, **sizes: int) -> AsyncGenerator[QueueSite]:
+    """Run the queue over nodes of these sizes."""
+    site = QueueSite(sizes, rules or Rules())
+    async with TaskScope() as tasks:
+        tasks.spawn("commits", site.commits.run())
+        tasks.spawn("waiting", site.waiting.run())
+        tasks.spawn("sweeper", Sweeper(site.ledger, site.disk, site.commits, site.clock).run())
+        yield site
+        assert not len(site.queue), "somebody is left in the queue"
+        assert not site.waiting._entries, "somebody is left waiting"

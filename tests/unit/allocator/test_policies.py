@@ -1,0 +1,141 @@
+"""What each policy prefers, worked out by hand, and that every score comes back in parts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gpuscale.allocator.model import Ask, Node, Policy, Weights
+from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.placer import Placer
+from gpuscale.allocator.placing.demand import Demand
+from gpuscale.allocator.placing.fragmentation import gradients, integer_scores, typical
+from gpuscale.allocator.scoring import spread
+from gpuscale.allocator.use import Use
+from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
+from tests.support.placing import placer, reservation
+
+
+def roomy(name: str, count: int, *, rank: int, cores: int) -> Node:
+    """A node of idle GPUs that tells its CPU."""
+    return replace(plain_node(name, count, rank=rank), cpu_milli=cores * 1000)
+
+
+def wish(policy: Policy, **fields: object) -> Ask:
+    return replace(ask(), policy=policy, **fields)
+
+
+def picked(of: Placer, one: Ask) -> Pick:
+    answer = of.place(one, NOW)
+    assert isinstance(answer, Pick), answer
+    return answer
+
+
+def test_spread_is_the_seeds_score_to_the_last_bit() -> None:
+    """Awkward numbers, other weights: what the placer compares and reports is what the rule says."""
+    gpus = [
+        gpu(f"g{i}", index=i, total=81_559, free=7 * i + 13, utilization=33.3 / (i + 1)) for i in range(9)
+    ]
+    weights = Weights(0.37, 0.61)
+    answer = picked(placer([node("n0", *gpus)]), wish(Policy.SPREAD, gpu_count=9, weights=weights))
+    assert {one.uuid: one.score.total for one in answer.gpus} == {
+        one.uuid: spread(one, weights) for one in gpus
+    }
+
+
+def test_spread_counts_what_holders_of_shares_were_granted_as_taken() -> None:
+    """Until they start, telemetry shows their GPU empty: the second share must not land beside the first."""
+    use = Use()
+    of = placer([plain_node("n0", 2)], use)
+    half = wish(Policy.SPREAD, gpu_milli=500)
+    first = picked(of, half)
+    use.hold(reservation(first.gpus))
+    assert [one.uuid for one in (*first.gpus, *picked(of, half).gpus)] == ["n0-0", "n0-1"]
+
+
+def test_pack_prefers_the_node_whose_gpus_would_starve() -> None:
+    """Both have two free GPUs; on the one with 4 cores left a GPU can no longer be fed at 8 cores per GPU."""
+    use = Use()
+    of = placer([roomy("rich", 2, rank=0, cores=32), roomy("poor", 2, rank=1, cores=8)], use)
+    for _ in range(200):
+        of.place(wish(Policy.PACK, cpu_milli=8000), NOW)
+    answer = picked(of, wish(Policy.PACK, cpu_milli=2000))
+    assert answer.nodes == ("poor",)
+    assert [part.name for part in answer.gpus[0].score.parts] == ["starvation_drop", "free_gpu", "scarcity"]
+
+
+def test_pack_prefers_fuller_nodes_and_of_their_gpus_the_fullest() -> None:
+    use = Use()
+    of = placer([plain_node("empty", 4), plain_node("used", 4, rank=1)], use)
+    for index, milli in ((0, 1000), (2, 600)):
+        taken = wish(Policy.PACK, gpu_milli=milli, gpus=frozenset({f"used-{index}"}))
+        use.hold(reservation(picked(of, taken).gpus))
+    assert [one.uuid for one in picked(of, wish(Policy.PACK, gpu_milli=300)).gpus] == ["used-2"]
+
+
+def test_pack_spares_models_that_others_ask_for_by_name() -> None:
+    """The price of a model is learnt from asks as they come; without them the first node would do."""
+    scarce = node("scarce", replace(gpu("s0"), model="A100"), rank=0)
+    common = node("common", *(replace(gpu(f"c{i}", index=i), model="T4") for i in range(1)), rank=1)
+    of = placer([scarce, common])
+    assert picked(of, wish(Policy.PACK)).nodes == ("scarce",)
+    for _ in range(100):
+        of.place(wish(Policy.PACK, models=("a100",)), NOW)
+    assert picked(of, wish(Policy.PACK)).nodes == ("common",)
+    assert picked(of, wish(Policy.PACK, models=("A100",))).nodes == ("scarce",)
+
+
+def test_an_ask_that_waits_is_learnt_once() -> None:
+    scarce = node("scarce", replace(gpu("s0"), model="A100"), rank=0)
+    of = placer([scarce, node("common", replace(gpu("c0"), model="T4"), rank=1)])
+    for _ in range(100):
+        of.place(wish(Policy.PACK, models=("a100",)), NOW, again=True)
+        of.explain(wish(Policy.PACK, models=("a100",)), NOW)
+        of.place_after(wish(Policy.PACK, models=("a100",)), NOW, ())
+    assert picked(of, wish(Policy.PACK)).nodes == ("scarce",)
+
+
+def test_bestfit_leaves_least_and_firstfit_takes_the_first() -> None:
+    of = placer([roomy("big", 8, rank=0, cores=64), roomy("small", 2, rank=1, cores=16)])
+    assert picked(of, wish(Policy.BESTFIT, cpu_milli=1000)).nodes == ("small",)
+    assert picked(of, wish(Policy.FIRSTFIT, cpu_milli=1000)).nodes == ("big",)
+
+
+def test_fgd_puts_a_share_where_it_spoils_least() -> None:
+    """Typical asks are whole GPUs and halves: half a GPU belongs on the one that is broken already."""
+    use = Use()
+    demand = Demand({(0, 1, 1000, ()): 1, (0, 1, 500, ()): 1})
+    of = Placer(use, demand)
+    of.apply_node(plain_node("n0", 2))
+    one = picked(of, wish(Policy.FGD, gpu_milli=500, gpus=frozenset({"n0-1"})))
+    use.hold(reservation(one.gpus))
+    answer = picked(of, wish(Policy.FGD, gpu_milli=500))
+    assert [gpu.uuid for gpu in answer.gpus] == ["n0-1"]
+    assert [part.name for part in answer.gpus[0].score.parts] == ["gradient", "score"]
+
+
+def test_the_gradient_is_that_of_the_paper() -> None:
+    """One node, GPUs with 1000 and 500 free, 10 cores; next come a whole GPU, or half of one with 20 cores.
+
+    Before: the whole GPU fits, 500 are useless to it; the other finds too little CPU, 1500 are: (500 + 1500) / 2.
+    A half on the first GPU leaves nothing for a whole one: (1000 + 1000) / 2; on the second (0 + 1000) / 2.
+    """
+    classes = {(0, 1, 1000, ()): 1, (20_000, 1, 500, ()): 1}
+    drawn = typical(classes, lambda _: np.array([True]))
+    free, fits = np.array([[1000, 500]]), np.array([[True, True]])
+    half = replace(ask(), gpu_milli=500)
+    found = gradients(drawn, np.array([10_000]), free, np.array([0]), half, fits)
+    assert found.tolist() == [[1000.0 - 1000.0, 1000.0 - 500.0]]
+    whole = gradients(drawn, np.array([10_000]), free, np.array([0]), ask(), np.array([[True, False]]))
+    assert whole.tolist() == [[1000.0 - 500.0, -np.inf]]
+
+
+@pytest.mark.parametrize("gradient", [-5000.0, -300.0, 0.0, 12.5, 700.0, 4000.0])
+def test_the_integer_score_is_the_floor_of_the_sigmoid(gradient: float) -> None:
+    expected = int(100 / (1 + np.exp(-gradient / 1000)))
+    assert integer_scores(np.array([gradient])).tolist() == [expected]
+
+
+def test_the_rarest_asks_are_not_typical() -> None:
+    classes = {(0, 1, 1000, ()): 95, (0, 2, 1000, ()): 4, (0, 8, 1000, ()): 1}
+    assert typical(classes, lambda _: np.array([True])).count.tolist() == [1]

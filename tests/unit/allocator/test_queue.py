@@ -1,0 +1,239 @@
+"""The queue: whose turn it is, what quotas admit, what is kept for the head of the line, and who is looked at."""
+
+import pytest
+
+from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.queueing.model import Obstacle, Quota, Reason, Rules
+from gpuscale.allocator.queueing.queue import BEHIND_OTHERS
+from gpuscale.allocator.refusal import Refusal
+from gpuscale.common.errors import ResourceExhaustedError
+from tests.support.queue_world import Line, QueueWorld, wish
+
+
+def full(count: int = 4, *, tenant: str = "other", node: str = "n0") -> Line:
+    """A node on which one lease for each GPU is held: held-0 and so on."""
+    line = Line(QueueWorld({node: count}))
+    for index in range(count):
+        line.world.hold(wish(f"held-{index}", tenant=tenant), [f"{node}-{index}"])
+    return line
+
+
+def test_room_is_granted_at_once() -> None:
+    line = Line(QueueWorld({"n0": 2}))
+    line.ask(wish("a"), wish("b"))
+    assert line.granted() == ["a", "b"]
+    assert len(line.queue) == 0
+
+
+def test_higher_priority_goes_first_then_arrival() -> None:
+    line = full(1)
+    line.ask(wish("a"), wish("b", priority=5), wish("c", priority=5), wish("d", priority=-1))
+    order = []
+    while len(line.queue):
+        line.play()
+        line.end(*line.world.held)
+        order += line.granted()
+    assert order == ["b", "c", "a", "d"]
+
+
+def test_the_tenant_with_the_lowest_share_goes_first() -> None:
+    line = full(3)
+    line.ask(*(wish(f"rich-{i}", tenant="rich") for i in range(3)), wish("poor", tenant="poor"))
+    line.world.hold(wish("had", tenant="rich"), ["elsewhere-0"])
+    line.play()
+    line.end("held-0", "held-1")
+    assert line.granted() == ["poor", "rich-0"]
+
+
+def test_twice_the_weight_gets_twice_the_gpus() -> None:
+    line = full(6)
+    line.world.quotas["b"] = Quota("b", weight=2.0)
+    line.ask(*(wish(f"a-{i}", tenant="a") for i in range(6)), *(wish(f"b-{i}", tenant="b") for i in range(6)))
+    line.play()
+    line.end(*(f"held-{i}" for i in range(6)))
+    granted = line.granted()
+    assert sum(name.startswith("b") for name in granted) == 4
+    assert granted[:2] == ["a-0", "b-0"]
+
+
+def test_what_is_over_its_quota_waits_and_holds_up_nobody() -> None:
+    line = Line(QueueWorld({"n0": 8}, quotas={"a": Quota("a", 2000)}))
+    line.ask(wish("a-0", 2, tenant="a"), wish("a-1", tenant="a"), wish("b", 4, tenant="b"))
+    assert line.granted() == ["a-0", "b"]
+    assert line.place("a-1").obstacle.reason is Reason.QUOTA_EXCEEDED
+    line.end("a-0")
+    assert line.granted() == ["a-1"]
+
+
+def test_nothing_is_kept_for_who_is_over_its_quota_by_now() -> None:
+    line = Line(QueueWorld({"n0": 2, "n1": 1}, quotas={"a": Quota("a", 2000)}))
+    line.world.hold(wish("old", tenant="b"), ["n0-0"])
+    line.ask(wish("a-big", 2, tenant="a"), wish("a-small", tenant="a"), wish("b", tenant="b"))
+    assert line.granted() == ["a-small", "b"]
+    assert line.place("a-big").obstacle.reason is Reason.QUOTA_EXCEEDED
+    assert line.world.held["b"].gpus == {"n0-1"}
+
+
+def test_a_raised_quota_lets_in() -> None:
+    line = Line(QueueWorld({"n0": 8}, quotas={"a": Quota("a", 0)}))
+    line.ask(wish("a", tenant="a"))
+    assert line.granted() == []
+    del line.world.quotas["a"]
+    line.queue.changed(())
+    assert line.granted() == ["a"]
+
+
+def test_positions_and_reasons_are_told() -> None:
+    line = full(4)
+    line.ask(wish("big", 4), wish("small"), wish("urgent", 4, priority=1))
+    line.play()
+    places = [line.place(name) for name in ("urgent", "big", "small")]
+    assert [one.position for one in places] == [0, 1, 2]
+    assert {one.obstacle.reason for one in places} == {Reason.NO_CAPACITY}
+
+
+def test_the_queue_is_bounded() -> None:
+    line = full(1)
+    line.rules = Rules(max_waiting=1)
+    line.__post_init__()
+    line.ask(wish("a"))
+    with pytest.raises(ResourceExhaustedError) as error:
+        line.ask(wish("b"))
+    assert error.value.reason == "QUEUE_FULL"
+
+
+def test_gpus_that_come_free_are_kept_for_the_head() -> None:
+    line = full(4)
+    line.ask(wish("big", 4), wish("small"))
+    line.play()
+    for index in range(3):
+        line.end(f"held-{index}")
+        assert line.granted() == []
+    assert line.place("small").obstacle.reason is Reason.BEHIND_OTHERS
+    line.end("held-3")
+    assert line.granted() == ["big"]
+
+
+def test_others_pass_beside_what_is_kept() -> None:
+    line = Line(QueueWorld({"n0": 4, "n1": 2}))
+    line.world.hold(wish("old"), ["n0-0"])
+    line.ask(wish("big", 4), wish("small-0"), wish("small-1"), wish("small-2"))
+    assert line.granted() == ["small-0", "small-1"]
+    assert {gpu for name in ("small-0", "small-1") for gpu in line.world.held[name].gpus} == {"n1-0", "n1-1"}
+
+
+def test_the_promise_is_where_leases_end_soonest_and_stays_there() -> None:
+    line = Line(QueueWorld({"n0": 2, "n1": 2}))
+    for index in range(2):
+        line.world.hold(wish(f"late-{index}"), [f"n0-{index}"], ttl=500)
+        line.world.hold(wish(f"soon-{index}"), [f"n1-{index}"], ttl=100 + index)
+    line.ask(wish("big", 2), wish("small"))
+    line.play()
+    assert line.place("big").start == line.world.now + 101
+    # The holders of n1 renew, so that n0 looks sooner now: what comes free there may still be passed on.
+    for index in range(2):
+        lease = line.world.held.pop(f"soon-{index}")
+        line.world.hold(wish(f"soon-{index}"), lease.gpus, ttl=9000)
+    line.end("late-0")
+    assert line.granted() == ["small"]
+    line.end("soon-0")
+    assert line.granted() == []
+    line.end("soon-1")
+    assert line.granted() == ["big"]
+
+
+def test_a_promise_that_cannot_be_kept_is_made_elsewhere() -> None:
+    line = Line(QueueWorld({"n0": 2, "n1": 2}))
+    line.world.hold(wish("n0"), ["n0-0"], ttl=10)
+    line.world.hold(wish("n1"), ["n1-0"], ttl=20)
+    line.ask(wish("big", 2), wish("small"))
+    assert line.granted() == ["small"]
+    assert line.world.held["small"].gpus == {"n1-1"}
+    line.world.down.add("n0")
+    line.queue.changed({"n0"})
+    line.end("small")
+    line.ask(wish("next"))
+    assert line.granted() == []
+    line.end("n1")
+    assert line.granted() == ["big"]
+
+
+def test_one_look_takes_nothing_that_is_kept() -> None:
+    line = full(4)
+    line.ask(wish("big", 4))
+    line.play()
+    line.end("held-0")
+    line.play()
+    assert line.queue.look(wish("look"), line.world.now) == BEHIND_OTHERS
+    assert isinstance(line.queue.look(wish("higher", priority=1), line.world.now), Pick)
+    assert isinstance(line.queue.look(wish("more", 2), line.world.now), Refusal)
+
+
+def test_one_look_takes_what_is_left() -> None:
+    line = Line(QueueWorld({"n0": 2, "n1": 1}))
+    line.world.hold(wish("old"), ["n0-0"])
+    line.ask(wish("big", 2))
+    line.play()
+    found = line.queue.look(wish("look"), line.world.now)
+    assert isinstance(found, Pick)
+    assert [gpu.uuid for gpu in found.gpus] == ["n1-0"]
+
+
+def test_one_look_is_held_to_the_quota() -> None:
+    line = Line(QueueWorld({"n0": 2}, quotas={"t": Quota("t", 1000)}))
+    found = line.queue.look(wish("look", 2), line.world.now)
+    assert isinstance(found, Obstacle)
+    assert found.reason is Reason.QUOTA_EXCEEDED
+    assert "holds 0; this asks for 2" in found.message
+
+
+def test_what_was_kept_helps_others_when_the_head_leaves() -> None:
+    line = full(4)
+    line.ask(wish("big", 4), wish("small"))
+    line.play()
+    line.end("held-0")
+    assert line.granted() == []
+    line.leave("big")
+    assert line.queue.due
+    assert line.granted() == ["small"]
+
+
+def test_a_higher_priority_takes_over_the_head() -> None:
+    line = full(4)
+    line.ask(wish("big", 4))
+    line.play()
+    line.end("held-0")
+    line.ask(wish("urgent", priority=1))
+    assert line.granted() == ["urgent"]
+
+
+def test_shares_do_not_move_the_head() -> None:
+    """The tenant of the head is granted GPUs meanwhile; its head keeps its turn all the same."""
+    line = Line(QueueWorld({"n0": 2, "n1": 1}))
+    line.world.hold(wish("old", tenant="x"), ["n0-0"])
+    line.ask(wish("a-big", 2, tenant="a"))
+    line.play()
+    line.ask(wish("a-small", tenant="a"), wish("b-big", 2, tenant="b"))
+    assert line.granted() == ["a-small"]
+    line.end("old")
+    assert line.granted() == ["a-big"]
+
+
+def test_only_those_are_placed_again_whom_a_change_could_help() -> None:
+    line = Line(QueueWorld({"n0": 1, "n1": 1}))
+    line.world.hold(wish("h0"), ["n0-0"])
+    line.world.hold(wish("h1"), ["n1-0"])
+    line.ask(*(wish(f"on-n0-{index}", nodes=["n0"]) for index in range(50)), wish("on-n1", nodes=["n1"]))
+    line.play()
+    line.world.placements = 0
+    line.end("h1")
+    assert line.granted() == ["on-n1"]
+    assert line.world.placements == 1
+
+
+def test_equal_requests_are_placed_once_a_round() -> None:
+    line = full(1)
+    line.ask(*(wish(f"w{index}") for index in range(200)))
+    line.world.placements = 0
+    assert line.granted() == []
+    assert line.world.placements == 1

@@ -1,0 +1,37 @@
+"""What an ask leaves open is filled in, and what contradicts itself is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from gpuscale.allocator.model import WHOLE
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.translate_ask import to_ask
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common.errors import InvalidArgumentError
+
+MIB = 1024 * 1024
+SETTINGS = AllocatorSettings(data_dir=Path("unused"))
+
+
+@pytest.mark.parametrize(
+    ("ask", "least"),
+    [
+        (api.Ask(gpu_count=1), 8000 * MIB),
+        (api.Ask(gpu_count=1, min_memory_bytes=0), 0),
+        (api.Ask(gpu_count=1, gpu_milli=WHOLE), 8000 * MIB),
+        (api.Ask(gpu_count=1, gpu_milli=250), 0),
+        (api.Ask(gpu_count=1, gpu_memory_bytes=5 * MIB), 5 * MIB),
+        (api.Ask(gpu_count=1, gpu_milli=250, gpu_memory_bytes=5 * MIB), 5 * MIB),
+        (api.Ask(gpu_count=1, gpu_milli=250, min_memory_bytes=7 * MIB), 7 * MIB),
+    ],
+)
+def test_the_least_free_memory(ask: api.Ask, least: int) -> None:
+    """Of a share what goes with it has to be free, and no more: small shares fit on GPUs that are nearly full."""
+    assert to_ask(ask, SETTINGS).min_memory_bytes == least
+
+
+def test_a_whole_gpu_with_a_part_of_its_memory_is_a_contradiction() -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        to_ask(api.Ask(gpu_count=1, gpu_milli=WHOLE, gpu_memory_bytes=1), SETTINGS)
+    assert refused.value.violations[0].field.startswith("ask.")

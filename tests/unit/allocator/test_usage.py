@@ -1,0 +1,75 @@
+"""Reserved versus used: what is told of a reservation's GPUs, and what is not known and therefore not told."""
+
+from dataclasses import replace
+
+from gpuscale.allocator.ledger import Ledger
+from gpuscale.allocator.model import Gpu, GpuProcess, Reservation, ReservedGpu
+from gpuscale.allocator.usage import IDLE_PERCENT, Usage, usage_of
+from tests.support.allocator_values import MIB, NOW, WALL, gpu, node, order, reserved
+
+
+def process(pid: int, fence: int | None, memory: int | None = 100) -> GpuProcess:
+    return GpuProcess(pid, None if memory is None else memory * MIB, "python", fence)
+
+
+def grant(ledger: Ledger, *gpus: ReservedGpu) -> Reservation:
+    return ledger.confirm(ledger.grant(order(), gpus, suffix="aa", now=NOW, wall=WALL))
+
+
+def look(ledger: Ledger, one: Reservation, *gpus: Gpu, now: float = NOW) -> Usage:
+    there = node("n0", *gpus)
+    return usage_of(one, {"n0": there}.get, ledger.use, now)
+
+
+def test_of_a_whole_gpu_everything_in_use_counts() -> None:
+    ledger = Ledger()
+    one = grant(ledger, reserved("GPU-a", memory=500))
+    seen = replace(gpu(utilization=70.0), memory_used_bytes=400 * MIB, processes=(process(7, None, 300),))
+    usage = look(ledger, one, seen)
+    assert usage.gpus["GPU-a"].memory_used_bytes == 400 * MIB
+    assert usage.gpus["GPU-a"].outsiders == (7,)
+    assert (usage.idle, usage.overused) == (False, False)
+
+
+def test_of_a_share_only_what_was_admitted_under_its_fence_counts() -> None:
+    ledger = Ledger()
+    one, other = (grant(ledger, reserved("GPU-a", milli=500, memory=200)) for _ in range(2))
+    seen = replace(
+        gpu(utilization=90.0),
+        memory_used_bytes=5000 * MIB,
+        processes=(
+            process(1, one.fence, 150),
+            process(2, one.fence, 150),
+            process(3, other.fence),
+            process(4, 99),
+        ),
+    )
+    usage, others = look(ledger, one, seen), look(ledger, other, seen)
+    assert usage.gpus["GPU-a"].memory_used_bytes == 300 * MIB
+    assert usage.gpus["GPU-a"].outsiders == others.gpus["GPU-a"].outsiders == (4,)
+    assert (usage.overused, others.overused) == (True, False)
+
+
+def test_a_process_of_unknown_memory_makes_the_sum_unknown() -> None:
+    ledger = Ledger()
+    one = grant(ledger, reserved("GPU-a", milli=500, memory=200))
+    usage = look(ledger, one, replace(gpu(), processes=(process(1, one.fence, None),)))
+    assert usage.gpus["GPU-a"].memory_used_bytes is None
+    assert usage.overused is None
+
+
+def test_idle_is_said_only_when_every_gpu_is_known_to_be() -> None:
+    ledger = Ledger()
+    one = grant(ledger, reserved("GPU-a"), reserved("GPU-b", index=1))
+    quiet, other = gpu(utilization=IDLE_PERCENT - 0.1), gpu("GPU-b", index=1, utilization=0.0)
+    assert look(ledger, one, quiet, other).idle is True
+    assert look(ledger, one, quiet, replace(other, utilization_percent=IDLE_PERCENT)).idle is False
+    assert look(ledger, one, quiet, replace(other, utilization_percent=None)).idle is None
+    assert look(ledger, one, quiet, replace(other, processes=(process(1, one.fence),))).idle is False
+    assert look(ledger, one, quiet).idle is None
+
+
+def test_stale_readings_tell_nothing() -> None:
+    ledger = Ledger()
+    one = grant(ledger, reserved("GPU-a", memory=100))
+    assert look(ledger, one, gpu(), now=NOW + 3.1) == Usage({}, None, None)

@@ -1,0 +1,241 @@
+"""Callers in the queue, on virtual time: served when something comes free, in time or not at all, and never forgotten."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from gpuscale.allocator.model import State
+from gpuscale.allocator.queueing import waiting
+from gpuscale.allocator.queueing.model import Place, Quota, Reason, Rules
+from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
+from tests.support.queue_site import queue_site
+from tests.support.queue_world import wish
+
+pytestmark = pytest.mark.looptime
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def followed(watch: AsyncGenerator[Place | str]) -> list[Place | str]:
+    """All that is told."""
+    async with aclosing(watch) as told:
+        return [one async for one in told]
+
+
+async def test_a_release_serves_who_waits_at_once() -> None:
+    async with queue_site(n0=1) as site:
+        held = await site.grant(wish("held", ttl=1000))
+        call = asyncio.create_task(site.waiting.wait(wish("w"), 100))
+        await asyncio.sleep(10)
+        await site.release(held)
+        await site.settle()
+        granted = site.ledger.get(await call)
+        assert now() == 10
+        assert (granted.request_id, granted.state) == ("w", State.ACTIVE)
+
+
+async def test_the_end_of_a_lease_serves_who_waits() -> None:
+    async with queue_site(n0=1) as site:
+        await site.grant(wish("held", ttl=20))
+        await site.waiting.wait(wish("w"), 100)
+        assert 20 <= now() < 20.5
+
+
+async def test_nobody_is_looked_at_while_nothing_changes() -> None:
+    async with queue_site(n0=1) as site:
+        held = await site.grant(wish("held", ttl=5000))
+        call = asyncio.create_task(site.waiting.wait(wish("w"), 4000))
+        await asyncio.sleep(1)
+        before = site.placer.placements
+        await asyncio.sleep(3000)
+        assert site.placer.placements == before
+        await site.release(held)
+        await call
+
+
+async def test_the_wait_ends_when_it_is_over() -> None:
+    async with queue_site(n0=1) as site:
+        await site.grant(wish("held", ttl=1000))
+        with pytest.raises(ResourceExhaustedError) as error:
+            await site.waiting.wait(wish("w"), 7.5)
+        assert now() == pytest.approx(7.5, abs=0.01)
+        assert error.value.reason == "WAIT_TIMEOUT"
+        assert "no room" in error.value.message
+        assert error.value.metadata["last_reason"] == "NO_CAPACITY"
+
+
+async def test_who_goes_away_leaves_the_queue_at_once() -> None:
+    async with queue_site(n0=2) as site:
+        held = [await site.grant(wish(name, ttl=1000)) for name in ("a", "b")]
+        big = asyncio.create_task(site.waiting.wait(wish("big", 2), 100))
+        small = asyncio.create_task(site.waiting.wait(wish("small"), 100))
+        await asyncio.sleep(1)
+        await site.release(held[0])
+        await site.settle()
+        assert not small.done()
+        big.cancel()
+        await site.settle()
+        assert site.ledger.get(await small).request_id == "small"
+        assert now() == 1
+        assert big.cancelled()
+
+
+async def test_a_repeated_request_stands_in_the_same_place() -> None:
+    async with queue_site(n0=1) as site:
+        held = await site.grant(wish("held", ttl=1000))
+        calls = [asyncio.create_task(site.waiting.wait(wish("w"), 100)) for _ in range(3)]
+        await asyncio.sleep(1)
+        assert len(site.queue) == 1
+        calls[0].cancel()
+        await site.settle()
+        assert site.waiting.knows(wish("w"))
+        await site.release(held)
+        assert await calls[1] == await calls[2]
+
+
+async def test_a_request_id_that_waits_is_not_another_requests() -> None:
+    async with queue_site(n0=1) as site:
+        await site.grant(wish("held", ttl=1000))
+        call = asyncio.create_task(site.waiting.wait(wish("w"), 3))
+        await asyncio.sleep(1)
+        other = wish("w", 2)
+        object.__setattr__(other, "fingerprint", "other")
+        with pytest.raises(AlreadyExistsError):
+            site.waiting.knows(other)
+        with pytest.raises(ResourceExhaustedError):
+            await call
+
+
+async def test_a_grant_to_a_caller_who_vanished_is_found_by_the_repetition() -> None:
+    async with queue_site(n0=1) as site:
+        held = await site.grant(wish("held", ttl=1000))
+        call = asyncio.create_task(site.waiting.wait(wish("w"), 100))
+        await asyncio.sleep(1)
+        closed = site.ledger.close(held, State.RELEASED, now=now(), wall=site.clock.wall())
+        await site.commits.end([closed])
+        while site.ledger.replay("w", "w") is None:
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.sleep(1)
+        found = site.ledger.replay("w", "w")
+        assert found
+        assert found.state is State.ACTIVE
+        await asyncio.sleep(100)
+        assert site.ledger.get(found.id).state is State.EXPIRED
+
+
+async def test_whoever_asks_at_once_does_not_pass_those_who_wait() -> None:
+    async with queue_site(n0=1) as site:
+        held = await site.grant(wish("held", ttl=1000))
+        call = asyncio.create_task(site.waiting.wait(wish("w"), 100))
+        await asyncio.sleep(1)
+        site.ledger.settle(site.ledger.close(held, State.RELEASED, now=now(), wall=site.clock.wall()))
+        site.changes.room(["n0"])
+        assert not isinstance(site.waiting.look(wish("quick"), now()), waiting.Pick)
+        assert site.ledger.get(await call).request_id == "w"
+
+
+async def test_a_raised_quota_serves_who_waits() -> None:
+    async with queue_site(n0=2) as site:
+        site.quotas["t"] = Quota("t", 1000)
+        await site.grant(wish("held", ttl=1000))
+        call = asyncio.create_task(site.waiting.wait(wish("w"), 100))
+        await asyncio.sleep(1)
+        assert not call.done()
+        site.quotas["t"] = Quota("t", 2000)
+        site.changes.room(())
+        await call
+        assert now() == 1
+
+
+async def test_news_of_the_place_until_the_grant() -> None:
+    async with queue_site(n0=1) as site:
+        held = await site.grant(wish("held", ttl=1000))
+        first = asyncio.create_task(site.waiting.wait(wish("first"), 100))
+        await asyncio.sleep(1)
+        second = asyncio.create_task(followed(site.waiting.watch(wish("second"), 100)))
+        await asyncio.sleep(1)
+        await site.release(held)
+        await asyncio.sleep(1)
+        await site.release(site.ledger.get(await first))
+        news = await second
+        places = [one for one in news if isinstance(one, Place)]
+        assert [one.position for one in places] == [1, 0]
+        assert {one.obstacle.reason for one in places} == {Reason.NO_CAPACITY}
+        assert places[1].start
+        assert site.ledger.get(str(news[-1])).request_id == "second"
+
+
+async def test_the_stream_ends_when_the_wait_is_over() -> None:
+    async with queue_site(n0=1) as site:
+        await site.grant(wish("held", ttl=1000))
+        with pytest.raises(ResourceExhaustedError) as error:
+            await followed(site.waiting.watch(wish("w"), 5))
+        assert error.value.reason == "WAIT_TIMEOUT"
+        assert now() == pytest.approx(5, abs=0.01)
+
+
+async def test_calls_that_wait_leave_room_for_calls_that_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MOST_CALLS", 1)
+    async with queue_site(n0=1) as site:
+        held = await site.grant(wish("held", ttl=1000))
+        call = asyncio.create_task(site.waiting.wait(wish("w"), 100))
+        await asyncio.sleep(1)
+        with pytest.raises(ResourceExhaustedError) as error:
+            await site.waiting.wait(wish("more"), 100)
+        assert error.value.reason == "QUEUE_FULL"
+        await site.release(held)
+        await call
+
+
+async def test_a_victim_is_told_ends_after_the_grace_and_makes_room() -> None:
+    async with queue_site(Rules(min_runtime=60, grace=30), n0=1) as site:
+        victim = await site.grant(wish("victim", ttl=1000, preemptible=True))
+        call = asyncio.create_task(
+            site.waiting.wait(wish("urgent", priority=5, may_preempt=True, tenant="ops"), 500)
+        )
+        await asyncio.sleep(59)
+        assert site.ledger.get(victim.id).revoke_at is None
+        await asyncio.sleep(2)
+        told = site.ledger.get(victim.id)
+        assert told.revoke_at == pytest.approx(90, abs=0.1)
+        assert told.end_reason == "preempted for a request of ops with priority 5"
+        await call
+        assert 90 <= now() < 90.6
+        assert site.ledger.get(victim.id).state is State.CANCELLED
+
+
+async def test_a_revocation_that_cannot_be_written_is_tried_again() -> None:
+    async with queue_site(Rules(min_runtime=0, grace=30), n0=1) as site:
+        victim = await site.grant(wish("victim", ttl=1000, preemptible=True))
+        site.disk.broken = True
+        call = asyncio.create_task(site.waiting.wait(wish("urgent", priority=5, may_preempt=True), 500))
+        await asyncio.sleep(0.5)
+        assert site.ledger.get(victim.id).revoke_at is None
+        site.disk.broken = False
+        await call
+        assert 31 <= now() < 32
+        assert site.ledger.get(victim.id).state is State.CANCELLED
+
+
+async def test_many_who_wait_are_served_in_order() -> None:
+    """Each GPU that comes free goes to the next in line, to one only, until all were served."""
+    async with queue_site(n0=64) as site:
+        held = [await site.grant(wish(f"held-{index}", ttl=1e5)) for index in range(64)]
+        calls = [
+            asyncio.create_task(site.waiting.wait(wish(f"w{index}", ttl=1e5), 1e4)) for index in range(200)
+        ]
+        served: list[str] = []
+        while len(served) < 200:
+            await asyncio.sleep(1)
+            for one in held:
+                await site.release(one)
+            await site.settle()
+            held = list(site.ledger.reservations(ended=False))
+            served += [one.request_id for one in held]
+        assert served == [f"w{index}" for index in range(200)]
+        await asyncio.gather(*calls)
