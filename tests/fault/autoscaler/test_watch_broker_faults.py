@@ -1,7 +1,7 @@
 """A queue watcher while its broker is killed, restarted, frozen, and polled for long."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -105,9 +105,9 @@ async def test_connections_channels_and_tasks_stay_the_same_over_hundreds_of_pol
     polls = 0
     read = VirtualHostReader.read
 
-    async def counted(reader: VirtualHostReader, queues: Iterable[str], publish: Publish) -> None:
+    async def counted(reader: VirtualHostReader, targets: Collection[QueueTarget], publish: Publish) -> None:
         nonlocal polls
-        await read(reader, queues, publish)
+        await read(reader, targets, publish)
         polls += 1
 
     monkeypatch.setattr(VirtualHostReader, "read", counted)

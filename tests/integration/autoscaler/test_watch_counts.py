@@ -5,12 +5,18 @@ from urllib.parse import quote
 from uuid import uuid4
 
 import httpx
+import pytest
 from aio_pika.abc import AbstractIncomingMessage
 
-from gpuscale.autoscaler.queues.brokers import BrokerSettings
-from gpuscale.autoscaler.queues.model import QueueState
+from gpuscale.autoscaler.queues.brokers import Broker, BrokerSettings
+from gpuscale.autoscaler.queues.management import ManagementClient
+from gpuscale.autoscaler.queues.model import QueueReading, QueueState, Rates
+from gpuscale.autoscaler.queues.rates import QueueRates
+from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl
+from tests.support.clock import ManualClock
 from tests.support.ports import free_port
+from tests.support.prometheus import FakePrometheus, serving
 from tests.support.queue_watching import broker_settings, shows, spec, watching
 from tests.support.rabbitmq import RabbitBroker
 from tests.support.rabbitmq_queues import (
@@ -21,6 +27,7 @@ from tests.support.rabbitmq_queues import (
     publish,
     unique_queue_name,
 )
+from tests.support.waiting import eventually
 
 
 def request_id() -> str:
@@ -159,3 +166,99 @@ async def test_virtual_hosts_are_read_apart(tmp_path: Path, rabbitmq: RabbitBrok
             await watchers.create("team", spec(queue, virtual_host=host), request_id=request_id())
             await shows(watchers, "root", QueueState.OK, ready=4, consumers=0)
             await shows(watchers, "team", QueueState.OK, ready=0, consumers=0)
+
+
+async def test_several_queues_and_all_that_match_are_read_as_one(
+    tmp_path: Path, rabbitmq: RabbitBroker
+) -> None:
+    prefix = unique_queue_name("many")
+    for number in range(3):
+        await declare_queue(rabbitmq, f"{prefix}-{number}")
+        await publish(rabbitmq, f"{prefix}-{number}", number + 1)
+    async with watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers:
+        await watchers.create("two", spec(f"{prefix}-0", f"{prefix}-2"), request_id=request_id())
+        await watchers.create("all", spec(rf"{prefix}-\d", pattern=True), request_id=request_id())
+        await watchers.create("none", spec(f"{prefix}-x.*", pattern=True), request_id=request_id())
+        assert (await shows(watchers, "two", QueueState.OK, ready=4, unacked=0)).queue_count == 2
+        await shows(watchers, "all", QueueState.OK, ready=6, unacked=0, queue_count=3)
+        assert "no queue matches" in (await shows(watchers, "none", QueueState.NOT_FOUND)).message
+        async with held_messages(rabbitmq, f"{prefix}-2", 2):
+            await shows(watchers, "all", QueueState.OK, ready=4, unacked=2)
+        await delete_queue(rabbitmq, f"{prefix}-2")
+        await shows(watchers, "two", QueueState.NOT_FOUND, ready=None)
+        await shows(watchers, "all", QueueState.OK, ready=3, queue_count=2)
+    async with watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers:
+        await shows(watchers, "all", QueueState.OK, ready=3, queue_count=2)
+
+
+async def test_rates_are_known_once_the_broker_has_statistics_for_those_who_want_them(
+    tmp_path: Path, rabbitmq: RabbitBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes some seconds to have them; until then they are unknown, and not 0."""
+    monkeypatch.setattr("gpuscale.autoscaler.queues.rates.RATES_PERIOD", 0.2)
+    queue = unique_queue_name()
+    await declare_queue(rabbitmq, queue)
+    async with watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers:
+        await watchers.create("jobs", spec(queue, rates=True), request_id=request_id())
+        await watchers.create("plain", spec(queue), request_id=request_id())
+        assert (await shows(watchers, "jobs", QueueState.OK, ready=0)).rates is None
+
+        def known() -> QueueReading | None:
+            found = watchers.reading("jobs")
+            return found if found is not None and found.rates is not None else None
+
+        rates = (await eventually(known, timeout=60)).rates
+        assert rates is not None
+        assert (rates.published, rates.delivered) == (0.0, 0.0)
+        assert (await shows(watchers, "plain", QueueState.OK, ready=0)).rates is None
+
+
+async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answers are those of RabbitMQ 3.10."""
+    canned = FakePrometheus()
+    canned.answer = (
+        '[{"name":"new"},{"messages":0,"name":"idle"},{"message_stats":{"publish_details":{"rate":12.4},'
+        '"deliver_get_details":{"rate":3.0}},"messages":200,"name":"jobs"}]'
+    )
+    async with serving(canned) as url:
+        address = SecretUrl(url.replace("http://", "http://user:word@"))
+        client = ManagementClient(
+            Broker("default", SecretUrl("amqp://user:word@localhost"), address), address
+        )
+        try:
+            clock = ManualClock()
+            rates = QueueRates(client, "a/b", clock)
+            assert await rates.refresh() is None
+            assert "GET /api/queues/a%2Fb?columns=name%2Cmessages" in canned.requests[0][0]
+            assert (rates.of("new"), rates.of("gone")) == (None, None)
+            assert rates.of("idle") == Rates(0.0, 0.0, clock.now())
+            assert rates.of("jobs") == Rates(12.4, 3.0, clock.now())
+            assert await rates.refresh() is None
+            assert len(canned.requests) == 1  # it is not time
+            monkeypatch.setattr("gpuscale.autoscaler.queues.rates.RATES_PERIOD", 0.0)
+            rates = QueueRates(client, "a/b", clock)
+            await rates.refresh()
+            canned.status = "500 Oops"
+            failure = await rates.refresh()
+            assert failure is not None
+            assert failure.state is QueueState.ERROR
+            assert rates.of("jobs") is None
+        finally:
+            await client.close()
+
+
+async def test_patterns_and_rates_need_the_management_api(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
+    brokers = {"default": broker_settings(rabbitmq, management=False)}
+    async with watching(tmp_path, brokers) as watchers:
+        for wanted in (spec("jobs.*", pattern=True), spec("jobs", rates=True)):
+            with pytest.raises(FailedPreconditionError) as caught:
+                await watchers.create("jobs", wanted, request_id=request_id())
+            assert caught.value.reason == "NO_MANAGEMENT_API"
+    settings = broker_settings(rabbitmq)
+    nowhere = SecretUrl(f"http://user:secret-canary@127.0.0.1:{free_port()}")
+    broken = BrokerSettings(amqp_url=settings.amqp_url, management_url=nowhere)
+    async with watching(tmp_path, {"default": broken}) as watchers:
+        await watchers.create("jobs", spec("jobs.*", pattern=True), request_id=request_id())
+        await shows(watchers, "jobs", QueueState.UNREACHABLE, ready=None)

@@ -7,10 +7,13 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from sqlalchemy import Connection
 from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.queues import watcher_store
 from gpuscale.autoscaler.queues.brokers import BrokerSettings
+from gpuscale.autoscaler.queues.model import WatchSpec
 from gpuscale.autoscaler.queues.watcher_servicer import QueueWatcherServicer
 from gpuscale.autoscaler.queues.watchers import open_watchers
 from gpuscale.common.auth import Authenticator
@@ -231,3 +234,61 @@ async def test_a_name_that_amqp_cannot_carry_is_refused(
         with pytest.raises(InvalidArgumentError) as caught:
             await watchers.create("watchers/jobs", **spec)
         assert [violation.field for violation in caught.value.violations] == [f"queue_watcher.spec.{field}"]
+
+
+async def test_a_watcher_of_several_queues_or_of_a_pattern_comes_back_as_it_was_written(
+    tmp_path: Path,
+) -> None:
+    async with service(tmp_path) as watchers:
+        several = await watchers.create("watchers/several", "", queues=["a", "b"])
+        assert (list(several.spec.queues), several.spec.queue) == (["a", "b"], "")
+    async with service(tmp_path) as watchers:
+        assert (await watchers.get("watchers/several")).spec == several.spec
+        several.spec.queues[:] = ["a"]
+        assert (await watchers.update(several)).spec.queue == "a"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "queue_watcher.spec.queue"),
+        ({"queues": ["a"], "queue_pattern": "a"}, "queue_watcher.spec.queue"),
+        ({"queue_pattern": "(a+)+"}, "queue_watcher.spec.queue_pattern"),
+        ({"queues": ["a", "\u00e9" * 128]}, "queue_watcher.spec.queues"),
+    ],
+)
+async def test_a_watcher_that_does_not_say_what_to_watch_is_refused(
+    tmp_path: Path, fields: dict[str, object], field: str
+) -> None:
+    async with service(tmp_path) as watchers:
+        with pytest.raises(InvalidArgumentError) as caught:
+            await watchers.create("watchers/jobs", "", **fields)
+        assert [one.field for one in caught.value.violations] == [field]
+
+
+async def test_patterns_and_rates_are_refused_without_a_management_api(tmp_path: Path) -> None:
+    async with service(tmp_path) as watchers:
+        for queue, fields in (("", {"queue_pattern": "jobs.*"}), ("jobs", {"rates": True})):
+            with pytest.raises(FailedPreconditionError) as caught:
+                await watchers.create("watchers/jobs", queue, **fields)
+            assert caught.value.reason == "NO_MANAGEMENT_API"
+
+
+async def test_watchers_of_the_first_schema_are_taken_over(tmp_path: Path) -> None:
+    """It knew neither patterns nor rates."""
+    path = tmp_path / "old.db"
+    metadata = SQLModel.metadata
+    async with Store.open(path, metadata, name="autoscaler", version=1) as state:
+
+        def as_it_was(connection: Connection) -> None:
+            for column in ("pattern", "rates"):
+                connection.exec_driver_sql(f"ALTER TABLE watcherrow DROP COLUMN {column}")
+            connection.exec_driver_sql(
+                "INSERT INTO watcherrow VALUES ('jobs', 'default', '/', 'q', 2.5, 'e', 0, 'r', 'f')"
+            )
+
+        await state.write(as_it_was)
+    migrations = {1: watcher_store.add_patterns_and_rates}
+    async with Store.open(path, metadata, name="autoscaler", version=2, migrations=migrations) as state:
+        [found] = await state.read(watcher_store.load)
+    assert found.watcher.spec == WatchSpec("default", "/", ("q",), interval=2.5)

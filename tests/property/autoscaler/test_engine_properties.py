@@ -4,20 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gpuscale.autoscaler.engine import evaluate, order
-from gpuscale.autoscaler.model import (
-    Comparator,
-    EndpointSpec,
-    Observation,
-    ObservationStatus,
-    ReplicaTemplate,
-    Rule,
-    Stage,
-    StepRule,
-)
+from gpuscale.autoscaler.engine import order
+from gpuscale.autoscaler.model import EndpointSpec, Observation, ObservationStatus, ReplicaTemplate, Stage
 from gpuscale.autoscaler.queues.model import QueueReading, QueueState
-from gpuscale.autoscaler.signals import observe
-from tests.support.autoscaler_values import NOW, observed, signal
+from gpuscale.autoscaler.rules import Comparator, Rule, StepRule
+from tests.support.autoscaler_values import NOW, evaluate, observe, observed, signal
 
 SIGNALS = ("s0", "s1", "s2")
 counts = st.integers(0, 40)

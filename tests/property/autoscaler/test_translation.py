@@ -4,32 +4,110 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.autoscaler.model import (
-    Comparator,
     EndpointSpec,
+    GpuSignal,
+    HostSignal,
+    OnMissing,
+    PrometheusSignal,
+    PushedSignal,
     QueueCount,
     QueueSignal,
+    ReplicaSignal,
     ReplicaTemplate,
-    Rule,
     Signal,
-    StepRule,
+    WaitingSignal,
 )
+from gpuscale.autoscaler.rules import (
+    BandRule,
+    BoundMode,
+    Combine,
+    Comparator,
+    Direction,
+    DrainRule,
+    ForecastModel,
+    ForecastRule,
+    FormulaRule,
+    Pace,
+    PanicRule,
+    Period,
+    RateLimit,
+    RatioRule,
+    Rule,
+    ScalingMode,
+    ScheduleRule,
+    StepRule,
+    TargetRule,
+    TargetType,
+    ThresholdRule,
+)
+from gpuscale.autoscaler.series import Aggregation
 from gpuscale.autoscaler.translate import spec_from_wire, spec_to_wire
 
 ids = st.from_regex(r"[a-z0-9]([a-z0-9._-]{0,8}[a-z0-9])?", fullmatch=True)
-seconds = st.none() | st.integers(0, 10**6).map(lambda n: n / 4)
+lengths = st.integers(1, 10**6).map(lambda n: n / 4)
+seconds = st.none() | lengths
 counts = st.integers(0, 1000)
-signals = st.builds(Signal, ids, st.builds(QueueSignal, ids, st.sampled_from(QueueCount)), seconds)
-steps = st.builds(StepRule, st.sampled_from(Comparator), st.floats(allow_nan=False), st.integers(-99, 99))
+some = st.integers(1, 1000)
+numbers = st.floats(allow_nan=False)
+node_sets = st.frozensets(ids, max_size=3)
+sources = st.one_of(
+    st.builds(QueueSignal, ids, st.sampled_from(QueueCount)),
+    st.builds(GpuSignal, ids, node_sets, st.booleans()),
+    st.builds(HostSignal, ids, node_sets),
+    st.builds(PushedSignal, ids),
+    st.builds(ReplicaSignal, ids),
+    st.builds(PrometheusSignal, ids, ids),
+    st.builds(WaitingSignal, st.just("") | ids),
+)
+signals = st.builds(
+    Signal,
+    ids,
+    sources,
+    seconds,
+    across=st.sampled_from(Aggregation),
+    window=seconds,
+    over_window=st.sampled_from(Aggregation),
+    on_missing=st.sampled_from(OnMissing),
+    last_ttl=lengths,
+    activation_threshold=numbers,
+)
+minutes = st.integers(0, 1439)
+periods = st.builds(Period, st.frozensets(st.integers(1, 7)), minutes, st.integers(0, 1440), counts)
+kinds = st.one_of(
+    st.builds(StepRule, st.sampled_from(Comparator), numbers, st.integers(-99, 99)),
+    st.builds(BandRule, st.none() | numbers, st.none() | numbers, some, some),
+    st.builds(RatioRule, numbers, numbers, st.booleans(), st.booleans()),
+    st.builds(ThresholdRule, numbers, numbers, some),
+    st.builds(TargetRule, numbers, st.sampled_from(TargetType), numbers, numbers),
+    st.builds(PanicRule, numbers, numbers, lengths, seconds, numbers, numbers, numbers),
+    st.builds(
+        DrainRule, lengths, seconds, numbers, numbers, st.just("") | ids, st.just("") | ids, lengths, numbers
+    ),
+    st.builds(ScheduleRule, st.lists(periods, max_size=3).map(tuple), st.sampled_from(["UTC", "Asia/Tokyo"])),
+    st.builds(ForecastRule, numbers, st.sampled_from(ForecastModel), seconds, lengths),
+    st.builds(FormulaRule, ids),
+)
 rules = st.builds(
     Rule,
     id=ids,
     signal=ids,
-    kind=steps,
+    kind=kinds,
     disabled=st.booleans(),
     priority=st.integers(-9, 9),
     cooldown=seconds,
     min_replicas=st.none() | counts,
     max_replicas=st.none() | counts,
+    direction=st.sampled_from(Direction),
+    bound_mode=st.sampled_from(BoundMode),
+)
+limits = st.builds(RateLimit, lengths, some, st.none()) | st.builds(RateLimit, lengths, st.none(), numbers)
+paces = st.builds(
+    Pace,
+    seconds,
+    st.lists(limits, max_size=2).map(tuple),
+    st.booleans(),
+    st.booleans(),
+    st.just(0.0) | lengths,
 )
 templates = st.builds(
     ReplicaTemplate,
@@ -51,6 +129,11 @@ specs = st.builds(
     rules=st.lists(rules, max_size=3).map(tuple),
     tick=seconds,
     paused=st.booleans(),
+    combine=st.sampled_from(Combine),
+    up=paces,
+    down=paces,
+    mode=st.sampled_from(ScalingMode),
+    bound_mode=st.sampled_from(BoundMode),
 )
 
 

@@ -1,9 +1,9 @@
 """The record of an evaluation, in one line and in full."""
 
 from gpuscale.autoscaler.decisions import Outcome, afterwards, compose, sameness
-from gpuscale.autoscaler.engine import evaluate, order
+from gpuscale.autoscaler.engine import order
 from gpuscale.autoscaler.model import Code, Decision, Stage, Step
-from tests.support.autoscaler_values import NOW, down, endpoint, observed, seen, spec, up
+from tests.support.autoscaler_values import NOW, down, endpoint, evaluate, observed, seen, spec, up
 
 WANTED = spec(up(step=2), down())
 

@@ -4,9 +4,18 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.engine import evaluate, order
-from gpuscale.autoscaler.model import Code, EndpointSpec, Evaluation, Observation, ObservationStatus, Stage
-from tests.support.autoscaler_values import NOW, down, observed, seen, signal, spec, up
+from gpuscale.autoscaler.engine import order
+from gpuscale.autoscaler.model import (
+    Code,
+    EndpointSpec,
+    Evaluation,
+    HostSignal,
+    Observation,
+    ObservationStatus,
+    Signal,
+    Stage,
+)
+from tests.support.autoscaler_values import NOW, down, evaluate, observed, seen, signal, spec, up
 
 
 def run(wanted: EndpointSpec, before: int, *observations: Observation, **more: Any) -> Evaluation:
@@ -158,3 +167,11 @@ def test_a_persons_order() -> None:
     assert [(step.stage, step.code, step.text) for step in evaluation.steps] == [
         (Stage.MANUAL, Code.SET, "set to 5 by ada")
     ]
+
+
+def test_what_counts_no_work_need_not_prove_that_none_is_left() -> None:
+    """A temperature beside an empty queue keeps no replica."""
+    warm = Signal("warmth", HostSignal("cpu_percent"))
+    wanted = spec(down(step=-1), signals=[signal(), warm])
+    assert run(wanted, 1, seen(0), seen(40.0, "warmth")).wanted == 0
+    assert run(wanted, 1, seen(1), seen(40.0, "warmth")).wanted == 1

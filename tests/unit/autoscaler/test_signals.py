@@ -4,8 +4,7 @@ import pytest
 
 from gpuscale.autoscaler.model import ObservationStatus, QueueCount
 from gpuscale.autoscaler.queues.model import QueueReading, QueueState
-from gpuscale.autoscaler.signals import observe
-from tests.support.autoscaler_values import NOW, reading, signal
+from tests.support.autoscaler_values import NOW, observe, reading, signal
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,19 @@
 
 import pytest
 
-from gpuscale.autoscaler.model import Code, ObservationStatus, Rule
-from gpuscale.autoscaler.policies import Vote, apply_rule
-from tests.support.autoscaler_values import NOW, down, rule, seen, up
+from gpuscale.autoscaler.model import Code, Observation, ObservationStatus
+from gpuscale.autoscaler.policies.apply import apply_rule as apply
+from gpuscale.autoscaler.policies.outcome import RuleOutcome, Vote
+from gpuscale.autoscaler.rules import Rule
+from tests.support.autoscaler_values import NOW, down, inputs, rule, seen, up
+
+
+def apply_rule(
+    one: Rule, before: int, observation: Observation | None, last_change: float | None, now: float
+) -> RuleOutcome:
+    shown = () if observation is None else (observation,)
+    last = {} if last_change is None else {one.id: last_change}
+    return apply(one, inputs(before, *shown, last_changes=last, now=now))
 
 
 @pytest.mark.parametrize(

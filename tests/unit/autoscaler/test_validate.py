@@ -4,7 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.autoscaler.model import EndpointSpec, Rule
+from gpuscale.autoscaler.model import EndpointSpec
+from gpuscale.autoscaler.rules import (
+    BandRule,
+    DrainRule,
+    FormulaRule,
+    Kind,
+    Pace,
+    PanicRule,
+    Period,
+    RateLimit,
+    RatioRule,
+    Rule,
+    ScheduleRule,
+    TargetRule,
+    ThresholdRule,
+)
 from gpuscale.autoscaler.validate import violations
 from tests.support.autoscaler_values import down, rule, signal, spec, up
 
@@ -13,9 +28,16 @@ def fields(wanted: EndpointSpec) -> list[str]:
     return [violation.field for violation in violations(wanted)]
 
 
+def kind(one: Kind) -> EndpointSpec:
+    """A spec of one rule of that kind."""
+    return spec(Rule("r", "queue", one))
+
+
 def test_a_sound_spec() -> None:
     assert violations(spec(up(), down(), low=1, high=1)) == []
     assert violations(spec(low=0, high=0)) == []
+    assert violations(kind(DrainRule(5.0, busy_signal="queue", rate_signal="queue"))) == []
+    assert violations(spec(Rule("r", "", FormulaRule("max(replicas, 2)")), signals=[])) == []
 
 
 @pytest.mark.parametrize(
@@ -28,6 +50,27 @@ def test_a_sound_spec() -> None:
         (spec(up("a"), up("b", "> 1"), up("a", "> 2")), "endpoint.spec.rules[2].id"),
         (spec(signals=[signal("s"), signal("s")]), "endpoint.spec.signals[1].id"),
         (spec(up("a", "> 5"), down("b", "< 8")), "endpoint.spec.rules[1].step.threshold"),
+        (kind(BandRule()), "endpoint.spec.rules[0].band.high"),
+        (kind(BandRule(5.0, 4.0)), "endpoint.spec.rules[0].band.high"),
+        (kind(RatioRule(1.0, 2.0)), "endpoint.spec.rules[0].ratio.down_below"),
+        (kind(ThresholdRule(1.0, 2.0)), "endpoint.spec.rules[0].threshold.down_at"),
+        (
+            kind(PanicRule(1.0, stable_window=5.0, panic_window=6.0)),
+            "endpoint.spec.rules[0].panic.panic_window",
+        ),
+        (kind(DrainRule(5.0)), "endpoint.spec.rules[0].drain.service_time"),
+        (kind(DrainRule(5.0, busy_signal="queue")), "endpoint.spec.rules[0].drain.service_time"),
+        (kind(DrainRule(5.0, 1.0, busy_signal="no")), "endpoint.spec.rules[0].drain.busy_signal"),
+        (kind(DrainRule(5.0, 1.0, rate_signal="no")), "endpoint.spec.rules[0].drain.rate_signal"),
+        (kind(ScheduleRule((), "Mars/Olympus")), "endpoint.spec.rules[0].schedule.time_zone"),
+        (
+            kind(ScheduleRule((Period(frozenset(), 5, 5, 1),))),
+            "endpoint.spec.rules[0].schedule.periods[0].end",
+        ),
+        (kind(FormulaRule("__import__('os')")), "endpoint.spec.rules[0].formula.expression"),
+        (kind(FormulaRule("queue + nothing")), "endpoint.spec.rules[0].formula.expression"),
+        (spec(Rule("r", "", TargetRule(1.0)), signals=[signal()]), "endpoint.spec.rules[0].signal"),
+        (spec(up=Pace(limits=(RateLimit(5.0),))), "endpoint.spec.up.limits[0].replicas"),
     ],
 )
 def test_the_field_at_fault_is_named(wanted: EndpointSpec, field: str) -> None:

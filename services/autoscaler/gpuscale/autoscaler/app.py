@@ -1,27 +1,40 @@
 """The autoscaler put together: store, queue watchers, adapters, leases, reconciler, and the services that are registered."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import TypeVar
 
 import grpc
 
-from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler import replica_store, store
 from gpuscale.autoscaler.acting import Actor
 from gpuscale.autoscaler.adapter_servicer import AdapterServicer
+from gpuscale.autoscaler.backtest_servicer import BacktestServicer
+from gpuscale.autoscaler.backtests import Runs
 from gpuscale.autoscaler.decision_log import DecisionLog
 from gpuscale.autoscaler.decision_servicer import DecisionServicer
+from gpuscale.autoscaler.endpoint_rules import EndpointRules
 from gpuscale.autoscaler.endpoint_servicer import EndpointServicer
 from gpuscale.autoscaler.endpoints import Endpoints
+from gpuscale.autoscaler.evaluations import Evaluations
+from gpuscale.autoscaler.followers import Followers
+from gpuscale.autoscaler.gathering.metric_servicer import MetricServicer
+from gpuscale.autoscaler.gathering.opening import open_sources
 from gpuscale.autoscaler.hub import AdapterHub
+from gpuscale.autoscaler.keda_servicer import registration as keda_registration
 from gpuscale.autoscaler.leases import LeaseKeeper
+from gpuscale.autoscaler.preset_servicer import PresetServicer
+from gpuscale.autoscaler.queues import watcher_store
 from gpuscale.autoscaler.queues.watcher_servicer import QueueWatcherServicer
 from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
 from gpuscale.autoscaler.queues.watchers import QueueWatchers, open_watchers
 from gpuscale.autoscaler.reconciler import Reconciler, Rooms
 from gpuscale.autoscaler.reservations import Reservations
+from gpuscale.autoscaler.rule_servicer import RuleServicer
 from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.autoscaler.sources import SignalSources
 from gpuscale.autoscaler.wakes import Wakes
 from gpuscale.common.clock import Clock
 from gpuscale.common.lifecycle import TaskScope
@@ -29,30 +42,40 @@ from gpuscale.common.server import Registration
 from gpuscale.common.store import Store
 
 DATABASE = "autoscaler.db"
+_MIGRATIONS = {1: watcher_store.add_patterns_and_rates}
 _PACKAGE = "gpuscale.api.autoscaler.v1"
+_Servicer = TypeVar("_Servicer")
 
 
 @asynccontextmanager
 async def open_autoscaler(
-    settings: AutoscalerSettings, *, allocator: grpc.aio.Channel, clock: Clock
+    settings: AutoscalerSettings, *, fleet: grpc.aio.Channel, allocator: grpc.aio.Channel, clock: Clock
 ) -> AsyncGenerator[tuple[Registration, ...]]:
     """Run the autoscaler and yield what a server is to serve.
 
-    The caller holds the lock on `settings.data_dir` and owns the channel to the allocator.
+    The caller holds the lock on `settings.data_dir` and owns the channels to the fleet and the allocator.
 
     Raises:
-        FailedPreconditionError: the stored state is damaged or of another version, or a broker is configured wrongly.
+        FailedPreconditionError: the stored state is damaged or of another version, or a broker or Prometheus server is
+            configured wrongly.
         UnavailableError: the stored state cannot be used now.
     """
     path = settings.data_dir / DATABASE
     uses = WatcherUses()
     async with (
-        Store.open(path, store.METADATA, name="autoscaler", version=store.VERSION) as state,
+        Store.open(
+            path, store.METADATA, name="autoscaler", version=store.VERSION, migrations=_MIGRATIONS
+        ) as state,
         open_watchers(state, settings.brokers, clock, uses.of) as watchers,
+        open_sources(
+            watchers.reading, settings.prometheus, fleet=fleet, allocator=allocator, clock=clock
+        ) as sources,
     ):
         starts = await _begin(state, clock, uses)
         async with TaskScope() as scope:
-            yield _assemble(state, watchers, starts, allocator=allocator, clock=clock, uses=uses, scope=scope)
+            yield _assemble(
+                state, watchers, sources, starts, allocator=allocator, clock=clock, uses=uses, scope=scope
+            )
 
 
 async def _begin(state: Store, clock: Clock, uses: WatcherUses) -> int:
@@ -69,6 +92,7 @@ async def _begin(state: Store, clock: Clock, uses: WatcherUses) -> int:
 def _assemble(
     state: Store,
     watchers: QueueWatchers,
+    sources: SignalSources,
     starts: int,
     *,
     allocator: grpc.aio.Channel,
@@ -77,43 +101,64 @@ def _assemble(
     scope: TaskScope,
 ) -> tuple[Registration, ...]:
     """Put the parts together and start their tasks."""
-    wakes = Wakes()
+    wakes, followers = Wakes(), Followers()
     hub = AdapterHub(state, clock, starts, wakes)
     reservations = Reservations(allocator)
     keeper = LeaseKeeper(state, reservations, clock, hub, wakes)
     actor = Actor(state, clock, hub, reservations)
-    rooms = Rooms(state, clock, watchers.reading, hub, actor, keeper, uses)
+    rooms = Rooms(state, clock, sources, hub, actor, keeper, uses, followers)
     endpoints = Endpoints(
         state,
         clock,
         watcher_exists=lambda watcher: watchers.reading(watcher) is not None,
+        prometheus=sources.prometheus.keys(),
         hub=hub,
         wakes=wakes,
         uses=uses,
+        followers=followers,
     )
     scope.spawn("renew leases", keeper.renew_forever())
     scope.spawn("release leases", keeper.release_forever())
-    scope.spawn("reconcile endpoints", Reconciler(rooms, wakes).run())
+    reconciler = Reconciler(rooms, wakes)
+    evaluations = Evaluations(state, clock, sources=sources, hub=hub, past=reconciler.past)
+    scope.spawn("reconcile endpoints", reconciler.run())
     return (
-        Registration(
-            f"{_PACKAGE}.EndpointService",
-            partial(autoscaler_api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints)),
+        *_of_endpoints(endpoints, EndpointRules(endpoints, state, clock)),
+        _registration(
+            "QueueWatcherService",
+            api.add_QueueWatcherServiceServicer_to_server,
+            QueueWatcherServicer(watchers, clock),
         ),
-        Registration(
-            f"{_PACKAGE}.QueueWatcherService",
-            partial(
-                autoscaler_api.add_QueueWatcherServiceServicer_to_server,
-                QueueWatcherServicer(watchers, clock),
-            ),
+        _registration(
+            "MetricService",
+            api.add_MetricServiceServicer_to_server,
+            MetricServicer(sources.reported, state, clock),
         ),
-        Registration(
-            f"{_PACKAGE}.DecisionService",
-            partial(
-                autoscaler_api.add_DecisionServiceServicer_to_server, DecisionServicer(DecisionLog(state))
-            ),
+        _registration(
+            "DecisionService",
+            api.add_DecisionServiceServicer_to_server,
+            DecisionServicer(DecisionLog(state), evaluations),
         ),
-        Registration(
-            f"{_PACKAGE}.AdapterService",
-            partial(autoscaler_api.add_AdapterServiceServicer_to_server, AdapterServicer(hub, scope)),
+        _registration(
+            "AdapterService", api.add_AdapterServiceServicer_to_server, AdapterServicer(hub, scope)
         ),
+        keda_registration(state, followers),
     )
+
+
+def _of_endpoints(endpoints: Endpoints, rules: EndpointRules) -> tuple[Registration, ...]:
+    """What says how endpoints scale, and tries it out."""
+    return (
+        _registration(
+            "EndpointService", api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints)
+        ),
+        _registration("RuleService", api.add_RuleServiceServicer_to_server, RuleServicer(rules)),
+        _registration("PresetService", api.add_PresetServiceServicer_to_server, PresetServicer()),
+        _registration("BacktestService", api.add_BacktestServiceServicer_to_server, BacktestServicer(Runs())),
+    )
+
+
+def _registration(
+    service: str, add: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer
+) -> Registration:
+    return Registration(f"{_PACKAGE}.{service}", partial(add, servicer))

@@ -1,7 +1,7 @@
 """What users do with endpoints: create, change, scale, delete, look."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from gpuscale.autoscaler import decision_log, decision_store, endpoint_changes, replica_store, store
 from gpuscale.autoscaler.decision_store import StoredDecision
+from gpuscale.autoscaler.followers import Followers
 from gpuscale.autoscaler.hub import AdapterHub
 from gpuscale.autoscaler.model import Endpoint, EndpointSpec
 from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
@@ -33,9 +34,11 @@ class Endpoints:
         store: the autoscaler's store.
         clock: what times are noted by.
         watcher_exists: whether there is a queue watcher of that id.
+        prometheus: names of the Prometheus servers that there are.
         hub: tells which adapters are heard of.
         wakes: told which endpoints changed.
         uses: told which watchers they read.
+        followers: told at once, where the reconciler may be busy.
     """
 
     def __init__(
@@ -44,16 +47,20 @@ class Endpoints:
         clock: Clock,
         *,
         watcher_exists: Callable[[str], bool],
+        prometheus: Collection[str],
         hub: AdapterHub,
         wakes: Wakes,
         uses: WatcherUses,
+        followers: Followers,
     ) -> None:
         self._store = store
         self._clock = clock
         self._watcher_exists = watcher_exists
+        self._prometheus = prometheus
         self._hub = hub
         self._wakes = wakes
         self._uses = uses
+        self._followers = followers
         self._changing = asyncio.Lock()
 
     async def create(
@@ -64,7 +71,7 @@ class Endpoints:
         Raises:
             AlreadyExistsError: the id is taken, or the request id was used for another endpoint.
             InvalidArgumentError: the spec contradicts itself.
-            FailedPreconditionError: a signal names a watcher that does not exist.
+            FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist.
         """
         wall = self._clock.wall()
         made = Endpoint(endpoint_id, spec, _new_etag(), spec.min_replicas, wall, wall)
@@ -96,7 +103,7 @@ class Endpoints:
             NotFoundError: no such endpoint.
             AbortedError: it was changed since that etag was read.
             InvalidArgumentError: the new spec contradicts itself.
-            FailedPreconditionError: a signal names a watcher that does not exist, or the endpoint is being deleted.
+            FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist, or the endpoint is being deleted.
         """
         async with self._changing:
             before = await self._store.read(partial(endpoint_changes.find, endpoint_id=endpoint_id))
@@ -183,6 +190,12 @@ class Endpoints:
             raise FailedPreconditionError(
                 f"there is no {names}", reason="WATCHER_NOT_FOUND", metadata={"names": names}
             )
+        if unknown := ", ".join(sorted(spec.prometheus_servers - set(self._prometheus))):
+            raise FailedPreconditionError(
+                f"the configuration names no prometheus {unknown}",
+                reason="UNKNOWN_PROMETHEUS",
+                metadata={"names": unknown},
+            )
 
     async def _write_spec(self, endpoint: Endpoint, work: Callable[[Connection], None]) -> None:
         """Store a spec; its watchers count as read from before it is stored, so that none goes meanwhile."""
@@ -201,6 +214,7 @@ class Endpoints:
             return await self._store.write(work)
         finally:
             self._wakes.call(endpoint_id, evaluate=evaluate)
+            self._followers.tell(endpoint_id)
 
     async def _view(self, endpoint: Endpoint) -> EndpointView:
         [view] = await self._views([endpoint])

@@ -1,61 +1,81 @@
 """What all rules together, a person's order and the endpoint's bounds make of the count. Pure: time is an argument.
 
-Rules are combined to the safest: any that wants more wins, with the largest count; else one that holds wins over those
-that want less; else the least reduction (the order of Nomad's checks and of the HPA: up, hold, down). Bounds come last
-and clamp, whoever asked. An unknown signal, or a replica that nobody has heard of, never lowers the count.
+    activate -> rules -> combine -> pace -> zero gate -> bounds
+
+Bounds come last and clamp, whoever asked. An unknown signal, or a replica that nobody has heard of, never lowers the
+count. A count outside of its bounds is repaired whatever the rules and their signals say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from gpuscale.autoscaler.model import Code, EndpointSpec, Evaluation, Observation, Stage, Step
-from gpuscale.autoscaler.policies import RuleOutcome, Vote, apply_rule, in_order
+from gpuscale.autoscaler.combine import Combined, combine
+from gpuscale.autoscaler.model import (
+    Code,
+    EndpointSpec,
+    Evaluation,
+    Observation,
+    ObservationStatus,
+    QueueSignal,
+    Signal,
+    Stage,
+    Step,
+)
+from gpuscale.autoscaler.pace import Memory, Paced, longest, paced
+from gpuscale.autoscaler.policies.apply import apply_rule, in_order
+from gpuscale.autoscaler.policies.outcome import Burst, Inputs, RuleOutcome
+from gpuscale.autoscaler.rules import BoundMode, ScalingMode
 
-Limited = tuple[Step, Code | None]
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An evaluation, and what is to be remembered for the next."""
+
+    evaluation: Evaluation
+    memory: Memory
+    bursts: Mapping[str, Burst]
 
 
 def evaluate(
-    spec: EndpointSpec,
-    before: int,
-    observations: Mapping[str, Observation],
-    last_changes: Mapping[str, float],
-    now: float,
-    unknown_replicas: int = 0,
-) -> Evaluation:
+    spec: EndpointSpec, inputs: Inputs, memory: Memory | None = None, unknown_replicas: int = 0
+) -> Result:
     """One evaluation.
 
     Args:
         spec: what is wanted of the endpoint.
-        before: replicas aimed at until now.
-        observations: what the signals showed, by signal id; one that is absent is missing.
-        last_changes: when each rule last changed the count, by rule id, on the clock of `now`.
-        now: seconds on a clock that only grows.
+        inputs: what rules go by.
+        memory: what was remembered since the last; None remembers from now on.
         unknown_replicas: live replicas whose adapter has not been heard of.
     """
+    memory = Memory(inputs.now) if memory is None else memory
+    before = inputs.before
     outcomes: list[RuleOutcome] = []
-    if not spec.paused:
-        outcomes = [
-            apply_rule(rule, before, observations.get(rule.signal), last_changes.get(rule.id), now)
-            for rule in in_order(spec.rules)
-        ]
-    combined, held_by = _combine(spec, before, outcomes, unknown_replicas)
-    floor, not_empty = _zero_gate(spec, before, combined.after, observations)
+    asleep = None if spec.paused else _asleep(spec, inputs)
+    if not spec.paused and asleep is None:
+        outcomes = [apply_rule(rule, inputs) for rule in in_order(spec.rules)]
+    combined = _combined(spec, before, outcomes, unknown_replicas, asleep)
+    pace = paced(spec.up, spec.pace_down, before, combined.step.after, memory, inputs.now)
+    floor, not_empty = _zero_gate(spec, before, pace.count, inputs.observations)
     bounds, clamped_by = _bound(spec, before, floor)
-    wanted = bounds.after
-    return Evaluation(
+    shadow = _shadow(spec, before, bounds.after)
+    wanted = shadow.after if shadow else bounds.after
+    after_rules = [combined.step, *pace.steps, *filter(None, (not_empty,)), bounds, *filter(None, (shadow,))]
+    seen = inputs.observations
+    evaluation = Evaluation(
         before=before,
         wanted=wanted,
-        observations=tuple(observations[signal.id] for signal in spec.signals if signal.id in observations),
-        steps=(
-            *(outcome.step for outcome in outcomes),
-            combined,
-            *([not_empty] if not_empty else []),
-            bounds,
-        ),
-        effective=_effective(outcomes, combined, wanted),
-        limited_by=clamped_by or (not_empty.code if not_empty else held_by),
+        observations=tuple(seen[signal.id] for signal in spec.signals if signal.id in seen),
+        steps=(*(one.step for one in outcomes), *after_rules),
+        effective=_effective(combined, wanted),
+        limited_by=_limit(combined, pace, not_empty, clamped_by, shadow),
+        asked=combined.step.after,
     )
+    keep = longest(spec.up, spec.pace_down)
+    kept = memory.noted(inputs.now, combined.step.after, before, wanted, keep)
+    bursts = {one.rule: one.burst for one in outcomes if one.burst is not None}
+    return Result(evaluation, kept, bursts)
 
 
 def order(before: int, replicas: int, who: str) -> Evaluation:
@@ -64,72 +84,99 @@ def order(before: int, replicas: int, who: str) -> Evaluation:
     return Evaluation(before, replicas, (), (step,))
 
 
-def _combine(
-    spec: EndpointSpec, before: int, outcomes: Sequence[RuleOutcome], unknown_replicas: int
-) -> Limited:
-    def step(code: Code, after: int, text: str) -> Step:
-        return Step(Stage.COMBINE, code, before, after, text)
+def _asleep(spec: EndpointSpec, inputs: Inputs) -> Step | None:
+    """With no replicas rules are read only while some signal is above its activation threshold, where one is set."""
+    guarded = [signal for signal in spec.signals if signal.activation_threshold > 0]
+    if inputs.before > 0 or not guarded or any(_active(signal, inputs) for signal in guarded):
+        return None
+    names = ", ".join(f"{signal.id} > {signal.activation_threshold:g}" for signal in guarded)
+    return Step(Stage.ACTIVATE, Code.INACTIVE, inputs.before, inputs.before, f"waits for {names}")
 
+
+def _active(signal: Signal, inputs: Inputs) -> bool:
+    seen = inputs.observations.get(signal.id)
+    if seen is None or seen.value is None or seen.status is not ObservationStatus.OK:
+        return False
+    return seen.value > signal.activation_threshold
+
+
+def _combined(
+    spec: EndpointSpec,
+    before: int,
+    outcomes: Sequence[RuleOutcome],
+    unknown_replicas: int,
+    asleep: Step | None,
+) -> Combined:
     if spec.paused:
-        return step(Code.PAUSED, before, "paused: rules change nothing"), Code.PAUSED
-    limited = next((outcome for outcome in outcomes if outcome.limited), None)
-    limited_by = limited.step.code if limited else None
-    up = [outcome for outcome in outcomes if outcome.vote is Vote.UP]
-    if up:
-        best = max(up, key=lambda outcome: outcome.step.after)  # the first of equals
-        own_limit = best.step.code if best.limited else None
-        return step(Code.UP, best.step.after, f"{best.rule} wants the most"), own_limit
-    holding = next((outcome for outcome in outcomes if outcome.vote is Vote.HOLD), None)
-    if holding:
-        return step(Code.HELD, before, f"{holding.rule} holds: {holding.step.text}"), holding.step.code
-    down = [outcome for outcome in outcomes if outcome.vote is Vote.DOWN]
-    if down and unknown_replicas:
-        text = f"no scale-in while {unknown_replicas} replicas have not been heard of"
-        return step(Code.REPLICAS_UNKNOWN, before, text), Code.REPLICAS_UNKNOWN
-    if down:
-        best = max(down, key=lambda outcome: outcome.step.after)
-        own_limit = best.step.code if best.limited else None
-        return step(Code.DOWN, best.step.after, f"{best.rule} wants the least reduction"), own_limit
-    return step(Code.NO_CHANGE, before, "no rule wants a change"), limited_by
+        step = Step(Stage.COMBINE, Code.PAUSED, before, before, "paused: rules change nothing")
+        return Combined(step, Code.PAUSED)
+    if asleep is not None:
+        return Combined(asleep, Code.INACTIVE)
+    return combine(spec.combine, before, outcomes, unknown_replicas)
 
 
 def _zero_gate(
     spec: EndpointSpec, before: int, after: int, observations: Mapping[str, Observation]
 ) -> tuple[int, Step | None]:
-    """Rules lead to zero only where every queue is freshly proven empty: nothing waiting, nothing in hand."""
+    """Rules lead to zero only where every queue is freshly proven empty: nothing waiting, nothing in hand.
+
+    Signals that count no work, such as a temperature, prove nothing and are not asked.
+    """
     if after > 0 or before <= 0 or spec.min_replicas > 0:
         return after, None
-    doubtful = [s.id for s in spec.signals if s.id not in observations or not observations[s.id].proven_empty]
+    queues = [signal.id for signal in spec.signals if isinstance(signal.source, QueueSignal)]
+    doubtful = [name for name in queues if name not in observations or not observations[name].proven_empty]
     if not doubtful:
         return after, None
     text = f"kept at 1: not proven that no work is left ({', '.join(doubtful)})"
     return 1, Step(Stage.BOUNDS, Code.NOT_PROVEN_EMPTY, after, 1, text)
 
 
-def _bound(spec: EndpointSpec, before: int, asked: int) -> Limited:
-    """Clamp to the endpoint's min and max; max wins where a stored spec has them crossed."""
-    after = min(max(asked, spec.min_replicas), spec.max_replicas)
-    within = f"{spec.min_replicas}-{spec.max_replicas}"
+def _bound(spec: EndpointSpec, before: int, asked: int) -> tuple[Step, Code | None]:
+    """Hold the count to the endpoint's min and max; max wins where a stored spec has them crossed."""
+    least, most = spec.min_replicas, spec.max_replicas
+    after = min(max(asked, least), most)
+    within = f"{least}-{most}"
 
-    def step(code: Code, text: str) -> Step:
-        return Step(Stage.BOUNDS, code, asked, after, text)
+    def step(code: Code, text: str, to: int = after) -> tuple[Step, Code | None]:
+        return Step(Stage.BOUNDS, code, asked, to, text), None if code is Code.WITHIN_BOUNDS else code
 
     if after == asked:
-        return step(Code.WITHIN_BOUNDS, f"within {within}"), None
+        return step(Code.WITHIN_BOUNDS, f"within {within}")
+    inside = least <= before <= most
+    if spec.bound_mode is BoundMode.SKIP and inside and asked != before:
+        code = Code.SKIPPED_AT_MAX if asked > most else Code.SKIPPED_AT_MIN
+        return step(code, f"{asked} is not within {within}: skipped", before)
     if after < asked:
-        code = Code.ABOVE_MAX if before > spec.max_replicas else Code.CLAMPED_TO_MAX
-        return step(code, f"max_replicas is {spec.max_replicas}"), code
-    code = Code.BELOW_MIN if before < spec.min_replicas else Code.CLAMPED_TO_MIN
-    return step(code, f"min_replicas is {spec.min_replicas}"), code
+        return step(
+            Code.ABOVE_MAX if before > most else Code.CLAMPED_TO_MAX, f"max_replicas is {spec.max_replicas}"
+        )
+    return step(
+        Code.BELOW_MIN if before < least else Code.CLAMPED_TO_MIN, f"min_replicas is {spec.min_replicas}"
+    )
 
 
-def _effective(outcomes: Sequence[RuleOutcome], combined: Step, wanted: int) -> frozenset[str]:
+def _shadow(spec: EndpointSpec, before: int, after: int) -> Step | None:
+    """In shadow mode the count stays, and the decision says what it would be; bounds are kept even so."""
+    if spec.mode is not ScalingMode.SHADOW or after == before:
+        return None
+    kept = min(max(before, spec.min_replicas), spec.max_replicas)
+    if kept == after:
+        return None
+    return Step(Stage.BOUNDS, Code.SHADOWED, after, kept, f"in shadow mode: {after} would be wanted")
+
+
+def _limit(
+    combined: Combined, pace: Paced, not_empty: Step | None, clamped_by: Code | None, shadow: Step | None
+) -> Code | None:
+    """The last thing that held the count back."""
+    if shadow is not None:
+        return shadow.code
+    return clamped_by or (not_empty.code if not_empty else None) or pace.limited_by or combined.limited_by
+
+
+def _effective(combined: Combined, wanted: int) -> frozenset[str]:
     """Rules that asked for what the combination took, if the count moved their way at all."""
-    before = combined.before
-    if combined.code is Code.UP and wanted > before:
-        vote = Vote.UP
-    elif combined.code is Code.DOWN and wanted < before:
-        vote = Vote.DOWN
-    else:
-        return frozenset()
-    return frozenset(o.rule for o in outcomes if o.vote is vote and o.step.after == combined.after)
+    before, asked = combined.step.before, combined.step.after
+    moved = (asked > before and wanted > before) or (asked < before and wanted < before)
+    return combined.taken if moved else frozenset()

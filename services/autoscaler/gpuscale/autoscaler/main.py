@@ -37,8 +37,9 @@ async def serve(settings: AutoscalerSettings, stop: asyncio.Event) -> None:
     with DirectoryLock(settings.data_dir):
         address = server.bind()
         async with (
+            settings.open_channel(settings.fleet_address) as fleet,
             settings.open_channel(settings.allocator_address) as allocator,
-            open_autoscaler(settings, allocator=allocator, clock=SystemClock()) as registrations,
+            open_autoscaler(settings, fleet=fleet, allocator=allocator, clock=SystemClock()) as registrations,
         ):
             server.add(*registrations)
             async with server:

@@ -7,45 +7,37 @@ reading: neither is ever zero.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum, StrEnum
 
+from gpuscale.autoscaler.rules import (
+    PROPORTIONAL,
+    PROPORTIONAL_STABILIZATION,
+    UNPACED,
+    BoundMode,
+    Combine,
+    Pace,
+    Rule,
+    ScalingMode,
+)
+from gpuscale.autoscaler.series import Aggregation
+
 DEFAULT_TICK = 15.0
 DEFAULT_MAX_AGE = 15.0
-DEFAULT_COOLDOWN = 300.0
+DEFAULT_LAST_TTL = 300.0
 DEFAULT_LEASE_TTL = 60.0
 
 
-class Comparator(Enum):
-    """How a signal is compared with a threshold; strict as named."""
-
-    LESS_THAN = "<"
-    LESS_THAN_OR_EQUAL = "<="
-    GREATER_THAN = ">"
-    GREATER_THAN_OR_EQUAL = ">="
-
-    def holds(self, value: float, threshold: float) -> bool:
-        """Whether `value` compares true with `threshold`."""
-        return _COMPARE[self](value, threshold)
-
-
-_COMPARE: Mapping[Comparator, Callable[[float, float], bool]] = {
-    Comparator.LESS_THAN: operator.lt,
-    Comparator.LESS_THAN_OR_EQUAL: operator.le,
-    Comparator.GREATER_THAN: operator.gt,
-    Comparator.GREATER_THAN_OR_EQUAL: operator.ge,
-}
-
-
 class QueueCount(Enum):
-    """Which messages of a queue a signal counts."""
+    """What of a queue a signal counts: messages, or messages a second."""
 
     READY = "ready"
     UNACKED = "unacked"
     TOTAL = "ready + unacked"
+    RATE_IN = "published a second"
+    RATE_OUT = "delivered a second"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,46 +48,84 @@ class QueueSignal:
     count: QueueCount
 
 
+class OnMissing(Enum):
+    """What a signal counts as while it cannot be had."""
+
+    HOLD = "hold"
+    LAST = "last"
+    ZERO = "zero"
+    IGNORE = "ignore"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSignal:
+    """A reading of GPUs: of some nodes by id, of all, or of those that the endpoint's own ready replicas hold."""
+
+    metric: str
+    nodes: frozenset[str] = frozenset()
+    own_replicas: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostSignal:
+    """A reading of hosts: of some nodes by id, or of all."""
+
+    metric: str
+    nodes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PushedSignal:
+    """A metric that was reported for the endpoint as a whole."""
+
+    metric: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSignal:
+    """A metric that each replica reports."""
+
+    metric: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrometheusSignal:
+    """A query to a Prometheus server, by its name in the settings."""
+
+    server: str
+    query: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingSignal:
+    """Requests that wait for GPUs at the allocator: of one tenant, or of all where it is empty."""
+
+    tenant: str = ""
+
+
+Source = (
+    QueueSignal | GpuSignal | HostSignal | PushedSignal | ReplicaSignal | PrometheusSignal | WaitingSignal
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Signal:
     """A measured input of an endpoint."""
 
     id: str
-    source: QueueSignal
+    source: Source
     max_age: float | None = None
+    across: Aggregation = Aggregation.AVG
+    window: float | None = None
+    over_window: Aggregation = Aggregation.AVG
+    on_missing: OnMissing = OnMissing.HOLD
+    last_ttl: float = DEFAULT_LAST_TTL
+    activation_threshold: float = 0.0
 
     @property
     def oldest(self) -> float:
         """Oldest value that counts, in seconds."""
         return DEFAULT_MAX_AGE if self.max_age is None else self.max_age
-
-
-@dataclass(frozen=True, slots=True)
-class StepRule:
-    """Adds `step` replicas (takes them away where it is negative) while the signal compares true."""
-
-    comparator: Comparator
-    threshold: float
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One scaling rule. Its own bounds clamp what this rule leads to, and nothing else."""
-
-    id: str
-    signal: str
-    kind: StepRule
-    disabled: bool = False
-    priority: int = 0
-    cooldown: float | None = None
-    min_replicas: int | None = None
-    max_replicas: int | None = None
-
-    @property
-    def rest(self) -> float:
-        """Least seconds between two changes by this rule; over when exactly that much has passed."""
-        return DEFAULT_COOLDOWN if self.cooldown is None else self.cooldown
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +158,19 @@ class EndpointSpec:
     rules: tuple[Rule, ...] = ()
     tick: float | None = None
     paused: bool = False
+    combine: Combine = Combine.SAFEST
+    up: Pace = UNPACED
+    down: Pace = UNPACED
+    mode: ScalingMode = ScalingMode.ACTIVE
+    bound_mode: BoundMode = BoundMode.CLAMP
+
+    @property
+    def pace_down(self) -> Pace:
+        """How fast the count may shrink, with the stabilization that holds where none is stated."""
+        if self.down.stabilization is not None:
+            return self.down
+        proportional = any(isinstance(rule.kind, PROPORTIONAL) and not rule.disabled for rule in self.rules)
+        return replace(self.down, stabilization=PROPORTIONAL_STABILIZATION if proportional else 0.0)
 
     @property
     def period(self) -> float:
@@ -137,7 +180,14 @@ class EndpointSpec:
     @property
     def watchers(self) -> frozenset[str]:
         """Ids of the queue watchers that its signals read."""
-        return frozenset(signal.source.watcher for signal in self.signals)
+        sources = (signal.source for signal in self.signals)
+        return frozenset(source.watcher for source in sources if isinstance(source, QueueSignal))
+
+    @property
+    def prometheus_servers(self) -> frozenset[str]:
+        """Names of the Prometheus servers that its signals query."""
+        sources = (signal.source for signal in self.signals)
+        return frozenset(source.server for source in sources if isinstance(source, PrometheusSignal))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +214,12 @@ class ObservationStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a signal showed. `proven_empty`: a fresh reading shows that no work is left, waiting or in hand."""
+    """What a signal showed.
+
+    `proven_empty`: a fresh reading shows that no work is left, waiting or in hand. `ignored`: it cannot be had, and is to
+    be left out then. `silent_count`: sources, such as replicas, that said nothing and are not to be left out;
+    `told_count`: those that did. `across`: how their values became one.
+    """
 
     signal: str
     status: ObservationStatus
@@ -172,13 +227,33 @@ class Observation:
     age: float | None = None
     detail: str = ""
     proven_empty: bool = False
+    ignored: bool = False
+    silent_count: int = 0
+    told_count: int = 0
+    across: Aggregation = Aggregation.AVG
+
+    def with_silent_at(self, value: float) -> float:
+        """What it would show if the silent ones said `value`; of a 95th percentile, the most that could be."""
+        own = 0.0 if self.value is None else self.value
+        silent, told = self.silent_count, self.told_count
+        match self.across:
+            case Aggregation.AVG:
+                return (own * told + value * silent) / (told + silent)
+            case Aggregation.SUM:
+                return own + value * silent
+            case Aggregation.MIN:
+                return min(own, value)
+            case Aggregation.MAX | Aggregation.P95:
+                return max(own, value)
 
 
 class Stage(Enum):
     """Part of an evaluation, in the order they run."""
 
+    ACTIVATE = 8
     RULE = 1
     COMBINE = 2
+    PACE = 7
     BOUNDS = 3
     MANUAL = 4
     GPU = 5
@@ -196,15 +271,30 @@ class Code(StrEnum):
     SIGNAL_MISSING = "SIGNAL_MISSING"
     SIGNAL_STALE = "SIGNAL_STALE"
     SIGNAL_INVALID = "SIGNAL_INVALID"
+    SOURCES_SILENT = "SOURCES_SILENT"
     CLAMPED_TO_RULE_MIN = "CLAMPED_TO_RULE_MIN"
     CLAMPED_TO_RULE_MAX = "CLAMPED_TO_RULE_MAX"
+    SIGNAL_IGNORED = "SIGNAL_IGNORED"
+    WINDOW_NOT_FULL = "WINDOW_NOT_FULL"
+    WRONG_WAY = "WRONG_WAY"
+    SKIPPED = "SKIPPED"
+    # Stage.ACTIVATE
+    INACTIVE = "INACTIVE"
     # Stage.COMBINE
+    FLOOR = "FLOOR"
     UP = "UP"
     DOWN = "DOWN"
     HELD = "HELD"
     NO_CHANGE = "NO_CHANGE"
     PAUSED = "PAUSED"
     REPLICAS_UNKNOWN = "REPLICAS_UNKNOWN"
+    # Stage.PACE
+    STABILIZED_UP = "STABILIZED_UP"
+    STABILIZED_DOWN = "STABILIZED_DOWN"
+    RATE_LIMITED_UP = "RATE_LIMITED_UP"
+    RATE_LIMITED_DOWN = "RATE_LIMITED_DOWN"
+    ENDPOINT_COOLDOWN = "ENDPOINT_COOLDOWN"
+    DIRECTION_DISABLED = "DIRECTION_DISABLED"
     # Stage.BOUNDS
     WITHIN_BOUNDS = "WITHIN_BOUNDS"
     CLAMPED_TO_MIN = "CLAMPED_TO_MIN"
@@ -212,6 +302,9 @@ class Code(StrEnum):
     BELOW_MIN = "BELOW_MIN"
     ABOVE_MAX = "ABOVE_MAX"
     NOT_PROVEN_EMPTY = "NOT_PROVEN_EMPTY"
+    SKIPPED_AT_MIN = "SKIPPED_AT_MIN"
+    SKIPPED_AT_MAX = "SKIPPED_AT_MAX"
+    SHADOWED = "SHADOWED"
     # Stage.MANUAL
     SET = "SET"
     # Stage.GPU
@@ -245,7 +338,8 @@ class Evaluation:
     """What rules and bounds make of an endpoint.
 
     `effective` names the rules whose change took effect: their cooldown starts, and is saved with the new count.
-    `limited_by` is the code of what held the count back; None where nothing did.
+    `limited_by` is the code of what held the count back; None where nothing did. `asked` is what the rules came to,
+    before pace and bounds.
     """
 
     before: int
@@ -254,6 +348,7 @@ class Evaluation:
     steps: tuple[Step, ...]
     effective: frozenset[str] = frozenset()
     limited_by: Code | None = None
+    asked: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from uuid import uuid4
 
 from gpuscale.autoscaler import decision_log, decision_store, replica_store, store
 from gpuscale.autoscaler.decisions import Outcome, afterwards, compose
-from gpuscale.autoscaler.engine import evaluate
-from gpuscale.autoscaler.model import Code, Endpoint, Evaluation, Stage, Step
-from gpuscale.autoscaler.planning import Plan, crash_delay, plan
-from gpuscale.autoscaler.queues.model import QueueReading
+from gpuscale.autoscaler.engine import Result, evaluate
+from gpuscale.autoscaler.model import Code, Endpoint, Evaluation, Observation, Stage, Step
+from gpuscale.autoscaler.planning import Plan, crash_delay, plan, startup_seconds
+from gpuscale.autoscaler.policies.outcome import Inputs
+from gpuscale.autoscaler.remembered import Remembered
 from gpuscale.autoscaler.replicas import Moment, Replica, ReplicaState, asked_to_stop
-from gpuscale.autoscaler.signals import observe
 from gpuscale.autoscaler.store import Connection
 
 _ID_LENGTH = 12
@@ -30,14 +30,16 @@ class Facts:
     Attributes:
         at: the moment of the pass.
         live: ids of the adapters that are heard of.
-        readings: what the queue watchers read last, by id.
+        observations: what the endpoint's signals show, by id.
+        past: what is remembered of the endpoint.
         evaluate: whether rules are read, or only the number wanted is acted on.
         etag: of the spec that the readings were gathered for.
     """
 
     at: Moment
     live: frozenset[str]
-    readings: Mapping[str, QueueReading | None]
+    observations: Mapping[str, Observation]
+    past: Remembered
     evaluate: bool
     etag: str
 
@@ -56,6 +58,7 @@ class Pass:
         delay: seconds for which no replacement starts.
         decision: id of the decision that was stored with it, if one was; it is complete unless replicas are pending.
         owing: whether reservations of replicas that ended are still to be released.
+        past: what is to be remembered of the endpoint.
     """
 
     endpoint: Endpoint
@@ -67,6 +70,7 @@ class Pass:
     delay: float
     decision: int | None
     owing: bool
+    past: Remembered
 
 
 def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | None:
@@ -82,7 +86,8 @@ def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | N
     if len(kept) - len(rows) > replica_store.KEPT:
         replica_store.prune(connection, endpoint_id)
     silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live
-    evaluation = _evaluate(connection, endpoint, rows, silent, facts)
+    result = _evaluate(connection, endpoint, kept, silent, facts)
+    evaluation = result.evaluation if result else None
     if evaluation is not None and evaluation.wanted != endpoint.desired:
         endpoint = replace(endpoint, desired=evaluation.wanted)
         store.save_endpoint(connection, endpoint)
@@ -112,22 +117,30 @@ def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | N
         delay=delay if planned.start else 0.0,
         decision=noted,
         owing=any(one.owes_release for one in kept),
+        past=replace(facts.past, memory=result.memory, bursts=result.bursts) if result else facts.past,
     )
 
 
 def _evaluate(
-    connection: Connection, endpoint: Endpoint, rows: Sequence[Replica], silent: frozenset[str], facts: Facts
-) -> Evaluation | None:
-    """Read the rules. A spec that changed since the readings were gathered waits for the pass that this change asks for."""
+    connection: Connection, endpoint: Endpoint, kept: Sequence[Replica], silent: frozenset[str], facts: Facts
+) -> Result | None:
+    """Read the rules. A spec that changed since its signals were read waits for the pass that this change asks for."""
     if not facts.evaluate or endpoint.deleting or endpoint.etag != facts.etag:
         return None
-    spec, now = endpoint.spec, facts.at.now
-    observations = {
-        signal.id: observe(signal, facts.readings.get(signal.source.watcher), now) for signal in spec.signals
-    }
+    rows = [one for one in kept if not one.ended]
+    inputs = Inputs(
+        before=endpoint.desired,
+        ready=sum(one.state is ReplicaState.READY for one in rows),
+        now=facts.at.now,
+        wall=facts.at.wall,
+        observations=facts.observations,
+        series=facts.past.series,
+        last_changes=store.rule_changes(connection, endpoint.id),
+        bursts=facts.past.bursts,
+        startup=startup_seconds(kept, facts.at),
+    )
     unknown = sum(1 for one in rows if one.adapter in silent)
-    changes = store.rule_changes(connection, endpoint.id)
-    return evaluate(spec, endpoint.desired, observations, changes, now, unknown)
+    return evaluate(endpoint.spec, inputs, facts.past.memory, unknown)
 
 
 def _carry_out(

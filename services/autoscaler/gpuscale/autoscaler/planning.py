@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from gpuscale.autoscaler.model import ReplicaTemplate
-from gpuscale.autoscaler.replicas import Goal, Replica, ReplicaState
+from gpuscale.autoscaler.replicas import Goal, Moment, Replica, ReplicaState
 
 MAX_PENDING = 32
 """Replicas of one endpoint that wait for GPUs or an adapter at a time; more would wait behind them anyway."""
@@ -138,3 +138,16 @@ def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> str:
     if template.gpu_count and not any(adapter.node for adapter in able):
         return f"no adapter with the template {template.template} is bound to a node, whose GPUs it could use"
     return f"the adapters with the template {template.template} run as many replicas as they may"
+
+
+def startup_seconds(replicas: Iterable[Replica], at: Moment) -> float | None:
+    """Median seconds from the decision to being ready, of the replicas that are known; None where none was ready.
+
+    Waiting for GPUs is part of it: whoever looks ahead has to look over that too.
+    """
+    took = sorted(
+        max(0.0, at.wall.timestamp() - (at.now - one.ready_at) - one.create_time.timestamp())
+        for one in replicas
+        if one.ready_at is not None
+    )
+    return took[len(took) // 2] if took else None

@@ -6,20 +6,23 @@ again later, and stops no other.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from gpuscale.autoscaler import decision_log, replica_store, store
 from gpuscale.autoscaler.acting import AGAIN, RETRY, Actor, Refusal
 from gpuscale.autoscaler.decisions import Outcome, afterwards, compose, sameness
+from gpuscale.autoscaler.followers import Followers
 from gpuscale.autoscaler.hub import AdapterHub
 from gpuscale.autoscaler.leases import LeaseKeeper
-from gpuscale.autoscaler.model import Code, Endpoint, Stage, Step
+from gpuscale.autoscaler.model import Code, Endpoint, Observation, Stage, Step
 from gpuscale.autoscaler.passes import Facts, Pass, run_pass
-from gpuscale.autoscaler.queues.model import QueueReading
 from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
+from gpuscale.autoscaler.remembered import Remembered
 from gpuscale.autoscaler.replicas import Moment, Replica, ReplicaState
+from gpuscale.autoscaler.sources import SignalSources
+from gpuscale.autoscaler.store import Connection
 from gpuscale.autoscaler.wakes import Wake, Wakes
 from gpuscale.common.backoff import Backoff
 from gpuscale.common.clock import Clock
@@ -39,11 +42,12 @@ class Rooms:
 
     store: Store
     clock: Clock
-    reading: Callable[[str], QueueReading | None]
+    sources: SignalSources
     hub: AdapterHub
     actor: Actor
     keeper: LeaseKeeper
     uses: WatcherUses
+    followers: Followers
 
 
 class Reconciler:
@@ -53,6 +57,12 @@ class Reconciler:
         self._rooms = rooms
         self._wakes = wakes
         self._limit = asyncio.Semaphore(CONCURRENT)
+        self._loops: dict[str, EndpointLoop] = {}
+
+    def past(self, endpoint_id: str) -> Remembered:
+        """What is remembered of an endpoint; nothing before its first look."""
+        loop = self._loops.get(endpoint_id)
+        return loop.past if loop is not None else Remembered()
 
     async def run(self) -> None:
         """Begin with the stored endpoints; never ends."""
@@ -64,7 +74,7 @@ class Reconciler:
                 scope.start(f"endpoint {endpoint_id}", self._keep(endpoint_id, wake))
 
     async def _keep(self, endpoint_id: str, wake: Wake) -> None:
-        loop = EndpointLoop(endpoint_id, self._rooms)
+        loop = self._loops[endpoint_id] = EndpointLoop(endpoint_id, self._rooms)
         backoff = Backoff(initial=0.5, cap=10.0)
         wait = 0.0
         while True:
@@ -81,7 +91,9 @@ class Reconciler:
             backoff.reset()
             wake.waiting = loop.waiting
             if wanted is None and not wake.called:  # gone, and not created anew meanwhile
+                del self._loops[endpoint_id]
                 self._rooms.uses.set(endpoint_id, frozenset())
+                self._rooms.sources.forget(endpoint_id)
                 self._wakes.forget(endpoint_id)
                 return
             wait = wanted or 0.0
@@ -95,8 +107,15 @@ class EndpointLoop:
         self._id = endpoint_id
         self._rooms = rooms
         self._evaluation_due = 0.0
+        self._past = Remembered()
         self._asked = True
         self._last_news = ""
+        self._wanted: int | None = None
+
+    @property
+    def past(self) -> Remembered:
+        """What is remembered of its signals and counts."""
+        return self._past
 
     async def look(self, *, evaluate: bool) -> float | None:
         """Evaluate if it is time, act, and note what came of it.
@@ -109,10 +128,12 @@ class EndpointLoop:
         """
         rooms = self._rooms
         self._asked = self._asked or evaluate or rooms.clock.now() >= self._evaluation_due
-        facts = self._facts(await rooms.store.read(partial(store.endpoint, endpoint_id=self._id)))
+        facts = self._facts(*await rooms.store.read(partial(_found, endpoint_id=self._id)))
         passed = await rooms.store.write(partial(run_pass, endpoint_id=self._id, facts=facts))
+        self._tell(passed.endpoint.desired if passed else None)
         if passed is None:
             return None
+        self._past = passed.past
         spec = passed.endpoint.spec
         rooms.uses.set(self._id, spec.watchers)
         if passed.evaluation is not None:
@@ -129,14 +150,27 @@ class EndpointLoop:
         after = await rooms.store.read(partial(replica_store.replicas, endpoint=self._id))
         return self._pause(passed, refusal, await self._note(passed, refusal, after))
 
-    def _facts(self, endpoint: Endpoint | None) -> Facts:
+    def _tell(self, wanted: int | None) -> None:
+        """Tell the followers where another number is wanted than at the last look; None: the endpoint is gone."""
+        if wanted is None or wanted != self._wanted:
+            self._wanted = wanted
+            self._rooms.followers.tell(self._id)
+
+    def _facts(self, endpoint: Endpoint | None, replicas: Sequence[Replica]) -> Facts:
         """What the pass goes by; where the endpoint is not there (yet), the pass alone finds out."""
         rooms = self._rooms
-        watchers = endpoint.spec.watchers if endpoint else frozenset[str]()
+        at = Moment(rooms.clock.now(), rooms.clock.wall())
+        observations: dict[str, Observation] = {}
+        if endpoint is not None:
+            rooms.sources.keep(endpoint.id, replicas)
+            samples = rooms.sources.sample(endpoint, replicas)
+            self._past = self._past.with_samples(endpoint.spec, samples)
+            observations = self._past.observations(endpoint.spec, samples, at.now)
         return Facts(
-            at=Moment(rooms.clock.now(), rooms.clock.wall()),
+            at=at,
             live=frozenset(facts.id for facts in rooms.hub.facts() if facts.live),
-            readings={watcher: rooms.reading(watcher) for watcher in watchers},
+            observations=observations,
+            past=self._past,
             evaluate=self._asked,
             etag=endpoint.etag if endpoint else "",
         )
@@ -173,6 +207,11 @@ class EndpointLoop:
         if not (refusal or passed.delay) and sum(one.aimed_at for one in after) < passed.endpoint.desired:
             pauses.append(AGAIN)
         return min(pauses)
+
+
+def _found(connection: Connection, endpoint_id: str) -> tuple[Endpoint | None, Sequence[Replica]]:
+    """The endpoint, and those of its replicas that have not ended."""
+    return store.endpoint(connection, endpoint_id), replica_store.replicas(connection, endpoint_id)
 
 
 def _outcome(passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) -> Outcome:

@@ -44,11 +44,13 @@ class Reservations:
         request = allocator_api.ReserveRequest(
             request_id=replica.request_id,
             holder=replica_name(replica.endpoint, replica.id),
-            gpu_count=template.gpu_count,
-            min_memory_bytes=template.min_memory_bytes,
-            max_utilization_percent=template.max_utilization_percent,
+            ask=allocator_api.Ask(
+                gpu_count=template.gpu_count,
+                min_memory_bytes=template.min_memory_bytes,
+                max_utilization_percent=template.max_utilization_percent,
+                nodes=[node_name(node) for node in replica.nodes],
+            ),
             ttl=to_duration(template.ttl),
-            nodes=[node_name(node) for node in replica.nodes],
             labels={"endpoint": endpoint_name(replica.endpoint)},
         )
         with rpc_errors():

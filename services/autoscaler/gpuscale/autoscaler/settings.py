@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from gpuscale.autoscaler.gathering.prometheus import PrometheusSettings
 from gpuscale.autoscaler.queues.brokers import BrokerSettings
 from gpuscale.common.settings import ServerSettings, UpstreamSettings
 
@@ -16,8 +17,13 @@ class AutoscalerSettings(ServerSettings, UpstreamSettings):
 
     listen: str = Field("127.0.0.1:7074", description="address to serve on, HOST:PORT")
     data_dir: Path = Field(description="directory of endpoints, replicas and decisions; one autoscaler each")
+    fleet_address: str = Field("127.0.0.1:7072", description="address of the fleet, HOST:PORT")
     allocator_address: str = Field("127.0.0.1:7073", description="address of the allocator, HOST:PORT")
     brokers: dict[str, BrokerSettings] = Field(
         default_factory=dict[str, BrokerSettings],
         description="message brokers, by the name watchers call them",
+    )
+    prometheus: dict[str, PrometheusSettings] = Field(
+        default_factory=dict[str, PrometheusSettings],
+        description="Prometheus servers, by the name signals call them",
     )

@@ -3,39 +3,38 @@
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.autoscaler.model import (
-    Comparator,
-    EndpointSpec,
-    QueueCount,
-    QueueSignal,
-    ReplicaTemplate,
-    Rule,
-    Signal,
-    StepRule,
+from gpuscale.autoscaler.model import EndpointSpec, ReplicaTemplate
+from gpuscale.autoscaler.rules import BoundMode, Combine, ScalingMode
+from gpuscale.autoscaler.translate_rules import (
+    BOUND_MODES,
+    COMBINES,
+    MODES,
+    pace_from_wire,
+    pace_to_wire,
+    rule_from_wire,
+    rule_to_wire,
 )
+from gpuscale.autoscaler.translate_signals import signal_from_wire, signal_to_wire
 from gpuscale.autoscaler.validate import SPEC
 from gpuscale.common import validation
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
-from gpuscale.common.names import ADAPTER, WATCHER, adapter_name, parse, watcher_name
+from gpuscale.common.names import ADAPTER, adapter_name, parse
 from gpuscale.common.wire import optional_seconds, to_duration
 
-COMPARATORS = {autoscaler_api.Comparator.Value(f"COMPARATOR_{one.name}"): one for one in Comparator}
-QUEUE_COUNTS = {autoscaler_api.QueueCount.Value(f"QUEUE_COUNT_{one.name}"): one for one in QueueCount}
 
-
-def spec_from_wire(wire: autoscaler_api.EndpointSpec) -> EndpointSpec:
-    """The spec of a message whose single fields have been validated.
+def spec_from_wire(wire: autoscaler_api.EndpointSpec, path: str = SPEC) -> EndpointSpec:
+    """The spec of a message whose single fields have been validated; `path` is where it stands in its request.
 
     Raises:
         InvalidArgumentError: a signal without a source, or a rule without a kind.
     """
     unset = [
-        FieldViolation(f"{SPEC}.signals[{index}].queue", "one source must be set")
+        FieldViolation(f"{path}.signals[{index}].queue", "one source must be set")
         for index, signal in enumerate(wire.signals)
         if signal.WhichOneof("source") is None
     ]
     unset += [
-        FieldViolation(f"{SPEC}.rules[{index}].step", "one kind must be set")
+        FieldViolation(f"{path}.rules[{index}].step", "one kind must be set")
         for index, rule in enumerate(wire.rules)
         if rule.WhichOneof("kind") is None
     ]
@@ -45,10 +44,17 @@ def spec_from_wire(wire: autoscaler_api.EndpointSpec) -> EndpointSpec:
         min_replicas=wire.min_replicas,
         max_replicas=wire.max_replicas,
         tick=optional_seconds(wire, "tick"),
-        signals=tuple(_signal_from_wire(signal) for signal in wire.signals),
-        rules=tuple(_rule_from_wire(rule) for rule in wire.rules),
-        template=template_from_wire(wire.template),
+        signals=tuple(
+            signal_from_wire(signal, f"{path}.signals[{i}]") for i, signal in enumerate(wire.signals)
+        ),
+        rules=tuple(rule_from_wire(rule, f"{path}.rules[{i}]") for i, rule in enumerate(wire.rules)),
+        template=template_from_wire(wire.template, path),
         paused=wire.paused,
+        combine=COMBINES.get(wire.combine, Combine.SAFEST),
+        up=pace_from_wire(wire.up),
+        down=pace_from_wire(wire.down),
+        mode=MODES.get(wire.mode, ScalingMode.ACTIVE),
+        bound_mode=BOUND_MODES.get(wire.bound_mode, BoundMode.CLAMP),
     )
 
 
@@ -57,11 +63,19 @@ def spec_to_wire(spec: EndpointSpec) -> autoscaler_api.EndpointSpec:
     wire = autoscaler_api.EndpointSpec(
         min_replicas=spec.min_replicas,
         max_replicas=spec.max_replicas,
-        signals=[_signal_to_wire(signal) for signal in spec.signals],
-        rules=[_rule_to_wire(rule) for rule in spec.rules],
+        signals=[signal_to_wire(signal) for signal in spec.signals],
+        rules=[rule_to_wire(rule) for rule in spec.rules],
         template=template_to_wire(spec.template),
         paused=spec.paused,
+        up=pace_to_wire(spec.up),
+        down=pace_to_wire(spec.down),
     )
+    if spec.combine is not Combine.SAFEST:
+        wire.combine = autoscaler_api.Combine.Value(f"COMBINE_{spec.combine.name}")
+    if spec.mode is not ScalingMode.ACTIVE:
+        wire.mode = autoscaler_api.ScalingMode.Value(f"SCALING_MODE_{spec.mode.name}")
+    if spec.bound_mode is not BoundMode.CLAMP:
+        wire.bound_mode = autoscaler_api.BoundMode.Value(f"BOUND_MODE_{spec.bound_mode.name}")
     if spec.tick is not None:
         wire.tick.CopyFrom(to_duration(spec.tick))
     return wire
@@ -87,56 +101,10 @@ def merged(
     return result.spec
 
 
-def _signal_from_wire(wire: autoscaler_api.Signal) -> Signal:
-    watcher = parse(WATCHER, wire.queue.watcher, field=f"{SPEC}.signals.queue.watcher")["watcher"]
-    source = QueueSignal(watcher, QUEUE_COUNTS[wire.queue.count])
-    return Signal(wire.id, source, optional_seconds(wire, "max_age"))
-
-
-def _signal_to_wire(signal: Signal) -> autoscaler_api.Signal:
-    queue = autoscaler_api.QueueSignal(
-        watcher=watcher_name(signal.source.watcher),
-        count=autoscaler_api.QueueCount.Value(f"QUEUE_COUNT_{signal.source.count.name}"),
-    )
-    max_age = None if signal.max_age is None else to_duration(signal.max_age)
-    return autoscaler_api.Signal(id=signal.id, queue=queue, max_age=max_age)
-
-
-def _rule_from_wire(wire: autoscaler_api.Rule) -> Rule:
-    return Rule(
-        id=wire.id,
-        signal=wire.signal,
-        kind=StepRule(COMPARATORS[wire.step.comparator], wire.step.threshold, wire.step.step),
-        disabled=wire.disabled,
-        priority=wire.priority,
-        cooldown=optional_seconds(wire, "cooldown"),
-        min_replicas=wire.min_replicas if wire.HasField("min_replicas") else None,
-        max_replicas=wire.max_replicas if wire.HasField("max_replicas") else None,
-    )
-
-
-def _rule_to_wire(rule: Rule) -> autoscaler_api.Rule:
-    step = autoscaler_api.StepRule(
-        comparator=autoscaler_api.Comparator.Value(f"COMPARATOR_{rule.kind.comparator.name}"),
-        threshold=rule.kind.threshold,
-        step=rule.kind.step,
-    )
-    return autoscaler_api.Rule(
-        id=rule.id,
-        signal=rule.signal,
-        step=step,
-        disabled=rule.disabled,
-        priority=rule.priority,
-        cooldown=None if rule.cooldown is None else to_duration(rule.cooldown),
-        min_replicas=rule.min_replicas,
-        max_replicas=rule.max_replicas,
-    )
-
-
-def template_from_wire(wire: autoscaler_api.ReplicaTemplate) -> ReplicaTemplate:
-    """The template of a message whose single fields have been validated."""
+def template_from_wire(wire: autoscaler_api.ReplicaTemplate, path: str = SPEC) -> ReplicaTemplate:
+    """The template of a message whose single fields have been validated; `path` is where its spec stands."""
     adapter = (
-        parse(ADAPTER, wire.adapter, field=f"{SPEC}.template.adapter")["adapter"] if wire.adapter else ""
+        parse(ADAPTER, wire.adapter, field=f"{path}.template.adapter")["adapter"] if wire.adapter else ""
     )
     return ReplicaTemplate(
         template=wire.template,

@@ -6,6 +6,8 @@ single queue in this way it returns no counts (rabbitmq/rabbitmq-server#10314), 
 """
 
 import asyncio
+from collections.abc import Mapping
+from typing import TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -27,7 +29,32 @@ class _Queue(BaseModel):
     messages_unacknowledged: int | None = None
 
 
+class _Rate(BaseModel):
+    rate: float = 0.0
+
+
+class _Stats(BaseModel):
+    """A queue that nobody has used for a while, or ever, has no details: its rates are 0."""
+
+    publish_details: _Rate = _Rate()
+    deliver_get_details: _Rate = _Rate()
+
+
+class _Measured(BaseModel):
+    """A queue with its statistics; where the broker collects none, there is not even the count of messages."""
+
+    name: str
+    messages: int | None = None
+    message_stats: _Stats = _Stats()
+
+
 _QUEUES = TypeAdapter(list[_Queue])
+_MEASURED = TypeAdapter(list[_Measured])
+_TOTALS = {"disable_stats": "true", "enable_queue_totals": "true"}
+_RATES = {
+    "columns": "name,messages,message_stats.publish_details.rate,message_stats.deliver_get_details.rate"
+}
+T = TypeVar("T")
 
 
 class ManagementClient:
@@ -55,28 +82,47 @@ class ManagementClient:
         Raises:
             VirtualHostError: the API cannot tell.
         """
-        queues = await self._list(virtual_host)
+        queues = await self._list(virtual_host, _TOTALS, _QUEUES)
         return {queue.name: _totals(queue) for queue in queues}
+
+    async def rates(self, virtual_host: str) -> dict[str, tuple[float, float]]:
+        """Messages a second that are published to each queue and delivered from it, by its name.
+
+        They are the broker's own statistics, which are some seconds old; a queue that these do not know is left out.
+
+        Raises:
+            VirtualHostError: the API cannot tell.
+        """
+        queues = await self._list(virtual_host, _RATES, _MEASURED)
+        return {
+            queue.name: (
+                queue.message_stats.publish_details.rate,
+                queue.message_stats.deliver_get_details.rate,
+            )
+            for queue in queues
+            if queue.messages is not None
+        }
 
     async def close(self) -> None:
         """Close its connections."""
         await self._client.aclose()
 
-    async def _list(self, virtual_host: str) -> list[_Queue]:
+    async def _list(
+        self, virtual_host: str, params: Mapping[str, str], kind: TypeAdapter[list[T]]
+    ) -> list[T]:
         try:
             async with asyncio.timeout(TIMEOUT):
-                answer = await self._get(f"queues/{quote(virtual_host, safe='')}")
+                answer = await self._get(f"queues/{quote(virtual_host, safe='')}", params)
         except (TimeoutError, httpx.TimeoutException):
             raise self._error(QueueState.TIMEOUT, f"does not answer within {TIMEOUT:g} s") from None
         except httpx.RequestError as error:
             raise self._error(QueueState.UNREACHABLE, "cannot be reached") from error
         try:
-            return _QUEUES.validate_json(answer)
+            return kind.validate_json(answer)
         except ValidationError:
             raise self._error(QueueState.ERROR, "answers something that is not a list of queues") from None
 
-    async def _get(self, path: str) -> bytes:
-        params = {"disable_stats": "true", "enable_queue_totals": "true"}
+    async def _get(self, path: str, params: Mapping[str, str]) -> bytes:
         async with self._client.stream("GET", path, params=params) as response:
             match response.status_code:
                 case httpx.codes.OK:

@@ -4,7 +4,10 @@ Ready and unacknowledged messages are counted apart, and a count that could not 
 that sees None holds (seeds/000 counted every broker error as an empty queue, and scaled in).
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -33,6 +36,15 @@ class QueueState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """Messages published to a queue and delivered from it a second, and when that was read, in seconds since boot."""
+
+    published: float
+    delivered: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class QueueReading:
     """What was read of a queue last.
 
@@ -44,6 +56,8 @@ class QueueReading:
         observed_at: seconds since boot of the last success; None before the first. It outlives a failure, the
             counts do not.
         message: why it stands as it does, without secrets; empty when there is nothing to say.
+        rates: messages a second; None when unknown.
+        queue_count: how many queues it tells of.
     """
 
     state: QueueState
@@ -52,6 +66,8 @@ class QueueReading:
     consumers: int | None = None
     observed_at: float | None = None
     message: str = ""
+    rates: Rates | None = None
+    queue_count: int = 1
 
     @property
     def total(self) -> int | None:
@@ -77,21 +93,98 @@ def failed(previous: QueueReading, failure: QueueFailure) -> QueueReading:
     return QueueReading(failure.state, observed_at=previous.observed_at, message=failure.message)
 
 
+def combined(readings: Sequence[QueueReading]) -> QueueReading:
+    """The readings of several queues added up: each sum is known where each of its parts is.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not readings:
+        raise ValueError("there is nothing to add up")
+    if len(readings) == 1:
+        return readings[0]
+    times = [one.observed_at for one in readings if one.observed_at is not None]
+    observed_at = min(times) if len(times) == len(readings) else None
+    count = sum(one.queue_count for one in readings)
+    lost = next((one for one in readings if one.state is not QueueState.OK), None)
+    if lost is not None:
+        return QueueReading(lost.state, observed_at=observed_at, message=lost.message, queue_count=count)
+    rates = [one.rates for one in readings if one.rates is not None]
+    return QueueReading(
+        QueueState.OK,
+        _total(one.ready for one in readings),
+        _total(one.unacked for one in readings),
+        _total(one.consumers for one in readings),
+        observed_at,
+        next((one.message for one in readings if one.message), ""),
+        _added(rates) if len(rates) == len(readings) else None,
+        count,
+    )
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
+
+
+def _added(rates: Sequence[Rates]) -> Rates:
+    return Rates(
+        math.fsum(one.published for one in rates),
+        math.fsum(one.delivered for one in rates),
+        min(one.at for one in rates),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class QueueTarget:
-    """One queue: the configured name of its broker, its virtual host and its name."""
+    """What is read of a broker: a queue by its name, or all whose names match a pattern.
+
+    Attributes:
+        broker: its configured name.
+        virtual_host: where the queues are.
+        queue: the name, or the pattern.
+        pattern: whether `queue` is one.
+        rates: whether rates are read too.
+    """
 
     broker: str
     virtual_host: str
     queue: str
+    pattern: bool = False
+    rates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WatchSpec:
-    """What a user wants watched, and every how many seconds."""
+    """What a user wants watched, and every how many seconds.
 
-    target: QueueTarget
+    Attributes:
+        broker: its configured name.
+        virtual_host: where the queues are.
+        queues: their names, or one pattern.
+        pattern: whether it is one.
+        rates: whether rates are read too.
+        interval: in seconds.
+    """
+
+    broker: str
+    virtual_host: str
+    queues: tuple[str, ...]
+    pattern: bool = False
+    rates: bool = False
     interval: float = DEFAULT_INTERVAL
+
+    @property
+    def targets(self) -> Sequence[QueueTarget]:
+        """What is read for it; the readings are added up."""
+        return [
+            QueueTarget(self.broker, self.virtual_host, queue, self.pattern, self.rates)
+            for queue in self.queues
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ has one more for each virtual host that is watched, and a connection with a chan
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gpuscale.autoscaler.queues.brokers import Broker
 from gpuscale.autoscaler.queues.management import ManagementClient
@@ -42,8 +42,13 @@ class BrokerSweeps:
         self._readings = {target: self._readings.get(target, PENDING) for target in intervals}
         self._intervals = intervals
         for host, reader in self._readers.items():
-            reader.keep({target.queue for target in intervals if target.virtual_host == host})
+            reader.keep([target for target in intervals if target.virtual_host == host])
         self._changed.set()
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether the broker has a management API, which patterns and rates need."""
+        return self._management is not None
 
     def reading(self, target: QueueTarget) -> QueueReading:
         """What was read of a queue last."""
@@ -70,15 +75,14 @@ class BrokerSweeps:
         some = asyncio.Semaphore(MAX_VIRTUAL_HOSTS_AT_ONCE)
         async with asyncio.TaskGroup() as group:
             for host in hosts:
-                queues = [target.queue for target in due if target.virtual_host == host]
-                group.create_task(self._read(host, queues, some), name=f"sweep {self._broker.name} {host}")
+                targets = [target for target in due if target.virtual_host == host]
+                group.create_task(self._read(host, targets, some), name=f"sweep {self._broker.name} {host}")
 
-    async def _read(self, host: str, queues: list[str], some: asyncio.Semaphore) -> None:
+    async def _read(self, host: str, targets: Sequence[QueueTarget], some: asyncio.Semaphore) -> None:
         if host not in self._readers:
             self._readers[host] = VirtualHostReader(self._broker, host, self._management, self._clock)
 
-        def publish(queue: str, result: QueueReading | QueueFailure) -> None:
-            target = QueueTarget(self._broker.name, host, queue)
+        def publish(target: QueueTarget, result: QueueReading | QueueFailure) -> None:
             previous = self._readings.get(target)
             if previous is not None:  # it may be watched no longer
                 self._readings[target] = (
@@ -86,7 +90,7 @@ class BrokerSweeps:
                 )
 
         async with some:
-            await self._readers[host].read(queues, publish)
+            await self._readers[host].read(targets, publish)
 
     async def _close_unused(self) -> None:
         for host in self._readers.keys() - {target.virtual_host for target in self._next}:

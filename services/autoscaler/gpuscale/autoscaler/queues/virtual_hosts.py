@@ -1,13 +1,14 @@
 """Reading queues of one virtual host of a broker, in the better of two ways that works.
 
 Where the broker has a management API, one request tells the ready and unacknowledged messages of all queues, and a
-passive declare adds the consumers, every few seconds. Without it, or while it fails, passive declares tell ready
-messages and consumers, and unacknowledged messages are unknown.
+passive declare adds the consumers, every few seconds; where rates are wanted another request tells those, as seldom.
+Without it, or while it fails, passive declares tell ready messages and consumers, unacknowledged messages and rates are
+unknown, and which queues match a pattern nobody knows.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 
 from gpuscale.autoscaler.queues.brokers import Broker, RetryGate, VirtualHostError
 from gpuscale.autoscaler.queues.management import ManagementClient
@@ -15,17 +16,22 @@ from gpuscale.autoscaler.queues.model import (
     QueueFailure,
     QueueReading,
     QueueState,
+    QueueTarget,
     Totals,
+    combined,
     of_declared,
     of_totals,
 )
+from gpuscale.autoscaler.queues.patterns import NamePattern
 from gpuscale.autoscaler.queues.rabbitmq import AmqpSession
+from gpuscale.autoscaler.queues.rates import QueueRates
 from gpuscale.common.clock import Clock
 from gpuscale.common.logs import get_logger
 
 CONSUMERS_PERIOD = 5.0
 
-Publish = Callable[[str, QueueReading | QueueFailure], None]
+Publish = Callable[[QueueTarget, QueueReading | QueueFailure], None]
+_Tell = Callable[[str, QueueReading | QueueFailure], None]
 _log = get_logger(__name__)
 
 
@@ -43,37 +49,87 @@ class VirtualHostReader:
         self._gate = RetryGate()
         # The consumers of each queue, or why they are unknown, and when (loop time) that was found.
         self._consumers: dict[str, tuple[int | str, float]] = {}
+        self._patterns: dict[str, NamePattern] = {}
+        self._rates = QueueRates(management, virtual_host, clock) if management else None
         self._said: dict[str, str] = {}
 
-    async def read(self, queues: Iterable[str], publish: Publish) -> None:
-        """Read the queues and publish each as soon as it is known, some twice."""
+    async def read(self, targets: Collection[QueueTarget], publish: Publish) -> None:
+        """Read the targets and publish each as soon as it is known, some twice."""
+        plain: dict[str, list[QueueTarget]] = {}
+        for target in targets:
+            if not target.pattern:
+                plain.setdefault(target.queue, []).append(target)
+
+        def tell(queue: str, result: QueueReading | QueueFailure) -> None:
+            for target in plain[queue]:
+                publish(target, self._with_rates(target, queue, result))
+
+        patterns = [target for target in targets if target.pattern]
         observed_at = self._clock.now()
         try:
             totals = await self._totals()
         except VirtualHostError as error:
-            self._say("management", error.failure)
-            unknown = f"unacknowledged messages unknown: {error.failure.message}"
-            await self._declare(queues, publish, unknown)
-            return
-        if totals is None:
-            reason = f"no management API is configured for broker {self._broker.name}"
-            await self._declare(queues, publish, f"unacknowledged messages unknown: {reason}")
+            if self._management is not None:
+                self._say("management", error.failure)
+            for target in patterns:
+                publish(target, error.failure)
+            await self._declare(plain, tell, f"unacknowledged messages unknown: {error.failure.message}")
             return
         self._say("management", None)
-        await self._publish_totals(queues, publish, totals, observed_at)
+        for target in patterns:
+            publish(target, self._matching(target, totals, observed_at))
+        await self._publish_totals(plain, tell, totals, observed_at)
+        if self._rates is not None and any(target.rates for target in targets):
+            self._say("rates", await self._rates.refresh())
 
-    def keep(self, queues: AbstractSet[str]) -> None:
-        """Forget what it knows of any other queue."""
+    def keep(self, targets: Collection[QueueTarget]) -> None:
+        """Forget what it knows of any other target."""
+        queues = {target.queue for target in targets if not target.pattern}
+        patterns = {target.queue for target in targets if target.pattern}
         self._consumers = {queue: known for queue, known in self._consumers.items() if queue in queues}
+        self._patterns = {text: known for text, known in self._patterns.items() if text in patterns}
 
     async def close(self) -> None:
         """Close its connection."""
         await self._session.close()
 
-    async def _totals(self) -> dict[str, Totals | None] | None:
-        """The counts of the management API; None where there is none."""
+    def _matching(
+        self, target: QueueTarget, totals: Mapping[str, Totals | None], observed_at: float
+    ) -> QueueReading | QueueFailure:
+        """All queues that match a pattern, as one."""
+        if target.queue not in self._patterns:
+            self._patterns[target.queue] = NamePattern(target.queue)
+        readings: list[QueueReading] = []
+        for queue in self._patterns[target.queue].of(totals):
+            found = totals[queue]
+            if found is None:
+                return QueueFailure(QueueState.ERROR, f"the broker does not count queue {queue!r} now")
+            reading = of_totals(found, observed_at, "consumers are not counted for a pattern")
+            readings.append(self._rated(target, queue, reading))
+        if not readings:
+            return QueueFailure(QueueState.NOT_FOUND, f"no queue matches {target.queue!r}")
+        return combined(readings)
+
+    def _with_rates(
+        self, target: QueueTarget, queue: str, result: QueueReading | QueueFailure
+    ) -> QueueReading | QueueFailure:
+        return result if isinstance(result, QueueFailure) else self._rated(target, queue, result)
+
+    def _rated(self, target: QueueTarget, queue: str, reading: QueueReading) -> QueueReading:
+        """A reading with the rates of its queue, where they are wanted and known."""
+        if self._rates is None or not target.rates:
+            return reading
+        return replace(reading, rates=self._rates.of(queue))
+
+    async def _totals(self) -> dict[str, Totals | None]:
+        """The counts of the management API.
+
+        Raises:
+            VirtualHostError: it cannot tell, or there is none.
+        """
         if self._management is None:
-            return None
+            text = f"no management API is configured for broker {self._broker.name}"
+            raise VirtualHostError(QueueFailure(QueueState.ERROR, text))
         loop = asyncio.get_running_loop()
         self._gate.check(loop.time())
         try:
@@ -87,7 +143,7 @@ class VirtualHostReader:
     async def _publish_totals(
         self,
         queues: Iterable[str],
-        publish: Publish,
+        publish: _Tell,
         totals: Mapping[str, Totals | None],
         observed_at: float,
     ) -> None:
@@ -131,7 +187,7 @@ class VirtualHostReader:
             self._say("amqp", None)
         return due
 
-    async def _declare(self, queues: Iterable[str], publish: Publish, unacked_unknown: str) -> None:
+    async def _declare(self, queues: Iterable[str], publish: _Tell, unacked_unknown: str) -> None:
         left = list(queues)
         while left:
             observed_at = self._clock.now()

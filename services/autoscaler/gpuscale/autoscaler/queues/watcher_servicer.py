@@ -9,13 +9,13 @@ from gpuscale.autoscaler.queues.model import (
     PENDING,
     QueueReading,
     QueueState,
-    QueueTarget,
     Watcher,
     WatchSpec,
 )
 from gpuscale.autoscaler.queues.watchers import QueueWatchers
 from gpuscale.common import names, wire
 from gpuscale.common.clock import Clock
+from gpuscale.common.errors import InvalidArgumentError
 
 _Status = api.QueueWatcherStatus
 _STATES = {
@@ -112,6 +112,9 @@ def to_status(reading: QueueReading, now: float) -> api.QueueWatcherStatus:
         ready_count=reading.ready,
         unacked_count=reading.unacked,
         consumer_count=reading.consumers,
+        publish_rate=reading.rates.published if reading.rates else None,
+        deliver_rate=reading.rates.delivered if reading.rates else None,
+        queue_count=None if reading.observed_at is None else reading.queue_count,
         age=age,
         message=reading.message,
     )
@@ -122,17 +125,39 @@ def _id(name: str, field: str) -> str:
 
 
 def _to_spec(spec: api.QueueWatcherSpec) -> WatchSpec:
+    """The spec of a message.
+
+    Raises:
+        InvalidArgumentError: not exactly one of the three ways to say what is watched is set.
+    """
+    ways = [queues for queues in ((spec.queue,), tuple(spec.queues), (spec.queue_pattern,)) if any(queues)]
+    if len(ways) != 1:
+        raise InvalidArgumentError(
+            "queue_watcher.spec must set one of queue, queues and queue_pattern",
+            field="queue_watcher.spec.queue",
+        )
     interval = wire.optional_seconds(spec, "interval")
     return WatchSpec(
-        QueueTarget(spec.broker, spec.virtual_host or DEFAULT_VIRTUAL_HOST, spec.queue),
+        spec.broker,
+        spec.virtual_host or DEFAULT_VIRTUAL_HOST,
+        ways[0],
+        bool(spec.queue_pattern),
+        spec.rates,
         DEFAULT_INTERVAL if interval is None else interval,
     )
 
 
 def _from_spec(spec: WatchSpec) -> api.QueueWatcherSpec:
-    return api.QueueWatcherSpec(
-        broker=spec.target.broker,
-        virtual_host=spec.target.virtual_host,
-        queue=spec.target.queue,
+    message = api.QueueWatcherSpec(
+        broker=spec.broker,
+        virtual_host=spec.virtual_host,
         interval=wire.to_duration(spec.interval),
+        rates=spec.rates,
     )
+    if spec.pattern:
+        message.queue_pattern = spec.queues[0]
+    elif len(spec.queues) == 1:
+        message.queue = spec.queues[0]
+    else:
+        message.queues.extend(spec.queues)
+    return message

@@ -7,9 +7,10 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import Connection, RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
-from gpuscale.autoscaler.queues.model import QueueTarget, Watcher, WatchSpec
+from gpuscale.autoscaler.queues.model import Watcher, WatchSpec
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
+_SEPARATOR = "\n"  # the contract allows no control character in a text
 _MICROSECOND = timedelta(microseconds=1)
 
 
@@ -20,11 +21,14 @@ class WatcherRow(SQLModel, table=True):
     broker: str
     virtual_host: str
     queue: str
+    """Names of queues, each on its line, or one pattern."""
     interval_seconds: float
     etag: str
     create_time_us: int
     request_id: str = Field(unique=True)
     request_fingerprint: str
+    pattern: bool = False
+    rates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,12 @@ class StoredWatcher:
     watcher: Watcher
     request_id: str
     request_fingerprint: str
+
+
+def add_patterns_and_rates(connection: Connection) -> None:
+    """Migrate the table from version 1 of the schema, which knew single queues only."""
+    for column in ("pattern", "rates"):
+        connection.exec_driver_sql(f"ALTER TABLE watcherrow ADD COLUMN {column} BOOLEAN NOT NULL DEFAULT 0")
 
 
 def load(connection: Connection) -> Sequence[StoredWatcher]:
@@ -71,19 +81,28 @@ def remove(connection: Connection, watcher_id: str) -> None:
 def _spec_columns(watcher: Watcher) -> dict[str, str | float]:
     spec = watcher.spec
     return {
-        "broker": spec.target.broker,
-        "virtual_host": spec.target.virtual_host,
-        "queue": spec.target.queue,
+        "broker": spec.broker,
+        "virtual_host": spec.virtual_host,
+        "queue": _SEPARATOR.join(spec.queues),
+        "pattern": spec.pattern,
+        "rates": spec.rates,
         "interval_seconds": spec.interval,
         "etag": watcher.etag,
     }
 
 
 def _from_row(row: RowMapping) -> StoredWatcher:
-    target = QueueTarget(row["broker"], row["virtual_host"], row["queue"])
+    spec = WatchSpec(
+        row["broker"],
+        row["virtual_host"],
+        tuple(row["queue"].split(_SEPARATOR)),
+        row["pattern"],
+        row["rates"],
+        row["interval_seconds"],
+    )
     watcher = Watcher(
         id=row["id"],
-        spec=WatchSpec(target, row["interval_seconds"]),
+        spec=spec,
         etag=row["etag"],
         create_time=_EPOCH + row["create_time_us"] * _MICROSECOND,
     )

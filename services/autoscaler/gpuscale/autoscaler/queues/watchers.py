@@ -9,7 +9,15 @@ from uuid import uuid4
 
 from gpuscale.autoscaler.queues import watcher_store
 from gpuscale.autoscaler.queues.brokers import BrokerSettings, resolve
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState, QueueTarget, Watcher, WatchSpec
+from gpuscale.autoscaler.queues.model import (
+    QueueReading,
+    QueueState,
+    QueueTarget,
+    Watcher,
+    WatchSpec,
+    combined,
+)
+from gpuscale.autoscaler.queues.patterns import problem as pattern_problem
 from gpuscale.autoscaler.queues.sweeps import BrokerSweeps
 from gpuscale.autoscaler.queues.watcher_store import StoredWatcher
 from gpuscale.common.clock import Clock
@@ -142,11 +150,11 @@ class QueueWatchers:
         stored = self._stored.get(watcher_id)
         if stored is None:
             return None
-        target = stored.watcher.spec.target
-        if target.broker not in self._sweeps:
-            message = f"the configuration names no broker {target.broker!r} any more"
+        spec = stored.watcher.spec
+        if spec.broker not in self._sweeps:
+            message = f"the configuration names no broker {spec.broker!r} any more"
             return QueueReading(QueueState.ERROR, message=message)
-        return self._sweeps[target.broker].reading(target)
+        return combined([self._sweeps[spec.broker].reading(target) for target in spec.targets])
 
     def _find(self, watcher_id: str) -> StoredWatcher:
         if watcher_id not in self._stored:
@@ -165,17 +173,25 @@ class QueueWatchers:
         return None
 
     def _check(self, spec: WatchSpec) -> None:
-        target = spec.target
-        for field, name in (("queue", target.queue), ("virtual_host", target.virtual_host)):
+        field = "queue" if len(spec.queues) == 1 else "queues"
+        for where, name in (("virtual_host", spec.virtual_host), *((field, queue) for queue in spec.queues)):
             if len(name.encode()) > MAX_NAME_BYTES:
                 raise InvalidArgumentError(
-                    f"must have at most {MAX_NAME_BYTES} bytes", field=f"queue_watcher.spec.{field}"
+                    f"must have at most {MAX_NAME_BYTES} bytes", field=f"queue_watcher.spec.{where}"
                 )
-        if target.broker not in self._sweeps:
+        if spec.pattern and (wrong := pattern_problem(spec.queues[0])):
+            raise InvalidArgumentError(wrong, field="queue_watcher.spec.queue_pattern")
+        if spec.broker not in self._sweeps:
             raise FailedPreconditionError(
-                f"the configuration names no broker {target.broker!r}",
+                f"the configuration names no broker {spec.broker!r}",
                 reason="UNKNOWN_BROKER",
-                metadata={"broker": target.broker},
+                metadata={"broker": spec.broker},
+            )
+        if (spec.pattern or spec.rates) and not self._sweeps[spec.broker].counts_all:
+            raise FailedPreconditionError(
+                f"patterns and rates need the management API, which broker {spec.broker} has none of",
+                reason="NO_MANAGEMENT_API",
+                metadata={"broker": spec.broker},
             )
 
     def _watch(self) -> None:
@@ -183,9 +199,10 @@ class QueueWatchers:
             intervals: dict[QueueTarget, float] = {}
             for stored in self._stored.values():
                 spec = stored.watcher.spec
-                if spec.target.broker == broker:
-                    known = intervals.get(spec.target, spec.interval)
-                    intervals[spec.target] = min(known, spec.interval)
+                if spec.broker == broker:
+                    for target in spec.targets:
+                        known = intervals.get(target, spec.interval)
+                        intervals[target] = min(known, spec.interval)
             sweeps.watch(intervals)
 
 
@@ -219,8 +236,9 @@ async def open_watchers(
 
 
 def _fingerprint(watcher_id: str, spec: WatchSpec) -> str:
-    target = spec.target
-    parts = (watcher_id, target.broker, target.virtual_host, target.queue, repr(spec.interval))
+    parts = (watcher_id, spec.broker, spec.virtual_host, *spec.queues, repr(spec.interval))
+    if spec.pattern or spec.rates:
+        parts = (*parts, repr(spec.pattern), repr(spec.rates))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -1,0 +1,1 @@
+"""Backtest: the engine itself on a recorded workload, with a clock of its own."""

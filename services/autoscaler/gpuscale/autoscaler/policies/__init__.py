@@ -1,0 +1,1 @@
+"""Policies: what each kind of rule makes of the count."""

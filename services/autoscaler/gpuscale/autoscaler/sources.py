@@ -1,0 +1,93 @@
+"""Where signals get their values from: what the autoscaler's watchers and followers last read, never a call of its own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuscale.autoscaler.gathering.fleet_metrics import FleetMetrics
+from gpuscale.autoscaler.gathering.polling import Poller
+from gpuscale.autoscaler.gathering.prometheus import Values, prometheus_sample
+from gpuscale.autoscaler.gathering.reported import ReportedMetrics
+from gpuscale.autoscaler.gathering.waiting import Counts, waiting_sample
+from gpuscale.autoscaler.model import (
+    Endpoint,
+    GpuSignal,
+    HostSignal,
+    PrometheusSignal,
+    PushedSignal,
+    QueueSignal,
+    ReplicaSignal,
+    Signal,
+    WaitingSignal,
+)
+from gpuscale.autoscaler.queues.model import QueueReading
+from gpuscale.autoscaler.replicas import Replica, ReplicaState
+from gpuscale.autoscaler.signals import Sample, queue_sample
+from gpuscale.common.clock import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class SignalSources:
+    """Samples the signals of endpoints.
+
+    Attributes:
+        reading: what a queue watcher (by id) read last; None where there is no such watcher.
+        reported: metrics that programs report.
+        fleet: readings of GPUs and hosts.
+        prometheus: what asks each Prometheus server, by its name in the settings.
+        waiting: what asks the allocator for the requests that wait.
+        clock: what ages are counted on.
+    """
+
+    reading: Callable[[str], QueueReading | None]
+    reported: ReportedMetrics
+    fleet: FleetMetrics
+    prometheus: Mapping[str, Poller[str, Values]]
+    waiting: Poller[None, Counts]
+    clock: Clock
+
+    def sample(self, endpoint: Endpoint, replicas: Sequence[Replica]) -> dict[str, Sample]:
+        """What the sources of an endpoint's signals last said, by signal id.
+
+        Args:
+            endpoint: whose signals.
+            replicas: those of its replicas that have not ended.
+        """
+        ready = [one for one in replicas if one.state is ReplicaState.READY]
+        period = endpoint.spec.period
+        return {
+            signal.id: self._sample(endpoint.id, signal, ready, period) for signal in endpoint.spec.signals
+        }
+
+    def keep(self, endpoint_id: str, replicas: Sequence[Replica]) -> None:
+        """Forget what replicas of an endpoint reported, but for these, which have not ended."""
+        self.reported.keep(endpoint_id, {one.id for one in replicas})
+
+    def forget(self, endpoint_id: str) -> None:
+        """Forget what was reported of an endpoint that is gone."""
+        self.reported.forget(endpoint_id)
+
+    def _sample(self, endpoint: str, signal: Signal, ready: Sequence[Replica], tick: float) -> Sample:
+        match signal.source:
+            case QueueSignal() as source:
+                return queue_sample(source, self.reading(source.watcher))
+            case GpuSignal() as source:
+                own = [uuid for one in ready if one.lease is not None for uuid in one.lease.gpu_uuids]
+                return self.fleet.gpus(source, own, signal.oldest)
+            case HostSignal() as source:
+                return self.fleet.hosts(source, signal.oldest)
+            case PushedSignal(metric):
+                return self.reported.of_endpoint(endpoint, metric)
+            case ReplicaSignal(metric):
+                ids = [one.id for one in ready]
+                return self.reported.of_replicas(endpoint, metric, ids, self.clock.now(), signal.oldest)
+            case PrometheusSignal(server, query):
+                if server not in self.prometheus:
+                    return Sample(problem=f"the settings name no prometheus {server!r}")
+                return prometheus_sample(self.prometheus[server].ask(query, _often(signal, tick)))
+            case WaitingSignal() as source:
+                return waiting_sample(source, self.waiting.ask(None, _often(signal, tick)))
+
+
+def _often(signal: Signal, tick: float) -> float:
+    """How often to ask, so that a tick finds an answer that is younger than the signal's max_age, and a new one."""
+    return min(tick, signal.oldest) / 2

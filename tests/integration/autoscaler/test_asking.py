@@ -1,0 +1,250 @@
+"""Presets, evaluations and backtests over gRPC: what is stated counts, the rest is live, and nothing is stored."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.status import from_rpc_error
+from gpuscale.common.wire import seconds, to_duration
+from tests.support.asking_autoscaler import Asking, asking
+from tests.support.autoscaler_app import TIMEOUT, FakeWatchers, reason, scaling
+from tests.support.waiting import eventually
+
+STEADY = [float(second) for second in range(300)]
+
+
+@pytest.fixture
+async def asked(tmp_path: Path) -> AsyncIterator[Asking]:
+    async with asking(tmp_path, FakeWatchers(SystemClock())) as found:
+        yield found
+
+
+def fields(error: grpc.aio.AioRpcError) -> list[str]:
+    return [one.field for one in from_rpc_error(error).violations]
+
+
+def workload(**more: Any) -> api.BacktestRequest:
+    request = api.BacktestRequest(
+        arrivals=STEADY, service_seconds=[4.0] * len(STEADY), goal=to_duration(5), slots=2, max_gpus=8
+    )
+    request.MergeFrom(api.BacktestRequest(**more))
+    return request
+
+
+def preset(name: str, **wish: Any) -> api.BacktestPolicy:
+    return api.BacktestPolicy(name=name, preset=api.PresetWish(preset=name, **wish))
+
+
+async def test_every_preset_is_listed_with_its_parameters_and_can_be_created_as_rendered(
+    asked: Asking,
+) -> None:
+    listed = (await asked.presets.ListPresets(api.ListPresetsRequest(), timeout=TIMEOUT)).presets
+    assert listed[0].name == "gpuscale"
+    assert {"keda", "backend_ai", "opengris_fixed_elastic"} <= {one.name for one in listed}
+    for one in listed:
+        spec = await asked.render(one.name, service_time=to_duration(2))
+        endpoint = api.Endpoint(name=f"endpoints/{one.name.replace('_', '-')}", spec=spec)
+        await asked.autoscaler.create(endpoint, validate_only=True)
+
+
+async def test_what_is_not_stated_comes_from_the_live_endpoint_and_nothing_is_stored(asked: Asking) -> None:
+    live = asked.autoscaler
+    live.watchers.queues["jobs"] = (3, 2)
+    endpoint = scaling(low=1)
+    endpoint.spec.tick.CopyFrom(to_duration(3600))
+    await live.create(endpoint)
+
+    async def decided() -> bool:
+        return bool(await live.history())
+
+    await eventually(decided)
+    found = await asked.evaluate(api.EvaluateRequest(name="endpoints/e"))
+    assert [(one.signal, one.value) for one in found.decision.observations] == [("depth", 5.0)]
+    assert (found.decision.before, found.decision.wanted, found.decision.name) == (1, 1, "")
+    stated = api.EvaluateRequest(name="endpoints/e", signals=[api.StatedSignal(signal="depth", value=11)])
+    more = await asked.evaluate(stated)
+    assert (more.decision.wanted, list(more.effective_rules)) == (2, ["up"])
+    assert more.next_change.wanted == 3
+    bounded = await asked.evaluate(
+        api.EvaluateRequest(
+            name="endpoints/e", before=4, signals=[api.StatedSignal(signal="depth", value=11)]
+        )
+    )
+    assert [(one.code, one.wanted) for one in bounded.alternatives] == [("CLAMPED_TO_MAX", 5)]
+    assert (await live.status()).desired_replicas == 1
+    assert len(await live.history()) == 1
+
+
+async def test_another_spec_is_asked_about_with_the_signals_it_shares(asked: Asking) -> None:
+    live = asked.autoscaler
+    live.watchers.queues["jobs"] = (30, 0)
+    await live.create(scaling(low=1))
+    changed = api.EndpointSpec()
+    changed.CopyFrom(scaling(low=3).spec)
+    changed.signals.add(
+        id="other", queue=api.QueueSignal(watcher="watchers/other", count=api.QueueCount.QUEUE_COUNT_READY)
+    )
+    found = await asked.evaluate(api.EvaluateRequest(name="endpoints/e", spec=changed, before=1))
+    assert found.decision.wanted == 3
+    status = {one.signal: one.status for one in found.decision.observations}
+    assert status == {"depth": api.Observation.STATUS_OK, "other": api.Observation.STATUS_MISSING}
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "field"),
+    [
+        (api.EvaluateRequest(), "INVALID_ARGUMENT", "name"),
+        (api.EvaluateRequest(name="endpoints/none"), "NOT_FOUND", None),
+        (
+            api.EvaluateRequest(spec=scaling().spec, signals=[api.StatedSignal(signal="dept", value=1)]),
+            "INVALID_ARGUMENT",
+            "signals[0].signal",
+        ),
+        (
+            api.EvaluateRequest(
+                spec=scaling().spec, past=api.StatedPast(rule_changes=[api.StatedRuleChange(rule="u")])
+            ),
+            "INVALID_ARGUMENT",
+            "past.rule_changes[0].rule",
+        ),
+        (
+            api.EvaluateRequest(spec=scaling(low=9, high=4).spec),
+            "INVALID_ARGUMENT",
+            "spec.max_replicas",
+        ),
+    ],
+)
+async def test_a_question_that_makes_no_sense_is_refused(
+    asked: Asking, request_: api.EvaluateRequest, code: str, field: str | None
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asked.evaluate(request_)
+    assert reason(caught.value)[0] == code
+    assert field is None or fields(caught.value) == [field]
+
+
+async def test_a_backtest_tells_the_figures_of_each_policy_beside_the_work_alone(asked: Asking) -> None:
+    request = workload(
+        policies=[
+            preset("gpuscale"),
+            preset("keda"),
+            api.BacktestPolicy(name="two", spec=api.EndpointSpec(min_replicas=2, max_replicas=2)),
+        ]
+    )
+    found = await asked.backtests.Backtest(request, timeout=TIMEOUT)
+    ours, keda, two = found.reports
+    assert [one.name for one in found.reports] == ["gpuscale", "keda", "two"]
+    assert found.work_gpu_hours == pytest.approx(300 * 4 / 2 / 3600)
+    assert ours.violation_percent < keda.violation_percent
+    assert (two.change_count, two.most_replicas, two.request_count) == (0, 2, 300)
+    timeline = ours.timeline
+    assert len(timeline.seconds) == len(timeline.wanted) == len(timeline.ready) == len(timeline.waiting) > 10
+    assert max(timeline.wanted) == ours.most_replicas
+    again = await asked.backtests.Backtest(request, timeout=TIMEOUT)
+    assert again == found
+
+
+async def test_cold_starts_between_two_bounds_follow_the_seed(asked: Asking) -> None:
+    def drawn(seed: int) -> api.BacktestRequest:
+        bounds = {"min_cold_start": to_duration(10), "max_cold_start": to_duration(60)}
+        return workload(policies=[preset("gpuscale")], seed=seed, **bounds)
+
+    one, same, other = [
+        (await asked.backtests.Backtest(drawn(seed), timeout=TIMEOUT)).reports[0] for seed in (1, 1, 2)
+    ]
+    assert one == same != other
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (workload(), "policies"),
+        (api.BacktestRequest(policies=[preset("keda")]), "arrivals"),
+        (workload(policies=[preset("keda")], service_seconds=[1.0]), "service_seconds"),
+        (api.BacktestRequest(policies=[preset("keda")], arrivals=[2, 1], service_seconds=[1, 1]), "arrivals"),
+        (workload(policies=[preset("keda"), preset("keda")]), "policies[1].name"),
+        (workload(policies=[preset("kda")]), None),
+        (workload(policies=[api.BacktestPolicy(name="none")]), "policies[0].spec"),
+        (
+            api.BacktestRequest(policies=[preset("knative")], arrivals=[2_500_000], service_seconds=[1]),
+            "policies[0]",
+        ),
+        (
+            workload(policies=[preset("keda")], min_cold_start=to_duration(9), max_cold_start=to_duration(8)),
+            "max_cold_start",
+        ),
+        (
+            workload(policies=[api.BacktestPolicy(name="x", spec=api.EndpointSpec(min_replicas=3))]),
+            "policies[0].spec.max_replicas",
+        ),
+    ],
+)
+async def test_a_backtest_that_cannot_be_run_is_refused(
+    asked: Asking, request_: api.BacktestRequest, field: str | None
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asked.backtests.Backtest(request_, timeout=TIMEOUT)
+    assert reason(caught.value)[0] == "INVALID_ARGUMENT"
+    assert fields(caught.value) == [field or "policies[0].preset.preset"]
+
+
+async def test_one_backtest_runs_at_a_time_and_ends_with_its_caller(asked: Asking) -> None:
+    """A run that nobody waits for any more makes room for the next."""
+    endless = api.EndpointSpec(min_replicas=1, max_replicas=1, tick=to_duration(0.1))
+    long = api.BacktestRequest(
+        policies=[api.BacktestPolicy(name=f"p{index}", spec=endless) for index in range(64)],
+        arrivals=[0.0, 90_000.0],
+        service_seconds=[1.0, 1.0],
+    )
+    first = asked.backtests.Backtest(long, timeout=60)
+    short = workload(policies=[preset("opengris_no")])
+
+    async def refused() -> bool:
+        try:
+            await asked.backtests.Backtest(short, timeout=TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            return reason(error) == ("RESOURCE_EXHAUSTED", "BACKTEST_RUNNING")
+        return False
+
+    async def admitted() -> bool:
+        return not await refused()
+
+    await eventually(refused)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await eventually(admitted)
+
+
+async def test_a_backtest_ends_by_its_deadline(asked: Asking) -> None:
+    endless = api.EndpointSpec(min_replicas=1, max_replicas=1, tick=to_duration(0.1))
+    long = api.BacktestRequest(
+        policies=[api.BacktestPolicy(name="p", spec=endless)],
+        arrivals=[0.0, 90_000.0],
+        service_seconds=[1.0, 1.0],
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asked.backtests.Backtest(long, timeout=0.7)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_when_a_rest_is_over_is_told(asked: Asking) -> None:
+    spec = await asked.render("backend_ai", parameters={"scale_up_threshold": 10})
+    found = await asked.evaluate(
+        api.EvaluateRequest(
+            spec=spec,
+            before=2,
+            signals=[api.StatedSignal(signal="waiting", value=11)],
+            past=api.StatedPast(rule_changes=[api.StatedRuleChange(rule="up", age=to_duration(290))]),
+        )
+    )
+    assert (found.decision.wanted, found.decision.limited_by) == (2, "COOLDOWN")
+    assert seconds(found.next_change.wait) == pytest.approx(10)
+    assert found.next_change.wanted == 3
+    assert [(one.code, one.wanted) for one in found.alternatives] == [("COOLDOWN", 3)]

@@ -1,0 +1,208 @@
+"""Metrics that programs report: who may, of what, and what becomes of them in a decision."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.status import from_rpc_error
+from gpuscale.common.wire import seconds, to_duration
+from tests.support import autoscaler_app
+from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running
+from tests.support.fake_adapter import FAILED, FakeAdapter
+from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.tokens import bearer, write_tokens
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+async def autoscaler(tmp_path: Path) -> AsyncGenerator[Autoscaler]:
+    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as one:
+        yield one
+
+
+@pytest.fixture
+async def adapter(autoscaler: Autoscaler) -> AsyncGenerator[FakeAdapter]:
+    one = FakeAdapter()
+    async with one.connected(autoscaler.address):
+        yield one
+
+
+async def report(
+    one: Autoscaler, name: str, value: float, *, metric: str = "busy", age: float = 0.0, who: str = ""
+) -> None:
+    values = [api.MetricValue(metric=metric, value=value, age=to_duration(age))]
+    await one.metrics.ReportMetrics(
+        api.ReportMetricsRequest(name=name, values=values),
+        metadata=grpc.aio.Metadata(*bearer(who)) if who else None,
+        timeout=TIMEOUT,
+    )
+
+
+async def listed(one: Autoscaler, parent: str = "") -> list[tuple[str, str, float]]:
+    found = await one.metrics.ListMetrics(api.ListMetricsRequest(parent=parent), timeout=TIMEOUT)
+    return [(item.name, item.value.metric, item.value.value) for item in found.metrics]
+
+
+def of_replicas(low: int, high: int = 8) -> api.Endpoint:
+    """An endpoint that keeps what its replicas report as `busy` at 50."""
+    wanted = endpoint(low=low, high=high)
+    signal = api.Signal(id="busy", replicas=api.ReplicaSignal(metric="busy"), max_age=to_duration(60))
+    target = api.TargetRule(value=50, type=api.TargetType.TARGET_TYPE_VALUE)
+    wanted.spec.signals.append(signal)
+    wanted.spec.rules.append(api.Rule(id="t", signal="busy", target=target))
+    wanted.spec.down.stabilization.FromSeconds(0)
+    return wanted
+
+
+async def names(one: Autoscaler, count: int) -> list[str]:
+    """Names of the replicas, once so many are ready."""
+
+    async def check() -> list[str]:
+        status = await one.status()
+        found = [item.name for item in await one.replicas()]
+        return found if status.ready_replicas == count == len(found) else []
+
+    return await eventually(check)
+
+
+async def test_replicas_that_report_are_averaged_and_the_silent_ones_counted(
+    autoscaler: Autoscaler, adapter: FakeAdapter
+) -> None:
+    await autoscaler.create(of_replicas(low=4))
+    first, second, third, fourth = await names(autoscaler, 4)
+    for replica, value in ((first, 20.0), (second, 40.0)):
+        await report(autoscaler, replica, value)
+
+    async def shown(detail: str) -> api.Decision | None:
+        latest = await autoscaler.latest()
+        return latest if latest.observations[0].detail == detail else None
+
+    decision = await eventually(lambda: shown("2 of 4 said nothing"))
+    assert decision.observations[0].value == 30.0
+    assert decision.limited_by == "SOURCES_SILENT"
+    assert decision.wanted == 4
+    await report(autoscaler, third, 300.0)
+    await report(autoscaler, fourth, 300.0)
+    await names(autoscaler, 8)
+
+
+async def test_what_a_replica_reported_is_gone_with_it(autoscaler: Autoscaler, adapter: FakeAdapter) -> None:
+    await autoscaler.create(of_replicas(low=2))
+    first, second = await names(autoscaler, 2)
+    for replica in (first, second):
+        await report(autoscaler, replica, 50.0)
+    adapter.set(first, FAILED)
+
+    async def check() -> bool:
+        return await listed(autoscaler) == [(second, "busy", 50.0)]
+
+    await eventually(check)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await report(autoscaler, first, 50.0)
+    assert reason(caught.value)[0] == "NOT_FOUND"
+    await autoscaler.delete()
+
+    async def gone() -> bool:
+        return not await listed(autoscaler)
+
+    await eventually(gone)
+
+
+async def test_a_metric_of_the_endpoint_scales_it_up_and_with_zero_down_to_none(
+    autoscaler: Autoscaler, adapter: FakeAdapter
+) -> None:
+    wanted = of_replicas(low=0, high=3)
+    wanted.spec.signals[0].pushed.metric = "jobs"
+    wanted.spec.rules[0].target.type = api.TargetType.TARGET_TYPE_AVERAGE_VALUE
+    await autoscaler.create(wanted)
+    await report(autoscaler, "endpoints/e", 120.0, metric="jobs")
+    await names(autoscaler, 3)
+    await report(autoscaler, "endpoints/e", 0.0, metric="jobs")
+
+    async def empty() -> bool:
+        return not await autoscaler.replicas()
+
+    await eventually(empty)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+async def test_what_is_no_number_is_refused_at_the_door(autoscaler: Autoscaler, value: float) -> None:
+    await autoscaler.create(endpoint())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await report(autoscaler, "endpoints/e", value)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "values[0].value" in from_rpc_error(caught.value).message
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("e", "INVALID_ARGUMENT"),
+        ("endpoints/e/decisions/1", "INVALID_ARGUMENT"),
+        ("endpoints/other", "NOT_FOUND"),
+        ("endpoints/e/replicas/gone", "NOT_FOUND"),
+    ],
+)
+async def test_a_name_of_nothing(autoscaler: Autoscaler, name: str, status: str) -> None:
+    await autoscaler.create(endpoint())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await report(autoscaler, name, 1.0)
+    assert reason(caught.value)[0] == status
+    assert await listed(autoscaler) == []
+
+
+async def test_a_metric_twice_in_one_report_is_refused(autoscaler: Autoscaler) -> None:
+    await autoscaler.create(endpoint())
+    request = api.ReportMetricsRequest(name="endpoints/e", values=[api.MetricValue(metric="m")] * 2)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await autoscaler.metrics.ReportMetrics(request, timeout=TIMEOUT)
+    assert "values[1].metric" in from_rpc_error(caught.value).message
+
+
+async def test_metrics_are_listed_by_page_with_their_age(autoscaler: Autoscaler) -> None:
+    await autoscaler.create(endpoint())
+    await autoscaler.create(endpoint(name="f"))
+    for name, metric in (("f", "a"), ("e", "b"), ("e", "a")):
+        await report(autoscaler, f"endpoints/{name}", 1.0, metric=metric, age=30.0)
+    first = await autoscaler.metrics.ListMetrics(api.ListMetricsRequest(page_size=2), timeout=TIMEOUT)
+    assert [(item.name, item.value.metric) for item in first.metrics] == [
+        ("endpoints/e", "a"),
+        ("endpoints/e", "b"),
+    ]
+    assert 30.0 <= seconds(first.metrics[0].value.age) < 40.0
+    token = first.next_page_token
+    rest = await autoscaler.metrics.ListMetrics(api.ListMetricsRequest(page_token=token), timeout=TIMEOUT)
+    assert [item.name for item in rest.metrics] == ["endpoints/f"]
+    assert len(await listed(autoscaler, "endpoints/f")) == 1
+
+
+async def test_an_agent_reports_only_for_replicas_that_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = write_tokens(tmp_path / "tokens.toml", n1="agent", n2="agent", ada="operator", eve="viewer")
+    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as open_one:
+        adapter = FakeAdapter("n1", node="n1")
+        async with adapter.connected(open_one.address):
+            await open_one.create(endpoint(low=1))
+            [replica] = await names(open_one, 1)
+    monkeypatch.setattr(autoscaler_app, "Authenticator", lambda: Authenticator(tokens_file=tokens))
+    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as one:
+        answers = {}
+        for who in ("n1", "n2", "ada", "eve"):
+            for name in ("endpoints/e", replica):
+                try:
+                    await report(one, name, 1.0, who=who)
+                except grpc.aio.AioRpcError as error:
+                    answers[who, name] = reason(error)[1]
+    refused = {
+        ("n1", "endpoints/e"): "NOT_YOUR_REPLICA",
+        ("n2", "endpoints/e"): "NOT_YOUR_REPLICA",
+        ("n2", replica): "NOT_YOUR_REPLICA",
+        ("eve", "endpoints/e"): "ROLE_TOO_LOW",
+        ("eve", replica): "ROLE_TOO_LOW",
+    }
+    assert answers == refused

@@ -1,0 +1,201 @@
+"""Instant queries over HTTP: their values, and every way in which there are none, each told apart."""
+
+import math
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from pydantic import ValidationError
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.gathering import prometheus as module
+from gpuscale.autoscaler.gathering.polling import Answer, NoAnswerError
+from gpuscale.autoscaler.gathering.prometheus import PrometheusServer, PrometheusSettings, prometheus_sample
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.secrets import SecretUrl
+from tests.support import fake_allocator
+from tests.support.autoscaler_app import endpoint, reason, running
+from tests.support.prometheus import FakePrometheus, serving, vector
+from tests.support.waiting import eventually
+
+Fake = FakePrometheus
+
+
+@pytest.fixture
+async def fake() -> AsyncGenerator[Fake]:
+    one = FakePrometheus()
+    async with serving(one):
+        yield one
+
+
+async def fetch(
+    fake: Fake, query: str = "up", host: str = "127.0.0.1", path: str = "", **fields: Any
+) -> tuple[float, ...]:
+    settings = {"url": SecretUrl(f"http://{host}:{fake.port}{path}"), "allow_private": True} | fields
+    server = PrometheusServer("main", PrometheusSettings.model_validate(settings))
+    try:
+        return await server.fetch(query)
+    finally:
+        await server.close()
+
+
+async def problem(fake: Fake, **fields: Any) -> str:
+    with pytest.raises(NoAnswerError) as caught:
+        await fetch(fake, **fields)
+    return str(caught.value)
+
+
+async def test_a_vector_has_one_value_for_each_series_and_a_scalar_one(fake: Fake) -> None:
+    fake.answer = vector("1.5", "2e3")
+    assert await fetch(fake, 'rate(http_requests_total{job="a"}[1m])', path="/prometheus/") == (1.5, 2000.0)
+    head, form = fake.requests[-1]
+    assert head.startswith("POST /prometheus/api/v1/query HTTP/1.1")
+    assert form["query"] == ['rate(http_requests_total{job="a"}[1m])']
+    fake.answer = '{"status":"success","data":{"resultType":"scalar","result":[1.5,"42"]}}'
+    assert await fetch(fake) == (42.0,)
+
+
+async def test_nan_and_infinities_are_handed_on_to_be_found_invalid(fake: Fake) -> None:
+    fake.answer = vector("NaN", "+Inf", "-Inf")
+    values = await fetch(fake)
+    assert math.isnan(values[0])
+    assert values[1:] == (math.inf, -math.inf)
+
+
+def test_only_zero_everywhere_proves_that_no_work_is_left() -> None:
+    for values, proven in (((0.0, 0.0), True), ((0.0, 1.0), False), ((math.nan,), False)):
+        assert prometheus_sample(Answer(values, 1.0, "")).proven_empty is proven
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda fake: setattr(fake, "answer", vector()), "finds no series"),
+        (lambda fake: setattr(fake, "answer", "<html>"), "neither a vector nor a scalar"),
+        (lambda fake: setattr(fake, "answer", vector("one")), "neither a vector nor a scalar"),
+        (lambda fake: setattr(fake, "status", "401 Unauthorized"), "refuses the token"),
+        (lambda fake: setattr(fake, "status", "502 Bad Gateway"), "HTTP status 502"),
+        (
+            lambda fake: setattr(fake, "answer", " " * (module.MAX_ANSWER_BYTES + 1)),
+            "more than 1048576 bytes",
+        ),
+    ],
+)
+async def test_an_answer_that_is_none_says_why(fake: Fake, change: Callable[[Fake], None], said: str) -> None:
+    change(fake)
+    assert said in await problem(fake)
+
+
+async def test_a_query_that_is_wrong_is_answered_with_the_servers_words(fake: Fake) -> None:
+    fake.status, fake.answer = "400 Bad Request", '{"status":"error","error":"parse error:\\u0007 bad"}'
+    assert await problem(fake) == "prometheus main refuses the query: parse error:  bad"
+
+
+async def test_too_many_series_are_refused(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SERIES", 1)
+    fake.answer = vector("1", "2")
+    assert "more than 1 series" in await problem(fake)
+
+
+async def test_a_server_that_says_nothing_is_waited_for_no_longer_than_the_limit(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TIMEOUT", 0.2)
+    fake.silent = True
+    assert "does not answer within 0.2 s" in await problem(fake)
+
+
+async def test_a_server_that_is_not_there(fake: Fake) -> None:
+    fake.port = 1
+    assert "cannot be reached" in await problem(fake)
+    assert "no address is found" in await problem(fake, host="no-such-host.invalid")
+
+
+async def test_a_private_address_is_refused_unless_it_is_allowed(fake: Fake) -> None:
+    for host in ("127.0.0.1", "localhost", "10.0.0.1", "[::1]", "[::ffff:10.0.0.1]"):
+        assert "not allowed" in await problem(fake, host=host, allow_private=False)
+    assert fake.requests == []
+
+
+async def test_an_address_of_the_link_is_never_allowed(fake: Fake) -> None:
+    """Clouds keep their credentials at one."""
+    for host in ("169.254.169.254", "0.0.0.0", "[fe80::1]", "[::ffff:169.254.169.254]", "224.0.0.1"):
+        assert "not allowed" in await problem(fake, host=host)
+
+
+async def test_the_connection_goes_to_the_address_that_was_checked(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that is looked up again could lead elsewhere by then."""
+    looked_up: list[str] = []
+
+    async def address(server: PrometheusServer) -> str:
+        looked_up.append("once")
+        return "127.0.0.1"
+
+    monkeypatch.setattr(PrometheusServer, "_address", address)
+    assert await fetch(fake, host="prometheus.example.org") == (1.0,)
+    assert looked_up == ["once"]
+    assert f"Host: prometheus.example.org:{fake.port}" in fake.requests[-1][0]
+
+
+async def test_a_redirect_is_not_followed(fake: Fake) -> None:
+    fake.status, fake.header = "307 Temporary Redirect", "Location: http://127.0.0.1:1/\r\n"
+    assert "redirects" in await problem(fake)
+    assert len(fake.requests) == 1
+
+
+async def test_the_token_or_the_user_is_sent_and_never_shown(fake: Fake, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    await fetch(fake, token_file=token)
+    assert "Authorization: Bearer s3cret" in fake.requests[-1][0]
+    url = SecretUrl(f"http://ada:pass@127.0.0.1:{fake.port}")
+    await fetch(fake, url=url)
+    assert "Authorization: Basic YWRhOnBhc3M=" in fake.requests[-1][0]
+    fake.status = "403 Forbidden"
+    assert "s3cret" not in await problem(fake, token_file=token)
+    with pytest.raises(ValidationError, match="exclude each other"):
+        PrometheusSettings(url=url, token_file=token)
+
+
+def test_settings_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    url = SecretUrl("https://prometheus.example.org")
+    for settings in (
+        PrometheusSettings(url=url, token_file=missing),
+        PrometheusSettings(url=url, ca_file=missing),
+    ):
+        with pytest.raises(FailedPreconditionError, match=r"prometheus main: .*missing") as caught:
+            PrometheusServer("main", settings)
+        assert caught.value.reason == "PROMETHEUS_CONFIGURATION"
+    with pytest.raises(ValidationError, match="must begin with http"):
+        PrometheusSettings(url=SecretUrl("ftp://prometheus.example.org"))
+
+
+async def test_an_endpoint_scales_on_a_query_and_names_only_servers_that_there_are(
+    fake: Fake, tmp_path: Path
+) -> None:
+    fake.answer = vector("30", "40")
+    settings = PrometheusSettings(url=SecretUrl(f"http://127.0.0.1:{fake.port}"), allow_private=True)
+    wanted = endpoint(high=5)
+    query = api.PrometheusSignal(server="main", query="sum by (pod) (depth)")
+    across = api.Aggregation.AGGREGATION_SUM
+    wanted.spec.signals.append(api.Signal(id="depth", prometheus=query, across=across))
+    wanted.spec.rules.append(api.Rule(id="t", signal="depth", target=api.TargetRule(value=35)))
+    async with (
+        fake_allocator.serving(fake_allocator.FakeAllocator({})) as address,
+        running(tmp_path, address, prometheus={"main": settings}) as autoscaler,
+    ):
+        await autoscaler.create(wanted)
+
+        async def two() -> bool:
+            return (await autoscaler.status()).desired_replicas == 2
+
+        await eventually(two)
+        wanted.spec.signals[0].prometheus.server = "other"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await autoscaler.update(wanted)
+        assert reason(caught.value) == ("FAILED_PRECONDITION", "UNKNOWN_PROMETHEUS")

@@ -1,0 +1,184 @@
+"""Rules one by one over gRPC: created, read, changed in parts, deleted, always as a part of their endpoint's spec."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.status import from_rpc_error
+from gpuscale.common.wire import seconds, to_duration
+from tests.support.autoscaler_app import (
+    GREATER,
+    TIMEOUT,
+    Autoscaler,
+    FakeWatchers,
+    reason,
+    running,
+    scaling,
+    step,
+)
+from tests.support.waiting import eventually
+
+UP, EXTRA = "endpoints/e/rules/up", "endpoints/e/rules/extra"
+
+
+class Rules:
+    """The service of rules, of an autoscaler with the endpoint `e` that has the rules `up` and `down`."""
+
+    def __init__(self, autoscaler: Autoscaler) -> None:
+        self.autoscaler = autoscaler
+        self.stub = api.RuleServiceStub(autoscaler.channel)
+
+    async def create(self, rule: api.Rule, **fields: Any) -> api.EndpointRule:
+        request = api.CreateRuleRequest(parent="endpoints/e", rule=rule, **fields)
+        return (await self.stub.CreateRule(request, timeout=TIMEOUT)).rule
+
+    async def get(self, name: str = UP) -> api.EndpointRule:
+        return (await self.stub.GetRule(api.GetRuleRequest(name=name), timeout=TIMEOUT)).rule
+
+    async def list(self, **fields: Any) -> list[str]:
+        request = api.ListRulesRequest(**fields)
+        return [one.name for one in (await self.stub.ListRules(request, timeout=TIMEOUT)).rules]
+
+    async def update(self, rule: api.Rule, *paths: str, **fields: Any) -> api.EndpointRule:
+        mask = FieldMask(paths=paths) if paths else None
+        request = api.UpdateRuleRequest(name=UP, rule=rule, update_mask=mask, **fields)
+        return (await self.stub.UpdateRule(request, timeout=TIMEOUT)).rule
+
+    async def delete(self, name: str = UP, etag: str = "") -> None:
+        await self.stub.DeleteRule(api.DeleteRuleRequest(name=name, etag=etag), timeout=TIMEOUT)
+
+
+@pytest.fixture
+async def rules(tmp_path: Path) -> AsyncIterator[Rules]:
+    async with running(tmp_path, "127.0.0.1:1", FakeWatchers(SystemClock())) as autoscaler:
+        await autoscaler.create(scaling())
+        yield Rules(autoscaler)
+
+
+def extra(**fields: Any) -> api.Rule:
+    return step("extra", GREATER, 50, 2, **fields)
+
+
+async def refused(call: object) -> tuple[str, list[str]]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    violations = getattr(from_rpc_error(caught.value), "violations", ())
+    return reason(caught.value)[0], [one.field for one in violations]
+
+
+async def test_a_rule_is_created_in_its_endpoint_and_the_same_again_is_the_same(rules: Rules) -> None:
+    before = (await rules.autoscaler.get()).etag
+    made = await rules.create(extra(priority=-1))
+    assert made.name == EXTRA
+    endpoint = await rules.autoscaler.get()
+    assert made.etag == endpoint.etag != before
+    assert [one.id for one in endpoint.spec.rules] == ["up", "down", "extra"]
+    assert (await rules.create(extra(priority=-1))).etag == made.etag
+    assert await refused(rules.create(extra(priority=5))) == ("ALREADY_EXISTS", [])
+
+
+async def test_rules_are_listed_in_the_order_in_which_they_are_read_and_filtered(rules: Rules) -> None:
+    await rules.create(extra(priority=-1, disabled=True))
+    await rules.create(
+        api.Rule(
+            id="night", schedule=api.ScheduleRule(periods=[{"start": "20:00", "end": "06:00", "replicas": 2}])
+        )
+    )
+    down, night = "endpoints/e/rules/down", "endpoints/e/rules/night"
+    assert await rules.list() == [EXTRA, down, night, UP]
+    assert await rules.list(parent="endpoints/other") == []
+    assert await rules.list(kind="schedule") == [night]
+    assert await rules.list(signal="depth") == [EXTRA, down, UP]
+    assert await rules.list(disabled=True) == [EXTRA]
+    assert await rules.list(disabled=False, page_size=2) == [down, night]
+
+
+async def test_an_update_changes_what_it_names_and_tells_unset_cleared_and_zero_apart(rules: Rules) -> None:
+    rule = (await rules.get()).rule
+    rule.step.threshold, rule.min_replicas, rule.priority = 20, 3, 7
+    changed = (await rules.update(rule, "step.threshold", "min_replicas")).rule
+    assert (changed.step.threshold, changed.min_replicas, changed.priority) == (20, 3, 0)
+    rule.min_replicas = 0
+    zero = (await rules.update(rule, "min_replicas")).rule
+    assert zero.HasField("min_replicas")
+    assert zero.min_replicas == 0
+    rule.ClearField("min_replicas")
+    rule.ClearField("cooldown")
+    cleared = (await rules.update(rule, "min_replicas", "cooldown")).rule
+    assert not cleared.HasField("min_replicas")
+    assert not cleared.HasField("cooldown")
+    assert cleared.step.threshold == 20
+
+
+async def test_a_rule_is_switched_off_and_on_and_may_become_of_another_kind(rules: Rules) -> None:
+    rule = (await rules.get()).rule
+    rule.disabled = True
+    assert (await rules.update(rule, "disabled")).rule.disabled
+    rule.disabled = False
+    rule.target.value = 9
+    other = (await rules.update(rule)).rule
+    assert (other.disabled, other.WhichOneof("kind")) == (False, "target")
+
+
+async def test_nothing_is_changed_where_only_a_check_is_wanted(rules: Rules) -> None:
+    before = await rules.autoscaler.get()
+    assert (await rules.create(extra(), validate_only=True)).rule.id == "extra"
+    rule = (await rules.get()).rule
+    rule.step.step = 3
+    assert (await rules.update(rule, validate_only=True)).rule.step.step == 3
+    assert (await rules.autoscaler.get()).spec == before.spec
+
+
+async def test_when_a_rule_changed_the_count_is_told(rules: Rules) -> None:
+    assert not (await rules.get()).HasField("since_change")
+    rules.autoscaler.watchers.queues["jobs"] = (11, 0)
+
+    async def changed() -> bool:
+        return (await rules.get()).HasField("since_change")
+
+    await eventually(changed)
+    assert seconds((await rules.get()).since_change) < 60
+
+
+async def test_a_rule_is_deleted(rules: Rules) -> None:
+    await rules.delete()
+    assert [one.id for one in (await rules.autoscaler.get()).spec.rules] == ["down"]
+    assert await refused(rules.delete()) == ("NOT_FOUND", [])
+    assert await refused(rules.get()) == ("NOT_FOUND", [])
+
+
+async def test_what_makes_no_sense_is_refused_with_the_field_of_the_rule(rules: Rules) -> None:
+    rule = (await rules.get()).rule
+    wrong = api.Rule(id="up")
+    wrong.CopyFrom(rule)
+    wrong.step.step = 0
+    assert await refused(rules.update(wrong)) == ("INVALID_ARGUMENT", ["rule.step.step"])
+    assert await refused(rules.create(extra(min_replicas=5, max_replicas=4))) == (
+        "INVALID_ARGUMENT",
+        ["rule.max_replicas"],
+    )
+    assert await refused(rules.create(api.Rule(id="none", signal="depth"))) == (
+        "INVALID_ARGUMENT",
+        ["rule.step"],
+    )
+    assert await refused(rules.update(rule, "nothing")) == ("INVALID_ARGUMENT", ["update_mask"])
+    assert await refused(rules.update(rule, "id.more")) == ("INVALID_ARGUMENT", ["update_mask"])
+    renamed = api.Rule(id="other")
+    renamed.MergeFrom(api.Rule(signal="depth", step=rule.step))
+    assert await refused(rules.update(renamed)) == ("INVALID_ARGUMENT", ["rule.id"])
+
+
+async def test_an_etag_that_is_old_is_refused(rules: Rules) -> None:
+    old = (await rules.autoscaler.get()).etag
+    rule = (await rules.create(extra())).rule
+    assert await refused(rules.create(step("more", GREATER, 90, 1), etag=old)) == ("ABORTED", [])
+    assert await refused(rules.delete(etag=old)) == ("ABORTED", [])
+    rule.id = "up"
+    rule.cooldown.CopyFrom(to_duration(9))
+    assert await refused(rules.update(rule, etag=old)) == ("ABORTED", [])

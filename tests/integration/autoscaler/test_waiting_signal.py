@@ -1,0 +1,36 @@
+"""Requests that wait for GPUs at the allocator, as a signal."""
+
+import pytest
+
+from gpuscale.autoscaler.gathering import waiting
+from gpuscale.autoscaler.gathering.polling import Answer, NoAnswerError
+from gpuscale.autoscaler.gathering.waiting import WaitingRequests, waiting_sample
+from gpuscale.autoscaler.model import WaitingSignal
+from gpuscale.common.channel import open_channel
+from gpuscale.common.errors import UnavailableError
+from tests.support.fake_allocator import FakeAllocator, serving
+
+
+async def test_requests_are_counted_by_tenant_over_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = FakeAllocator({})
+    async with serving(allocator) as address, open_channel(address) as channel:
+        requests = WaitingRequests(channel)
+        assert await requests.fetch(None) == {}
+        allocator.waiting = {"a": 2, "b": 0, "c": 3}
+        counts = await requests.fetch(None)
+        assert counts == {"a": 2, "c": 3}
+        answer = Answer(counts, 5.0, "")
+        for source, count in ((WaitingSignal(), 5.0), (WaitingSignal("c"), 3.0), (WaitingSignal("x"), 0.0)):
+            sample = waiting_sample(source, answer)
+            assert (sample.values, sample.at, sample.proven_empty) == ((count,), 5.0, False)
+        monkeypatch.setattr(waiting, "MAX_PAGES", 2)
+        with pytest.raises(NoAnswerError, match="more than 2000 tenants"):
+            await requests.fetch(None)
+        allocator.failure = UnavailableError("it starts")
+        with pytest.raises(NoAnswerError, match="the allocator does not answer: it starts"):
+            await requests.fetch(None)
+
+
+def test_a_failure_is_a_problem_with_the_time_of_the_last_answer() -> None:
+    sample = waiting_sample(WaitingSignal(), Answer(None, 5.0, "it is away"))
+    assert (sample.values, sample.at, sample.problem) == ((), 5.0, "it is away")

@@ -1,0 +1,194 @@
+"""The simulated endpoint, the figures taken of it, and the reading of traces."""
+
+from io import StringIO
+from itertools import pairwise
+
+import pytest
+
+from gpuscale.autoscaler.backtest.report import MOST_MOMENTS, Moment, Timeline, measure, oracle_gpu_hours
+from gpuscale.autoscaler.backtest.simulate import run
+from gpuscale.autoscaler.backtest.trace import Request, ServiceModel, read_trace
+from gpuscale.autoscaler.backtest.world import Setting, World
+from gpuscale.autoscaler.model import (
+    EndpointSpec,
+    HostSignal,
+    QueueCount,
+    QueueSignal,
+    ReplicaTemplate,
+    Signal,
+)
+from gpuscale.autoscaler.presets import PRESETS, Wish
+from gpuscale.autoscaler.rules import Comparator, Rule, StepRule, TargetRule
+from gpuscale.common.errors import InvalidArgumentError
+
+TEMPLATE = ReplicaTemplate("worker", gpu_count=1)
+
+
+def setting(
+    slots: int = 1, cold: float = 30.0, *, max_gpus: int | None = None, kills: bool = False
+) -> Setting:
+    return Setting(slots, lambda _number: cold, max_gpus, kills=kills)
+
+
+def test_requests_wait_for_a_slot_and_are_served_in_order() -> None:
+    world = World(setting(), 1)
+    for second in range(3):
+        world.arrive(Request(float(second), 10.0))
+    world.advance(100.0)
+    assert world.tally.waits == [0.0, 9.0, 18.0]
+    assert world.tally.backlog_seconds == 9.0 + 18.0
+    assert world.settled
+
+
+def test_a_replica_takes_work_once_it_is_ready() -> None:
+    world = World(setting(cold=30.0), 0)
+    world.arrive(Request(0.0, 5.0))
+    world.scale(1)
+    world.advance(29.9)
+    assert (world.ready, world.waiting) == (0, 1)
+    world.advance(30.0)
+    assert (world.ready, world.waiting, world.tally.waits) == (1, 0, [30.0])
+
+
+def test_a_replica_that_is_told_to_go_finishes_what_it_has() -> None:
+    """Its GPU is held, and paid for, until then."""
+    world = World(setting(), 2)
+    world.arrive(Request(0.0, 10.0))
+    world.arrive(Request(0.0, 20.0))
+    world.scale(0)
+    assert (world.granted, world.in_hand) == (0, 2)
+    world.advance(60.0)
+    assert world.tally.killed == 0
+    assert world.tally.gpu_seconds == 10.0 + 20.0
+
+
+def test_a_world_that_kills_serves_what_was_dropped_anew() -> None:
+    world = World(setting(kills=True), 2)
+    world.arrive(Request(0.0, 10.0))
+    world.arrive(Request(0.0, 10.0))
+    world.advance(9.0)
+    world.scale(1)
+    assert (world.tally.killed, world.waiting) == (1, 1)
+    world.advance(20.0)
+    assert world.settled
+    assert world.tally.waits == [0.0, 0.0], "a wait is counted once"
+
+
+def test_victims_are_those_on_their_way_up_then_the_least_busy() -> None:
+    world = World(setting(slots=2), 2)
+    world.arrive(Request(0.0, 100.0))
+    world.scale(3)
+    world.scale(2)
+    assert world.ready == 2, "the one that was still starting went"
+    world.scale(1)
+    assert world.in_hand == 1, "the idle one went"
+
+
+def test_no_more_gpus_are_granted_than_there_are_and_the_rest_waits_for_a_release() -> None:
+    world = World(setting(max_gpus=2), 2)
+    world.arrive(Request(0.0, 50.0))
+    world.scale(4)
+    world.advance(10.0)
+    assert (world.granted, world.tally.pending_seconds) == (2, 20.0)
+
+
+def fixed(count: int) -> EndpointSpec:
+    return EndpointSpec(count, count, TEMPLATE, tick=10.0)
+
+
+def test_figures_of_a_run() -> None:
+    requests = [Request(0.0, 3600.0), Request(0.0, 1800.0), Request(0.0, 10.0)]
+    report = run(fixed(2), requests, setting(), goal=5.0)
+    assert report.violation_percent == pytest.approx(100 / 3)
+    assert (report.requests, report.unserved, report.flaps, report.scale_ops) == (3, 0, 0, 0)
+    assert (report.wait_p50, report.wait_p99) == (0.0, 1800.0)
+    assert report.gpu_hours == pytest.approx(2.0, abs=0.02)
+    assert oracle_gpu_hours(requests, 1) == pytest.approx(5410 / 3600)
+
+
+def test_what_is_never_served_is_late() -> None:
+    report = run(EndpointSpec(0, 0, TEMPLATE, tick=60.0), [Request(0.0, 1.0)], setting(), goal=5.0)
+    assert (report.unserved, report.violation_percent) == (1, 100.0)
+
+
+def test_a_flap_is_a_turn_within_ten_minutes() -> None:
+    world = World(setting(), 1)
+    for moment, count in [(10.0, 2), (20.0, 1), (630.0, 2), (700.0, 3), (710.0, 2)]:
+        world.advance(moment)
+        world.scale(count)
+    assert measure(world, 1, 5.0, 1000.0).flaps == 2, "the turn after 610 s is none"
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_preset_runs_and_the_same_again_gives_the_same(preset: str) -> None:
+    wish = Wish("queue", 1, 8, TEMPLATE, slots=2, goal=10.0, service_time=4.0)
+    requests = [Request(3.0 * n, 4.0) for n in range(100)] + [
+        Request(300.0 + 0.2 * n, 4.0) for n in range(600)
+    ]
+    first, second = (run(PRESETS[preset](wish), requests, setting(slots=2), goal=10.0) for _ in range(2))
+    assert first == second
+    assert first.most_replicas <= 8
+    assert (first.scale_ops > 0) == (preset != "opengris_no")
+
+
+def test_the_default_is_late_less_often_than_steps_and_costs_less_than_a_full_house() -> None:
+    wish = Wish("queue", 1, 8, TEMPLATE, slots=2, goal=10.0, service_time=4.0)
+    requests = [Request(float(n), 4.0) for n in range(600)] + [
+        Request(600.0 + 0.4 * n, 4.0) for n in range(1500)
+    ]
+    ours, steps = (
+        run(PRESETS[name](wish), requests, setting(2), goal=10.0) for name in ("gpuscale", "backend_ai")
+    )
+    full = run(fixed(8), requests, setting(2), goal=10.0)
+    assert ours.violation_percent < steps.violation_percent / 2
+    assert ours.gpu_hours < full.gpu_hours
+
+
+def test_both_forms_of_a_trace_are_read() -> None:
+    plain = read_trace(StringIO("arrival_seconds,service_seconds\n2,3\n1,4\n"), ServiceModel())
+    assert plain == [Request(1.0, 4.0), Request(2.0, 3.0)]
+    tokens = read_trace(
+        StringIO("t_s,context_tokens,generated_tokens\n0,1000,10\n"), ServiceModel(1.0, 0.001, 0.1)
+    )
+    assert tokens == [Request(0.0, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n", "columns"),
+        ("", "columns"),
+        ("arrival_seconds,service_seconds\n", "no request"),
+        ("arrival_seconds,service_seconds\n1,2\nx,2\n", "line 3"),
+        ("arrival_seconds,service_seconds\n1\n", "line 2"),
+        ("arrival_seconds,service_seconds\n-1,2\n", "line 2"),
+        ("arrival_seconds,service_seconds\n1,nan\n", "line 2"),
+    ],
+)
+def test_a_trace_that_is_none_is_refused_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        read_trace(StringIO(text), ServiceModel())
+
+
+@pytest.mark.parametrize("count", [1, MOST_MOMENTS, MOST_MOMENTS + 1, 5000])
+def test_a_timeline_is_thinned_out_and_keeps_the_longest_queue(count: int) -> None:
+    timeline = Timeline()
+    for at in range(count):
+        timeline.add(Moment(float(at), at, at, waiting=7 if at == count - 1 else 0))
+    moments = timeline.moments
+    assert min(count, MOST_MOMENTS / 2) <= len(moments) <= MOST_MOMENTS
+    assert max(one.waiting for one in moments) == 7
+    gaps = {later.at - earlier.at for earlier, later in pairwise(moments)}
+    assert len(gaps) <= 1
+
+
+def test_rates_and_idle_hosts_are_known_to_a_backtest() -> None:
+    """What waits, what comes and how busy hosts are: all that presets go by."""
+    rate = Signal("rate", QueueSignal("queue", QueueCount.RATE_IN))
+    host = Signal("host", HostSignal("cpu_percent"))
+    up = Rule("up", "rate", TargetRule(0.5), priority=1)
+    free = Rule("free", "host", StepRule(Comparator.GREATER_THAN, 0.0, 5))
+    spec = EndpointSpec(1, 8, TEMPLATE, (rate, host), (up, free), 10.0)
+    report = run(spec, [Request(float(n), 1.0) for n in range(200)], setting(slots=4), goal=5.0)
+    assert report.most_replicas == 2
+    assert report.timeline[-1].wanted >= 1

@@ -1,0 +1,56 @@
+"""The files in deploy/keda/ fit each other and the code: what they show is what users begin with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.keda_servicer import METRIC
+from gpuscale.autoscaler.translate import spec_from_wire
+from gpuscale.autoscaler.validate import violations as contradictions
+from gpuscale.cli.manifests import parse
+from gpuscale.common.validation import violations
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy" / "keda"
+
+
+@pytest.fixture
+def endpoint() -> api.Endpoint:
+    watcher, found = parse((DEPLOY / "endpoint.yaml").read_text(), "endpoint.yaml")
+    assert isinstance(watcher, api.QueueWatcher)
+    assert isinstance(found, api.Endpoint)
+    assert violations(watcher) == []
+    assert found.spec.signals[0].queue.watcher == watcher.name
+    return found
+
+
+@pytest.fixture
+def scaled_object() -> Any:
+    return YAML(typ="safe").load((DEPLOY / "scaledobject.yaml").read_text())
+
+
+def test_the_endpoint_is_one_that_can_be_created_and_asks_for_no_gpu(endpoint: api.Endpoint) -> None:
+    assert violations(endpoint) == []
+    assert contradictions(spec_from_wire(endpoint.spec)) == []
+    assert endpoint.spec.template.gpu_count == 0
+
+
+def test_the_scaled_object_follows_that_endpoint_within_its_bounds(
+    endpoint: api.Endpoint, scaled_object: Any
+) -> None:
+    spec = scaled_object["spec"]
+    [trigger] = spec["triggers"]
+    assert (trigger["type"], trigger["metricType"]) == ("external-push", "AverageValue")
+    assert f"endpoints/{trigger['metadata']['endpoint']}" == endpoint.name
+    assert trigger["metadata"]["metric"] == METRIC
+    assert spec["minReplicaCount"] <= endpoint.spec.min_replicas
+    assert spec["maxReplicaCount"] >= endpoint.spec.max_replicas
+
+
+def test_no_window_or_tolerance_of_the_cluster_comes_on_top(scaled_object: Any) -> None:
+    behavior = scaled_object["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    for way in ("scaleUp", "scaleDown"):
+        assert behavior[way]["tolerance"] == 0
+        assert behavior[way]["stabilizationWindowSeconds"] == 0

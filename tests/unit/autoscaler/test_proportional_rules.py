@@ -1,0 +1,214 @@
+"""Rules that say how many replicas there should be: targets, bursts, drains and formulas."""
+
+import math
+from typing import Any
+
+import pytest
+
+from gpuscale.autoscaler.model import Code, ObservationStatus
+from gpuscale.autoscaler.policies.apply import apply_rule
+from gpuscale.autoscaler.policies.formula import problem
+from gpuscale.autoscaler.policies.outcome import Burst, RuleOutcome, Vote
+from gpuscale.autoscaler.rules import (
+    DrainRule,
+    FormulaRule,
+    Kind,
+    PanicRule,
+    Rule,
+    TargetRule,
+    TargetType,
+)
+from gpuscale.autoscaler.series import Series, series_of
+from tests.support.autoscaler_values import NOW, inputs, seen
+
+
+def steady(value: float, seconds: float = 120.0, every: float = 2.0) -> Series:
+    """A signal that showed one value all along, up to NOW."""
+    count = int(seconds / every)
+    return series_of((NOW - every * (count - n), value) for n in range(count + 1))
+
+
+def apply(kind: Kind, before: int, value: float, **fields: Any) -> RuleOutcome:
+    """The outcome where `queue` shows `value`, and showed it all along unless `series` says otherwise."""
+    fields.setdefault("series", {"queue": steady(value)})
+    return apply_rule(Rule("r", "queue", kind), inputs(before, seen(value), **fields))
+
+
+@pytest.mark.parametrize(
+    ("value", "before", "after"),
+    [
+        (100, 5, 5),  # 20 each, at the target
+        (110, 5, 5),  # a tenth above: within the tolerance, which is inclusive
+        (111, 5, 6),
+        (90, 5, 5),
+        (89, 5, 5),  # outside of the tolerance, and rounded up to what there is
+        (79, 5, 4),
+        (0, 5, 0),
+        (1, 0, 1),
+        (41, 0, 3),
+    ],
+)
+def test_a_target_asks_for_the_work_divided_by_it(value: float, before: int, after: int) -> None:
+    """KEDA and the HPA's AverageValue: ceil(value / target), within a tolerance of 0.1."""
+    outcome = apply(TargetRule(20.0), before, value)
+    assert outcome.step.after == after
+    assert outcome.vote is (Vote.UP if after > before else Vote.DOWN if after < before else Vote.NONE)
+
+
+def test_a_quotient_that_is_whole_but_for_floating_point_is_whole() -> None:
+    assert apply(TargetRule(0.1), 2, 0.3).step.after == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "ready", "before", "after"),
+    [
+        (90.0, 4, 4, 6),  # ceil(4 x 90 / 60)
+        (65.0, 4, 4, 4),
+        (30.0, 4, 4, 2),
+        (90.0, 4, 6, 6),  # two are on their way already
+        (90.0, 2, 6, 6),  # what is ready asks for three, and six are on their way: nothing is taken away
+        (90.0, 0, 0, 2),
+    ],
+)
+def test_a_level_is_taken_from_the_replicas_that_work(
+    value: float, ready: int, before: int, after: int
+) -> None:
+    rule = TargetRule(60.0, TargetType.VALUE)
+    assert apply(rule, before, value, ready=ready).step.after == after
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_no_number_holds(value: float) -> None:
+    outcome = apply_rule(
+        Rule("r", "queue", TargetRule(1.0)), inputs(3, seen(value, status=ObservationStatus.INVALID))
+    )
+    assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.SIGNAL_INVALID)
+
+
+def test_a_burst_is_met_at_once_and_never_shrinks_while_it_lasts() -> None:
+    """Knative: twice what is ready in the short window starts a panic; in it the count only grows."""
+    rule = PanicRule(capacity=10.0, utilization=1.0, panic_window=6.0)
+    calm = [(NOW - 60 + 2 * n, 20.0) for n in range(27)]
+    burst = series_of([*calm, (NOW - 4, 100.0), (NOW - 2, 100.0), (NOW, 100.0)])
+    first = apply(rule, 2, 100.0, ready=2, series={"queue": burst})
+    assert (first.vote, first.step.after) == (Vote.UP, 10)
+    assert first.burst == Burst(NOW, 10)
+
+    later = series_of([*calm, (NOW - 4, 5.0), (NOW - 2, 5.0), (NOW, 5.0)])
+    during = apply(rule, 10, 5.0, ready=10, series={"queue": later}, bursts={"r": Burst(NOW - 30.0, 10)})
+    assert during.step.after == 10
+    assert during.burst is not None
+
+    over = apply(rule, 10, 5.0, ready=10, series={"queue": steady(5.0)}, bursts={"r": Burst(NOW - 60.0, 10)})
+    assert over.step.after == 5, "a stable window after the burst it shrinks, at most by half"
+    assert over.burst is None
+
+
+def test_a_window_that_is_not_full_allows_no_reduction() -> None:
+    young = series_of([(NOW - 10, 1.0), (NOW, 1.0)])
+    for kind in (PanicRule(10.0), DrainRule(30.0, service_time=1.0)):
+        outcome = apply(kind, 8, 1.0, series={"queue": young})
+        assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.WINDOW_NOT_FULL), kind
+
+
+def test_a_drain_keeps_up_with_what_arrives_and_works_off_what_waits() -> None:
+    """ceil(arrivals x S / (slots x utilization) + waiting x S / (slots x deadline))."""
+    shown = [seen(60.0), seen(8.0, "busy"), seen(2.0, "rate")]
+    series = {"queue": steady(60.0), "busy": steady(8.0), "rate": steady(2.0)}
+    kind = DrainRule(
+        deadline=30.0, service_time=4.0, slots=2.0, utilization=0.8, busy_signal="busy", rate_signal="rate"
+    )
+    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series))
+    assert outcome.step.after == math.ceil(2 * 4 / (2 * 0.8) + 60 * 4 / (2 * 30))
+
+
+def test_a_drain_reckons_arrivals_from_what_is_in_hand_and_what_grows() -> None:
+    """Eight in hand of 4 s each leave at 2/s; the queue grows by 1/s: 3/s arrive."""
+    growing = series_of((NOW - 60 + 2 * n, 10.0 + 2 * n) for n in range(31))
+    kind = DrainRule(deadline=1e9, service_time=4.0, utilization=1.0, busy_signal="busy")
+    shown = [seen(70.0), seen(8.0, "busy")]
+    outcome = apply_rule(
+        Rule("r", "queue", kind), inputs(3, *shown, series={"queue": growing, "busy": steady(8.0)})
+    )
+    assert outcome.step.after == 3 * 4 + 1  # and a breath for what waits
+
+
+def test_a_drain_that_reads_everything_takes_what_replicas_have_room_for_as_in_hand() -> None:
+    kind = DrainRule(deadline=10.0, service_time=2.0, utilization=1.0)
+    outcome = apply(kind, 4, 24.0, ready=4)
+    # 4 in hand of 2 s leave at 2/s, 20 wait: 2 x 2 + 20 x 2 / 10
+    assert outcome.step.after == 8
+
+
+def test_a_drain_learns_how_long_work_takes() -> None:
+    """Little's law: 10 in hand and 2/s that leave are 5 s each."""
+    kind = DrainRule(deadline=1e9, utilization=1.0, busy_signal="busy", rate_signal="rate")
+    shown = [seen(0.0), seen(10.0, "busy"), seen(2.0, "rate")]
+    series = {"queue": steady(0.0), "busy": steady(10.0), "rate": steady(2.0)}
+    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series))
+    assert outcome.step.after == 10
+
+
+def test_a_drain_without_its_further_signals_holds() -> None:
+    kind = DrainRule(deadline=30.0, service_time=1.0, busy_signal="busy")
+    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, seen(0.0), series={"queue": steady(0.0)}))
+    assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.SIGNAL_MISSING)
+
+
+@pytest.mark.parametrize(
+    ("expression", "after"),
+    [
+        ("queue / 20", 5),
+        ("ceil(queue / 30)", 4),
+        ("max(queue / 50, 3)", 3),
+        ("replicas + 1 if queue > 50 else replicas", 3),
+        ("ready * 2", 4),
+        ("-1", -1),
+    ],
+)
+def test_a_formula_says_how_many(expression: str, after: int) -> None:
+    outcome = apply(FormulaRule(expression), 2, 100.0)
+    assert outcome.step.after == after
+
+
+@pytest.mark.parametrize(
+    "expression", ["queue / 0", "10 ** 90 ** 2", "queue ** 1000", "queue * 1e308 * 10", "0 ** -1"]
+)
+def test_a_formula_without_a_finite_result_holds(expression: str) -> None:
+    outcome = apply(FormulaRule(expression), 2, 100.0)
+    assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.SIGNAL_INVALID)
+
+
+def test_a_formula_holds_while_a_signal_in_it_is_unknown() -> None:
+    outcome = apply_rule(
+        Rule("r", "", FormulaRule("queue + other")), inputs(2, seen(1.0), seen(None, "other"))
+    )
+    assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.SIGNAL_MISSING)
+    assert "other" in outcome.step.text
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os').system('true')",
+        "().__class__",
+        "'a' * 3",
+        "[1 for x in queue]",
+        "open('x')",
+        "lambda: 1",
+        "max(queue, key=abs)",
+        "queue.real",
+        "True",
+        "1 +",
+        "(" * 60 + "1" + ")" * 60 + "+" * 1,
+        "+".join(["1"] * 30),
+    ],
+)
+def test_a_formula_may_hold_numbers_signals_and_little_else(expression: str) -> None:
+    assert problem(expression)
+
+
+def test_the_allowed_formulas_are_allowed() -> None:
+    assert not problem(
+        "min(max(ceil(queue / 20), 1), floor(9.5)) + abs(-1) if queue >= 3 and ready < 4 else 0"
+    )

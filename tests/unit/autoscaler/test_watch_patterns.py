@@ -1,0 +1,101 @@
+"""Patterns of queue names cannot take long, whoever writes them; and several queues are read as one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuscale.autoscaler.model import ObservationStatus, QueueCount
+from gpuscale.autoscaler.queues.model import PENDING, QueueReading, QueueState, Rates, combined
+from gpuscale.autoscaler.queues.patterns import NamePattern, problem
+from tests.support.autoscaler_values import NOW, observe, signal
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches", "not_these"),
+    [
+        (r"jobs-.*", ["jobs-", "jobs-a.b"], ["my-jobs-1", "jobs"]),
+        (r"jobs\.(small|large)\.\d+", ["jobs.small.12"], ["jobs.small.", "jobsxsmall.1"]),
+        (r"[a-z]+-[0-9]{1,3}", ["a-1", "gpu-123"], ["a-1234", "A-1"]),
+        (r"(a|b)[\]x]?", ["a", "b]", "ax"], ["c"]),
+    ],
+)
+def test_a_pattern_matches_whole_names(pattern: str, matches: list[str], not_these: list[str]) -> None:
+    assert problem(pattern) == ""
+    found = NamePattern(pattern)
+    for _ in range(2):
+        assert found.of([*matches, *not_these]) == matches
+    assert found.of(not_these) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("(a+)+", "repeat a group"),
+        ("(a|b)*", "repeat a group"),
+        ("(a){2,}", "repeat a group"),
+        ("a*b*c*d*", "repeat more than 3"),
+        ("a?" * 4, "repeat more than 3"),
+        ("|".join("abcdefghijkl"), "more than 10 alternatives"),
+        (r"(a)\1", r"must not hold \1"),
+        ("(?=a)a", "must not hold (?"),
+        (r"\bjobs", r"must not hold \b"),
+        ("jobs[", "must be a regular expression"),
+        ("jobs)", "must be a regular expression"),
+    ],
+)
+def test_a_pattern_that_could_take_long_or_is_none_is_refused(pattern: str, said: str) -> None:
+    assert said in problem(pattern)
+    with pytest.raises(ValueError, match="must"):
+        NamePattern(pattern)
+
+
+def test_the_worst_pattern_is_quick_enough() -> None:
+    """Three repeats over a name of the greatest length that just does not match: without the limits, hours."""
+    assert NamePattern("a*a*a*b").of(["a" * 255]) == []
+
+
+@given(st.text(alphabet="ab()[]{}*+?|\\.^$,1", max_size=20))
+def test_any_text_is_a_pattern_or_has_a_problem(text: str) -> None:
+    if not problem(text):
+        NamePattern(text).of(["", "a", "ab1"])
+
+
+def reading(
+    ready: int | None = 1, unacked: int | None = 2, *, at: float = NOW, rates: Rates | None = None
+) -> QueueReading:
+    return QueueReading(QueueState.OK, ready, unacked, 3, at, rates=rates)
+
+
+def test_the_counts_of_several_queues_are_added_up_and_as_old_as_the_oldest() -> None:
+    found = combined(
+        [
+            reading(1, 2, rates=Rates(1.0, 2.0, NOW)),
+            reading(10, 20, at=NOW - 5, rates=Rates(0.5, 0.5, NOW - 9)),
+        ]
+    )
+    assert found == QueueReading(
+        QueueState.OK, 11, 22, 6, NOW - 5, rates=Rates(1.5, 2.5, NOW - 9), queue_count=2
+    )
+
+
+def test_a_sum_is_unknown_where_a_part_of_it_is() -> None:
+    found = combined([reading(1, None), reading(2, 2, rates=Rates(1.0, 1.0, NOW))])
+    assert (found.ready, found.unacked, found.total, found.rates) == (3, None, None, None)
+
+
+def test_one_queue_that_cannot_be_read_is_enough() -> None:
+    lost = QueueReading(QueueState.NOT_FOUND, observed_at=NOW - 60, message="there is no queue 'b'")
+    found = combined([reading(), lost, PENDING])
+    assert (found.state, found.message, found.ready) == (QueueState.NOT_FOUND, lost.message, None)
+    assert found.observed_at is None
+    assert combined([lost]) is lost
+
+
+def test_a_rate_is_a_signal_as_old_as_it_is_and_missing_where_it_is_unknown() -> None:
+    known = reading(rates=Rates(4.0, 3.0, NOW - 8))
+    for count, value in ((QueueCount.RATE_IN, 4.0), (QueueCount.RATE_OUT, 3.0)):
+        seen = observe(signal(count=count), known, NOW)
+        assert (seen.status, seen.value, seen.age) == (ObservationStatus.OK, value, 8.0)
+        unknown = observe(signal(count=count), reading(), NOW)
+        assert (unknown.status, unknown.value) == (ObservationStatus.MISSING, None)
+        assert "rates are not known" in unknown.detail
