@@ -46,14 +46,14 @@ def lint(tree: Path) -> subprocess.CompletedProcess[str]:
         ("services/common/gpuscale/common/names.py", "import gpuscale.client", "One-way doors"),
         ("services/gateway/gpuscale/cli/main.py", "import gpuscale.allocator.scoring", "The CLI speaks gRPC"),
         ("services/allocator/gpuscale/allocator/scoring.py", "import time", "Pure cores"),
-        ("services/autoscaler/gpuscale/autoscaler/policies.py", "import gpuscale.api.types.v1", "Pure cores"),
-        ("services/monitor/gpuscale/monitor/fleet/nodes.py", "import pynvml", "Only monitor/agent/nvml.py"),
+        ("services/autoscaler/gpuscale/autoscaler/pace.py", "import gpuscale.api.types.v1", "Pure cores"),
+        ("services/monitor/gpuscale/monitor/fleet/nodes.py", "import pynvml", "Only monitor/agent/nvml/"),
         (
             "services/autoscaler/gpuscale/autoscaler/reconciler.py",
             "import aio_pika",
             "Only autoscaler/queues/rabbitmq.py",
         ),
-        ("services/allocator/gpuscale/allocator/service.py", "import sqlmodel", "Only stores"),
+        ("services/allocator/gpuscale/allocator/sweeper.py", "import sqlmodel", "Only stores"),
     ],
 )
 def test_a_forbidden_import_breaks_its_rule(copy: Path, module: str, line: str, rule: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ kind: QueueWatcher
 name: more
 spec: {broker: default, queue: more}
 """
+TRACE = "arrival_seconds,service_seconds\n0,1\n5,2\n"
 
 GETS = ("nodes", "gpus", "reservations", "endpoints", "replicas", "watchers", "decisions", "adapters")
 KEYS = {noun: noun for noun in GETS} | {"watchers": "queueWatchers"}
@@ -41,6 +42,18 @@ COMMANDS: list[tuple[str, ...]] = [
     *(("get", noun) for noun in GETS),
     *(("get", noun, name) for noun, name in NAMES.items()),
     ("reserve", "--gpus", "1", "--ttl", "60s", "--min-memory", "8GiB", "--holder", "me", "--node", "host-1"),
+    ("check", "--gpus", "2"),
+    ("check", "--gpus", "2", "--wait", "5s"),
+    ("estimate", "llama-3-70b", "-p", "tp-size=[1,2,4]", "--dtype", "bf16"),
+    ("rank", "nodes", "--gpus", "2"),
+    ("explain", "placement", "--gpus", "2"),
+    ("explain", "reservation", "r1"),
+    ("get", "cordons"),
+    ("get", "cordons", "host-1"),
+    ("get", "quotas"),
+    ("cordon", "host-1", "--reason", "fan"),
+    ("uncordon", "host-1"),
+    ("drain", "host-1", "--grace", "5m"),
     ("renew", "r1", "--ttl", "5m"),
     ("release", "reservations/r1", "--fence", "41"),
     ("apply", "-f", "-"),
@@ -50,9 +63,21 @@ COMMANDS: list[tuple[str, ...]] = [
     ("explain", "endpoint", "jobs"),
     ("explain", "decision", "jobs/d1"),
     ("explain", "exit-codes"),
+    ("evaluate", "endpoint", "jobs", "--signal", "depth=50@3s", "--signal", "other=?", "--changed", "up=4m"),
+    ("create", "rule", "jobs/up", "--set", "signal=depth", "--set", "step.comparator=>"),
+    ("get", "rules"),
+    ("get", "rules", "jobs/up"),
+    ("update", "rule", "jobs/up", "--set", "step.threshold=20", "--clear", "cooldown", "--disable"),
+    ("delete", "rule", "endpoints/jobs/rules/up", "-y"),
+    ("preset", "list"),
+    ("preset", "show", "keda", "--watcher", "jobs", "--set", "value=5"),
+    ("backtest", "--preset", "keda", "--trace", "-"),
+    ("tune", "--slo", "5s", "--trace", "-"),
     ("top", "--once"),
 ]
-READS = [command for command in COMMANDS if command[0] not in {"apply", "delete", "scale"}]
+READS = [
+    command for command in COMMANDS if command[0] not in {"apply", "delete", "scale", "update", "create"}
+]
 ASKS = [command for command in COMMANDS if command != ("explain", "exit-codes")]
 EACH = pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 EACH_READ = pytest.mark.parametrize("command", READS, ids=" ".join)
@@ -68,11 +93,48 @@ NODE     GPU   MODEL                STATE   UTIL   MEMORY        FREE    TEMP   
 host-1   0     Test GPU SIMULATED   OK      37%    20GiB/80GiB   60GiB   55C    210W    training   1s    GPU-00000000-0000-0000-0000-00000000000a
 host-1   1     Test GPU SIMULATED   OK      -      -/80GiB       -       -      -       -          1s    GPU-00000000-0000-0000-0000-00000000000b
 """,
+    ("backtest", "--preset", "keda", "--trace", "-"): """\
+POLICY   LATE    GPU-HOURS   X-WORK   P50    P95    P99    FLAPS   CHANGES   MOST   PENDING-HOURS
+keda     2.50%   3.00        2.00     0.0s   0.0s   0.0s   0       0         0      0.00
+work alone: 1.50 GPU hours; no policy can need less
+""",
+    ("preset", "list"): """\
+NAME   WHAT
+keda   20 messages each.
+""",
     ("get", "watchers", "--no-headers"): """\
 jobs   default   jobs   OK   12   -   -   1s   -
 """,
     ("delete", "watcher", "jobs", "-y"): "watchers/jobs deleted\n",
+    ("get", "quotas"): """\
+TENANT   GPUS HELD   LIMIT   WEIGHT   WAITING
+vision   1.5         8       1        2
+""",
+    ("rank", "nodes"): """\
+NAME     IDLE   ENOUGH   UTIL   MEMORY   BECAUSE
+host-1   1/2    yes      -      -        1 of 2 GPUs idle
+""",
+    ("drain", "host-1"): "nodes/host-1 drains; to leave: r1 of training\n",
+    ("explain", "placement", "--gpus", "2"): """\
+no room now
+
+What would help:
+  wait for r1
+
+What each constraint removes, after those before it, and alone:
+  HELD       1       1
+
+Nodes, nearest first (1 of 1):
+  nodes/host-1: 1 of 2 GPUs fit
+    gpu-00000000-0000-0000-0000-00000000000a   HELD: Held by r1.
+    gpu-00000000-0000-0000-0000-00000000000b   score 0.500
+""",
 }
+
+
+def input_of(command: Sequence[str]) -> str:
+    """What a command is given on its standard input."""
+    return TRACE if "--trace" in command else MANIFEST
 
 
 @pytest.fixture
@@ -88,8 +150,8 @@ def world(gateway: tuple[str, canned.World]) -> canned.World:
 
 @pytest.fixture
 def ctl(gateway: tuple[str, canned.World]) -> Any:
-    def run(*arguments: str, stdin: str = MANIFEST) -> Ran:
-        return run_cli("--address", gateway[0], *arguments, stdin=stdin)
+    def run(*arguments: str, stdin: str = "") -> Ran:
+        return run_cli("--address", gateway[0], *arguments, stdin=stdin or input_of(arguments))
 
     return run
 
@@ -125,7 +187,7 @@ def test_tables_look_like_this(ctl: Any, command: tuple[str, ...]) -> None:
 
 @EACH_THAT_ASKS
 def test_nothing_listens(command: tuple[str, ...]) -> None:
-    ran = run_cli("--address", f"127.0.0.1:{free_port()}", *command, "-o", "json", stdin=MANIFEST)
+    ran = run_cli("--address", f"127.0.0.1:{free_port()}", *command, "-o", "json", stdin=input_of(command))
     assert (ran.code, ran.out) == (7, "")
     assert "nothing answers at 127.0.0.1:" in ran.err
     assert "gpuscalectl up" in ran.err
@@ -156,6 +218,22 @@ def test_what_is_not_there_is_3(ctl: Any, noun: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
+        ("update", "rule", "jobs/up"),
+        ("update", "rule", "jobs/up", "--set", "step.threshold"),
+        ("update", "rule", "jobs/up", "--set", "step.treshold=1"),
+        ("update", "rule", "jobs/up", "--set", "step.threshold=much"),
+        ("create", "rule", "up"),
+        ("evaluate", "endpoint"),
+        ("evaluate", "endpoint", "jobs", "--signal", "depth"),
+        ("evaluate", "endpoint", "jobs", "--signal", "depth=much"),
+        ("evaluate", "endpoint", "jobs", "--signal", "depth=1@soon"),
+        ("evaluate", "endpoint", "jobs", "--changed", "up"),
+        ("preset", "show", "keda", "--set", "value"),
+        ("preset", "show", "keda", "--set", "value=much"),
+        ("backtest", "--preset", "keda"),
+        ("backtest", "--trace", "-"),
+        ("backtest", "--preset", "keda", "--trace", "-", "--cold-start", "60s..10s"),
+        ("backtest", "--preset", "keda", "--trace", "no-such-file.csv"),
         ("get", "bogus"),
         ("bogus",),
         ("get", "nodes", "--bogus"),
@@ -165,6 +243,19 @@ def test_what_is_not_there_is_3(ctl: Any, noun: str) -> None:
         ("reserve", "--gpus", "0"),
         ("reserve", "--gpus", "1", "--min-memory", "8Gibi"),
         ("reserve", "--gpus", "1", "--ttl", "soon"),
+        ("reserve", "--gpus", "1", "--share", "1.5"),
+        ("reserve", "--gpus", "1", "--share", "half"),
+        ("reserve", "--gpus", "1", "--nvlink", "--balanced"),
+        ("reserve", "--gpus", "1", "--label", "team"),
+        ("reserve", "--gpus", "1", "--policy", "best"),
+        ("reserve", "--gpus", "1", "--gpu", "no-node"),
+        ("run", "--gpus", "1"),
+        ("check",),
+        ("estimate", "x", "-p", "tp"),
+        ("cordon",),
+        ("cordon", "a/b/c"),
+        ("drain", "host-1", "--grace", "soon"),
+        ("rank", "gpus"),
         ("scale", "endpoint", "jobs"),
         ("get", "nodes", "A/B"),
         ("delete", "endpoint", "jobs"),
@@ -187,6 +278,8 @@ def test_usage_errors_are_2_and_write_nothing(ctl: Any, command: tuple[str, ...]
     [
         (errors.ResourceExhaustedError("none left", reason="NO_CAPACITY"), 5),
         (errors.FailedPreconditionError("never", reason="UNSATISFIABLE"), 5),
+        (errors.ResourceExhaustedError("too late", reason="WAIT_TIMEOUT"), 5),
+        (errors.ResourceExhaustedError("yours are used up", reason="QUOTA_EXCEEDED"), 5),
         (errors.UnavailableError("the disk is full", reason="DISK_FULL"), 7),
         (errors.PermissionDeniedError("no"), 8),
         (errors.DeadlineExceededError("late"), 6),
@@ -208,9 +301,9 @@ def test_reserve_sends_what_was_typed(ctl: Any, world: canned.World) -> None:
               "--holder", "me", "--node", "a", "--node", "nodes/b", "--request-id", "00000000-0000-0000-0000-0000000000ff")  # fmt: skip
     assert ran.code == 0
     [request] = world.requests
-    assert (request.gpu_count, request.holder, request.min_memory_bytes) == (2, "me", 8 << 30)
-    assert (request.max_utilization_percent, request.ttl.seconds) == (20, 90)
-    assert list(request.nodes) == ["nodes/a", "nodes/b"]
+    assert (request.ask.gpu_count, request.holder, request.ask.min_memory_bytes) == (2, "me", 8 << 30)
+    assert (request.ask.max_utilization_percent, request.ttl.seconds) == (20, 90)
+    assert list(request.ask.nodes) == ["nodes/a", "nodes/b"]
     assert request.request_id.endswith("ff")
     assert f"CUDA_VISIBLE_DEVICES={canned.UUIDS[0]}" in ran.err
 
@@ -218,10 +311,64 @@ def test_reserve_sends_what_was_typed(ctl: Any, world: canned.World) -> None:
 def test_what_is_not_typed_is_left_to_the_server(ctl: Any, world: canned.World) -> None:
     ctl("reserve", "--gpus", "1")
     [request] = world.requests
-    assert not request.HasField("min_memory_bytes")
-    assert not request.HasField("max_utilization_percent")
-    assert not request.HasField("ttl")
+    assert [field.name for field, _ in request.ask.ListFields()] == ["gpu_count"]
+    assert {field.name for field, _ in request.ListFields()} == {"request_id", "holder", "ask"}
     assert "@" in request.holder
+
+
+def test_every_wish_can_be_typed(ctl: Any, world: canned.World) -> None:
+    typed = (
+        "--share 0.5 --gpu-memory 4GiB --model A100 --mig-profile 1g.10gb --cpus 2.5 --host-memory 1GiB"
+        " --exclude-node c --gpu a/GPU-1 --exclude-gpu a/GPU-2 --node-label zone=x --apart-from job=y --nvlink"
+        " --members 2 --strategy strict-spread --policy pack --allow-unknown-utilization --min-memory 1GiB"
+        " --max-utilization 9 --node a --label team=v=1 --tenant t --priority -3 --preemptible --preempt"
+        " --ttl 60s --holder me"
+    )
+    assert ctl("reserve", "--gpus", "1", *typed.split()).code == 0
+    [request] = world.requests
+    said = {field.name for field, _ in request.ask.ListFields()}
+    assert set(type(request.ask).DESCRIPTOR.fields_by_name) - said == {"weights"}
+    assert {field.name for field, _ in request.ListFields()} | {"wait"} == set(
+        type(request).DESCRIPTOR.fields_by_name
+    )
+    assert (request.ask.gpu_milli, request.ask.cpu_milli, list(request.ask.gpus)) == (
+        500,
+        2500,
+        ["nodes/a/gpus/gpu-1"],
+    )
+    assert dict(request.labels) == {"team": "v=1"}
+
+
+def test_no_room_is_5_and_said(ctl: Any) -> None:
+    ran = ctl("check", "--gpus", "9", "-o", "json")
+    assert ran.code == 5
+    assert json.loads(ran.out)["available"] is False
+
+
+def test_parameters_are_what_json_says(ctl: Any, world: canned.World) -> None:
+    ctl("estimate", "x", "-p", "tp=[1,2]", "-p", "pp=auto", "-p", "dp=2", "-p", "cp=NaN")
+    [request] = world.requests
+    assert [value.number_value for value in request.parameters["tp"].values] == [1, 2]
+    assert (request.parameters["pp"], request.parameters["dp"], request.parameters["cp"]) == (
+        "auto",
+        2,
+        "NaN",
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("host-1", "nodes/host-1"),
+        ("nodes/host-1", "nodes/host-1"),
+        ("host-1/GPU-A", "nodes/host-1/gpus/gpu-a"),
+        ("nodes/host-1/gpus/gpu-a", "nodes/host-1/gpus/gpu-a"),
+    ],
+)
+def test_a_node_or_a_gpu_is_cordoned(ctl: Any, world: canned.World, typed: str, name: str) -> None:
+    for command in ("cordon", "uncordon", "drain"):
+        assert ctl(command, typed).code == 0
+    assert [request.name for request in world.requests] == [name] * 3
 
 
 def test_the_fence_is_looked_up(ctl: Any, world: canned.World) -> None:
@@ -282,6 +429,9 @@ def test_explain_says_why(ctl: Any) -> None:
     assert "saw   other = - MISSING (the broker is unreachable)" in out
     assert "rule up" in out
     assert "3 -> 2   NO_CAPACITY      one GPU missing" in out
+    assert "evaluated now: 3 -> 4 wanted: from 3 to 4: max_replicas is 4" in out
+    assert "would be 6 if max_replicas were not 4" in out
+    assert "may go to 3 in 43s, if signals stay as they are" in out
 
 
 def test_the_allocator_away_does_not_hide_the_gpus(ctl: Any, world: canned.World) -> None:

@@ -83,7 +83,7 @@ def test_every_error_of_the_tree_is_exported() -> None:
 
 def test_all_is_what_is_public() -> None:
     public = {name for name in vars(gpuscale.client) if not name.startswith("_")}
-    modules = {"async_calls", "client", "connection", "paging", "sync_calls"}
+    modules = {"asks", "async_calls", "client", "connection", "paging", "recording_view", "sync_calls"}
     assert public - modules == set(gpuscale.client.__all__)
 
 

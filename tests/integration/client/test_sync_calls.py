@@ -178,4 +178,4 @@ def test_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     with canned_gateway() as (address, world), connect(address) as client:
         reservation = client.reserve(2, "me", ttl=60, min_memory_bytes=8 << 30)
     assert reservation.fence == 41
-    assert world.requests[0].gpu_count == 2
+    assert world.requests[0].ask.gpu_count == 2

@@ -1,17 +1,21 @@
 """What `reserve` sends: what was not said is left to the server."""
 
 import uuid
+from typing import Any
 
-from gpuscale.client.client import reserve_request
+import pytest
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client import ask, reserve_request
+from gpuscale.client.client import reserve_timeout
 
 
 def test_what_was_not_said_is_absent() -> None:
     request = reserve_request(2, "me", {})
-    assert (request.gpu_count, request.holder) == (2, "me")
+    assert (request.ask.gpu_count, request.holder) == (2, "me")
     assert str(uuid.UUID(request.request_id)) == request.request_id
-    for field in ("min_memory_bytes", "max_utilization_percent", "ttl"):
-        assert not request.HasField(field)
-    assert not request.nodes
+    assert [field.name for field, _ in request.ask.ListFields()] == ["gpu_count"]
+    assert {field.name for field, _ in request.ListFields()} == {"request_id", "holder", "ask"}
 
 
 def test_every_call_has_its_own_request_id() -> None:
@@ -33,11 +37,69 @@ def test_what_was_said_is_sent() -> None:
         },
     )
     assert (request.ttl.seconds, request.ttl.nanos) == (1, 500_000_000)
-    assert request.HasField("min_memory_bytes")
-    assert request.max_utilization_percent == 100
-    assert request.allow_unknown_utilization
-    assert (list(request.nodes), dict(request.labels), request.request_id) == (
+    assert request.ask.HasField("min_memory_bytes")
+    assert request.ask.max_utilization_percent == 100
+    assert request.ask.allow_unknown_utilization
+    assert (list(request.ask.nodes), dict(request.labels), request.request_id) == (
         ["nodes/a"],
         {"team": "x"},
         "r",
     )
+
+
+def test_every_field_of_the_contract_can_be_said() -> None:
+    """All but `weights`, which are for the operator's settings."""
+    said = ask(
+        2,
+        {
+            "min_memory_bytes": 1,
+            "max_utilization_percent": 9.0,
+            "allow_unknown_utilization": True,
+            "gpu_milli": 500,
+            "gpu_memory_bytes": 3,
+            "mig_profile": "1g.10gb",
+            "models": ["A100"],
+            "cpu_milli": 4000,
+            "host_memory_bytes": 5,
+            "nodes": ["nodes/a"],
+            "excluded_nodes": ["nodes/b"],
+            "gpus": ["nodes/a/gpus/g"],
+            "excluded_gpus": ["nodes/a/gpus/h"],
+            "node_labels": {"zone": "x"},
+            "apart_from": {"job": "y"},
+            "gpu_set": "nvlink",
+            "member_count": 3,
+            "gang_strategy": "strict_spread",
+            "policy": "pack",
+        },
+    )
+    set_fields = {field.name for field, _ in said.ListFields()}
+    assert set(api.Ask.DESCRIPTOR.fields_by_name) - set_fields == {"weights"}
+    assert (said.policy, said.gpu_set) == (
+        api.PlacementPolicy.PLACEMENT_POLICY_PACK,
+        api.GpuSet.GPU_SET_NVLINK,
+    )
+    request = reserve_request(
+        1,
+        "me",
+        {"ttl": 5, "wait": 2.5, "tenant": "t", "priority": -1, "preemptible": True, "may_preempt": True,
+         "labels": {"a": "b"}, "gpu_milli": 250},
+    )  # fmt: skip
+    assert {field.name for field, _ in request.ListFields()} == set(
+        api.ReserveRequest.DESCRIPTOR.fields_by_name
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"gpus_count": 2}, TypeError), ({"ttl": 2}, TypeError), ({"policy": "best"}, ValueError)],
+)
+def test_what_is_no_option_of_an_ask_is_refused(options: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        ask(1, options)
+
+
+def test_a_call_that_waits_has_time_to_wait() -> None:
+    assert reserve_timeout({}) is None
+    assert reserve_timeout({"wait": 0}) is None
+    assert reserve_timeout({"wait": 60}) == 70

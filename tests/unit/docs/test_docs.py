@@ -70,6 +70,9 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
         ("monitor.md", "monitor.agent.model", "GpuState"),
         ("monitor.md", "monitor.agent.model", "ReadingStatus"),
         ("monitor.md", "monitor.fleet.model", "NodeState"),
+        ("monitoring-data.md", "monitor.health.model", "HealthCheck"),
+        ("monitoring-data.md", "monitor.health.model", "HealthSeverity"),
+        ("monitoring-data.md", "monitor.health.model", "Action"),
     ],
 )
 def test_every_state_and_code_that_users_see_is_on_its_page(page: str, module: str, enum: str) -> None:

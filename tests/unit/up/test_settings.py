@@ -42,6 +42,17 @@ def test_each_part_reads_its_table(file: Path, tmp_path: Path) -> None:
     }
 
 
+def test_metrics_are_off_and_where_they_are_on_they_are_as_secure_as_up(tmp_path: Path) -> None:
+    off = load_all(["--data-dir", str(tmp_path)])
+    assert (off.agent.metrics_listen, off.fleet.metrics_listen) == ("", "")
+    tokens = tmp_path / "tokens.toml"
+    path = tmp_path / "c.toml"
+    path.write_text(f'[up]\ntokens_file = "{tokens}"\n[agent]\nmetrics_listen = "127.0.0.1:9400"\n')
+    on = load_all(["--config", str(path), "--data-dir", str(tmp_path)])
+    assert on.agent.metrics_listen == "127.0.0.1:9400"
+    assert (on.agent.tokens_file, on.fleet.tokens_file) == (tokens, tokens)
+
+
 def test_the_file_may_be_named_by_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSCALE_CONFIG", str(file))
     assert load_all([]).agent.node == "here"

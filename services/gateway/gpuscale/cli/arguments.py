@@ -39,12 +39,16 @@ NOUNS = (
     Noun("reservations", "reservation", "rsv"),
     Noun("endpoints", "endpoint", "ep"),
     Noun("replicas", "replica", "rep"),
+    Noun("rules", "rule", "rule"),
     Noun("watchers", "watcher", "qw"),
     Noun("decisions", "decision", "dec"),
     Noun("adapters", "adapter", "ad"),
+    Noun("recordings", "recording", "rec"),
+    Noun("cordons", "cordon", "cor"),
+    Noun("quotas", "quota", "quo"),
 )
 _BY_NAME = {name: noun for noun in NOUNS for name in noun}
-_SINGULAR_VERBS = frozenset({"delete", "scale", "explain"})
+_SINGULAR_VERBS = frozenset({"create", "delete", "evaluate", "scale", "explain", "update"})
 _OWN_ARGUMENTS = frozenset(
     {"up"}
 )  # reads its arguments itself: every setting of every service is a flag there
@@ -53,7 +57,7 @@ _OWN_ARGUMENTS = frozenset(
 def normalise(arguments: Sequence[str]) -> list[str]:
     """The arguments with global options first and the noun under the name its command has."""
     hoisted, rest = _hoist(arguments)
-    if len(rest) >= 2 and rest[0] in {"get", *_SINGULAR_VERBS}:
+    if len(rest) >= 2 and rest[0] in {"get", "rank", *_SINGULAR_VERBS}:
         rest = [rest[0], *_noun(rest[0], rest[1]), *rest[2:]]
     return [*hoisted, *rest]
 

@@ -24,10 +24,10 @@ def delete_endpoint(context: typer.Context, name: Name, yes: Yes = False) -> Non
     from gpuscale.common import names
 
     full = full_name(names.ENDPOINT, name)
-    _confirm(full, yes=yes)
+    confirm(full, yes=yes)
     with session_of(context).connect() as client:
         client.endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=full))
-    _deleted(context, full, "is deleted once its replicas have finished")
+    deleted(context, full, "is deleted once its replicas have finished")
 
 
 @delete_app.command("watcher")
@@ -38,13 +38,14 @@ def delete_watcher(context: typer.Context, name: Name, yes: Yes = False) -> None
     from gpuscale.common import names
 
     full = full_name(names.WATCHER, name)
-    _confirm(full, yes=yes)
+    confirm(full, yes=yes)
     with session_of(context).connect() as client:
         client.queue_watchers.DeleteQueueWatcher(api.DeleteQueueWatcherRequest(name=full))
-    _deleted(context, full, "deleted")
+    deleted(context, full, "deleted")
 
 
-def _confirm(name: str, *, yes: bool) -> None:
+def confirm(name: str, *, yes: bool) -> None:
+    """Ask whether something is to be deleted; ends the program where it is not."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -54,7 +55,8 @@ def _confirm(name: str, *, yes: bool) -> None:
         raise typer.Exit(1)
 
 
-def _deleted(context: typer.Context, name: str, what: str) -> None:
+def deleted(context: typer.Context, name: str, what: str) -> None:
+    """Say that something is deleted."""
     output = session_of(context).output
     if output.human:
         write_lines([f"{name} {what}"])

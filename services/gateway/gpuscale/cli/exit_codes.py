@@ -51,9 +51,12 @@ _BY_ERROR: Mapping[type[errors.GpuscaleError], ExitCode] = {
     errors.InternalError: ExitCode.OTHER,
 }
 _BY_REASON: Mapping[str, ExitCode] = {
-    # No room now, and more than any node has, are one thing to a script that asked for GPUs.
+    # No room now, none in time, none left of the quota, and more than any node has, are one thing to a script that
+    # asked for GPUs.
     "NO_CAPACITY": ExitCode.NO_CAPACITY,
     "UNSATISFIABLE": ExitCode.NO_CAPACITY,
+    "WAIT_TIMEOUT": ExitCode.NO_CAPACITY,
+    "QUOTA_EXCEEDED": ExitCode.NO_CAPACITY,
     # Files and addresses that were typed.
     "TOKEN_FILE": ExitCode.USAGE,
     "TLS_FILES": ExitCode.USAGE,

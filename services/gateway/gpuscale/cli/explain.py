@@ -19,23 +19,30 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 def explain_endpoint(
     context: typer.Context,
     name: Name,
-    last: Annotated[int, typer.Option(min=1, help="How many decisions, newest first.")] = 3,
+    last: Annotated[int, typer.Option(min=1, help="How many decisions, newest first.")] = 1,
 ) -> None:
-    """Why an endpoint has the replicas it has: its latest decisions, step by step."""
+    """Why an endpoint has the replicas it has, what would change that, and when it may change."""
+    from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli import resources
+    from gpuscale.cli.views.asking import evaluation_lines
     from gpuscale.cli.views.autoscaler import DECISIONS
 
     session = session_of(context)
     with session.connect() as client:
         [endpoint] = resources.endpoints(client, [name])
         decisions = resources.decisions(client, endpoint=endpoint.name, limit=last)
+        # Asked now, for a decision of a while ago does not say what holds the count back since.
+        now = client.decisions.Evaluate(api.EvaluateRequest(name=endpoint.name))
     if not session.output.human:
         session.output.write_list(decisions, DECISIONS)
         return
     lines = _endpoint_lines(endpoint)
     for decision in decisions:
         lines += ["", *decision_lines(decision)]
-    write_lines(lines if decisions else [*lines, "", "No decision yet."])
+    if not decisions:
+        lines += ["", "No decision yet."]
+    asked = f"{now.decision.before} -> {now.decision.wanted} wanted"
+    write_lines([*lines, "", f"evaluated now: {asked}: {now.decision.summary}", *evaluation_lines(now)])
 
 
 @app.command("decision")
@@ -88,9 +95,13 @@ def decision_lines(decision: "Decision") -> list[str]:
         + (f", limited by {decision.limited_by}" if decision.limited_by else "")
         + (f": {decision.summary}" if decision.summary else ""),
     ]
-    lines += [f"    saw   {_observation(seen)}" for seen in decision.observations]
-    lines += [f"    {_step(step)}" for step in decision.steps]
-    return lines
+    return [*lines, *step_lines(decision)]
+
+
+def step_lines(decision: "Decision") -> list[str]:
+    """What a decision saw, and what each of its steps made of the count."""
+    lines = [f"    saw   {_observation(seen)}" for seen in decision.observations]
+    return [*lines, *(f"    {_step(step)}" for step in decision.steps)]
 
 
 def _observation(seen: "Observation") -> str:

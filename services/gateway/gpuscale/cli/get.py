@@ -151,3 +151,25 @@ def adapters(context: typer.Context, name: Names = None) -> None:
     with session_of(context).connect() as client:
         found = resources.adapters(client, name or ())
     _write(context, found, ADAPTERS, name)
+
+
+@app.command()
+def cordons(context: typer.Context, name: Names = None) -> None:
+    """Nodes and GPUs on which nothing new is placed, and what is still there."""
+    from gpuscale.cli import resources
+    from gpuscale.cli.views.capacity import CORDONS
+
+    with session_of(context).connect() as client:
+        found = resources.cordons(client, name or ())
+    _write(context, found, CORDONS, name)
+
+
+@app.command()
+def quotas(context: typer.Context) -> None:
+    """Tenants: what each holds, may hold, and waits for."""
+    from gpuscale.cli import resources
+    from gpuscale.cli.views.capacity import QUOTAS
+
+    with session_of(context).connect() as client:
+        found = resources.quotas(client)
+    _write(context, found, QUOTAS, None)

@@ -11,7 +11,25 @@ from typing import Annotated
 
 import typer
 
-from gpuscale.cli import apply, change, explain, get, reserve, top
+from gpuscale.cli import (
+    apply,
+    backtest,
+    capacity,
+    change,
+    evaluate,
+    explain,
+    get,
+    maintenance,
+    observed,
+    preset,
+    record,
+    reserve,
+    rules,
+    run,
+    top,
+    tune,
+    why,
+)
 from gpuscale.cli.arguments import normalise
 from gpuscale.cli.exit_codes import exit_code
 from gpuscale.cli.options import duration
@@ -32,15 +50,47 @@ app = typer.Typer(
 app.add_typer(get.app, name="get", help="Show nodes, GPUs, reservations, endpoints and the rest.")
 app.add_typer(explain.app, name="explain", help="Say why.")
 app.add_typer(change.scale_app, name="scale", help="Set how many replicas an endpoint aims at.")
-app.add_typer(change.delete_app, name="delete", help="Delete an endpoint or a queue watcher.")
+app.add_typer(change.delete_app, name="delete", help="Delete an endpoint, a rule or a queue watcher.")
 app.command()(top.top)
 app.command()(reserve.reserve)
 app.command()(reserve.renew)
 app.command()(reserve.release)
+app.command(context_settings={"allow_interspersed_args": False})(run.run)
+app.command()(capacity.check)
+app.command()(capacity.estimate)
+app.add_typer(capacity.rank_app, name="rank", help="Rank nodes by how idle they are.")
+app.command()(maintenance.cordon)
+app.command()(maintenance.uncordon)
+app.command()(maintenance.drain)
+explain.app.command("reservation")(why.explain_reservation)
+explain.app.command("placement")(why.explain_placement)
+app.command(context_settings={"allow_interspersed_args": False})(record.record)
+app.command()(observed.history)
+get.app.command()(observed.recordings)
+get.app.command()(observed.health)
 app.command()(apply.apply)
+app.add_typer(preset.app, name="preset", help="Known systems' policies, as manifests.")
+app.add_typer(evaluate.app, name="evaluate", help="Say what an endpoint would scale to; nothing is changed.")
+app.add_typer(rules.create_app, name="create", help="Add a rule to an endpoint.")
+app.add_typer(rules.update_app, name="update", help="Change a rule of an endpoint.")
+get.app.command("rules")(rules.get_rules)
+change.delete_app.command("rule")(rules.delete_rule)
+app.command()(backtest.backtest)
+app.command()(tune.tune)
 
 
-for group in (app, get.app, explain.app, change.scale_app, change.delete_app):
+for group in (
+    app,
+    get.app,
+    explain.app,
+    preset.app,
+    evaluate.app,
+    rules.create_app,
+    rules.update_app,
+    capacity.rank_app,
+    change.scale_app,
+    change.delete_app,
+):
     for registered in group.registered_commands:
         registered.epilog = EPILOG
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Field = FieldDescriptor | UpbFieldDescriptor
 
-__all__ = ["ManifestError", "Resource", "parse"]
+__all__ = ["ManifestError", "Resource", "fill", "parse"]
 
 Resource = api.Endpoint | api.QueueWatcher
 
@@ -83,7 +83,7 @@ def _resource(document: Tree, kind: str) -> Resource:
         raise place.error(f"kind must be {' or '.join(_KINDS)}" + (f", not {kind}" if kind else ""))
     cls, pattern = _KINDS[kind]
     resource = cls()
-    _fill(resource, Entries(document.place, [entry for entry in entries if entry[0].text != "kind"]))
+    fill(resource, Entries(document.place, [entry for entry in entries if entry[0].text != "kind"]))
     resource.name = _name(pattern, name, by_key.get("name", document).place)
     return resource
 
@@ -97,7 +97,12 @@ def _name(pattern: str, name: str, place: Place) -> str:
     return full
 
 
-def _fill(message: Message, table: Entries) -> None:
+def fill(message: Message, table: Entries) -> None:
+    """Set the fields of a message that stand in a mapping.
+
+    Raises:
+        ManifestError: a field that is not known or stands twice, or a value of another type.
+    """
     fields = {name: field for field in message.DESCRIPTOR.fields for name in (field.json_name, field.name)}
     seen: set[int] = set()
     for key, value in table.entries:
@@ -135,11 +140,11 @@ def _set(message: Message, field: "Field", value: Tree) -> None:
         _parse(message, field, value, {key.text: _leaf(leaf, item) for key, item in _entries(value).entries})
     elif field.is_repeated:
         for item in _items(value):
-            _fill(getattr(message, field.name).add(), _entries(item))
+            fill(getattr(message, field.name).add(), _entries(item))
     else:
         part: Message = getattr(message, field.name)
         part.SetInParent()
-        _fill(part, _entries(value))
+        fill(part, _entries(value))
 
 
 def _parse(message: Message, field: "Field", value: Tree, plain: object) -> None:

@@ -7,10 +7,10 @@ import typer
 from gpuscale.cli.quantities import parse_duration, parse_size
 
 
-def size(text: str) -> int:
-    """A size, in bytes; a usage error where it is none."""
+def size(text: str | int) -> int:
+    """A size, in bytes; a usage error where it is none. A default (typer passes it too) is one already."""
     try:
-        return parse_size(text)
+        return parse_size(text) if isinstance(text, str) else text
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -21,6 +21,25 @@ def duration(text: str | float) -> float:
         return parse_duration(text) if isinstance(text, str) else text
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def share(text: str | float) -> int:
+    """A share of a GPU, such as 0.5, in thousandths; a usage error where it is none."""
+    try:
+        milli = round(float(text) * 1000)
+    except (ValueError, OverflowError) as error:
+        raise typer.BadParameter(f"{text!r} is not a share; write it like 0.5") from error
+    if not 1 <= milli <= 1000:
+        raise typer.BadParameter(f"{text!r} is not between 0.001 and 1")
+    return milli
+
+
+def pair(text: str) -> tuple[str, str]:
+    """A label, KEY=VALUE; a usage error where it is none."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise typer.BadParameter(f"{text!r} is not a label; write it like KEY=VALUE")
+    return key, value
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -85,12 +85,17 @@ class Output:
         if self.format is Format.JSON:
             sys.stdout.write(json.dumps(data, indent=2) + "\n")
             return
-        from ruamel.yaml import YAML
+        dump_yaml(data, sys.stdout)
 
-        yaml: Any = YAML(typ="safe", pure=True)  # its own annotations are incomplete
-        yaml.default_flow_style = False
-        yaml.representer.sort_base_mapping_type_on_output = False
-        yaml.dump(data, sys.stdout)
+
+def dump_yaml(data: object, file: TextIO) -> None:
+    """Write data as YAML, in its own order."""
+    from ruamel.yaml import YAML
+
+    yaml: Any = YAML(typ="safe", pure=True)  # its own annotations are incomplete
+    yaml.default_flow_style = False
+    yaml.representer.sort_base_mapping_type_on_output = False
+    yaml.dump(data, file)
 
 
 def write_lines(lines: Sequence[str]) -> None:

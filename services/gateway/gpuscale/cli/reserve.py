@@ -1,14 +1,16 @@
 """`gpuscalectl reserve`, `renew` and `release`: GPUs under a lease."""
 
-import getpass
-import platform
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.options import Name, duration, size
+from gpuscale.cli.asking import Asking
+from gpuscale.cli.granting import grant
+from gpuscale.cli.options import Name
 from gpuscale.cli.output import write_lines
+from gpuscale.cli.requesting import Requesting, Ttl
 from gpuscale.cli.session import Session, note, session_of
+from gpuscale.cli.typed import takes
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
@@ -17,58 +19,14 @@ if TYPE_CHECKING:
 Fence = Annotated[int | None, typer.Option(min=1, help="Only this grant; looked up when not given.")]
 
 
-Ttl = Annotated[
-    float | None,
-    typer.Option(parser=duration, metavar="DURATION", help="How long the lease lasts, such as 60s or 5m."),
-]
-
-
-def reserve(
-    context: typer.Context,
-    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs, all on one node.", show_default=False)],
-    min_memory: Annotated[
-        int | None,
-        typer.Option(
-            parser=size,
-            metavar="SIZE",
-            help="Least free memory of each, such as 8GiB; the server's default is 8000 MiB.",
-        ),
-    ] = None,
-    max_utilization: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=100, help="Each must be used less than this, in percent; the server's default is 50."
-        ),
-    ] = None,
-    allow_unknown_utilization: Annotated[
-        bool, typer.Option("--allow-unknown-utilization", help="Admit GPUs whose utilization cannot be read.")
-    ] = False,
-    ttl: Ttl = None,
-    holder: Annotated[str, typer.Option(help="Who will hold them; USER@HOST when not given.")] = "",
-    node: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only on this node; may be repeated.")
-    ] = None,
-    request_id: Annotated[
-        str | None,
-        typer.Option(metavar="UUID", help="Makes the command repeatable: same id, same reservation."),
-    ] = None,
-) -> None:
-    """Reserve GPUs of one node, all or none."""
-    from gpuscale.cli.resources import full_name
-    from gpuscale.client import ReserveOptions
-    from gpuscale.common.names import NODE
-
-    options = ReserveOptions(
-        min_memory_bytes=min_memory,
-        max_utilization_percent=max_utilization,
-        allow_unknown_utilization=allow_unknown_utilization,
-        ttl=ttl,
-        nodes=[full_name(NODE, name) for name in node or ()],
-        request_id=request_id,
-    )
+@takes("asking", Asking)
+@takes("requesting", Requesting)
+def reserve(context: typer.Context, asking: Asking, requesting: Requesting) -> None:
+    """Reserve GPUs, all or none; each member's are of one node."""
     session = session_of(context)
+    request = requesting.message(asking)
     with session.connect() as client:
-        reservation = client.reserve(gpus, holder or f"{getpass.getuser()}@{platform.node()}", **options)
+        reservation = grant(client, request)
     _write(session, reservation, gpus=True)
     if session.output.human:
         uuids = ",".join(gpu.uuid for gpu in reservation.gpus)

@@ -148,3 +148,37 @@ def adapters(client: Client, typed: Sequence[str] = ()) -> list[autoscaler_api.A
     request = autoscaler_api.ListAdaptersRequest()
     found = (item for page in pages(client.adapters.ListAdapters, request) for item in page.adapters)
     return chosen(found, names.ADAPTER, typed)
+
+
+def cordons(client: Client, typed: Sequence[str] = ()) -> list[allocator_api.Cordon]:
+    """The cordons of these nodes and GPUs, or all.
+
+    Raises:
+        NotFoundError: there is no cordon on one of them.
+    """
+    request = allocator_api.ListCordonsRequest()
+    found = [item for page in pages(client.nodes.ListCordons, request) for item in page.cordons]
+    by_name = {item.name: item for item in found}
+    wanted = [spot_name(name) for name in typed]
+    for name in wanted:
+        if name not in by_name:
+            raise NotFoundError(f"{name} is not cordoned: not found")
+    return [by_name[name] for name in wanted] if typed else found
+
+
+def spot_name(typed: str) -> str:
+    """The resource name of a node or GPU, in full or without its collections.
+
+    Raises:
+        InvalidArgumentError: it cannot be either.
+    """
+    slashes = typed.count("/")
+    if slashes == 3 or (slashes == 1 and not typed.startswith("nodes/")):
+        return full_name(names.GPU, typed.lower())
+    return full_name(names.NODE, typed)
+
+
+def quotas(client: Client) -> list[allocator_api.Quota]:
+    """The quotas of all tenants, and tenants without one that hold or wait for something."""
+    request = allocator_api.ListQuotasRequest()
+    return [item for page in pages(client.quotas.ListQuotas, request) for item in page.quotas]

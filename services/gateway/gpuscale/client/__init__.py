@@ -3,7 +3,8 @@
 It needs gRPC and protobuf and nothing else: no database driver, no broker library, no settings.
 """
 
-from gpuscale.client.client import AsyncClient, Client, ReserveOptions
+from gpuscale.client.asks import AskOptions, ReserveOptions, ask, reserve_request
+from gpuscale.client.client import AsyncClient, Client
 from gpuscale.client.connection import connect, connect_async, read_token
 from gpuscale.client.paging import pages, pages_async
 from gpuscale.common.channel import ClientTls
@@ -29,6 +30,7 @@ from gpuscale.common.errors import (
 __all__ = [
     "AbortedError",
     "AlreadyExistsError",
+    "AskOptions",
     "AsyncClient",
     "CancelledCallError",
     "Client",
@@ -47,9 +49,11 @@ __all__ = [
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",
+    "ask",
     "connect",
     "connect_async",
     "pages",
     "pages_async",
     "read_token",
+    "reserve_request",
 ]

@@ -8,68 +8,41 @@
 Every call raises errors of the tree (`GpuscaleError`); a unary call without a timeout of its own gets the client's.
 """
 
-import uuid
-from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.wire import to_duration
+from gpuscale.client.asks import ReserveOptions, reserve_request
+from gpuscale.common.channel import RPC_TIMEOUT
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceAsyncStub
+    from gpuscale.api.allocator.v1.capacity_service_pb2_grpc import CapacityServiceAsyncStub
+    from gpuscale.api.allocator.v1.node_service_pb2_grpc import NodeServiceAsyncStub
+    from gpuscale.api.allocator.v1.quota_service_pb2_grpc import QuotaServiceAsyncStub
     from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceAsyncStub
+    from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import BacktestServiceAsyncStub
     from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceAsyncStub
     from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import EndpointServiceAsyncStub
+    from gpuscale.api.autoscaler.v1.metric_service_pb2_grpc import MetricServiceAsyncStub
+    from gpuscale.api.autoscaler.v1.preset_service_pb2_grpc import PresetServiceAsyncStub
     from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import QueueWatcherServiceAsyncStub
+    from gpuscale.api.autoscaler.v1.rule_service_pb2_grpc import RuleServiceAsyncStub
     from gpuscale.api.monitor.v1.agent_service_pb2_grpc import AgentServiceAsyncStub
     from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceAsyncStub
+    from gpuscale.api.monitor.v1.health_service_pb2_grpc import HealthServiceAsyncStub
+    from gpuscale.api.monitor.v1.history_service_pb2_grpc import HistoryServiceAsyncStub
+    from gpuscale.api.monitor.v1.recording_service_pb2_grpc import RecordingServiceAsyncStub
 
 
-class ReserveOptions(TypedDict, total=False):
-    """What `reserve` may be told beside how many GPUs and for whom; what is absent or None is the server's default."""
-
-    ttl: float | None
-    """Seconds that the lease lasts from each renewal."""
-    min_memory_bytes: int | None
-    """Least free memory of each GPU."""
-    max_utilization_percent: float | None
-    """Each GPU must be used less than this; 100 admits any."""
-    allow_unknown_utilization: bool
-    """Admit GPUs whose utilization cannot be read."""
-    nodes: Sequence[str]
-    """Only these nodes, as `nodes/{node}`."""
-    labels: Mapping[str, str]
-    """The holder's own labels."""
-    request_id: str | None
-    """A UUID that makes the call repeatable; a new one when not given."""
-
-
-def reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> allocator_api.ReserveRequest:
-    """The request that `reserve` sends.
-
-    Raises:
-        TypeError: an option that there is not; it would be lost in silence.
-    """
-    unknown = sorted(options.keys() - ReserveOptions.__annotations__.keys())
-    if unknown:
-        raise TypeError(f"reserve() has no option {', '.join(unknown)}")
-    ttl = options.get("ttl")
-    return allocator_api.ReserveRequest(
-        request_id=options.get("request_id") or str(uuid.uuid4()),
-        holder=holder,
-        gpu_count=gpu_count,
-        min_memory_bytes=options.get("min_memory_bytes"),
-        max_utilization_percent=options.get("max_utilization_percent"),
-        allow_unknown_utilization=options.get("allow_unknown_utilization", False),
-        ttl=None if ttl is None else to_duration(ttl),
-        nodes=options.get("nodes", ()),
-        labels=options.get("labels", {}),
-    )
+def reserve_timeout(options: ReserveOptions) -> float | None:
+    """Seconds that the call of `reserve` may take; the client's own timeout where it does not wait in the queue."""
+    wait = options.get("wait")
+    return wait + RPC_TIMEOUT if wait else None
 
 
 class Client:
@@ -80,23 +53,34 @@ class Client:
         self.address = address
         self.agent = monitor_api.AgentServiceStub(channel)
         self.fleet = monitor_api.FleetServiceStub(channel)
+        self.recordings = monitor_api.RecordingServiceStub(channel)
+        self.history = monitor_api.HistoryServiceStub(channel)
+        self.health = monitor_api.HealthServiceStub(channel)
         self.allocator = allocator_api.AllocatorServiceStub(channel)
+        self.capacity = allocator_api.CapacityServiceStub(channel)
+        self.nodes = allocator_api.NodeServiceStub(channel)
+        self.quotas = allocator_api.QuotaServiceStub(channel)
         self.endpoints = autoscaler_api.EndpointServiceStub(channel)
         self.queue_watchers = autoscaler_api.QueueWatcherServiceStub(channel)
         self.decisions = autoscaler_api.DecisionServiceStub(channel)
         self.adapters = autoscaler_api.AdapterServiceStub(channel)
+        self.metrics = autoscaler_api.MetricServiceStub(channel)
+        self.rules = autoscaler_api.RuleServiceStub(channel)
+        self.presets = autoscaler_api.PresetServiceStub(channel)
+        self.backtests = autoscaler_api.BacktestServiceStub(channel)
 
     def reserve(
         self, gpu_count: int, holder: str, **options: Unpack[ReserveOptions]
     ) -> allocator_api.Reservation:
-        """Reserve GPUs of one node, all or none.
+        """Reserve GPUs, all or none; each member's are of one node.
 
         Raises:
-            ResourceExhaustedError: no room now (reason NO_CAPACITY).
+            ResourceExhaustedError: no room now (reason NO_CAPACITY), or none came in time (WAIT_TIMEOUT).
             FailedPreconditionError: more than any node has (reason UNSATISFIABLE).
             GpuscaleError: anything else that went wrong.
         """
-        return self.allocator.Reserve(reserve_request(gpu_count, holder, options)).reservation
+        request = reserve_request(gpu_count, holder, options)
+        return self.allocator.Reserve(request, timeout=reserve_timeout(options)).reservation
 
     def close(self) -> None:
         """Close the channel; calls that are under way end with CancelledCallError."""
@@ -119,23 +103,34 @@ class AsyncClient:
         self.address = address
         self.agent: AgentServiceAsyncStub = monitor_api.AgentServiceStub(channel)
         self.fleet: FleetServiceAsyncStub = monitor_api.FleetServiceStub(channel)
+        self.recordings: RecordingServiceAsyncStub = monitor_api.RecordingServiceStub(channel)
+        self.history: HistoryServiceAsyncStub = monitor_api.HistoryServiceStub(channel)
+        self.health: HealthServiceAsyncStub = monitor_api.HealthServiceStub(channel)
         self.allocator: AllocatorServiceAsyncStub = allocator_api.AllocatorServiceStub(channel)
+        self.capacity: CapacityServiceAsyncStub = allocator_api.CapacityServiceStub(channel)
+        self.nodes: NodeServiceAsyncStub = allocator_api.NodeServiceStub(channel)
+        self.quotas: QuotaServiceAsyncStub = allocator_api.QuotaServiceStub(channel)
         self.endpoints: EndpointServiceAsyncStub = autoscaler_api.EndpointServiceStub(channel)
         self.queue_watchers: QueueWatcherServiceAsyncStub = autoscaler_api.QueueWatcherServiceStub(channel)
         self.decisions: DecisionServiceAsyncStub = autoscaler_api.DecisionServiceStub(channel)
         self.adapters: AdapterServiceAsyncStub = autoscaler_api.AdapterServiceStub(channel)
+        self.metrics: MetricServiceAsyncStub = autoscaler_api.MetricServiceStub(channel)
+        self.rules: RuleServiceAsyncStub = autoscaler_api.RuleServiceStub(channel)
+        self.presets: PresetServiceAsyncStub = autoscaler_api.PresetServiceStub(channel)
+        self.backtests: BacktestServiceAsyncStub = autoscaler_api.BacktestServiceStub(channel)
 
     async def reserve(
         self, gpu_count: int, holder: str, **options: Unpack[ReserveOptions]
     ) -> allocator_api.Reservation:
-        """Reserve GPUs of one node, all or none.
+        """Reserve GPUs, all or none; each member's are of one node.
 
         Raises:
-            ResourceExhaustedError: no room now (reason NO_CAPACITY).
+            ResourceExhaustedError: no room now (reason NO_CAPACITY), or none came in time (WAIT_TIMEOUT).
             FailedPreconditionError: more than any node has (reason UNSATISFIABLE).
             GpuscaleError: anything else that went wrong.
         """
-        return (await self.allocator.Reserve(reserve_request(gpu_count, holder, options))).reservation
+        request = reserve_request(gpu_count, holder, options)
+        return (await self.allocator.Reserve(request, timeout=reserve_timeout(options))).reservation
 
     async def close(self) -> None:
         """Close the channel; calls that are under way end with CancelledCallError."""

@@ -67,7 +67,7 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
             *await stack.enter_async_context(open_agent(settings.agent, fleet=own, clock=clock)),
             *await stack.enter_async_context(open_allocator(settings.allocator, fleet=own, clock=clock)),
             *await stack.enter_async_context(
-                open_autoscaler(settings.autoscaler, allocator=own, clock=clock)
+                open_autoscaler(settings.autoscaler, fleet=own, allocator=own, clock=clock)
             ),
         )
         stack.push_async_callback(server.stop, STOP_GRACE)

@@ -24,6 +24,8 @@ from gpuscale.monitor.agent.sources import SourceKind
 from gpuscale.monitor.fleet.settings import FleetSettings
 
 PROGRAM = "gpuscalectl up"
+SECURITY = {"tls_cert_file", "tls_key_file", "tls_client_ca_file", "tokens_file", "insecure_allow_remote"}
+"""Settings of `up` that hold for whatever else a part serves, such as /metrics."""
 DESCRIPTION = (
     "Start everything on this machine, in one process: agent, fleet, allocator, autoscaler, worker adapter."
 )
@@ -80,11 +82,13 @@ def load_all(argv: Sequence[str]) -> AllSettings:
     config = _config(argv)
     state = {"data_dir": up.data_dir}
     simulated = {} if up.simulate is None else {"source": "simulated", "simulated_gpu_count": up.simulate}
-    agent = load_table(UpAgentSettings, config, simulated)
+    secured = up.model_dump(include=SECURITY)
+    kept = {"state_dir": up.data_dir / "agent"}
+    agent = load_table(UpAgentSettings, config, {**secured, **simulated, **kept})
     return AllSettings(
         up=up,
         agent=agent,
-        fleet=load_table(FleetSettings, config),
+        fleet=load_table(FleetSettings, config, secured),
         allocator=load_table(AllocatorSettings, config, state),
         autoscaler=load_table(AutoscalerSettings, config, state),
         adapter=load_table(AdapterSettings, config, {**state, "node": agent.node}),

@@ -50,13 +50,21 @@ REPLICAS = View[api.Replica](
     ),
 )
 
+
+def _queues(spec: api.QueueWatcherSpec) -> str:
+    """What is watched: names of queues, or a pattern between slashes."""
+    if spec.queue_pattern:
+        return f"/{spec.queue_pattern}/"
+    return spec.queue or ", ".join(spec.queues)
+
+
 WATCHERS = View[api.QueueWatcher](
     "queueWatchers",
     (
         Column("NAME", lambda watcher: short(watcher.name)),
         Column("BROKER", lambda watcher: text(watcher.spec.broker)),
         Column("VHOST", lambda watcher: watcher.spec.virtual_host or "/", wide=True),
-        Column("QUEUE", lambda watcher: text(watcher.spec.queue)),
+        Column("QUEUE", lambda watcher: text(_queues(watcher.spec))),
         Column("STATE", lambda watcher: word(watcher.status, "state")),
         Column("READY", lambda watcher: number(watcher.status, "ready_count", "{:.0f}".format)),
         Column("UNACKED", lambda watcher: number(watcher.status, "unacked_count", "{:.0f}".format)),

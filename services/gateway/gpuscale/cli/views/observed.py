@@ -1,0 +1,128 @@
+"""Recordings, health events, history and trends."""
+
+from collections.abc import Callable
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.cli.views.cells import (
+    ABSENT,
+    Column,
+    View,
+    duration,
+    number,
+    percent,
+    short,
+    since,
+    size,
+    text,
+    word,
+)
+from gpuscale.common.wire import to_datetime
+
+RECORDINGS = View[monitor_api.Recording](
+    "recordings",
+    (
+        Column("NAME", lambda recording: short(recording.name)),
+        Column("STATE", lambda recording: word(recording, "state")),
+        Column("GPUS", lambda recording: str(len(recording.gpus))),
+        Column("SAMPLES", lambda recording: str(recording.sample_count)),
+        Column("RAN", lambda recording: duration(recording, "duration")),
+        Column("INTERVAL", lambda recording: duration(recording, "interval")),
+        Column("LIMIT", lambda recording: duration(recording, "max_duration"), wide=True),
+        Column("AGE", lambda recording: since(recording, "start_time")),
+    ),
+)
+
+
+def _figures(
+    metric: "monitor_api.Metric.ValueType", show: Callable[[float], str]
+) -> Callable[[monitor_api.RecordedGpu], str]:
+    """`min mean max` of a metric; `-` where it was never read."""
+
+    def cell(gpu: monitor_api.RecordedGpu) -> str:
+        found = [stats for stats in gpu.stats if stats.metric == metric]
+        return (
+            " ".join(show(value) for value in (found[0].min, found[0].mean, found[0].max))
+            if found
+            else ABSENT
+        )
+
+    return cell
+
+
+RECORDED_GPUS = View[monitor_api.RecordedGpu](
+    "gpus",
+    (
+        Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
+        Column("GPU", lambda gpu: str(gpu.index)),
+        Column("MODEL", lambda gpu: text(gpu.model)),
+        Column("SAMPLES", lambda gpu: str(gpu.sample_count)),
+        Column("UTIL min mean max", _figures(monitor_api.Metric.METRIC_UTILIZATION_PERCENT, percent)),
+        Column("MEMORY min mean max", _figures(monitor_api.Metric.METRIC_MEMORY_USED_BYTES, size)),
+        Column(
+            "TEMP min mean max", _figures(monitor_api.Metric.METRIC_TEMPERATURE_CELSIUS, "{:.0f}C".format)
+        ),
+        Column("POWER min mean max", _figures(monitor_api.Metric.METRIC_POWER_WATTS, "{:.0f}W".format)),
+        Column(
+            "CLOCK min mean max",
+            _figures(monitor_api.Metric.METRIC_SM_CLOCK_MHZ, "{:.0f}MHz".format),
+            wide=True,
+        ),
+        Column("UUID", lambda gpu: gpu.uuid, wide=True),
+    ),
+)
+
+HEALTH = View[monitor_api.HealthEvent](
+    "healthEvents",
+    (
+        Column("SEVERITY", lambda event: word(event, "severity")),
+        Column("FATAL", lambda event: "yes" if event.fatal else "no"),
+        Column("CHECK", lambda event: word(event, "check")),
+        Column("NODE", lambda event: event.node),
+        Column("AGE", lambda event: since(event, "start_time")),
+        Column("RESOLVED", lambda event: since(event, "resolved_time")),
+        Column("COUNT", lambda event: str(event.count), wide=True),
+        Column("CLEARED", lambda event: "yes" if event.cleared else "no", wide=True),
+        Column("ACTION", lambda event: word(event, "recommended_action")),
+        Column("MESSAGE", lambda event: text(event.message)),
+        Column("UUID", lambda event: text(event.uuid)),
+        Column("NAME", lambda event: short(event.name), wide=True),
+    ),
+)
+
+
+def _point(show: Callable[[monitor_api.HistoryPoint], str]) -> Callable[[monitor_api.HistorySeries], str]:
+    return lambda series: show(series.points[0])
+
+
+SERIES = View[monitor_api.HistorySeries](
+    "series",
+    (
+        Column("NAME", lambda series: short(series.name)),
+        Column("METRIC", lambda series: word(series, "metric")),
+        Column(
+            "TIME", _point(lambda point: f"{to_datetime(point.start_time).astimezone():%Y-%m-%d %H:%M:%S}")
+        ),
+        Column("MIN", _point(lambda point: _short_number(point.min))),
+        Column("MEAN", _point(lambda point: _short_number(point.mean))),
+        Column("MAX", _point(lambda point: _short_number(point.max))),
+        Column("SAMPLES", _point(lambda point: str(point.sample_count))),
+    ),
+)
+"""Series of one point each."""
+
+TRENDS = View[monitor_api.Trend](
+    "trends",
+    (
+        Column("NAME", lambda trend: short(trend.name)),
+        Column("METRIC", lambda trend: word(trend.stats, "metric")),
+        Column("MIN", lambda trend: _short_number(trend.stats.min)),
+        Column("MEAN", lambda trend: _short_number(trend.stats.mean)),
+        Column("MAX", lambda trend: _short_number(trend.stats.max)),
+        Column("PER HOUR", lambda trend: number(trend, "slope_per_hour", "{:+.4g}".format)),
+        Column("SAMPLES", lambda trend: str(trend.stats.sample_count)),
+    ),
+)
+
+
+def _short_number(value: float) -> str:
+    return f"{value:.6g}"

@@ -1,0 +1,144 @@
+"""What GPUs are wanted, in the words of Python: what is absent or None is left to the server."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.wire import to_duration
+
+
+class AskOptions(TypedDict, total=False):
+    """Which GPUs will do, beside how many."""
+
+    min_memory_bytes: int | None
+    """Least free memory of each GPU."""
+    max_utilization_percent: float | None
+    """Each GPU must be used less than this; 100 admits any."""
+    allow_unknown_utilization: bool
+    """Admit GPUs whose utilization cannot be read."""
+    gpu_milli: int | None
+    """Share of each GPU in thousandths; with less than 1000 others may be given the rest."""
+    gpu_memory_bytes: int | None
+    """Memory of each GPU that is kept for a share."""
+    mig_profile: str
+    """MIG instances of this profile, such as `1g.10gb`."""
+    models: Sequence[str]
+    """Product names, or parts of them; any one will do."""
+    cpu_milli: int
+    """CPU of the node that each member takes, in thousandths of a core."""
+    host_memory_bytes: int
+    """Main memory of the node that each member takes."""
+    nodes: Sequence[str]
+    """Only these nodes, as `nodes/{node}`."""
+    excluded_nodes: Sequence[str]
+    """None of these nodes."""
+    gpus: Sequence[str]
+    """Only these GPUs, as `nodes/{node}/gpus/{gpu}`."""
+    excluded_gpus: Sequence[str]
+    """None of these GPUs."""
+    node_labels: Mapping[str, str]
+    """Only nodes that bear these labels."""
+    apart_from: Mapping[str, str]
+    """Only nodes on which no live reservation bears these labels."""
+    gpu_set: str
+    """`nvlink` or `memory_balanced`: which GPUs of a node are preferred; the best by score otherwise."""
+    member_count: int | None
+    """How many members, each of that many GPUs, all or none."""
+    gang_strategy: str
+    """`pack`, `strict_pack`, `spread` or `strict_spread`: how members lie on nodes."""
+    policy: str
+    """`spread`, `pack`, `bestfit`, `firstfit` or `fgd`: how GPUs are picked."""
+
+
+class ReserveOptions(AskOptions, total=False):
+    """What `reserve` may be told beside how many GPUs and for whom."""
+
+    ttl: float | None
+    """Seconds that the lease lasts from each renewal."""
+    labels: Mapping[str, str]
+    """The holder's own labels."""
+    request_id: str | None
+    """A UUID that makes the call repeatable; a new one when not given."""
+    wait: float | None
+    """Seconds to wait in the queue for room; one look when absent."""
+    tenant: str
+    """Whose quota it counts against; the caller's own when absent."""
+    priority: int
+    """The higher, the sooner it is served."""
+    preemptible: bool
+    """Whether it may be ended for a request with a higher priority."""
+    may_preempt: bool
+    """Whether preemptible reservations with a lower priority may be ended for it."""
+
+
+def ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
+    """The ask of these options.
+
+    Raises:
+        TypeError: an option that there is not; it would be lost in silence.
+        ValueError: a policy, strategy or set that there is not.
+    """
+    _refuse_unknown(options, AskOptions)
+    return _ask(gpu_count, options)
+
+
+def _ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
+    return allocator_api.Ask(
+        gpu_count=gpu_count,
+        min_memory_bytes=options.get("min_memory_bytes"),
+        max_utilization_percent=options.get("max_utilization_percent"),
+        allow_unknown_utilization=options.get("allow_unknown_utilization", False),
+        gpu_milli=options.get("gpu_milli"),
+        gpu_memory_bytes=options.get("gpu_memory_bytes"),
+        mig_profile=options.get("mig_profile", ""),
+        models=options.get("models", ()),
+        cpu_milli=options.get("cpu_milli", 0),
+        host_memory_bytes=options.get("host_memory_bytes", 0),
+        nodes=options.get("nodes", ()),
+        excluded_nodes=options.get("excluded_nodes", ()),
+        gpus=options.get("gpus", ()),
+        excluded_gpus=options.get("excluded_gpus", ()),
+        node_labels=options.get("node_labels", {}),
+        apart_from=options.get("apart_from", {}),
+        gpu_set=allocator_api.GpuSet.Value(_enum("GPU_SET", options.get("gpu_set", ""))),
+        member_count=options.get("member_count"),
+        gang_strategy=allocator_api.GangStrategy.Value(
+            _enum("GANG_STRATEGY", options.get("gang_strategy", ""))
+        ),
+        policy=allocator_api.PlacementPolicy.Value(_enum("PLACEMENT_POLICY", options.get("policy", ""))),
+    )
+
+
+def reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> allocator_api.ReserveRequest:
+    """The request that `reserve` sends.
+
+    Raises:
+        TypeError: an option that there is not; it would be lost in silence.
+        ValueError: a policy, strategy or set that there is not.
+    """
+    _refuse_unknown(options, ReserveOptions)
+    ttl, wait = options.get("ttl"), options.get("wait")
+    return allocator_api.ReserveRequest(
+        request_id=options.get("request_id") or str(uuid.uuid4()),
+        holder=holder,
+        ask=_ask(gpu_count, options),
+        ttl=None if ttl is None else to_duration(ttl),
+        labels=options.get("labels", {}),
+        wait=None if wait is None else to_duration(wait),
+        tenant=options.get("tenant", ""),
+        priority=options.get("priority", 0),
+        preemptible=options.get("preemptible", False),
+        may_preempt=options.get("may_preempt", False),
+    )
+
+
+def _refuse_unknown(options: Mapping[str, object], kind: type) -> None:
+    unknown = sorted(options.keys() - kind.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"there is no option {', '.join(unknown)}")
+
+
+def _enum(prefix: str, word: str) -> str:
+    """The name of an enum's value in the contract."""
+    return f"{prefix}_{word.upper() or 'UNSPECIFIED'}"

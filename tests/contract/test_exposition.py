@@ -1,0 +1,202 @@
+"""/metrics of a real agent over the driver's double: what dashboards, rules and Prometheus itself expect of it."""
+
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpuscale.common.clock import SystemClock
+from gpuscale.monitor.exposition import agent, fleet, process, snapshots, xids
+from gpuscale.monitor.exposition.series import DCGM, GPU, HOST
+from gpuscale.monitor.exposition.text import Family
+from gpuscale.monitor.fleet.app import open_fleet
+from gpuscale.monitor.fleet.settings import FleetSettings
+from tests.support.monitor import running_agent, serve
+from tests.support.nvml_double import NvmlDouble, NvmlReturn, wired_gpus
+from tests.support.ports import free_port
+from tests.support.promtool import named, promtool, value
+from tests.support.stock_board import BOARD, DEFAULT
+from tests.support.waiting import eventually
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+RULES = DEPLOY / "prometheus"
+BOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
+# What dcgm-exporter's own names and labels break of Prometheus' rules; to be a drop-in is to break them too.
+DCGM_BREAKS = re.compile(
+    r"DCGM_FI_DEV_\w+ (label names should be written in 'snake_case' not 'camelCase'"
+    r'|counter metrics should have "_total" suffix|metric name should not include type \'counter\')'
+)
+
+
+async def page(address: str) -> str:
+    async with httpx.AsyncClient(trust_env=False) as session:
+        return (await session.get(f"http://{address}/metrics")).text
+
+
+@asynccontextmanager
+async def metrics(
+    double: NvmlDouble, fleet_address: str | None = None, **settings: object
+) -> AsyncIterator[str]:
+    """The address of the page of an agent that has read every GPU of the double."""
+    double.write()
+    address = f"127.0.0.1:{free_port()}"
+    async with running_agent(fleet_address, source="nvml", metrics_listen=address, **settings):
+
+        async def read() -> bool:
+            shown = named(await page(address), "gpuscale_gpu_temperature_celsius")
+            return len(shown) == len(double.gpus)
+
+        await eventually(read)
+        yield address
+
+
+def families() -> Iterator[Family]:
+    """Every family that a page may have."""
+    for module in (agent, fleet, process, snapshots, xids):
+        yield from (value for value in vars(module).values() if isinstance(value, Family))
+    yield from (series.family for series in (*DCGM, *GPU, *HOST))
+
+
+async def test_every_default_series_of_dcgm_that_nvml_can_give_is_there(nvml_double: NvmlDouble) -> None:
+    nvml_double.gpus = wired_gpus(8)
+    nvml_double.gpus[3].utilization_percent = 95
+    nvml_double.gpus[3].memory_used_bytes = 5 * 2**30
+    nvml_double.gpus[3].power_watts = 612.5
+    async with metrics(nvml_double) as address:
+        for index in range(8):
+            nvml_double.raise_event(index, 63)
+
+        async def heard() -> bool:
+            return len(named(await page(address), "DCGM_FI_DEV_XID_ERRORS")) == 8
+
+        await eventually(heard)
+        text = await page(address)
+    kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
+    for name, kind in DEFAULT.items():
+        assert kinds.get(name) == kind, name
+        found = named(text, name)
+        assert {one.labels["gpu"] for one in found} == {str(index) for index in range(8)}, name
+        assert len({one.labels["UUID"] for one in found}) == 8
+        wanted = ["gpu", "UUID", "pci_bus_id", "device", "modelName", "hostname", "DCGM_FI_DRIVER_VERSION"]
+        assert list(found[0].labels) == wanted
+    third = nvml_double.gpus[3]
+    busy = {name: value(text, name, UUID=third.uuid) for name in BOARD}
+    assert busy == {
+        "DCGM_FI_DEV_GPU_TEMP": third.temperature_celsius,
+        "DCGM_FI_DEV_POWER_USAGE": 612.5,
+        "DCGM_FI_DEV_SM_CLOCK": third.sm_clock_mhz,
+        "DCGM_FI_DEV_GPU_UTIL": 95,
+        "DCGM_FI_DEV_FB_USED": 5 * 1024,
+    }
+    memory = [value(text, f"DCGM_FI_DEV_FB_{part}", UUID=third.uuid) for part in ("FREE", "USED", "RESERVED")]
+    assert sum(memory) == value(text, "DCGM_FI_DEV_FB_TOTAL", UUID=third.uuid) == 80 * 1024
+    assert value(text, "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", UUID=third.uuid) == 5_000_000
+    assert value(text, "DCGM_FI_DEV_XID_ERRORS", UUID=third.uuid) == 63
+
+
+async def test_what_the_driver_does_not_support_has_no_series(nvml_double: NvmlDouble) -> None:
+    nvml_double.gpus[1].power_watts = None
+    nvml_double.gpus[1].utilization_percent = None
+    async with metrics(nvml_double) as address:
+        text = await page(address)
+    for name in ("DCGM_FI_DEV_POWER_USAGE", "gpuscale_gpu_power_watts", "gpuscale_gpu_utilization_ratio"):
+        assert {one.labels["gpu"] for one in named(text, name)} == {"0"}, name
+    assert value(text, "gpuscale_gpu_absent_readings", gpu="1", reason="NOT_SUPPORTED") >= 2
+
+
+async def test_no_gpu_where_the_driver_fails_is_a_visible_failure(nvml_double: NvmlDouble) -> None:
+    async with metrics(nvml_double) as address:
+        assert value(await page(address), "gpuscale_collection_success") == 1
+        nvml_double.fail_start(NvmlReturn.DRIVER_NOT_LOADED)
+        nvml_double.reload_driver()
+
+        async def failed() -> bool:
+            return value(await page(address), "gpuscale_collection_success") == 0
+
+        await eventually(failed)
+        text = await page(address)
+    assert value(text, "gpuscale_collection_gpus_expected") == 2
+    assert value(text, "gpuscale_node_gpus_working") == 0
+    assert not named(text, "DCGM_FI_DEV_GPU_UTIL")
+    assert value(text, "gpuscale_node_gpu_problem") == 1
+
+
+async def test_promtool_finds_no_fault_but_those_of_dcgms_own_names(nvml_double: NvmlDouble) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    settings = FleetSettings(metrics_listen=listen)
+    async with (
+        open_fleet(settings, clock=SystemClock()) as services,
+        serve(*services) as fleet_address,
+        metrics(nvml_double, fleet_address) as address,
+    ):
+
+        async def arrived() -> bool:
+            return "DCGM_FI_DEV_GPU_UTIL" in await page(listen)
+
+        await eventually(arrived)
+        texts = [await page(address), await page(listen)]
+    assert all(one.labels["node"] == "alpha" for one in named(texts[1], "DCGM_FI_DEV_GPU_UTIL"))
+    assert value(texts[1], "gpuscale_fleet_nodes", state="ONLINE") == 1
+    for text in texts:
+        _, said = promtool("check", "metrics", stdin=text)
+        assert [line for line in said.splitlines() if not DCGM_BREAKS.fullmatch(line)] == []
+
+
+async def test_our_own_names_alone_pass_promtool(nvml_double: NvmlDouble) -> None:
+    async with metrics(nvml_double, metrics_names="gpuscale") as address:
+        assert promtool("check", "metrics", stdin=await page(address)) == (0, "")
+
+
+def test_the_alert_rules_are_valid_and_fire_when_they_should() -> None:
+    status, said = promtool("check", "rules", RULES / "rules.yml")
+    assert status == 0, said
+    status, said = promtool("test", "rules", RULES / "rules_test.yml")
+    assert status == 0, said
+
+
+def test_every_alert_is_tested() -> None:
+    rules = (RULES / "rules.yml").read_text(encoding="utf-8")
+    tests = (RULES / "rules_test.yml").read_text(encoding="utf-8")
+    alerts: list[str] = re.findall(r"- alert: (\w+)", rules)
+    assert len(alerts) > 15
+    assert [alert for alert in alerts if alert not in tests] == []
+
+
+def expressions(board: Path) -> Iterator[str]:
+    """Every query of a board, with Grafana's variables filled in."""
+    text = re.sub(r"\$__rate_interval", "1m", board.read_text(encoding="utf-8"))
+    text = re.sub(r"\$(node|gpu)", ".*", text)
+    found = json.loads(text)
+    for panel in found["panels"]:
+        yield from (target["expr"] for target in panel.get("targets", ()))
+    yield from (one["expr"] for one in found["annotations"]["list"])
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.stem)
+def test_every_query_of_a_board_is_valid(board: Path, tmp_path: Path) -> None:
+    queries = list(expressions(board))
+    assert len(queries) > 20
+    rules = [{"record": f"query:{index}", "expr": query} for index, query in enumerate(queries)]
+    path = tmp_path / "queries.yml"
+    path.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}), encoding="utf-8")
+    status, said = promtool("check", "rules", path)
+    assert status == 0, said
+
+
+@pytest.mark.parametrize(
+    "file", [*BOARDS, RULES / "rules.yml", RULES / "rules_test.yml"], ids=lambda p: p.name
+)
+def test_only_series_that_exist_are_asked_for(file: Path) -> None:
+    text = re.sub(r"#.*", "", file.read_text(encoding="utf-8"))
+    used = set(
+        re.findall(
+            r"\b(?:gpuscale_(?:gpu|node|fleet|host|health|collection|watch|agent)_\w+|process_\w+)", text
+        )
+    )
+    assert len(used) > 10
+    assert used - {family.name for family in families()} == set()

@@ -1,0 +1,158 @@
+"""`gpuscalectl run` and `reserve --wait`, against one `gpuscalectl up` with simulated GPUs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tests.support.cli import Ran, run_cli
+from tests.support.up import CTL, Up, ctl_environment
+
+SHELL = ("sh", "-c")
+UNTIL_TOLD = "echo ready; while :; do sleep 0.05; done"
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    with Up(tmp_path_factory.mktemp("up"), simulate=2) as running:
+        yield running
+
+
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def all_is_given_back(up: Up) -> Iterator[None]:
+    """Whatever a command did, and however it ended, its GPUs are free afterwards."""
+    yield
+    while STARTED:
+        with STARTED.pop() as process:
+            process.kill()
+    assert held(up) == []
+
+
+def ctl(up: Up, *arguments: str) -> Ran:
+    return run_cli("--address", up.address, *arguments)
+
+
+def held(up: Up) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(ctl(up, "get", "reservations", "-o", "json").out)[
+        "reservations"
+    ]
+    return found
+
+
+def start(up: Up, *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [*CTL, "--address", up.address, *arguments],
+        env=ctl_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    STARTED.append(process)
+    return process
+
+
+def run(up: Up, *command: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    return start(up, "run", "--gpus", "1", *options, "--", *command)
+
+
+def line(stream: IO[str] | None) -> str:
+    assert stream is not None
+    return stream.readline().strip()
+
+
+def ended(process: subprocess.Popen[str]) -> Ran:
+    out, err = process.communicate(timeout=60)
+    return Ran(process.returncode, out, err)
+
+
+def node_of(up: Up) -> str:
+    return ctl(up, "get", "nodes", "-o", "name").out.strip()
+
+
+def test_a_command_gets_gpus_of_its_own_and_its_exit_code_is_kept(up: Up) -> None:
+    show = "echo $CUDA_VISIBLE_DEVICES; echo $GPUSCALE_RESERVATION $GPUSCALE_FENCE; exit 7"
+    ran = ended(start(up, "run", "--gpus", "2", "--holder", "me", "--", *SHELL, show))
+    uuids, whose = ran.out.splitlines()
+    assert ran.code == 7, ran.err
+    assert len(uuids.split(",")) == 2
+    name, fence = whose.split()
+    assert name.startswith("reservations/r")
+    assert int(fence) >= 1
+    assert "SIMULATED" in ran.err
+    record = json.loads(ctl(up, "get", "reservations", name, "-o", "json").out)
+    assert (record["state"], record["holder"]) == ("STATE_RELEASED", "me")
+    assert [gpu["uuid"] for gpu in record["gpus"]] == uuids.split(",")
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [(("no-such-command",), 127), (("/",), 126), ((*SHELL, "kill -9 $$"), 137), (("true",), 0)],
+    ids=lambda value: str(value),
+)
+def test_exit_codes_are_those_of_a_shell(up: Up, command: tuple[str, ...], code: int) -> None:
+    ran = ended(run(up, *command))
+    assert ran.code == code, ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name
+)
+def test_signals_are_passed_on(up: Up, number: signal.Signals) -> None:
+    name = number.name.removeprefix("SIG")
+    process = run(up, *SHELL, f"trap 'echo got {name}; exit 3' {name}; {UNTIL_TOLD}")
+    assert line(process.stdout) == "ready"
+    process.send_signal(number)
+    ran = ended(process)
+    assert (ran.code, ran.out) == (3, f"got {name}\n"), ran.err
+
+
+def test_a_lease_is_kept_for_longer_than_it_lasts(up: Up) -> None:
+    """The shortest lease there is: without renewals it would be lost, and the command stopped, after 5 s."""
+    ran = ended(run(up, *SHELL, "sleep 6.5; echo done", options=("--ttl", "5s")))
+    assert (ran.code, ran.out) == (0, "done\n"), ran.err
+
+
+def test_a_command_is_stopped_when_its_lease_is_lost(up: Up, tmp_path: Path) -> None:
+    """One that does not heed SIGTERM is killed: its GPUs may be another's by then."""
+    process = run(up, *SHELL, f"echo $$; trap '' TERM; {UNTIL_TOLD}", options=("--ttl", "5s"))
+    pid = int(line(process.stdout))
+    assert line(process.stdout) == "ready"
+    node = node_of(up)
+    assert ctl(up, "drain", node, "--grace", "0s", "--reason", "fan").code == 0
+    ran = ended(process)
+    assert ctl(up, "uncordon", node).code == 0
+    assert ran.code == 4, ran.err
+    assert f"{node} is drained: fan" in ran.err
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_no_room_is_5_and_nothing_runs(up: Up, tmp_path: Path) -> None:
+    ran = ended(start(up, "run", "--gpus", "3", "--", "touch", str(tmp_path / "ran")))
+    assert (ran.code, ran.out) == (5, "")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_whoever_waits_is_told_how_it_stands_and_served(up: Up) -> None:
+    first = ctl(up, "reserve", "--gpus", "2", "-o", "name").out.strip()
+    late = ctl(up, "reserve", "--gpus", "1", "--wait", "200ms")
+    assert late.code == 5
+    assert "not served within 0.2 s" in late.err
+    process = start(up, "reserve", "--gpus", "1", "--wait", "60s", "-o", "name")
+    news = line(process.stderr)
+    assert news.startswith("waiting ")
+    assert "next to be served: no room now" in news
+    assert ctl(up, "release", first).code == 0
+    ran = ended(process)
+    assert ran.code == 0, ran.err
+    assert ctl(up, "release", ran.out.strip()).code == 0

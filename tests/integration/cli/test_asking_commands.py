@@ -1,0 +1,122 @@
+"""`preset`, `evaluate`, `backtest`, `tune` and `explain` against an autoscaler that runs."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from gpuscale.common.clock import SystemClock
+from tests.support.asking_autoscaler import Asking, asking
+from tests.support.autoscaler_app import FakeWatchers
+from tests.support.cli import Ran, run_cli
+from tests.support.waiting import eventually
+
+TRACE = "arrival_seconds,service_seconds\n" + "".join(f"{second},4\n" for second in range(300))
+LOAD = ("--slots", "2", "--slo", "5s", "--cold-start", "10s..60s", "--max-gpus", "8")
+
+
+@pytest.fixture
+async def asked(tmp_path: Path) -> AsyncIterator[Asking]:
+    async with asking(tmp_path / "data", FakeWatchers(SystemClock())) as found:
+        yield found
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "requests.csv"
+    path.write_text(TRACE)
+    return str(path)
+
+
+async def ctl(asked: Asking, *arguments: str, stdin: str = "") -> str:
+    ran: Ran = await asyncio.to_thread(
+        run_cli, "--address", asked.autoscaler.address, *arguments, stdin=stdin
+    )
+    assert ran.code == 0, ran.err
+    return ran.out
+
+
+async def test_a_preset_is_shown_applied_asked_about_and_explained(asked: Asking) -> None:
+    asked.autoscaler.watchers.queues["jobs"] = (60, 0)
+    shown = await ctl(
+        asked, "preset", "show", "scaling=vanilla", "--watcher", "jobs", "--max", "3", "--gpus", "0"
+    )
+    assert "upAbove: 10" in shown
+    assert "created" in await ctl(asked, "apply", "-f", "-", stdin=shown)
+
+    async def decided() -> bool:
+        return bool(await asked.autoscaler.history())
+
+    await eventually(decided)
+    found = await ctl(asked, "evaluate", "endpoint", "jobs", "--before", "3", "--signal", "all=31@1s")
+    assert "3 -> 3 wanted, limited by CLAMPED_TO_MAX" in found
+    assert "would be 4 if max_replicas were not 3" in found
+    down = await ctl(
+        asked, "evaluate", "endpoint", "jobs", "--before", "3", "--signal", "all=2", "-o", "json"
+    )
+    assert json.loads(down)["decision"]["wanted"] == 2
+    missing = await ctl(asked, "evaluate", "endpoints/jobs", "--signal", "all=?")
+    assert "SIGNAL_MISSING" in missing
+    asked_by_file = await ctl(asked, "evaluate", "endpoint", "-f", "-", "--signal", "all=1", stdin=shown)
+    assert "1 -> 1 wanted" in asked_by_file
+    explained = await ctl(asked, "explain", "endpoint", "jobs")
+    assert "evaluated now: " in explained
+    assert len(explained.splitlines()) <= 24
+
+
+async def test_a_backtest_compares_files_and_presets_and_draws_them(
+    asked: Asking, trace: str, tmp_path: Path
+) -> None:
+    policies = tmp_path / "policies.yaml"
+    policies.write_text(
+        "kind: Policy\nname: quick\npreset: {preset: hpa, parameters: {stabilization_window_seconds: 30}}\n"
+        "---\nkind: Endpoint\nname: two\nspec: {minReplicas: 2, maxReplicas: 2}\n"
+    )
+    picture = tmp_path / "picture.svg"
+    arguments = ("backtest", "-f", str(policies), "--preset", "keda", "--trace", trace, *LOAD)
+    found = await ctl(asked, *arguments, "--plot", str(picture))
+    assert [line.split()[0] for line in found.splitlines()] == ["POLICY", "quick", "two", "keda", "work"]
+    assert picture.read_text().count("<polyline") == 9
+    drawn = await ctl(asked, *arguments, "--plot", "-")
+    assert drawn.count("replicas  ") == 3
+    data = json.loads(await ctl(asked, *arguments, "-o", "json"))
+    assert [one["name"] for one in data["reports"]] == ["quick", "two", "keda"]
+    every = await ctl(asked, "backtest", "--preset", "all", "--trace", trace, *LOAD, "-o", "name")
+    assert {"gpuscale", "opengris_no", "ray_serve"} <= set(every.split())
+
+
+async def test_tune_writes_a_policy_that_can_be_applied(asked: Asking, trace: str, tmp_path: Path) -> None:
+    written = tmp_path / "policy.yaml"
+    arguments = ("tune", "--trace", trace, *LOAD, "--late", "20", "--gpus", "0", "--write", str(written))
+    data = json.loads(await ctl(asked, *arguments, "-o", "json"))
+    front = data["pareto"]
+    assert data["chosen"] in [one["name"] for one in front]
+    late, hours = ([one[key] for one in front] for key in ("violationPercent", "gpuHours"))
+    assert late == sorted(late, reverse=True)
+    assert hours == sorted(hours)
+    assert "created" in await ctl(asked, "apply", "-f", str(written))
+
+
+async def test_rules_are_created_changed_and_deleted_one_by_one(asked: Asking) -> None:
+    shown = await ctl(asked, "preset", "show", "scaling=vanilla", "--watcher", "jobs", "--gpus", "0")
+    await ctl(asked, "apply", "-f", "-", stdin=shown)
+    parts = ("signal=all", "step.comparator=>", "step.threshold=90", "step.step=2", "cooldown=60s")
+    await ctl(asked, "create", "rule", "jobs/big", *(f"--set={one}" for one in parts))
+    table = await ctl(asked, "get", "rules", "-e", "jobs")
+    assert [line.split()[:2] for line in table.splitlines()[1:]] == [
+        ["jobs/big", "ENABLED"],
+        ["jobs/ratio", "ENABLED"],
+    ]
+    assert "step: comparator=COMPARATOR_GREATER_THAN, threshold=90.0, step=2" in table
+    changes = ("--set", "step.threshold=0", "--set", "minReplicas=0", "--clear", "cooldown", "--disable")
+    await ctl(asked, "update", "rule", "jobs/big", *changes)
+    one = json.loads(await ctl(asked, "get", "rules", "jobs/big", "-o", "json"))["rule"]
+    assert (one["step"]["threshold"], one["minReplicas"], one["disabled"]) == (0.0, 0, True)
+    assert "cooldown" not in one
+    await ctl(asked, "update", "rule", "jobs/big", "--set", "threshold.upAbove=50")
+    other = json.loads(await ctl(asked, "get", "rules", "--disabled", "-o", "json"))["rules"]
+    assert [one["rule"]["threshold"]["upAbove"] for one in other] == [50.0]
+    await ctl(asked, "delete", "rule", "jobs/big", "--yes")
+    assert "jobs/big" not in await ctl(asked, "get", "rules")

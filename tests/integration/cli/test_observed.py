@@ -1,0 +1,111 @@
+"""`record`, `history`, `get recordings` and `get health` against a fleet with simulated GPUs."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from gpuscale.api.monitor import v1 as api
+from tests.support.cli import Ran, run_cli
+from tests.support.monitor import RunningFleet, running_agent, running_fleet
+from tests.support.waiting import eventually
+
+ONLINE = api.NodeState.NODE_STATE_ONLINE
+SLEEP = (sys.executable, "-c", "import sys, time; print('done'); time.sleep(0.9); sys.exit(3)")
+
+
+@pytest.fixture(scope="module")
+async def fleet() -> AsyncGenerator[RunningFleet, None]:
+    async with running_fleet() as one, running_agent(one.address, node="alpha"):
+        await one.until("alpha", ONLINE)
+        yield one
+
+
+async def ctl(fleet: RunningFleet, *arguments: str) -> Ran:
+    """Run the CLI while the fleet goes on."""
+    return await asyncio.to_thread(run_cli, "--address", fleet.address, *arguments)
+
+
+async def record(fleet: RunningFleet, *arguments: str, visible: str = "") -> Ran:
+    """Run `gpuscalectl record` as a process of its own: it forwards signals."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gpuscale.cli.main", "--address", fleet.address, *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
+    )
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return Ran(process.returncode, out.decode(), err.decode())
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_record_runs_a_command_and_prints_the_statistics_in_the_known_shape(
+    fleet: RunningFleet,
+) -> None:
+    ran = await record(fleet, "-o", "json", "record", "--interval", "0.25s", "--", *SLEEP)
+    assert ran.code == 3, ran.err
+    found: dict[str, Any] = json.loads(ran.out)
+    assert set(found) == {"monitoring_duration_seconds", "sample_count", "gpu_stats"}
+    assert found["monitoring_duration_seconds"] >= 0.9
+    assert sorted(found["gpu_stats"]) == ["0", "1", "2", "3"]
+    first = found["gpu_stats"]["0"]
+    assert set(first) == {
+        "name",
+        "utilization",
+        "memory_used_mb",
+        "memory_usage_percent",
+        "temperature_c",
+        "power_draw_w",
+    }
+    assert set(first["utilization"]) == {"min", "max", "mean", "samples"}
+    assert set(first["memory_used_mb"]) == {"min", "max", "mean"}
+    assert 1 <= first["utilization"]["samples"] <= found["sample_count"]
+
+
+async def test_record_takes_the_gpus_that_are_visible_and_leaves_a_recording(fleet: RunningFleet) -> None:
+    uuid = (await fleet.node("alpha")).snapshot.gpus[2].uuid
+    ran = await record(fleet, "record", "--", *SLEEP, visible=uuid)
+    assert ran.code == 3, ran.err
+    headings, *rows = ran.out.splitlines()[-2:]
+    assert headings.startswith("NODE")
+    assert len(rows) == 1
+    listed = await ctl(fleet, "get", "recordings", "-o", "json")
+    assert any(len(one["gpus"]) == 1 for one in json.loads(listed.out)["recordings"])
+    name = json.loads(listed.out)["recordings"][0]["name"]
+    shown = await ctl(fleet, "get", "recordings", name)
+    assert shown.code == 0, shown.err
+
+
+async def test_record_of_what_cannot_be_run_or_is_not_there(fleet: RunningFleet) -> None:
+    assert (await record(fleet, "record", "--", "no-such-command")).code == 127
+    missing = await ctl(fleet, "record", "--node", "beta", "--", "true")
+    assert (missing.code, "nodes/beta" in missing.err) == (3, True)
+
+
+async def test_history_shows_trends_and_points(fleet: RunningFleet) -> None:
+    async def kept() -> bool:
+        ran = await ctl(fleet, "history", "alpha", "--metric", "cpu_percent", "--points", "-o", "json")
+        return ran.code == 0 and len(json.loads(ran.out)["series"]) == 1
+
+    await eventually(kept)
+    uuid = (await fleet.node("alpha")).snapshot.gpus[0].uuid
+    trends = await ctl(fleet, "history", uuid)
+    assert trends.code == 0, trends.err
+    assert "POWER_WATTS" in trends.out
+    points = await ctl(fleet, "history", uuid, "--points", "--metric", "power_watts", "--step", "1s")
+    assert "POWER_WATTS" in points.out.splitlines()[1]
+    wrong = await ctl(fleet, "history", uuid, "--metric", "colour")
+    assert (wrong.code, "power_watts" in wrong.err) == (2, True)
+
+
+async def test_get_health_says_when_nothing_is_wrong(fleet: RunningFleet) -> None:
+    ran = await ctl(fleet, "get", "health", "--node", "alpha")
+    assert (ran.code, "nothing is wrong" in ran.err) == (0, True)
