@@ -2,6 +2,7 @@
 
 python -m bench              all
 python -m bench reserve      one
+python -m bench placement --seeds 2     one, with arguments of its own (--help lists them)
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ ALL = sorted(path.stem for path in HERE.glob("*.py") if not path.stem.startswith
 
 def main() -> None:
     """Run each module's main() in turn."""
-    names = sys.argv[1:] or ALL
+    options = next((place for place, word in enumerate(sys.argv) if word.startswith("-")), len(sys.argv))
+    names = sys.argv[1:options] or ALL
     unknown = sorted(set(names) - set(ALL))
     if unknown:
         sys.exit(f"no such measurement: {', '.join(unknown)} (there are: {', '.join(ALL)})")
+    sys.argv[1:] = sys.argv[options:]
     for name in names:
         print(f"== {name}", flush=True)
         importlib.import_module(f"bench.{name}").main()

@@ -1,0 +1,139 @@
+"""What `bench.ingest` measures: a fleet, or a bare server that puts messages into a dict, in a process on one core.
+
+    python -m bench._fleet_process bare|fleet|all CORE
+
+It writes its address on a line, and for each line that it reads a line of JSON: counts since the line before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Collection
+from functools import partial
+from pathlib import Path
+
+import grpc
+import uvloop
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.limits import SERVER_ARGUMENTS
+from gpuscale.common.server import Registration, Server, ServerOptions
+from gpuscale.monitor.fleet import servicer
+from gpuscale.monitor.fleet.app import MIB, SWEEP_SECONDS
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.settings import FleetSettings
+from gpuscale.monitor.observing import Observing
+
+METHOD = "/gpuscale.api.monitor.v1.FleetService/StreamTelemetry"
+
+
+class Counts:
+    """Messages that were taken in since the last look, how old they were, and what that cost."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.ages: list[float] = []
+        self._cpu = time.process_time()
+        self._wall = time.perf_counter()
+
+    def note(self, snapshot: types_api.Snapshot | monitor_api.SnapshotDelta) -> None:
+        """A message was taken in: its sample_time is the time of CLOCK_BOOTTIME at which it was sent."""
+        self.taken += 1
+        if self.taken % 8 == 0:
+            sent = snapshot.sample_time
+            self.ages.append(time.clock_gettime(time.CLOCK_BOOTTIME) - sent.seconds - sent.nanos / 1e9)
+
+    def take(self) -> dict[str, float]:
+        """The counts, which begin anew."""
+        cpu, wall, ages = time.process_time(), time.perf_counter(), sorted(self.ages)
+        found = {
+            "taken": self.taken,
+            "cpu": cpu - self._cpu,
+            "wall": wall - self._wall,
+            "rss": _rss(),
+            "p50": ages[len(ages) // 2] if ages else 0.0,
+            "p99": ages[int(len(ages) * 0.99)] if ages else 0.0,
+        }
+        self.taken, self.ages, self._cpu, self._wall = 0, [], cpu, wall
+        return found
+
+
+def _rss() -> int:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def _fleet(counts: Counts, *, observed: bool = False) -> None:
+    """The fleet with its index and, where it is observed, history and health: all of `gpuscale-fleet` but /metrics."""
+    clock = SystemClock()
+    nodes = Nodes(clock, max_nodes=20_000)
+
+    def observe(_: str, snapshot: types_api.Snapshot, __: float, ___: Collection[int] | None) -> None:
+        counts.note(snapshot)
+
+    if observed:
+        settings = FleetSettings()
+        Observing(nodes, clock, settings.history_tiers(), settings.history_memory_mib * MIB)
+    nodes.observers = (*nodes.observers, observe)
+    server = Server(ServerOptions(), Authenticator())
+    address = server.bind()
+    one = servicer.FleetServicer(nodes, clock)
+    server.add(Registration(servicer.SERVICE, lambda to: servicer.add_fleet(one, to)))
+    async with server:
+        answering = asyncio.create_task(_answer(address, counts))
+        while not answering.done():
+            await asyncio.sleep(SWEEP_SECONDS)
+            nodes.sweep()
+
+
+async def _bare(counts: Counts) -> None:
+    """No interceptor, no check, no answer but the welcome: each message is decoded and put into a dict."""
+    index: dict[str, monitor_api.StreamTelemetryRequest] = {}
+
+    async def stream(
+        requests: AsyncIterator[monitor_api.StreamTelemetryRequest], _: object
+    ) -> AsyncIterator[monitor_api.StreamTelemetryResponse]:
+        node = (await anext(requests)).hello.node
+        yield monitor_api.StreamTelemetryResponse()
+        async for request in requests:
+            first = node not in index
+            index[node] = request
+            counts.note(request.delta if request.HasField("delta") else request.snapshot)
+            if first:
+                yield monitor_api.StreamTelemetryResponse()
+
+    service, method = METHOD.strip("/").split("/")
+    handler = grpc.stream_stream_rpc_method_handler(
+        stream,
+        monitor_api.StreamTelemetryRequest.FromString,
+        monitor_api.StreamTelemetryResponse.SerializeToString,
+    )
+    server = grpc.aio.server(options=list(SERVER_ARGUMENTS))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await _answer(f"127.0.0.1:{port}", counts)
+
+
+async def _answer(address: str, counts: Counts) -> None:
+    print(address, flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(counts.take()), flush=True)
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    kind, core = sys.argv[1], int(sys.argv[2])
+    os.sched_setaffinity(0, {core})
+    uvloop.run({"bare": _bare, "fleet": _fleet, "all": partial(_fleet, observed=True)}[kind](Counts()))
+
+
+if __name__ == "__main__":
+    main()

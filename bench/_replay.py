@@ -1,0 +1,102 @@
+"""A cluster that serves asks with the allocator's own placer, for replays."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import count
+
+from bench._traces import GPU_MEMORY, Trace
+from gpuscale.allocator.model import WHOLE, Ask, Node, Policy, Reservation, ReservedGpu, Score, State
+from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.placer import Placer
+from gpuscale.allocator.placing.demand import Demand
+from gpuscale.allocator.use import Use
+
+NOW = 0.0
+POLICIES = ("random", *Policy)
+_WALL = datetime.fromtimestamp(0, UTC)
+_UNSCORED = Score(0.0, ())
+
+
+class Cluster:
+    """Takes asks and holds what was picked; asks without GPUs take CPU and memory off their node.
+
+    `fgd` is told what asks are typical, as in the published simulator; `pack` learns what it needs as it goes.
+    """
+
+    def __init__(self, trace: Trace, policy: str, seed: int) -> None:
+        self._use = Use()
+        self._placer = Placer(self._use, Demand(trace.classes()) if policy == Policy.FGD else None)
+        self._nodes = {node.id: node for node in trace.nodes}
+        self._chance = random.Random(seed) if policy == "random" else None
+        self._ids = count()
+        for node in trace.nodes:
+            self._placer.apply_node(node)
+
+    def take(self, ask: Ask) -> str | None:
+        """Serve an ask; its id, or None if it is turned away."""
+        found = self._by_chance(ask) if self._chance else self._placer.place(ask, NOW)
+        if not isinstance(found, Pick):
+            return None
+        name = f"{next(self._ids)} {found.nodes[0]}"
+        if ask.gpu_count:
+            self._use.hold(_reservation(name, ask, found.gpus))
+        else:
+            self._shrink(found.nodes[0], ask, 1)
+        return name
+
+    def give_back(self, name: str, ask: Ask) -> None:
+        """Free what an ask was given."""
+        if ask.gpu_count:
+            self._use.free(name)
+        else:
+            self._shrink(name.split(" ", 1)[1], ask, -1)
+
+    def _shrink(self, name: str, ask: Ask, sign: int) -> None:
+        node = self._nodes[name]
+        self._nodes[name] = replace(
+            node,
+            cpu_milli=(node.cpu_milli or 0) - sign * ask.cpu_milli,
+            memory_total_bytes=(node.memory_total_bytes or 0) - sign * ask.host_memory_bytes,
+        )
+        self._placer.apply_node(self._nodes[name])
+
+    def _by_chance(self, ask: Ask) -> Pick | None:
+        """Any node that fits, and any GPUs of it."""
+        assert self._chance is not None
+        fitting = self._placer.fitting(ask, NOW)
+        if not fitting:
+            return None
+        node = self._nodes[self._chance.choice(fitting)]
+        gpus = [gpu for gpu in node.gpus if self._use.gpu(gpu.uuid).milli + ask.gpu_milli <= WHOLE]
+        chosen = self._chance.sample(gpus, ask.gpu_count)
+        return Pick(tuple(_taken(node, ask, gpu.uuid) for gpu in chosen), 0.0, (node.id,))
+
+
+def _taken(node: Node, ask: Ask, uuid: str) -> ReservedGpu:
+    memory = GPU_MEMORY * ask.gpu_milli // WHOLE
+    return ReservedGpu(
+        node.id, uuid, 0, "", simulated=True, score=_UNSCORED, milli=ask.gpu_milli, memory_bytes=memory
+    )
+
+
+def _reservation(name: str, ask: Ask, gpus: tuple[ReservedGpu, ...]) -> Reservation:
+    return Reservation(
+        id=name,
+        fence=1,
+        request_id="",
+        fingerprint="",
+        holder="",
+        owner="",
+        labels={},
+        policy=ask.policy,
+        gpus=gpus,
+        ttl=0.0,
+        state=State.ACTIVE,
+        deadline=0.0,
+        created=_WALL,
+        cpu_milli=ask.cpu_milli,
+        host_memory_bytes=ask.host_memory_bytes,
+    )
