@@ -137,6 +137,8 @@ def expected(message: Any, prefix: str = "") -> set[str]:
 
 
 def expected_of_many(field: FieldDescriptor, rules: Any, path: str, values: Any) -> set[str]:
+    if rules.required and not values:
+        return {path}
     if is_map(field):
         key_field = field.message_type.fields_by_name["key"]
         wrong = (key for key in values if breaks(key, rules, key_field) or plain_text_breaks(values[key]))
