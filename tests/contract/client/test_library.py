@@ -85,9 +85,7 @@ def test_every_error_of_the_tree_is_exported() -> None:
 def test_all_is_what_is_public() -> None:
     """Modules of it are there too, once somebody has imported them."""
     found = vars(gpuscale.client).items()
-    public = {
-        name for name, value in found if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
+    public = {name for name, value in found if not name.startswith("_") and not isinstance(value, ModuleType)}
     assert public == set(gpuscale.client.__all__)
 
 
