@@ -15,7 +15,7 @@ PERIOD = 0.5
 
 
 async def test_a_stopped_agent_is_stale_within_three_periods_until_it_goes_on() -> None:
-    code = "from gpuscale.monitor.agent.main import main; main()"
+    code = "import sys; from gpuscale.monitor.agent.main import main; sys.exit(main())"
     flags = (
         "--listen",
         "127.0.0.1:0",

@@ -2,17 +2,14 @@
 
 import asyncio
 import sys
-from functools import partial
 
 from gpuscale.allocator.app import open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.common import logs
 from gpuscale.common.clock import SystemClock
-from gpuscale.common.lifecycle import run
 from gpuscale.common.lock import DirectoryLock
 from gpuscale.common.logs import get_logger
+from gpuscale.common.program import run_program
 from gpuscale.common.server import Server
-from gpuscale.common.settings import load
 
 PROGRAM = "gpuscale-allocator"
 DESCRIPTION = "Grants, renews and ends reservations of GPUs."
@@ -22,9 +19,7 @@ _log = get_logger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    settings = load(AllocatorSettings, argv, program=PROGRAM, description=DESCRIPTION)
-    logs.configure(settings.log_level, settings.log_format)
-    return run(partial(serve, settings), program=PROGRAM)
+    return run_program(AllocatorSettings, serve, argv, program=PROGRAM, description=DESCRIPTION)
 
 
 async def serve(settings: AllocatorSettings, stop: asyncio.Event) -> None:

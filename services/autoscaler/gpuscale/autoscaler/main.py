@@ -2,17 +2,14 @@
 
 import asyncio
 import sys
-from functools import partial
 
 from gpuscale.autoscaler.app import open_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.common import logs
 from gpuscale.common.clock import SystemClock
-from gpuscale.common.lifecycle import run
 from gpuscale.common.lock import DirectoryLock
 from gpuscale.common.logs import get_logger
+from gpuscale.common.program import run_program
 from gpuscale.common.server import Server
-from gpuscale.common.settings import load
 
 PROGRAM = "gpuscale-autoscaler"
 DESCRIPTION = "Scales endpoints by their rules, and drives their replicas through worker adapters."
@@ -22,9 +19,7 @@ _log = get_logger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    settings = load(AutoscalerSettings, argv, program=PROGRAM, description=DESCRIPTION)
-    logs.configure(settings.log_level, settings.log_format)
-    return run(partial(serve, settings), program=PROGRAM)
+    return run_program(AutoscalerSettings, serve, argv, program=PROGRAM, description=DESCRIPTION)
 
 
 async def serve(settings: AutoscalerSettings, stop: asyncio.Event) -> None:

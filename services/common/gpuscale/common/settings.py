@@ -20,10 +20,25 @@ from gpuscale.common.server import ServerOptions
 from gpuscale.common.sources import Settings, load, load_table, read_config
 from gpuscale.common.tls import ServerTls
 
-__all__ = ["ServerSettings", "Settings", "UpstreamSettings", "load", "load_table", "read_config"]
+__all__ = [
+    "ProgramSettings",
+    "ServerSettings",
+    "Settings",
+    "UpstreamSettings",
+    "load",
+    "load_table",
+    "read_config",
+]
 
 
-class ServerSettings(Settings):
+class ProgramSettings(Settings):
+    """Settings of every program."""
+
+    log_level: Level = Field("info", description="least level that is logged")
+    log_format: Format = Field("auto", description="console, json, or auto: console on a terminal")
+
+
+class ServerSettings(ProgramSettings):
     """Settings of every program that serves."""
 
     listen: str = Field("127.0.0.1:0", description="address to serve on, HOST:PORT")
@@ -35,8 +50,6 @@ class ServerSettings(Settings):
     tokens_file: Path | None = Field(None, description="accepted bearer tokens, TOML")
     insecure_allow_remote: bool = Field(default=False, description="serve other hosts without TLS")
     reflection: bool = Field(default=False, description="serve gRPC reflection")
-    log_level: Level = Field("info", description="least level that is logged")
-    log_format: Format = Field("auto", description="console, json, or auto: console on a terminal")
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

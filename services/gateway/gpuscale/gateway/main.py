@@ -2,13 +2,10 @@
 
 import asyncio
 import sys
-from functools import partial
 
-from gpuscale.common import logs
-from gpuscale.common.lifecycle import run
 from gpuscale.common.logs import get_logger
+from gpuscale.common.program import run_program
 from gpuscale.common.server import Server
-from gpuscale.common.settings import load
 from gpuscale.gateway.app import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
 
@@ -20,9 +17,7 @@ _log = get_logger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    settings = load(GatewaySettings, argv, program=PROGRAM, description=DESCRIPTION)
-    logs.configure(settings.log_level, settings.log_format)
-    return run(partial(serve, settings), program=PROGRAM)
+    return run_program(GatewaySettings, serve, argv, program=PROGRAM, description=DESCRIPTION)
 
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:

@@ -2,16 +2,13 @@
 
 import asyncio
 import sys
-from functools import partial
 
 from gpuscale.autoscaler.adapters.app import open_process_adapter
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
-from gpuscale.common import logs
 from gpuscale.common.clock import SystemClock
-from gpuscale.common.lifecycle import run
 from gpuscale.common.lock import DirectoryLock
 from gpuscale.common.logs import get_logger
-from gpuscale.common.settings import load
+from gpuscale.common.program import run_program
 
 PROGRAM = "gpuscale-adapter"
 DESCRIPTION = "Starts and stops replicas as processes of this host."
@@ -21,9 +18,7 @@ _log = get_logger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    settings = load(AdapterSettings, argv, program=PROGRAM, description=DESCRIPTION)
-    logs.configure(settings.log_level, settings.log_format)
-    return run(partial(serve, settings), program=PROGRAM)
+    return run_program(AdapterSettings, serve, argv, program=PROGRAM, description=DESCRIPTION)
 
 
 async def serve(settings: AdapterSettings, stop: asyncio.Event) -> None:

@@ -7,9 +7,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gpuscale.autoscaler.adapters.templates import Template, check_environment, parse_command
-from gpuscale.common.logs import Format, Level
 from gpuscale.common.names import is_id, to_id
-from gpuscale.common.settings import UpstreamSettings
+from gpuscale.common.settings import ProgramSettings, UpstreamSettings
 
 
 class TemplateSettings(BaseModel):
@@ -44,7 +43,7 @@ class TemplateSettings(BaseModel):
         return Template(name, parse_command(self.command), self.working_dir, self.env, self.pass_env)
 
 
-class AdapterSettings(UpstreamSettings):
+class AdapterSettings(UpstreamSettings, ProgramSettings):
     """What the process adapter is told before it starts; the upstream is the autoscaler."""
 
     section: ClassVar[str] = "adapter"
@@ -59,8 +58,6 @@ class AdapterSettings(UpstreamSettings):
         ge=4096,
         description="size at which a replica's log is rotated; one older part is kept",
     )
-    log_level: Level = Field("info", description="least level that is logged")
-    log_format: Format = Field("auto", description="console, json, or auto: console on a terminal")
     templates: dict[str, TemplateSettings] = Field(
         default_factory=dict[str, TemplateSettings], description="command templates by name"
     )

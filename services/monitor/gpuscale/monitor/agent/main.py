@@ -5,24 +5,21 @@ import sys
 from contextlib import AsyncExitStack
 
 from gpuscale.common.clock import SystemClock
-from gpuscale.common.lifecycle import run
-from gpuscale.common.logs import configure, get_logger
+from gpuscale.common.logs import get_logger
+from gpuscale.common.program import run_program
 from gpuscale.common.server import Server
-from gpuscale.common.settings import load
 from gpuscale.monitor.agent.app import open_agent
 from gpuscale.monitor.agent.settings import AgentSettings
 
 PROGRAM = "gpuscale-agent"
+DESCRIPTION = "Reads the GPUs and the host it runs on."
+
 _log = get_logger(__name__)
 
 
-def main() -> None:
-    """Run the agent until SIGTERM or SIGINT."""
-    settings = load(
-        AgentSettings, None, program=PROGRAM, description="Reads the GPUs and the host it runs on."
-    )
-    configure(settings.log_level, settings.log_format)
-    sys.exit(run(lambda stop: serve(settings, stop), program=PROGRAM))
+def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    return run_program(AgentSettings, serve, argv, program=PROGRAM, description=DESCRIPTION)
 
 
 async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
@@ -37,3 +34,7 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
         await stack.enter_async_context(server)
         _log.info("agent serves", address=address, node=settings.node, fleet=settings.fleet_address or None)
         await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

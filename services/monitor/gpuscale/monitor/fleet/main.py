@@ -4,24 +4,21 @@ import asyncio
 import sys
 
 from gpuscale.common.clock import SystemClock
-from gpuscale.common.lifecycle import run
-from gpuscale.common.logs import configure, get_logger
+from gpuscale.common.logs import get_logger
+from gpuscale.common.program import run_program
 from gpuscale.common.server import Server
-from gpuscale.common.settings import load
 from gpuscale.monitor.fleet.app import open_fleet
 from gpuscale.monitor.fleet.settings import FleetSettings
 
 PROGRAM = "gpuscale-fleet"
+DESCRIPTION = "Collects what every agent tells of its node."
+
 _log = get_logger(__name__)
 
 
-def main() -> None:
-    """Run the fleet until SIGTERM or SIGINT."""
-    settings = load(
-        FleetSettings, None, program=PROGRAM, description="Collects what every agent tells of its node."
-    )
-    configure(settings.log_level, settings.log_format)
-    sys.exit(run(lambda stop: serve(settings, stop), program=PROGRAM))
+def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    return run_program(FleetSettings, serve, argv, program=PROGRAM, description=DESCRIPTION)
 
 
 async def serve(settings: FleetSettings, stop: asyncio.Event) -> None:
@@ -33,3 +30,7 @@ async def serve(settings: FleetSettings, stop: asyncio.Event) -> None:
         async with server:
             _log.info("fleet serves", address=address)
             await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
