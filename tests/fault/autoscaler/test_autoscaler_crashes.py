@@ -72,6 +72,29 @@ async def test_killed_while_replicas_start(
     assert not adapter.alive
 
 
+async def test_what_was_granted_waits_for_adapters_that_come_back_later(
+    process: AutoscalerProcess, allocator: FakeAllocator
+) -> None:
+    """The second life looks before any adapter has found it again: that is no reason to give GPUs back."""
+    adapter = FakeAdapter()
+    await process.start("autoscaler.replica.after_reserve=kill")
+    async with process.called() as autoscaler:
+        await autoscaler.create(WANTED)
+        async with adapter.connected(process.address):
+            assert await process.ended() == -signal.SIGKILL
+    await process.start()
+    async with process.called() as autoscaler:
+
+        async def waits() -> bool:
+            return any(step.code == "NO_ADAPTER" for one in await autoscaler.history() for step in one.steps)
+
+        await eventually(waits, timeout=WAIT)
+        async with adapter.connected(process.address):
+            await settled(autoscaler, allocator, adapter, 2)
+    assert len(allocator.reservations) == 2
+    assert allocator.calls["ReleaseReservation"] == 0
+
+
 @pytest.mark.parametrize("point", ENDS)
 async def test_killed_while_gpus_are_given_back(
     process: AutoscalerProcess, allocator: FakeAllocator, point: str

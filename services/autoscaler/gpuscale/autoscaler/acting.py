@@ -93,10 +93,10 @@ class Actor:
     async def _act_on(self, replica: Replica, told: set[str]) -> Refusal | None:
         if replica.template.gpu_count == 0:
             return await self._assign(replica, None, told)
+        nodes = () if replica.goal is Goal.STOP else await self._nodes(replica)
+        if not nodes and replica.goal is Goal.RUN:
+            return self._nobody(replica)  # what an earlier life was granted waits until its adapter is back
         if not replica.nodes:
-            nodes = await self._nodes(replica)
-            if not nodes:
-                return self._nobody(replica)
             replica = replace(replica, nodes=nodes)
             await self._save(replica)
         await hit_async("autoscaler.replica.after_intent")
