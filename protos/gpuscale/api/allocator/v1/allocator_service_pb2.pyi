@@ -76,7 +76,7 @@ class ReserveRequest(_message.Message):
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """How long the lease lasts from each renewal; 5 minutes when absent."""
+        """How long the lease lasts from each renewal, 2 seconds to 7 days; 5 minutes when absent."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -175,7 +175,9 @@ class QueuePlace(_message.Message):
     """The reason as a code: NO_CAPACITY, QUOTA_EXCEEDED or BEHIND_OTHERS."""
     @_builtins.property
     def estimated_wait(self) -> _duration_pb2.Duration:
-        """When it will be served at the latest if every lease ends and nobody renews; absent where that is not known."""
+        """When it will be served at the latest if every lease ends and nobody renews; absent where that is not known, as
+        for requests beyond the first 16 and where more than 256 leases are live.
+        """
 
     @_builtins.property
     def waited(self) -> _duration_pb2.Duration:
@@ -293,7 +295,7 @@ class RenewReservationRequest(_message.Message):
     """Fence of the grant."""
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
-        """How long the lease lasts from now on; as before when absent."""
+        """How long the lease lasts from now on, 2 seconds to 7 days; as before when absent."""
 
     def __init__(
         self,

@@ -96,8 +96,8 @@ class AllocatorServiceServicer(object):
         has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
         with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
         WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
-        than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be
-        written: UNAVAILABLE.
+        than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
+        that cannot be written: UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

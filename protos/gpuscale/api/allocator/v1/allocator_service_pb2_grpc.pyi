@@ -38,8 +38,8 @@ class AllocatorServiceStub:
     has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
     with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
     WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
-    than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be
-    written: UNAVAILABLE.
+    than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
+    that cannot be written: UNAVAILABLE.
     """
     ReserveAndWatch: _grpc.UnaryStreamMultiCallable[_allocator_service_pb2.ReserveAndWatchRequest, _allocator_service_pb2.ReserveAndWatchResponse]
     """As Reserve, and tells while it waits: the place in the queue and why it is not served. The last message holds
@@ -85,8 +85,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
     with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
     WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
-    than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be
-    written: UNAVAILABLE.
+    than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
+    that cannot be written: UNAVAILABLE.
     """
     ReserveAndWatch: _aio.UnaryStreamMultiCallable[_allocator_service_pb2.ReserveAndWatchRequest, _allocator_service_pb2.ReserveAndWatchResponse]  # type: ignore[assignment]
     """As Reserve, and tells while it waits: the place in the queue and why it is not served. The last message holds
@@ -135,8 +135,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
         with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
         WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
-        than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node: NOT_FOUND. State that cannot be
-        written: UNAVAILABLE.
+        than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
+        that cannot be written: UNAVAILABLE.
         """
 
     @_abc_1.abstractmethod

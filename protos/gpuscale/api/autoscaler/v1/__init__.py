@@ -4,6 +4,8 @@ from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Adapter as Adapter
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ConnectRequest as ConnectRequest
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ConnectResponse as ConnectResponse
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import DesiredReplica as DesiredReplica
+from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ForgetAdapterRequest as ForgetAdapterRequest
+from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ForgetAdapterResponse as ForgetAdapterResponse
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ListAdaptersRequest as ListAdaptersRequest
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ListAdaptersResponse as ListAdaptersResponse
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Register as Register
@@ -17,11 +19,13 @@ from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestReport as Ba
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestRequest as BacktestRequest
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestResponse as BacktestResponse
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestTimeline as BacktestTimeline
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import Workload as Workload
 from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import BacktestServiceServicer as BacktestServiceServicer
 from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import BacktestServiceStub as BacktestServiceStub
 from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import add_BacktestServiceServicer_to_server as add_BacktestServiceServicer_to_server
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Alternative as Alternative
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Decision as Decision
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionInputs as DecisionInputs
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionStep as DecisionStep
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import EvaluateRequest as EvaluateRequest
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import EvaluateResponse as EvaluateResponse
@@ -35,12 +39,16 @@ from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedCount as State
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedPast as StatedPast
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedRuleChange as StatedRuleChange
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedSignal as StatedSignal
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import VerifyDecisionRequest as VerifyDecisionRequest
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import VerifyDecisionResponse as VerifyDecisionResponse
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceServicer as DecisionServiceServicer
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceStub as DecisionServiceStub
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_to_server as add_DecisionServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.endpoint_pb2 import AdapterTier as AdapterTier
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import Endpoint as Endpoint
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import EndpointSpec as EndpointSpec
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import EndpointStatus as EndpointStatus
+from gpuscale.api.autoscaler.v1.endpoint_pb2 import GpuGate as GpuGate
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import Replica as Replica
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import ReplicaTemplate as ReplicaTemplate
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import CreateEndpointRequest as CreateEndpointRequest
@@ -144,6 +152,7 @@ __all__ = [
     "Adapter",
     "AdapterServiceServicer",
     "AdapterServiceStub",
+    "AdapterTier",
     "Aggregation",
     "Alternative",
     "BacktestPolicy",
@@ -166,6 +175,7 @@ __all__ = [
     "CreateRuleRequest",
     "CreateRuleResponse",
     "Decision",
+    "DecisionInputs",
     "DecisionServiceServicer",
     "DecisionServiceStub",
     "DecisionStep",
@@ -188,6 +198,8 @@ __all__ = [
     "EvaluateResponse",
     "ForecastModel",
     "ForecastRule",
+    "ForgetAdapterRequest",
+    "ForgetAdapterResponse",
     "FormulaRule",
     "GetDecisionRequest",
     "GetDecisionResponse",
@@ -197,6 +209,7 @@ __all__ = [
     "GetQueueWatcherResponse",
     "GetRuleRequest",
     "GetRuleResponse",
+    "GpuGate",
     "GpuSignal",
     "HostSignal",
     "ListAdaptersRequest",
@@ -271,7 +284,10 @@ __all__ = [
     "UpdateQueueWatcherResponse",
     "UpdateRuleRequest",
     "UpdateRuleResponse",
+    "VerifyDecisionRequest",
+    "VerifyDecisionResponse",
     "WaitingSignal",
+    "Workload",
     "add_AdapterServiceServicer_to_server",
     "add_BacktestServiceServicer_to_server",
     "add_DecisionServiceServicer_to_server",

@@ -45,6 +45,11 @@ class AdapterServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.ForgetAdapter = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.AdapterService/ForgetAdapter',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class AdapterServiceServicer(object):
@@ -69,6 +74,16 @@ class AdapterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetAdapter(self, request, context):
+        """Gives an adapter up that will never come back: its replicas end as FAILED without a report of it, and their GPUs are
+        given back. Processes that run on unseen may then share GPUs with others, so the caller must know that none do. An
+        adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND. Should it
+        come back after all, what it still runs is unknown to the autoscaler, and is stopped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdapterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -81,6 +96,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ListAdaptersRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'ForgetAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetAdapter,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +158,33 @@ class AdapterService(object):
             '/gpuscale.api.autoscaler.v1.AdapterService/ListAdapters',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ListAdaptersRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.AdapterService/ForgetAdapter',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

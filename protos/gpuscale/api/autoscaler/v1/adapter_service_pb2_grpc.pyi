@@ -42,6 +42,12 @@ class AdapterServiceStub:
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]
     """Lists adapters by id."""
+    ForgetAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ForgetAdapterRequest, _adapter_service_pb2.ForgetAdapterResponse]
+    """Gives an adapter up that will never come back: its replicas end as FAILED without a report of it, and their GPUs are
+    given back. Processes that run on unseen may then share GPUs with others, so the caller must know that none do. An
+    adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND. Should it
+    come back after all, what it still runs is unknown to the autoscaler, and is stopped.
+    """
 
 @_typing.type_check_only
 class AdapterServiceAsyncStub(AdapterServiceStub):
@@ -57,6 +63,12 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists adapters by id."""
+    ForgetAdapter: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ForgetAdapterRequest, _adapter_service_pb2.ForgetAdapterResponse]  # type: ignore[assignment]
+    """Gives an adapter up that will never come back: its replicas end as FAILED without a report of it, and their GPUs are
+    given back. Processes that run on unseen may then share GPUs with others, so the caller must know that none do. An
+    adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND. Should it
+    come back after all, what it still runs is unknown to the autoscaler, and is stopped.
+    """
 
 class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
     """Tells adapters which replicas should run, and hears what does."""
@@ -81,5 +93,17 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_adapter_service_pb2.ListAdaptersResponse, _abc.Awaitable[_adapter_service_pb2.ListAdaptersResponse]]:
         """Lists adapters by id."""
+
+    @_abc_1.abstractmethod
+    def ForgetAdapter(
+        self,
+        request: _adapter_service_pb2.ForgetAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_service_pb2.ForgetAdapterResponse, _abc.Awaitable[_adapter_service_pb2.ForgetAdapterResponse]]:
+        """Gives an adapter up that will never come back: its replicas end as FAILED without a report of it, and their GPUs are
+        given back. Processes that run on unseen may then share GPUs with others, so the caller must know that none do. An
+        adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND. Should it
+        come back after all, what it still runs is unknown to the autoscaler, and is stopped.
+        """
 
 def add_AdapterServiceServicer_to_server(servicer: AdapterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

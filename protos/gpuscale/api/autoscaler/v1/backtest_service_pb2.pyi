@@ -23,6 +23,36 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class Workload(_message.Message):
+    """Requests over time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARRIVALS_FIELD_NUMBER: _builtins.int
+    SERVICE_SECONDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def arrivals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """When each request comes, in seconds from the beginning, in order."""
+
+    @_builtins.property
+    def service_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """How long a slot is busy with each request, in seconds; as many as arrivals."""
+
+    def __init__(
+        self,
+        *,
+        arrivals: _abc.Iterable[_builtins.float] | None = ...,
+        service_seconds: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "service_seconds", b"service_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Workload: _TypeAlias = Workload  # noqa: Y015
+
+@_typing.final
 class BacktestPolicy(_message.Message):
     """A policy to run."""
 
@@ -31,6 +61,7 @@ class BacktestPolicy(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     PRESET_FIELD_NUMBER: _builtins.int
+    WORKLOAD_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What to call it."""
     @_builtins.property
@@ -45,16 +76,21 @@ class BacktestPolicy(_message.Message):
         max_gpus.
         """
 
+    @_builtins.property
+    def workload(self) -> Global___Workload:
+        """Its own workload; that of the run when absent."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         spec: _endpoint_pb2.EndpointSpec | None = ...,
         preset: _preset_service_pb2.PresetWish | None = ...,
+        workload: Global___Workload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "preset", b"preset", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "preset", b"preset", "spec", b"spec", "workload", b"workload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "policy", b"policy", "preset", b"preset", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "policy", b"policy", "preset", b"preset", "spec", b"spec", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_policy: _TypeAlias = _typing.Literal["spec", "preset"]  # noqa: Y015
     _WhichOneofArgType_policy: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
@@ -79,6 +115,9 @@ class BacktestRequest(_message.Message):
     MAX_GPUS_FIELD_NUMBER: _builtins.int
     KILLS_FIELD_NUMBER: _builtins.int
     BEGIN_TIME_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    SHARED_GPUS_FIELD_NUMBER: _builtins.int
+    SERVICE_TIME_FIELD_NUMBER: _builtins.int
     slots: _builtins.int
     """Requests that a replica serves at a time; 1 when absent."""
     seed: _builtins.int
@@ -87,13 +126,19 @@ class BacktestRequest(_message.Message):
     """GPUs that there are; without bound when absent."""
     kills: _builtins.bool
     """A replica that is taken away drops what it has in hand, and that is served anew."""
+    endpoint: _builtins.str
+    """In place of arrivals: endpoints/{endpoint} whose own history is the workload, as it was seen at its evaluations."""
+    shared_gpus: _builtins.bool
+    """All policies run at once, as endpoints beside each other that share max_gpus; the first are served first."""
     @_builtins.property
     def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___BacktestPolicy]:
         """The policies; at least one, their names differ."""
 
     @_builtins.property
     def arrivals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """When each request comes, in seconds from the beginning, in order; at least one."""
+        """When each request comes, in seconds from the beginning, in order; at least one, unless an endpoint or each
+        policy has them.
+        """
 
     @_builtins.property
     def service_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -115,6 +160,10 @@ class BacktestRequest(_message.Message):
     def begin_time(self) -> _timestamp_pb2.Timestamp:
         """Time of day at the first second, for schedules; midnight of 1 January 2024, a Monday, when absent."""
 
+    @_builtins.property
+    def service_time(self) -> _duration_pb2.Duration:
+        """With an endpoint: how long a slot is busy with each request; learnt where it is absent."""
+
     def __init__(
         self,
         *,
@@ -129,10 +178,13 @@ class BacktestRequest(_message.Message):
         max_gpus: _builtins.int | None = ...,
         kills: _builtins.bool = ...,
         begin_time: _timestamp_pb2.Timestamp | None = ...,
+        endpoint: _builtins.str = ...,
+        shared_gpus: _builtins.bool = ...,
+        service_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_gpus", b"_max_gpus", "_slots", b"_slots", "begin_time", b"begin_time", "goal", b"goal", "max_cold_start", b"max_cold_start", "max_gpus", b"max_gpus", "min_cold_start", b"min_cold_start", "slots", b"slots"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_gpus", b"_max_gpus", "_slots", b"_slots", "begin_time", b"begin_time", "goal", b"goal", "max_cold_start", b"max_cold_start", "max_gpus", b"max_gpus", "min_cold_start", b"min_cold_start", "service_time", b"service_time", "slots", b"slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_gpus", b"_max_gpus", "_slots", b"_slots", "arrivals", b"arrivals", "begin_time", b"begin_time", "goal", b"goal", "kills", b"kills", "max_cold_start", b"max_cold_start", "max_gpus", b"max_gpus", "min_cold_start", b"min_cold_start", "policies", b"policies", "seed", b"seed", "service_seconds", b"service_seconds", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_gpus", b"_max_gpus", "_slots", b"_slots", "arrivals", b"arrivals", "begin_time", b"begin_time", "endpoint", b"endpoint", "goal", b"goal", "kills", b"kills", "max_cold_start", b"max_cold_start", "max_gpus", b"max_gpus", "min_cold_start", b"min_cold_start", "policies", b"policies", "seed", b"seed", "service_seconds", b"service_seconds", "service_time", b"service_time", "shared_gpus", b"shared_gpus", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_gpus: _TypeAlias = _typing.Literal["max_gpus"]  # noqa: Y015
     _WhichOneofArgType__max_gpus: _TypeAlias = _typing.Literal["_max_gpus", b"_max_gpus"]  # noqa: Y015

@@ -48,7 +48,8 @@ class BacktestServiceServicer(object):
 
     def Backtest(self, request, context):
         """Runs each policy and returns its figures. One runs at a time; another meanwhile: RESOURCE_EXHAUSTED. A policy
-        that contradicts itself, or arrivals without order: INVALID_ARGUMENT. Longer than the call's deadline, or than two
+        that contradicts itself, or arrivals without order: INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no
+        history yet, or whose signals tell no arrivals: FAILED_PRECONDITION. Longer than the call's deadline, or than two
         minutes: DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -35,7 +35,8 @@ class BacktestServiceStub:
     def __new__(cls, channel: _aio.Channel) -> BacktestServiceAsyncStub: ...
     Backtest: _grpc.UnaryUnaryMultiCallable[_backtest_service_pb2.BacktestRequest, _backtest_service_pb2.BacktestResponse]
     """Runs each policy and returns its figures. One runs at a time; another meanwhile: RESOURCE_EXHAUSTED. A policy
-    that contradicts itself, or arrivals without order: INVALID_ARGUMENT. Longer than the call's deadline, or than two
+    that contradicts itself, or arrivals without order: INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no
+    history yet, or whose signals tell no arrivals: FAILED_PRECONDITION. Longer than the call's deadline, or than two
     minutes: DEADLINE_EXCEEDED.
     """
 
@@ -46,7 +47,8 @@ class BacktestServiceAsyncStub(BacktestServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Backtest: _aio.UnaryUnaryMultiCallable[_backtest_service_pb2.BacktestRequest, _backtest_service_pb2.BacktestResponse]  # type: ignore[assignment]
     """Runs each policy and returns its figures. One runs at a time; another meanwhile: RESOURCE_EXHAUSTED. A policy
-    that contradicts itself, or arrivals without order: INVALID_ARGUMENT. Longer than the call's deadline, or than two
+    that contradicts itself, or arrivals without order: INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no
+    history yet, or whose signals tell no arrivals: FAILED_PRECONDITION. Longer than the call's deadline, or than two
     minutes: DEADLINE_EXCEEDED.
     """
 
@@ -60,7 +62,8 @@ class BacktestServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_backtest_service_pb2.BacktestResponse, _abc.Awaitable[_backtest_service_pb2.BacktestResponse]]:
         """Runs each policy and returns its figures. One runs at a time; another meanwhile: RESOURCE_EXHAUSTED. A policy
-        that contradicts itself, or arrivals without order: INVALID_ARGUMENT. Longer than the call's deadline, or than two
+        that contradicts itself, or arrivals without order: INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no
+        history yet, or whose signals tell no arrivals: FAILED_PRECONDITION. Longer than the call's deadline, or than two
         minutes: DEADLINE_EXCEEDED.
         """
 

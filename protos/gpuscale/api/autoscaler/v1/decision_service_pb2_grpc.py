@@ -46,6 +46,11 @@ class DecisionServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsResponse.FromString,
                 _registered_method=True)
+        self.VerifyDecision = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.DecisionService/VerifyDecision',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.VerifyDecisionRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.VerifyDecisionResponse.FromString,
+                _registered_method=True)
         self.Evaluate = channel.unary_unary(
                 '/gpuscale.api.autoscaler.v1.DecisionService/Evaluate',
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateRequest.SerializeToString,
@@ -72,6 +77,15 @@ class DecisionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyDecision(self, request, context):
+        """Evaluates a stored decision again, from the inputs that were stored with it, and says whether it comes to the same.
+        Unknown: NOT_FOUND. One without inputs, such as a person's order, or one whose past was too long to store:
+        FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Evaluate(self, request, context):
         """Says what an evaluation would come to, and stores nothing. What the request does not state comes from the live
         endpoint. Unknown: NOT_FOUND. Neither name nor spec, a spec that contradicts itself, or a statement about a signal or
@@ -93,6 +107,11 @@ def add_DecisionServiceServicer_to_server(servicer, server):
                     servicer.ListDecisions,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsResponse.SerializeToString,
+            ),
+            'VerifyDecision': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyDecision,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.VerifyDecisionRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.VerifyDecisionResponse.SerializeToString,
             ),
             'Evaluate': grpc.unary_unary_rpc_method_handler(
                     servicer.Evaluate,
@@ -156,6 +175,33 @@ class DecisionService(object):
             '/gpuscale.api.autoscaler.v1.DecisionService/ListDecisions',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyDecision(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.DecisionService/VerifyDecision',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.VerifyDecisionRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.VerifyDecisionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,11 @@ class DecisionServiceStub:
     """Returns one decision. Unknown: NOT_FOUND."""
     ListDecisions: _grpc.UnaryUnaryMultiCallable[_decision_service_pb2.ListDecisionsRequest, _decision_service_pb2.ListDecisionsResponse]
     """Lists decisions of one endpoint or of all, newest first."""
+    VerifyDecision: _grpc.UnaryUnaryMultiCallable[_decision_service_pb2.VerifyDecisionRequest, _decision_service_pb2.VerifyDecisionResponse]
+    """Evaluates a stored decision again, from the inputs that were stored with it, and says whether it comes to the same.
+    Unknown: NOT_FOUND. One without inputs, such as a person's order, or one whose past was too long to store:
+    FAILED_PRECONDITION.
+    """
     Evaluate: _grpc.UnaryUnaryMultiCallable[_decision_service_pb2.EvaluateRequest, _decision_service_pb2.EvaluateResponse]
     """Says what an evaluation would come to, and stores nothing. What the request does not state comes from the live
     endpoint. Unknown: NOT_FOUND. Neither name nor spec, a spec that contradicts itself, or a statement about a signal or
@@ -56,6 +61,11 @@ class DecisionServiceAsyncStub(DecisionServiceStub):
     """Returns one decision. Unknown: NOT_FOUND."""
     ListDecisions: _aio.UnaryUnaryMultiCallable[_decision_service_pb2.ListDecisionsRequest, _decision_service_pb2.ListDecisionsResponse]  # type: ignore[assignment]
     """Lists decisions of one endpoint or of all, newest first."""
+    VerifyDecision: _aio.UnaryUnaryMultiCallable[_decision_service_pb2.VerifyDecisionRequest, _decision_service_pb2.VerifyDecisionResponse]  # type: ignore[assignment]
+    """Evaluates a stored decision again, from the inputs that were stored with it, and says whether it comes to the same.
+    Unknown: NOT_FOUND. One without inputs, such as a person's order, or one whose past was too long to store:
+    FAILED_PRECONDITION.
+    """
     Evaluate: _aio.UnaryUnaryMultiCallable[_decision_service_pb2.EvaluateRequest, _decision_service_pb2.EvaluateResponse]  # type: ignore[assignment]
     """Says what an evaluation would come to, and stores nothing. What the request does not state comes from the live
     endpoint. Unknown: NOT_FOUND. Neither name nor spec, a spec that contradicts itself, or a statement about a signal or
@@ -82,6 +92,17 @@ class DecisionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_decision_service_pb2.ListDecisionsResponse, _abc.Awaitable[_decision_service_pb2.ListDecisionsResponse]]:
         """Lists decisions of one endpoint or of all, newest first."""
+
+    @_abc_1.abstractmethod
+    def VerifyDecision(
+        self,
+        request: _decision_service_pb2.VerifyDecisionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decision_service_pb2.VerifyDecisionResponse, _abc.Awaitable[_decision_service_pb2.VerifyDecisionResponse]]:
+        """Evaluates a stored decision again, from the inputs that were stored with it, and says whether it comes to the same.
+        Unknown: NOT_FOUND. One without inputs, such as a person's order, or one whose past was too long to store:
+        FAILED_PRECONDITION.
+        """
 
     @_abc_1.abstractmethod
     def Evaluate(

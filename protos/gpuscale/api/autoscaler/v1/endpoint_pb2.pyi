@@ -23,6 +23,68 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _GpuGate:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GpuGateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GpuGate.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GPU_GATE_UNSPECIFIED: _GpuGate.ValueType  # 0
+    """RESERVE."""
+    GPU_GATE_OFF: _GpuGate.ValueType  # 1
+    """Nothing: replicas start without reservations, and are given no GPUs. For adapters that get GPUs elsewhere."""
+    GPU_GATE_ADVISE: _GpuGate.ValueType  # 2
+    """A decision says where GPUs are free for fewer replicas than are wanted. They are reserved before replicas start."""
+    GPU_GATE_CAP: _GpuGate.ValueType  # 3
+    """No more replicas are wanted than GPUs are free for, and none more while nobody knows how many are. They are reserved
+    before replicas start.
+    """
+    GPU_GATE_RESERVE: _GpuGate.ValueType  # 4
+    """GPUs are reserved before replicas start; replicas that get none wait for them."""
+
+class GpuGate(_GpuGate, metaclass=_GpuGateEnumTypeWrapper):
+    """What GPUs there are has to say about the number of replicas."""
+
+GPU_GATE_UNSPECIFIED: GpuGate.ValueType  # 0
+"""RESERVE."""
+GPU_GATE_OFF: GpuGate.ValueType  # 1
+"""Nothing: replicas start without reservations, and are given no GPUs. For adapters that get GPUs elsewhere."""
+GPU_GATE_ADVISE: GpuGate.ValueType  # 2
+"""A decision says where GPUs are free for fewer replicas than are wanted. They are reserved before replicas start."""
+GPU_GATE_CAP: GpuGate.ValueType  # 3
+"""No more replicas are wanted than GPUs are free for, and none more while nobody knows how many are. They are reserved
+before replicas start.
+"""
+GPU_GATE_RESERVE: GpuGate.ValueType  # 4
+"""GPUs are reserved before replicas start; replicas that get none wait for them."""
+Global___GpuGate: _TypeAlias = GpuGate  # noqa: Y015
+
+@_typing.final
+class AdapterTier(_message.Message):
+    """Adapters that are used in turn: the first tier until it is full, then the next; the last one is drained first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    MAX_REPLICAS_FIELD_NUMBER: _builtins.int
+    adapter: _builtins.str
+    """adapters/{adapter}"""
+    max_replicas: _builtins.int
+    """Most replicas of the endpoint on it; without bound when 0."""
+    def __init__(
+        self,
+        *,
+        adapter: _builtins.str = ...,
+        max_replicas: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "max_replicas", b"max_replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterTier: _TypeAlias = AdapterTier  # noqa: Y015
+
 @_typing.final
 class ReplicaTemplate(_message.Message):
     """What a replica is made of."""
@@ -57,6 +119,7 @@ class ReplicaTemplate(_message.Message):
     MAX_UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
     LEASE_TTL_FIELD_NUMBER: _builtins.int
     DRAIN_TIMEOUT_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     adapter: _builtins.str
     """adapters/{adapter} that runs it; any adapter that has the template when empty."""
     template: _builtins.str
@@ -81,6 +144,10 @@ class ReplicaTemplate(_message.Message):
     def drain_timeout(self) -> _duration_pb2.Duration:
         """How long a replica may take to finish its work once it is asked to stop, before it is killed; absent: for ever."""
 
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterTier]:
+        """In place of adapter: several, used in turn. Adapters that are not connected are passed over."""
+
     def __init__(
         self,
         *,
@@ -92,10 +159,11 @@ class ReplicaTemplate(_message.Message):
         max_utilization_percent: _builtins.float | None = ...,
         lease_ttl: _duration_pb2.Duration | None = ...,
         drain_timeout: _duration_pb2.Duration | None = ...,
+        tiers: _abc.Iterable[Global___AdapterTier] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "drain_timeout", b"drain_timeout", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "adapter", b"adapter", "drain_timeout", b"drain_timeout", "gpu_count", b"gpu_count", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "parameters", b"parameters", "template", b"template"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "adapter", b"adapter", "drain_timeout", b"drain_timeout", "gpu_count", b"gpu_count", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "parameters", b"parameters", "template", b"template", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_utilization_percent: _TypeAlias = _typing.Literal["max_utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__max_utilization_percent: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent"]  # noqa: Y015
@@ -126,6 +194,8 @@ class EndpointSpec(_message.Message):
     DOWN_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     BOUND_MODE_FIELD_NUMBER: _builtins.int
+    WARM_SPARES_FIELD_NUMBER: _builtins.int
+    GPU_GATE_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """Fewest replicas, whatever the rules say."""
     max_replicas: _builtins.int
@@ -138,6 +208,10 @@ class EndpointSpec(_message.Message):
     """Whether decisions are acted on."""
     bound_mode: _rule_pb2.BoundMode.ValueType
     """What happens to a count beyond min and max."""
+    warm_spares: _builtins.int
+    """Replicas on top of those that the rules want, ready for what comes."""
+    gpu_gate: Global___GpuGate.ValueType
+    """What GPUs there are has to say about the count."""
     @_builtins.property
     def tick(self) -> _duration_pb2.Duration:
         """How often it is evaluated; 15 s when absent."""
@@ -177,10 +251,12 @@ class EndpointSpec(_message.Message):
         down: _rule_pb2.Pace | None = ...,
         mode: _rule_pb2.ScalingMode.ValueType = ...,
         bound_mode: _rule_pb2.BoundMode.ValueType = ...,
+        warm_spares: _builtins.int = ...,
+        gpu_gate: Global___GpuGate.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "template", b"template", "tick", b"tick", "up", b"up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_mode", b"bound_mode", "combine", b"combine", "down", b"down", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "mode", b"mode", "paused", b"paused", "rules", b"rules", "signals", b"signals", "template", b"template", "tick", b"tick", "up", b"up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_mode", b"bound_mode", "combine", b"combine", "down", b"down", "gpu_gate", b"gpu_gate", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "mode", b"mode", "paused", b"paused", "rules", b"rules", "signals", b"signals", "template", b"template", "tick", b"tick", "up", b"up", "warm_spares", b"warm_spares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n6gpuscale/api/autoscaler/v1/queue_watcher_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xf4\x01\n\x10QueueWatcherSpec\x12\x18\n\x06\x62roker\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x1d\n\x0cvirtual_host\x18\x02 \x01(\tB\x07\xe2\xf9\x18\x03(\xff\x01\x12\x16\n\x05queue\x18\x03 \x01(\tB\x07\xe2\xf9\x18\x03(\xff\x01\x12\x43\n\x08interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x9a\x99\x99\x99\x99\x99\xb9?\x19\x00\x00\x00\x00\x00 \xac@\x12\x1b\n\x06queues\x18\x05 \x03(\tB\x0b\xe2\xf9\x18\x07(\xff\x01\x30\x64\x38\x01\x12\x1e\n\rqueue_pattern\x18\x06 \x01(\tB\x07\xe2\xf9\x18\x03(\xff\x01\x12\r\n\x05rates\x18\x07 \x01(\x08\"\xc5\x04\n\x12QueueWatcherStatus\x12\x43\n\x05state\x18\x01 \x01(\x0e\x32\x34.gpuscale.api.autoscaler.v1.QueueWatcherStatus.State\x12\x18\n\x0bready_count\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\runacked_count\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x1b\n\x0e\x63onsumer_count\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x19\n\x0cpublish_rate\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x19\n\x0c\x64\x65liver_rate\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\x18\n\x0bqueue_count\x18\t \x01(\x05H\x05\x88\x01\x01\"\xa6\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x0c\n\x08STATE_OK\x10\x02\x12\x15\n\x11STATE_UNREACHABLE\x10\x03\x12\x15\n\x11STATE_AUTH_FAILED\x10\x04\x12\x13\n\x0fSTATE_NOT_FOUND\x10\x05\x12\x11\n\rSTATE_TIMEOUT\x10\x06\x12\x0f\n\x0bSTATE_ERROR\x10\x07\x42\x0e\n\x0c_ready_countB\x10\n\x0e_unacked_countB\x11\n\x0f_consumer_countB\x0f\n\r_publish_rateB\x0f\n\r_deliver_rateB\x0e\n\x0c_queue_count\"\xfb\x01\n\x0cQueueWatcher\x12(\n\x04name\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16\x08\x01J\x12watchers/{watcher}\x12\x42\n\x04spec\x18\x02 \x01(\x0b\x32,.gpuscale.api.autoscaler.v1.QueueWatcherSpecB\x06\xe2\xf9\x18\x02\x08\x01\x12>\n\x06status\x18\x03 \x01(\x0b\x32..gpuscale.api.autoscaler.v1.QueueWatcherStatus\x12\x0c\n\x04\x65tag\x18\x04 \x01(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x99\x01\n\x19\x43reateQueueWatcherRequest\x12G\n\rqueue_watcher\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcherB\x06\xe2\xf9\x18\x02\x08\x01\x12\x1c\n\nrequest_id\x18\x02 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x01\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"]\n\x1a\x43reateQueueWatcherResponse\x12?\n\rqueue_watcher\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcher\"B\n\x16GetQueueWatcherRequest\x12(\n\x04name\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16\x08\x01J\x12watchers/{watcher}\"Z\n\x17GetQueueWatcherResponse\x12?\n\rqueue_watcher\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcher\"P\n\x18ListQueueWatchersRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\"v\n\x19ListQueueWatchersResponse\x12@\n\x0equeue_watchers\x18\x01 \x03(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcher\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"{\n\x19UpdateQueueWatcherRequest\x12G\n\rqueue_watcher\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcherB\x06\xe2\xf9\x18\x02\x08\x01\x12\x15\n\rvalidate_only\x18\x02 \x01(\x08\"]\n\x1aUpdateQueueWatcherResponse\x12?\n\rqueue_watcher\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcher\"E\n\x19\x44\x65leteQueueWatcherRequest\x12(\n\x04name\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16\x08\x01J\x12watchers/{watcher}\"\x1c\n\x1a\x44\x65leteQueueWatcherResponse2\xc5\x05\n\x13QueueWatcherService\x12\x89\x01\n\x12\x43reateQueueWatcher\x12\x35.gpuscale.api.autoscaler.v1.CreateQueueWatcherRequest\x1a\x36.gpuscale.api.autoscaler.v1.CreateQueueWatcherResponse\"\x04\xe8\xf9\x18\x03\x12\x80\x01\n\x0fGetQueueWatcher\x12\x32.gpuscale.api.autoscaler.v1.GetQueueWatcherRequest\x1a\x33.gpuscale.api.autoscaler.v1.GetQueueWatcherResponse\"\x04\xe8\xf9\x18\x01\x12\x86\x01\n\x11ListQueueWatchers\x12\x34.gpuscale.api.autoscaler.v1.ListQueueWatchersRequest\x1a\x35.gpuscale.api.autoscaler.v1.ListQueueWatchersResponse\"\x04\xe8\xf9\x18\x01\x12\x89\x01\n\x12UpdateQueueWatcher\x12\x35.gpuscale.api.autoscaler.v1.UpdateQueueWatcherRequest\x1a\x36.gpuscale.api.autoscaler.v1.UpdateQueueWatcherResponse\"\x04\xe8\xf9\x18\x03\x12\x89\x01\n\x12\x44\x65leteQueueWatcher\x12\x35.gpuscale.api.autoscaler.v1.DeleteQueueWatcherRequest\x1a\x36.gpuscale.api.autoscaler.v1.DeleteQueueWatcherResponse\"\x04\xe8\xf9\x18\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n6gpuscale/api/autoscaler/v1/queue_watcher_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xf4\x01\n\x10QueueWatcherSpec\x12\x18\n\x06\x62roker\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x1d\n\x0cvirtual_host\x18\x02 \x01(\tB\x07\xe2\xf9\x18\x03(\xff\x01\x12\x16\n\x05queue\x18\x03 \x01(\tB\x07\xe2\xf9\x18\x03(\xff\x01\x12\x43\n\x08interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x9a\x99\x99\x99\x99\x99\xb9?\x19\x00\x00\x00\x00\x00 \xac@\x12\x1b\n\x06queues\x18\x05 \x03(\tB\x0b\xe2\xf9\x18\x07(\xff\x01\x30\x64\x38\x01\x12\x1e\n\rqueue_pattern\x18\x06 \x01(\tB\x07\xe2\xf9\x18\x03(\xff\x01\x12\r\n\x05rates\x18\x07 \x01(\x08\"\xfc\x04\n\x12QueueWatcherStatus\x12\x43\n\x05state\x18\x01 \x01(\x0e\x32\x34.gpuscale.api.autoscaler.v1.QueueWatcherStatus.State\x12\x18\n\x0bready_count\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\runacked_count\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x1b\n\x0e\x63onsumer_count\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\x19\n\x0cpublish_rate\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x19\n\x0c\x64\x65liver_rate\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\x18\n\x0bqueue_count\x18\t \x01(\x05H\x05\x88\x01\x01\x12\x35\n\x12oldest_message_age\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa6\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x0c\n\x08STATE_OK\x10\x02\x12\x15\n\x11STATE_UNREACHABLE\x10\x03\x12\x15\n\x11STATE_AUTH_FAILED\x10\x04\x12\x13\n\x0fSTATE_NOT_FOUND\x10\x05\x12\x11\n\rSTATE_TIMEOUT\x10\x06\x12\x0f\n\x0bSTATE_ERROR\x10\x07\x42\x0e\n\x0c_ready_countB\x10\n\x0e_unacked_countB\x11\n\x0f_consumer_countB\x0f\n\r_publish_rateB\x0f\n\r_deliver_rateB\x0e\n\x0c_queue_count\"\xfb\x01\n\x0cQueueWatcher\x12(\n\x04name\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16\x08\x01J\x12watchers/{watcher}\x12\x42\n\x04spec\x18\x02 \x01(\x0b\x32,.gpuscale.api.autoscaler.v1.QueueWatcherSpecB\x06\xe2\xf9\x18\x02\x08\x01\x12>\n\x06status\x18\x03 \x01(\x0b\x32..gpuscale.api.autoscaler.v1.QueueWatcherStatus\x12\x0c\n\x04\x65tag\x18\x04 \x01(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x99\x01\n\x19\x43reateQueueWatcherRequest\x12G\n\rqueue_watcher\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcherB\x06\xe2\xf9\x18\x02\x08\x01\x12\x1c\n\nrequest_id\x18\x02 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x01\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"]\n\x1a\x43reateQueueWatcherResponse\x12?\n\rqueue_watcher\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcher\"B\n\x16GetQueueWatcherRequest\x12(\n\x04name\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16\x08\x01J\x12watchers/{watcher}\"Z\n\x17GetQueueWatcherResponse\x12?\n\rqueue_watcher\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcher\"P\n\x18ListQueueWatchersRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\"v\n\x19ListQueueWatchersResponse\x12@\n\x0equeue_watchers\x18\x01 \x03(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcher\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"{\n\x19UpdateQueueWatcherRequest\x12G\n\rqueue_watcher\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcherB\x06\xe2\xf9\x18\x02\x08\x01\x12\x15\n\rvalidate_only\x18\x02 \x01(\x08\"]\n\x1aUpdateQueueWatcherResponse\x12?\n\rqueue_watcher\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.QueueWatcher\"E\n\x19\x44\x65leteQueueWatcherRequest\x12(\n\x04name\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16\x08\x01J\x12watchers/{watcher}\"\x1c\n\x1a\x44\x65leteQueueWatcherResponse2\xc5\x05\n\x13QueueWatcherService\x12\x89\x01\n\x12\x43reateQueueWatcher\x12\x35.gpuscale.api.autoscaler.v1.CreateQueueWatcherRequest\x1a\x36.gpuscale.api.autoscaler.v1.CreateQueueWatcherResponse\"\x04\xe8\xf9\x18\x03\x12\x80\x01\n\x0fGetQueueWatcher\x12\x32.gpuscale.api.autoscaler.v1.GetQueueWatcherRequest\x1a\x33.gpuscale.api.autoscaler.v1.GetQueueWatcherResponse\"\x04\xe8\xf9\x18\x01\x12\x86\x01\n\x11ListQueueWatchers\x12\x34.gpuscale.api.autoscaler.v1.ListQueueWatchersRequest\x1a\x35.gpuscale.api.autoscaler.v1.ListQueueWatchersResponse\"\x04\xe8\xf9\x18\x01\x12\x89\x01\n\x12UpdateQueueWatcher\x12\x35.gpuscale.api.autoscaler.v1.UpdateQueueWatcherRequest\x1a\x36.gpuscale.api.autoscaler.v1.UpdateQueueWatcherResponse\"\x04\xe8\xf9\x18\x03\x12\x89\x01\n\x12\x44\x65leteQueueWatcher\x12\x35.gpuscale.api.autoscaler.v1.DeleteQueueWatcherRequest\x1a\x36.gpuscale.api.autoscaler.v1.DeleteQueueWatcherResponse\"\x04\xe8\xf9\x18\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -75,31 +75,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUEUEWATCHERSPEC']._serialized_start=189
   _globals['_QUEUEWATCHERSPEC']._serialized_end=433
   _globals['_QUEUEWATCHERSTATUS']._serialized_start=436
-  _globals['_QUEUEWATCHERSTATUS']._serialized_end=1017
-  _globals['_QUEUEWATCHERSTATUS_STATE']._serialized_start=748
-  _globals['_QUEUEWATCHERSTATUS_STATE']._serialized_end=914
-  _globals['_QUEUEWATCHER']._serialized_start=1020
-  _globals['_QUEUEWATCHER']._serialized_end=1271
-  _globals['_CREATEQUEUEWATCHERREQUEST']._serialized_start=1274
-  _globals['_CREATEQUEUEWATCHERREQUEST']._serialized_end=1427
-  _globals['_CREATEQUEUEWATCHERRESPONSE']._serialized_start=1429
-  _globals['_CREATEQUEUEWATCHERRESPONSE']._serialized_end=1522
-  _globals['_GETQUEUEWATCHERREQUEST']._serialized_start=1524
-  _globals['_GETQUEUEWATCHERREQUEST']._serialized_end=1590
-  _globals['_GETQUEUEWATCHERRESPONSE']._serialized_start=1592
-  _globals['_GETQUEUEWATCHERRESPONSE']._serialized_end=1682
-  _globals['_LISTQUEUEWATCHERSREQUEST']._serialized_start=1684
-  _globals['_LISTQUEUEWATCHERSREQUEST']._serialized_end=1764
-  _globals['_LISTQUEUEWATCHERSRESPONSE']._serialized_start=1766
-  _globals['_LISTQUEUEWATCHERSRESPONSE']._serialized_end=1884
-  _globals['_UPDATEQUEUEWATCHERREQUEST']._serialized_start=1886
-  _globals['_UPDATEQUEUEWATCHERREQUEST']._serialized_end=2009
-  _globals['_UPDATEQUEUEWATCHERRESPONSE']._serialized_start=2011
-  _globals['_UPDATEQUEUEWATCHERRESPONSE']._serialized_end=2104
-  _globals['_DELETEQUEUEWATCHERREQUEST']._serialized_start=2106
-  _globals['_DELETEQUEUEWATCHERREQUEST']._serialized_end=2175
-  _globals['_DELETEQUEUEWATCHERRESPONSE']._serialized_start=2177
-  _globals['_DELETEQUEUEWATCHERRESPONSE']._serialized_end=2205
-  _globals['_QUEUEWATCHERSERVICE']._serialized_start=2208
-  _globals['_QUEUEWATCHERSERVICE']._serialized_end=2917
+  _globals['_QUEUEWATCHERSTATUS']._serialized_end=1072
+  _globals['_QUEUEWATCHERSTATUS_STATE']._serialized_start=803
+  _globals['_QUEUEWATCHERSTATUS_STATE']._serialized_end=969
+  _globals['_QUEUEWATCHER']._serialized_start=1075
+  _globals['_QUEUEWATCHER']._serialized_end=1326
+  _globals['_CREATEQUEUEWATCHERREQUEST']._serialized_start=1329
+  _globals['_CREATEQUEUEWATCHERREQUEST']._serialized_end=1482
+  _globals['_CREATEQUEUEWATCHERRESPONSE']._serialized_start=1484
+  _globals['_CREATEQUEUEWATCHERRESPONSE']._serialized_end=1577
+  _globals['_GETQUEUEWATCHERREQUEST']._serialized_start=1579
+  _globals['_GETQUEUEWATCHERREQUEST']._serialized_end=1645
+  _globals['_GETQUEUEWATCHERRESPONSE']._serialized_start=1647
+  _globals['_GETQUEUEWATCHERRESPONSE']._serialized_end=1737
+  _globals['_LISTQUEUEWATCHERSREQUEST']._serialized_start=1739
+  _globals['_LISTQUEUEWATCHERSREQUEST']._serialized_end=1819
+  _globals['_LISTQUEUEWATCHERSRESPONSE']._serialized_start=1821
+  _globals['_LISTQUEUEWATCHERSRESPONSE']._serialized_end=1939
+  _globals['_UPDATEQUEUEWATCHERREQUEST']._serialized_start=1941
+  _globals['_UPDATEQUEUEWATCHERREQUEST']._serialized_end=2064
+  _globals['_UPDATEQUEUEWATCHERRESPONSE']._serialized_start=2066
+  _globals['_UPDATEQUEUEWATCHERRESPONSE']._serialized_end=2159
+  _globals['_DELETEQUEUEWATCHERREQUEST']._serialized_start=2161
+  _globals['_DELETEQUEUEWATCHERREQUEST']._serialized_end=2230
+  _globals['_DELETEQUEUEWATCHERRESPONSE']._serialized_start=2232
+  _globals['_DELETEQUEUEWATCHERRESPONSE']._serialized_end=2260
+  _globals['_QUEUEWATCHERSERVICE']._serialized_start=2263
+  _globals['_QUEUEWATCHERSERVICE']._serialized_end=2972
 # @@protoc_insertion_point(module_scope)

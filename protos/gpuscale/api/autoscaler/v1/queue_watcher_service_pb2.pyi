@@ -47,7 +47,7 @@ class QueueWatcherSpec(_message.Message):
     classes, groups and alternatives, and up to three of `*`, `+` and `{m,n}`, none of them after a group.
     """
     rates: _builtins.bool
-    """Whether rates are read too; needs the management API, and costs one more request for all queues every 5 s."""
+    """Whether rates, and the age of the oldest message, are told too; needs the management API."""
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
         """How often it is read; 1 s when absent."""
@@ -133,6 +133,7 @@ class QueueWatcherStatus(_message.Message):
     PUBLISH_RATE_FIELD_NUMBER: _builtins.int
     DELIVER_RATE_FIELD_NUMBER: _builtins.int
     QUEUE_COUNT_FIELD_NUMBER: _builtins.int
+    OLDEST_MESSAGE_AGE_FIELD_NUMBER: _builtins.int
     state: Global___QueueWatcherStatus.State.ValueType
     """Whether the queue can be read."""
     ready_count: _builtins.int
@@ -153,6 +154,12 @@ class QueueWatcherStatus(_message.Message):
     def age(self) -> _duration_pb2.Duration:
         """How old these counts are; absent before the first."""
 
+    @_builtins.property
+    def oldest_message_age(self) -> _duration_pb2.Duration:
+        """How long the oldest message had waited when the rates were read, by the time that its publisher wrote into it; absent
+        where that is not known, and where no message waits.
+        """
+
     def __init__(
         self,
         *,
@@ -165,10 +172,11 @@ class QueueWatcherStatus(_message.Message):
         publish_rate: _builtins.float | None = ...,
         deliver_rate: _builtins.float | None = ...,
         queue_count: _builtins.int | None = ...,
+        oldest_message_age: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_consumer_count", b"_consumer_count", "_deliver_rate", b"_deliver_rate", "_publish_rate", b"_publish_rate", "_queue_count", b"_queue_count", "_ready_count", b"_ready_count", "_unacked_count", b"_unacked_count", "age", b"age", "consumer_count", b"consumer_count", "deliver_rate", b"deliver_rate", "publish_rate", b"publish_rate", "queue_count", b"queue_count", "ready_count", b"ready_count", "unacked_count", b"unacked_count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_consumer_count", b"_consumer_count", "_deliver_rate", b"_deliver_rate", "_publish_rate", b"_publish_rate", "_queue_count", b"_queue_count", "_ready_count", b"_ready_count", "_unacked_count", b"_unacked_count", "age", b"age", "consumer_count", b"consumer_count", "deliver_rate", b"deliver_rate", "oldest_message_age", b"oldest_message_age", "publish_rate", b"publish_rate", "queue_count", b"queue_count", "ready_count", b"ready_count", "unacked_count", b"unacked_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_consumer_count", b"_consumer_count", "_deliver_rate", b"_deliver_rate", "_publish_rate", b"_publish_rate", "_queue_count", b"_queue_count", "_ready_count", b"_ready_count", "_unacked_count", b"_unacked_count", "age", b"age", "consumer_count", b"consumer_count", "deliver_rate", b"deliver_rate", "message", b"message", "publish_rate", b"publish_rate", "queue_count", b"queue_count", "ready_count", b"ready_count", "state", b"state", "unacked_count", b"unacked_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_consumer_count", b"_consumer_count", "_deliver_rate", b"_deliver_rate", "_publish_rate", b"_publish_rate", "_queue_count", b"_queue_count", "_ready_count", b"_ready_count", "_unacked_count", b"_unacked_count", "age", b"age", "consumer_count", b"consumer_count", "deliver_rate", b"deliver_rate", "message", b"message", "oldest_message_age", b"oldest_message_age", "publish_rate", b"publish_rate", "queue_count", b"queue_count", "ready_count", b"ready_count", "state", b"state", "unacked_count", b"unacked_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__consumer_count: _TypeAlias = _typing.Literal["consumer_count"]  # noqa: Y015
     _WhichOneofArgType__consumer_count: _TypeAlias = _typing.Literal["_consumer_count", b"_consumer_count"]  # noqa: Y015

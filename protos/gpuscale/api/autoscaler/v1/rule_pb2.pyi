@@ -833,10 +833,16 @@ class Pace(_message.Message):
     STRICTEST_FIELD_NUMBER: _builtins.int
     DISABLED_FIELD_NUMBER: _builtins.int
     COOLDOWN_FIELD_NUMBER: _builtins.int
+    STARTUPS_FIELD_NUMBER: _builtins.int
     strictest: _builtins.bool
     """Of several limits the one that allows the least holds."""
     disabled: _builtins.bool
     """No change this way at all."""
+    startups: _builtins.float
+    """stabilization doubles with each time in the last half hour that replicas were given up and needed again within ten
+    minutes, until it is so many times as long as they take to start, and ten minutes at most. It does not where this is
+    0, or nobody knows yet how long they take.
+    """
     @_builtins.property
     def stabilization(self) -> _duration_pb2.Duration:
         """The count follows only what was asked for all through this long: up, the least of it; down, the most. When
@@ -859,10 +865,11 @@ class Pace(_message.Message):
         strictest: _builtins.bool = ...,
         disabled: _builtins.bool = ...,
         cooldown: _duration_pb2.Duration | None = ...,
+        startups: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cooldown", b"cooldown", "stabilization", b"stabilization"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cooldown", b"cooldown", "disabled", b"disabled", "limits", b"limits", "stabilization", b"stabilization", "strictest", b"strictest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cooldown", b"cooldown", "disabled", b"disabled", "limits", b"limits", "stabilization", b"stabilization", "startups", b"startups", "strictest", b"strictest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

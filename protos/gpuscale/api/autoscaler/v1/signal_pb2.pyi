@@ -38,6 +38,10 @@ class _QueueCountEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QueueCount
     """Messages that are published to it a second; of a watcher that reads rates."""
     QUEUE_COUNT_RATE_OUT: _QueueCount.ValueType  # 5
     """Messages that are delivered from it a second; of a watcher that reads rates."""
+    QUEUE_COUNT_OLDEST_AGE: _QueueCount.ValueType  # 6
+    """Seconds that the oldest message has waited, by the time that its publisher wrote into it; of a watcher that reads rates.
+    Missing where that is not known, and where no message waits: it is never 0 for want of a message.
+    """
 
 class QueueCount(_QueueCount, metaclass=_QueueCountEnumTypeWrapper):
     """What of a queue counts."""
@@ -54,6 +58,10 @@ QUEUE_COUNT_RATE_IN: QueueCount.ValueType  # 4
 """Messages that are published to it a second; of a watcher that reads rates."""
 QUEUE_COUNT_RATE_OUT: QueueCount.ValueType  # 5
 """Messages that are delivered from it a second; of a watcher that reads rates."""
+QUEUE_COUNT_OLDEST_AGE: QueueCount.ValueType  # 6
+"""Seconds that the oldest message has waited, by the time that its publisher wrote into it; of a watcher that reads rates.
+Missing where that is not known, and where no message waits: it is never 0 for want of a message.
+"""
 Global___QueueCount: _TypeAlias = QueueCount  # noqa: Y015
 
 class _Aggregation:

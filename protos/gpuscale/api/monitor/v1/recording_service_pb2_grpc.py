@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class RecordingServiceStub(object):
-    """Records GPUs. Recordings are kept in memory: a restart of the service loses them.
+    """Records GPUs. With a data directory recordings are on disk before the answer, and go on after a restart of the service;
+    without one a restart forgets them. What cannot be written: UNAVAILABLE, or FAILED_PRECONDITION where the file is damaged.
     """
 
     def __init__(self, channel):
@@ -63,20 +64,22 @@ class RecordingServiceStub(object):
 
 
 class RecordingServiceServicer(object):
-    """Records GPUs. Recordings are kept in memory: a restart of the service loses them.
+    """Records GPUs. With a data directory recordings are on disk before the answer, and go on after a restart of the service;
+    without one a restart forgets them. What cannot be written: UNAVAILABLE, or FAILED_PRECONDITION where the file is damaged.
     """
 
     def StartRecording(self, request, context):
         """Begins a recording. The same request_id with the same arguments returns the same recording; with other
         arguments: ALREADY_EXISTS, which is the answer to a recording_id in use too. An unknown node or GPU: NOT_FOUND.
         An interval below the period of an agent: FAILED_PRECONDITION. Too many recordings run: RESOURCE_EXHAUSTED.
+        Not on disk: UNAVAILABLE, to be repeated with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopRecording(self, request, context):
-        """Ends a recording; harmless for one that has ended. Unknown: NOT_FOUND.
+        """Ends a recording; harmless for one that has ended. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,7 +100,7 @@ class RecordingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRecording(self, request, context):
-        """Ends a recording and forgets it. Unknown: NOT_FOUND.
+        """Ends a recording and forgets it. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,7 +143,8 @@ def add_RecordingServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RecordingService(object):
-    """Records GPUs. Recordings are kept in memory: a restart of the service loses them.
+    """Records GPUs. With a data directory recordings are on disk before the answer, and go on after a restart of the service;
+    without one a restart forgets them. What cannot be written: UNAVAILABLE, or FAILED_PRECONDITION where the file is damaged.
     """
 
     @staticmethod

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RecordingServiceStub:
-    """Records GPUs. Recordings are kept in memory: a restart of the service loses them."""
+    """Records GPUs. With a data directory recordings are on disk before the answer, and go on after a restart of the service;
+    without one a restart forgets them. What cannot be written: UNAVAILABLE, or FAILED_PRECONDITION where the file is damaged.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -37,37 +39,43 @@ class RecordingServiceStub:
     """Begins a recording. The same request_id with the same arguments returns the same recording; with other
     arguments: ALREADY_EXISTS, which is the answer to a recording_id in use too. An unknown node or GPU: NOT_FOUND.
     An interval below the period of an agent: FAILED_PRECONDITION. Too many recordings run: RESOURCE_EXHAUSTED.
+    Not on disk: UNAVAILABLE, to be repeated with the same request_id.
     """
     StopRecording: _grpc.UnaryUnaryMultiCallable[_recording_service_pb2.StopRecordingRequest, _recording_service_pb2.StopRecordingResponse]
-    """Ends a recording; harmless for one that has ended. Unknown: NOT_FOUND."""
+    """Ends a recording; harmless for one that has ended. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE."""
     GetRecording: _grpc.UnaryUnaryMultiCallable[_recording_service_pb2.GetRecordingRequest, _recording_service_pb2.GetRecordingResponse]
     """Returns a recording with its figures so far. Unknown: NOT_FOUND."""
     ListRecordings: _grpc.UnaryUnaryMultiCallable[_recording_service_pb2.ListRecordingsRequest, _recording_service_pb2.ListRecordingsResponse]
     """Lists recordings by id."""
     DeleteRecording: _grpc.UnaryUnaryMultiCallable[_recording_service_pb2.DeleteRecordingRequest, _recording_service_pb2.DeleteRecordingResponse]
-    """Ends a recording and forgets it. Unknown: NOT_FOUND."""
+    """Ends a recording and forgets it. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE."""
 
 @_typing.type_check_only
 class RecordingServiceAsyncStub(RecordingServiceStub):
-    """Records GPUs. Recordings are kept in memory: a restart of the service loses them."""
+    """Records GPUs. With a data directory recordings are on disk before the answer, and go on after a restart of the service;
+    without one a restart forgets them. What cannot be written: UNAVAILABLE, or FAILED_PRECONDITION where the file is damaged.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     StartRecording: _aio.UnaryUnaryMultiCallable[_recording_service_pb2.StartRecordingRequest, _recording_service_pb2.StartRecordingResponse]  # type: ignore[assignment]
     """Begins a recording. The same request_id with the same arguments returns the same recording; with other
     arguments: ALREADY_EXISTS, which is the answer to a recording_id in use too. An unknown node or GPU: NOT_FOUND.
     An interval below the period of an agent: FAILED_PRECONDITION. Too many recordings run: RESOURCE_EXHAUSTED.
+    Not on disk: UNAVAILABLE, to be repeated with the same request_id.
     """
     StopRecording: _aio.UnaryUnaryMultiCallable[_recording_service_pb2.StopRecordingRequest, _recording_service_pb2.StopRecordingResponse]  # type: ignore[assignment]
-    """Ends a recording; harmless for one that has ended. Unknown: NOT_FOUND."""
+    """Ends a recording; harmless for one that has ended. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE."""
     GetRecording: _aio.UnaryUnaryMultiCallable[_recording_service_pb2.GetRecordingRequest, _recording_service_pb2.GetRecordingResponse]  # type: ignore[assignment]
     """Returns a recording with its figures so far. Unknown: NOT_FOUND."""
     ListRecordings: _aio.UnaryUnaryMultiCallable[_recording_service_pb2.ListRecordingsRequest, _recording_service_pb2.ListRecordingsResponse]  # type: ignore[assignment]
     """Lists recordings by id."""
     DeleteRecording: _aio.UnaryUnaryMultiCallable[_recording_service_pb2.DeleteRecordingRequest, _recording_service_pb2.DeleteRecordingResponse]  # type: ignore[assignment]
-    """Ends a recording and forgets it. Unknown: NOT_FOUND."""
+    """Ends a recording and forgets it. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE."""
 
 class RecordingServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Records GPUs. Recordings are kept in memory: a restart of the service loses them."""
+    """Records GPUs. With a data directory recordings are on disk before the answer, and go on after a restart of the service;
+    without one a restart forgets them. What cannot be written: UNAVAILABLE, or FAILED_PRECONDITION where the file is damaged.
+    """
 
     @_abc_1.abstractmethod
     def StartRecording(
@@ -78,6 +86,7 @@ class RecordingServiceServicer(metaclass=_abc_1.ABCMeta):
         """Begins a recording. The same request_id with the same arguments returns the same recording; with other
         arguments: ALREADY_EXISTS, which is the answer to a recording_id in use too. An unknown node or GPU: NOT_FOUND.
         An interval below the period of an agent: FAILED_PRECONDITION. Too many recordings run: RESOURCE_EXHAUSTED.
+        Not on disk: UNAVAILABLE, to be repeated with the same request_id.
         """
 
     @_abc_1.abstractmethod
@@ -86,7 +95,7 @@ class RecordingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _recording_service_pb2.StopRecordingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_recording_service_pb2.StopRecordingResponse, _abc.Awaitable[_recording_service_pb2.StopRecordingResponse]]:
-        """Ends a recording; harmless for one that has ended. Unknown: NOT_FOUND."""
+        """Ends a recording; harmless for one that has ended. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE."""
 
     @_abc_1.abstractmethod
     def GetRecording(
@@ -110,6 +119,6 @@ class RecordingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _recording_service_pb2.DeleteRecordingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_recording_service_pb2.DeleteRecordingResponse, _abc.Awaitable[_recording_service_pb2.DeleteRecordingResponse]]:
-        """Ends a recording and forgets it. Unknown: NOT_FOUND."""
+        """Ends a recording and forgets it. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE."""
 
 def add_RecordingServiceServicer_to_server(servicer: RecordingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

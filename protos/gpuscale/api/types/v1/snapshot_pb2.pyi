@@ -670,6 +670,7 @@ class Gpu(_message.Message):
     NUMA_NODE_FIELD_NUMBER: _builtins.int
     NVLINKS_FIELD_NUMBER: _builtins.int
     QUARANTINE_FIELD_NUMBER: _builtins.int
+    GPU_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}, where {gpu} is the UUID in lower case."""
     uuid: _builtins.str
@@ -692,6 +693,8 @@ class Gpu(_message.Message):
     """NUMA node that it is attached to; absent where the system does not tell."""
     quarantine: _builtins.str
     """Why no new work should be placed on it, as the health checks found; empty when all is well."""
+    gpu_instance_id: _builtins.int
+    """Number that the driver gives a MIG instance on its GPU; absent of a whole GPU, and where the driver does not tell."""
     @_builtins.property
     def reading(self) -> Global___GpuReading:
         """What was read last."""
@@ -716,13 +719,19 @@ class Gpu(_message.Message):
         numa_node: _builtins.int | None = ...,
         nvlinks: _abc.Iterable[Global___NvLinkPeer] | None = ...,
         quarantine: _builtins.str = ...,
+        gpu_instance_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "numa_node", b"numa_node", "reading", b"reading"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "numa_node", b"numa_node", "reading", b"reading"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "index", b"index", "mig_profile", b"mig_profile", "model", b"model", "name", b"name", "numa_node", b"numa_node", "nvlinks", b"nvlinks", "parent_uuid", b"parent_uuid", "pci_bus_id", b"pci_bus_id", "quarantine", b"quarantine", "reading", b"reading", "simulated", b"simulated", "state", b"state", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "index", b"index", "mig_profile", b"mig_profile", "model", b"model", "name", b"name", "numa_node", b"numa_node", "nvlinks", b"nvlinks", "parent_uuid", b"parent_uuid", "pci_bus_id", b"pci_bus_id", "quarantine", b"quarantine", "reading", b"reading", "simulated", b"simulated", "state", b"state", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gpu_instance_id: _TypeAlias = _typing.Literal["gpu_instance_id"]  # noqa: Y015
+    _WhichOneofArgType__gpu_instance_id: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id"]  # noqa: Y015
     _WhichOneofReturnType__numa_node: _TypeAlias = _typing.Literal["numa_node"]  # noqa: Y015
     _WhichOneofArgType__numa_node: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_instance_id) -> _WhichOneofReturnType__gpu_instance_id | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__numa_node) -> _WhichOneofReturnType__numa_node | None: ...
 
 Global___Gpu: _TypeAlias = Gpu  # noqa: Y015
