@@ -182,6 +182,20 @@ async def test_a_certificate_that_arrives_before_its_key_waits_for_it(tmp_path: 
         await release(served, authority.trust())
 
 
+@pytest.mark.parametrize(
+    ("days", "said"), [(-1, "has expired"), (3.5, "ends soon"), (60, None)], ids=["expired", "soon", "good"]
+)
+def test_a_certificate_that_clients_will_refuse_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, days: float, said: str | None
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        server_credentials(Authority(tmp_path).expired_server(days=days))
+    told = [str(record.msg) for record in caplog.records]
+    assert all("expired.pem" in text for text in told)
+    assert [said in text for text in told] == [True] if said else told == []
+    assert said != "ends soon" or "3" in told[0]
+
+
 @pytest.mark.parametrize("missing", ["cert_file", "key_file", "client_ca_file"])
 def test_files_that_cannot_be_used_at_the_start(tmp_path: Path, missing: str) -> None:
     authority = Authority(tmp_path)

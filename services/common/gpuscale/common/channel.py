@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.limits import CHANNEL_ARGUMENTS
+from gpuscale.common.limits import CHANNEL_ARGUMENTS, channel_arguments
 from gpuscale.common.token_metadata import SyncTokenChannel, TokenChannel
 
 if TYPE_CHECKING:
@@ -53,13 +53,18 @@ def open_channel(
 
 
 def open_sync_channel(
-    address: str, *, tls: ClientTls | None = None, token: "SecretStr | None" = None
+    address: str,
+    *,
+    tls: ClientTls | None = None,
+    token: "SecretStr | None" = None,
+    dial_timeout: float | None = None,
 ) -> grpc.Channel:
-    """`open_channel` for code without an event loop."""
+    """`open_channel` for code without an event loop; one attempt to connect takes `dial_timeout` seconds at most."""
     plain_token = _reveal(token, address, tls)
+    arguments = channel_arguments(dial_timeout)
     if tls is not None:
-        return grpc.secure_channel(address, _credentials(tls, plain_token), options=CHANNEL_ARGUMENTS)
-    channel = grpc.insecure_channel(address, options=CHANNEL_ARGUMENTS)
+        return grpc.secure_channel(address, _credentials(tls, plain_token), options=arguments)
+    channel = grpc.insecure_channel(address, options=arguments)
     return channel if plain_token is None else SyncTokenChannel(channel, plain_token)
 
 

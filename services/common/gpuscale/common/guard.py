@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager
@@ -12,6 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from gpuscale.common.auth import Authenticator, require
+from gpuscale.common.call_watching import CallWatcher
 from gpuscale.common.calls import OpenCalls
 from gpuscale.common.errors import (
     DeadlineExceededError,
@@ -23,7 +25,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.logs import get_logger
 from gpuscale.common.methods import MethodInfo
-from gpuscale.common.principal import Principal, set_principal
+from gpuscale.common.principal import Principal, find_principal, set_principal
 from gpuscale.common.status import to_rpc_status
 from gpuscale.common.validation import validate
 
@@ -41,11 +43,12 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """What all guards of a server share. `default_deadline` in seconds."""
+    """What all guards of a server share. `default_deadline` in seconds; `watcher` where calls are noted."""
 
     authenticator: Authenticator
     calls: OpenCalls
     default_deadline: float
+    watcher: CallWatcher | None = None
 
 
 class Guard:
@@ -69,6 +72,8 @@ class Guard:
         self._behavior = _behavior(handler)
         self._generates = inspect.isasyncgenfunction(self._behavior)
         self._implemented = self._generates or inspect.iscoroutinefunction(self._behavior)
+        watched = settings.watcher is not None and info is not None and info.role is not None
+        self._entry = self._watched if watched else self._answer
         self.handler = self._guarded(handler)
 
     def _guarded(self, handler: Handler) -> Handler:
@@ -83,13 +88,31 @@ class Guard:
         return grpc.unary_unary_rpc_method_handler(self._unary_call, None, None)
 
     async def _unary_call(self, request: bytes, context: _Context) -> Any:
-        return await self._answer(self._unary, request, context)
+        return await self._entry(self._unary, request, context)
 
     async def _stream_unary_call(self, requests: Any, context: _Context) -> Any:
-        return await self._answer(self._stream_unary, requests, context)
+        return await self._entry(self._stream_unary, requests, context)
 
     async def _stream_call(self, request: Any, context: _Context) -> None:
-        await self._answer(self._stream, request, context)
+        await self._entry(self._stream, request, context)
+
+    async def _watched(self, work: _Work, request: Any, context: _Context) -> Any:
+        """Answer a call, and note it."""
+        watcher, info = self._settings.watcher, self._info
+        if watcher is None or info is None:
+            return await self._answer(work, request, context)
+        began, code = time.monotonic(), grpc.StatusCode.CANCELLED
+        watcher.begun()
+        try:
+            answer = await self._answer(work, request, context)
+            code = grpc.StatusCode.OK
+        except grpc.aio.BaseError:
+            code = context.code()
+            raise
+        finally:
+            seconds = time.monotonic() - began
+            watcher.ended(info, find_principal(), context, request, code, seconds)
+        return answer
 
     async def _answer(self, work: _Work, request: Any, context: _Context) -> Any:
         """Do the work of a call; if it fails, end the call with the status that says why."""
@@ -114,16 +137,18 @@ class Guard:
             await context.abort_with_status(to_rpc_status(failure))
         return None
 
-    def _admit(self, context: _Context) -> Principal | None:
-        """Who calls; None for a method that anybody may call."""
+    def _admit(self, context: _Context, *, again: bool = False) -> Principal | None:
+        """Who calls; None for a method that anybody may call. `again` for a call that was admitted before."""
         info = self._info
         if info is None:
             raise PermissionDeniedError(f"no role is given for {self._path}", reason="METHOD_WITHOUT_ROLE")
         principal = None
         if info.role is not None:
             principal = self._settings.authenticator.identify(context)
-            require(principal, info.role)
             set_principal(principal)
+            require(principal, info.role)
+            if self._settings.watcher is not None and not again:
+                self._settings.watcher.admit(principal)
         remaining = _time_remaining(context)
         if remaining is not None and remaining <= 0:
             raise DeadlineExceededError("the deadline passed before the call was begun")
@@ -195,7 +220,7 @@ class Guard:
         def check_again() -> None:
             nonlocal timer
             try:
-                self._admit(context)
+                self._admit(context, again=True)
             except GpuscaleError as error:
                 calls.end((task,), error)
             else:

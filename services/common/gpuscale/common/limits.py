@@ -51,3 +51,12 @@ CHANNEL_ARGUMENTS: Final[ChannelArguments] = (
         5_000,
     ),  # in core this is the least time that one attempt to connect may take
 )
+
+
+def channel_arguments(dial_timeout: float | None = None) -> ChannelArguments:
+    """The arguments of a channel, one attempt to connect taking at most that many seconds; 5 when not given."""
+    if dial_timeout is None:
+        return CHANNEL_ARGUMENTS
+    attempt = "grpc.min_reconnect_backoff_ms"
+    others = tuple(pair for pair in CHANNEL_ARGUMENTS if pair[0] != attempt)
+    return (*others, (attempt, max(1, round(dial_timeout * 1000))))

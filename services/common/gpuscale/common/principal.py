@@ -48,6 +48,11 @@ def current_principal() -> Principal:
     return _current.get()
 
 
+def find_principal() -> Principal | None:
+    """The caller of the RPC that is being handled; None where nobody was recognised."""
+    return _current.get(None)
+
+
 def set_principal(principal: Principal) -> None:
     """For the interceptor: name the caller of the RPC at hand."""
     _current.set(principal)

@@ -9,8 +9,10 @@ from typing import Final, Self
 
 import grpc
 
+from gpuscale.common.audit import AuditLog, AuditOptions
 from gpuscale.common.auth import Authenticator
 from gpuscale.common.bind import ListenAddress, bind_error, check_exposure, parse_listen
+from gpuscale.common.call_watching import CallMeter, CallWatcher
 from gpuscale.common.calls import OpenCalls
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.guard import GuardSettings
@@ -18,6 +20,7 @@ from gpuscale.common.handlers import HandlerCollector, add_reflection
 from gpuscale.common.health import Health
 from gpuscale.common.interceptor import GuardInterceptor
 from gpuscale.common.limits import SERVER_ARGUMENTS
+from gpuscale.common.rate_limits import RateLimits
 from gpuscale.common.tls import ServerTls, server_credentials
 
 HEALTH_NOTICE: Final = 0.1
@@ -46,6 +49,8 @@ class ServerOptions:
         reflection: let tools ask for the contract.
         max_concurrent_unary: unary calls handled at once; further ones are answered RESOURCE_EXHAUSTED.
         default_deadline: seconds for unary calls that come without a deadline.
+        calls_per_second: how often each caller may call in the long run; 0 for as often as it likes.
+        audit: where changes and refusals are noted; None for nowhere.
     """
 
     listen: str = "127.0.0.1:0"
@@ -55,6 +60,8 @@ class ServerOptions:
     reflection: bool = False
     max_concurrent_unary: int = 512
     default_deadline: float = 30.0
+    calls_per_second: float = 0.0
+    audit: AuditOptions | None = None
 
 
 class Server:
@@ -63,12 +70,17 @@ class Server:
     Args:
         options: how it listens.
         authenticator: who is let in.
+        meter: where calls are counted; None for nowhere.
     """
 
-    def __init__(self, options: ServerOptions, authenticator: Authenticator) -> None:
+    def __init__(
+        self, options: ServerOptions, authenticator: Authenticator, meter: CallMeter | None = None
+    ) -> None:
         self._options = options
+        self._audit = None if options.audit is None else AuditLog(options.audit)
         self._calls = OpenCalls(options.max_concurrent_unary)
-        settings = GuardSettings(authenticator, self._calls, options.default_deadline)
+        watcher = _watcher(options.calls_per_second, self._audit, meter)
+        settings = GuardSettings(authenticator, self._calls, options.default_deadline, watcher)
         self._server = grpc.aio.server(
             interceptors=[GuardInterceptor(settings)], options=list(SERVER_ARGUMENTS)
         )
@@ -116,7 +128,13 @@ class Server:
         return str(ListenAddress(address.host, port))
 
     async def start(self) -> None:
-        """Begin to answer calls."""
+        """Begin to answer calls.
+
+        Raises:
+            FailedPreconditionError: the audit log cannot be written (reason AUDIT_FILE).
+        """
+        if self._audit is not None:
+            self._audit.start()
         if self._options.reflection:
             add_reflection(self._handlers, self._services)
         await self._health.serve(self._services)
@@ -141,6 +159,8 @@ class Server:
             await asyncio.wait(calls.public, timeout=HEALTH_NOTICE)
         calls.end(calls.public, error)
         await self._server.stop(HARD_STOP)
+        if self._audit is not None:
+            await asyncio.to_thread(self._audit.close)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -156,3 +176,11 @@ class Server:
             )  # gRPC removes a socket left behind, and its own at the end
         except RuntimeError as error:
             raise FailedPreconditionError(f"cannot listen on {path}", reason="BIND_FAILED") from error
+
+
+def _watcher(calls_per_second: float, audit: AuditLog | None, meter: CallMeter | None) -> CallWatcher | None:
+    """What looks at each call; None where there is nothing to look for."""
+    if not calls_per_second and audit is None and meter is None:
+        return None
+    limits = RateLimits(calls_per_second) if calls_per_second else None
+    return CallWatcher(limits, audit, meter)

@@ -12,6 +12,7 @@ from typing import Self
 import grpc
 from pydantic import Field, SecretStr, model_validator
 
+from gpuscale.common.audit import AuditOptions
 from gpuscale.common.auth import Authenticator
 from gpuscale.common.channel import ClientTls, open_channel
 from gpuscale.common.errors import FailedPreconditionError
@@ -50,6 +51,11 @@ class ServerSettings(ProgramSettings):
     tokens_file: Path | None = Field(None, description="accepted bearer tokens, TOML")
     insecure_allow_remote: bool = Field(default=False, description="serve other hosts without TLS")
     reflection: bool = Field(default=False, description="serve gRPC reflection")
+    calls_per_second: float = Field(
+        0.0, ge=0, le=1_000_000, description="calls that each caller may make in a second; 0 for any number"
+    )
+    audit_file: Path | None = Field(None, description="file of the audit log, JSON lines")
+    audit_max_mib: int = Field(64, ge=1, le=65_536, description="size of one file of it, in MiB")
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
@@ -69,6 +75,8 @@ class ServerSettings(ProgramSettings):
             tls=tls,
             insecure_allow_remote=self.insecure_allow_remote,
             reflection=self.reflection,
+            calls_per_second=self.calls_per_second,
+            audit=AuditOptions(self.audit_file, self.audit_max_mib << 20) if self.audit_file else None,
         )
 
     def authenticator(self) -> Authenticator:

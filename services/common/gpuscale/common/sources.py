@@ -27,6 +27,7 @@ TABLES = frozenset(
         "allocator",
         "autoscaler",
         "brokers",
+        "dashboard",
         "fleet",
         "gateway",
         "prometheus",

@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 from urllib.parse import quote
 
 from sqlalchemy import Connection, MetaData, NullPool, create_engine, event
@@ -34,6 +34,22 @@ Migrations: TypeAlias = Mapping[int, Callable[[Connection], None]]
 _log = get_logger(__name__)
 
 
+class Guard(Protocol):
+    """Watches over a file for its service; called by the thread that writes."""
+
+    def inspect(self, connection: sqlite3.Connection, version: int) -> None:
+        """Look at a file before anything is changed, over a connection that cannot; 0 is the version of one without tables.
+
+        Raises:
+            FailedPreconditionError: it is not to be used; it stays as it is.
+        """
+        ...
+
+    def ended(self, *, committed: bool) -> None:
+        """A transaction has ended; nobody was answered yet."""
+        ...
+
+
 class Prepared:
     """A Core statement that is compiled once and goes to the driver as text: no plan is looked up for each write.
 
@@ -57,7 +73,9 @@ class Prepared:
 
 
 @contextmanager
-def writer(path: Path, metadata: MetaData, version: int, migrations: Migrations) -> Generator[Connection]:
+def writer(
+    path: Path, metadata: MetaData, version: int, migrations: Migrations, guard: Guard | None = None
+) -> Generator[Connection]:
     """The connection that writes and checkpoints; only the calling thread may use it.
 
     Makes the file (mode 0600, its directory 0700) and the tables if they are missing. A file that exists is checked
@@ -65,12 +83,12 @@ def writer(path: Path, metadata: MetaData, version: int, migrations: Migrations)
 
     Raises:
         FailedPreconditionError: STATE_UNREADABLE for a file that is damaged, not ours, or out of reach, STATE_VERSION for
-            one of a schema version that no migration starts from. The file stays as it is.
+            one of a schema version that no migration starts from, or what `guard` raises. The file stays as it is.
         UnavailableError: as `failure` says.
     """
     with _state_errors(path):
         _create(path)
-        found = _check(path, version, migrations)
+        found = _check(path, version, migrations, guard)
         connection = _connect(path, _WRITER_PRAGMAS, "BEGIN IMMEDIATE")
     with closing(connection):
         with _state_errors(path):
@@ -175,24 +193,26 @@ def _create(path: Path) -> None:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
 
 
-def _check(path: Path, version: int, migrations: Migrations) -> int:
+def _check(path: Path, version: int, migrations: Migrations, guard: Guard | None) -> int:
     """Look at the file without changing it; its version, 0 while it is without tables, as after a crash at its making."""
     uri = f"file:{quote(str(path))}?mode=ro"
     with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_SECONDS)) as connection:
         problem: str = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         found: int = connection.execute("PRAGMA user_version").fetchone()[0]
         tables: int = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-    if problem != "ok":
-        raise sqlite3.DatabaseError(" ".join(problem.split()))
-    fresh = found == 0 and tables == 0
-    known = found <= version and all(step in migrations for step in range(found, version))
-    if not known and not fresh:
-        raise FailedPreconditionError(
-            f"the state in {path} has schema version {found}, this program writes version {version}; "
-            "it was left as it is",
-            reason="STATE_VERSION",
-            metadata={"found": str(found), "wanted": str(version)},
-        )
+        if problem != "ok":
+            raise sqlite3.DatabaseError(" ".join(problem.split()))
+        fresh = found == 0 and tables == 0
+        known = found <= version and all(step in migrations for step in range(found, version))
+        if not known and not fresh:
+            raise FailedPreconditionError(
+                f"the state in {path} has schema version {found}, this program writes version {version}; "
+                "it was left as it is",
+                reason="STATE_VERSION",
+                metadata={"found": str(found), "wanted": str(version)},
+            )
+        if guard is not None:
+            guard.inspect(connection, found)
     return found
 
 

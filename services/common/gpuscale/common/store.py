@@ -48,6 +48,7 @@ class Store:
         name: str,
         version: int,
         migrations: sqlite_store.Migrations = NO_MIGRATIONS,
+        guard: sqlite_store.Guard | None = None,
     ) -> AsyncGenerator[Self]:
         """Open the file, or make it with the tables of `metadata`; close it after all that was submitted is done.
 
@@ -57,16 +58,17 @@ class Store:
             name: of the service; names the threads and the failpoints.
             version: of the schema; a file of another version is refused, unless it is earlier and
             migrations: lead from it to this one, each from the version that is its key to the next.
+            guard: looks at the file before it is used, and is told of every transaction that ended.
 
         Raises:
-            FailedPreconditionError: STATE_UNREADABLE or STATE_VERSION; the file stays as it is.
+            FailedPreconditionError: STATE_UNREADABLE or STATE_VERSION, or what the guard raises; the file stays as it is.
             UnavailableError: STATE_UNAVAILABLE or DISK_FULL.
         """
         file = Path(path)
-        write = partial(sqlite_store.writer, file, metadata, version, migrations)
+        write = partial(sqlite_store.writer, file, metadata, version, migrations, guard)
         read = partial(sqlite_store.reader, file)
         async with (
-            _Worker(f"{name}-store-writer", write, partial(_commit, f"{name}.store")) as writer,
+            _Worker(f"{name}-store-writer", write, partial(_commit, f"{name}.store", guard)) as writer,
             _Worker(f"{name}-store-reader", read, _query) as reader,
         ):
             yield cls(writer, reader)
@@ -90,13 +92,17 @@ class Store:
         return await self._reader.submit(work)
 
 
-def _commit(name: str, connection: Connection, group: Sequence["_Pending"]) -> None:
+def _commit(
+    name: str, guard: sqlite_store.Guard | None, connection: Connection, group: Sequence["_Pending"]
+) -> None:
     """Run the jobs in one transaction. If it fails, so does every job that had not failed by itself."""
+    committed = False
     try:
         with sqlite_store.transaction(connection):
             for job in group:
                 _run_alone(connection, job, shared=len(group) > 1)
             failpoints.hit(f"{name}.before_commit")
+        committed = True
         failpoints.hit(f"{name}.after_commit")
     except _UndoneError:
         for job in group:
@@ -104,6 +110,9 @@ def _commit(name: str, connection: Connection, group: Sequence["_Pending"]) -> N
     except (sqlite3.Error, DBAPIError, GpuscaleError) as error:
         for job in group:
             job.error = job.error or sqlite_store.failure(error)
+    finally:
+        if guard is not None:
+            guard.ended(committed=committed)
 
 
 class _UndoneError(Exception):

@@ -4,13 +4,18 @@ import ssl
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from gpuscale.common.certificate_dates import end_of
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.logs import get_logger
+
+SOON = timedelta(days=14)
+"""A certificate that ends within this is warned of, at each start and each change."""
 
 _log = get_logger(__name__)
 
@@ -54,6 +59,7 @@ class _CertificateFiles:
         try:
             self._seen = self._signature()
             self.current = self._read()
+            self._tell_end()
         except OSError as error:  # ssl.SSLError is one of them
             message = f"TLS files cannot be used: {_cause(error)}"
             raise FailedPreconditionError(message, reason="TLS_FILES") from error
@@ -67,11 +73,20 @@ class _CertificateFiles:
                     return None
                 self._seen = signature
                 self.current = self._read()
+                self._tell_end()
             except OSError as error:
                 _log.warning("new TLS files cannot be used, the old certificate stays", problem=_cause(error))
                 return None
             _log.info("TLS certificate replaced", file=str(self._tls.cert_file))
             return self.current
+
+    def _tell_end(self) -> None:
+        """Warn of a certificate that clients refuse, or will before long."""
+        file, end = str(self._tls.cert_file), end_of(self._tls.cert_file, self._tls.key_file)
+        if end is None:
+            _log.warning("the certificate has expired or is not valid yet: clients refuse it", file=file)
+        elif (left := end - datetime.now(UTC)) < SOON:
+            _log.warning("the certificate ends soon", file=file, days_left=left.days, ends=end.isoformat())
 
     def _signature(self) -> _Signature:
         stats = [path.stat() for path in self._tls.files()]

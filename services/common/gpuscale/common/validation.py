@@ -24,6 +24,8 @@ MAX_VIOLATIONS: Final = 16
 """So many are reported at most, so that an error fits into gRPC's trailing metadata."""
 MAX_ITEMS: Final = 1_000
 MAX_KEY_SHOWN: Final = 64
+FEW_PARTS: Final = 5
+"""Of a message with more lists, maps and messages than this, those that are set are asked for all at once."""
 
 _Problems = Sequence[tuple[str, str]]
 """What is wrong below a value: path from there on (`[3].name`, or empty for the value itself), and what is wrong."""
@@ -80,13 +82,13 @@ class _Part:
     """A field that holds a message, a list or a map."""
 
     name: str
-    repeated: bool
+    field: FieldDescriptor
     required: bool
     check: _PartCheck
 
     def problems(self, message: Message) -> _Problems:
         """What is wrong with the field, with paths from the field on."""
-        if self.repeated:
+        if self.field.is_repeated:
             values = getattr(message, self.name)
             if values:
                 return self.check(values)
@@ -119,12 +121,17 @@ class _MessageChecks:
             problem = scalar.problem(message, getattr(message, scalar.name))
             if problem is not None:
                 found.append((f".{scalar.name}", problem))
-        for part in self._parts:
+        for part in self._parts if len(self._parts) <= FEW_PARTS else self._set_parts(message):
             for path, problem in part.problems(message):
                 found.append((f".{part.name}{path}", problem))
             if len(found) >= MAX_VIOLATIONS:
                 break
         return found
+
+    def _set_parts(self, message: Message) -> Sequence[_Part]:
+        """The parts that are set or have to be: an unset list or map costs an object only to be found empty."""
+        there = {field for field, _ in message.ListFields()}
+        return [part for part in self._parts if part.required or part.field in there]
 
     def _suspects(self, message: Message) -> Sequence[_Scalar]:
         """Fields that need their full check, in the contract's order."""
@@ -142,7 +149,7 @@ class _MessageChecks:
         if field.is_repeated or field.message_type is not None:
             check = _list_or_map_check(field, rules) if field.is_repeated else _single_check(field, rules)
             if check is not None:
-                self._parts.append(_Part(field.name, field.is_repeated, rules.required, check))
+                self._parts.append(_Part(field.name, field, rules.required, check))
             return
         text = field.cpp_type == FieldDescriptor.CPPTYPE_STRING
         scalar = _Scalar(

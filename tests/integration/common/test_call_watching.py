@@ -1,0 +1,81 @@
+"""A server that notes its calls: who is turned away for calling too often, and what the audit log says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuscale.common.audit import AuditOptions
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.errors import PermissionDeniedError, ResourceExhaustedError, UnauthenticatedError
+from gpuscale.common.server import ServerOptions
+from gpuscale.common.status import rpc_errors
+from tests.support.throwaway import Allocator, serve
+from tests.support.tokens import bearer, write_tokens
+from tests.support.waiting import eventually
+
+GET = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"
+RELEASE = "/gpuscale.api.allocator.v1.AllocatorService/ReleaseReservation"
+TELEMETRY = "/gpuscale.api.monitor.v1.FleetService/StreamTelemetry"
+
+
+def tokens(folder: Path) -> Authenticator:
+    return Authenticator(
+        tokens_file=write_tokens(folder / "t.toml", alice="operator", bob="operator", eve="viewer")
+    )
+
+
+async def test_a_caller_that_calls_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
+    options = ServerOptions(calls_per_second=0.5)
+    async with serve(options=options, authenticator=tokens(tmp_path)) as served:
+        with rpc_errors():
+            await served.get(metadata=bearer("alice"))
+        with pytest.raises(ResourceExhaustedError) as caught, rpc_errors():
+            await served.get(metadata=bearer("alice"))
+        assert caught.value.reason == "RATE_LIMITED"
+        assert 0 < (caught.value.retry_after or 0) <= 2
+        with rpc_errors():
+            await served.get(metadata=bearer("bob"))
+
+
+async def test_changes_and_refusals_are_noted_and_reads_are_not(tmp_path: Path) -> None:
+    file = tmp_path / "audit.jsonl"
+    options = ServerOptions(audit=AuditOptions(file, 1 << 20))
+    async with serve(options=options, authenticator=tokens(tmp_path)) as served:
+        await served.get(metadata=bearer("eve"))
+        await served.release(metadata=bearer("alice"))
+        with pytest.raises(PermissionDeniedError), rpc_errors():
+            await served.release(metadata=bearer("eve"))
+        with pytest.raises(UnauthenticatedError), rpc_errors():
+            await served.get(metadata=bearer("nobody"))
+        stream = served.fleet.StreamTelemetry(iter(()), metadata=bearer("alice"))
+        assert [message async for message in stream] == []
+    noted = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(one["who"], one["role"], one["method"], one["resource"], one["result"]) for one in noted] == [
+        ("alice", "operator", RELEASE, "reservations/r", "OK"),
+        ("eve", "viewer", RELEASE, "reservations/r", "PERMISSION_DENIED"),
+        (None, None, GET, "reservations/r", "UNAUTHENTICATED"),
+        ("alice", "operator", TELEMETRY, None, "OK"),
+    ]
+    assert all(one["from"].startswith("ipv4:127.0.0.1:") for one in noted)
+    assert "token" not in file.read_text().replace('"by": "token"', "")
+
+
+async def test_a_call_that_is_cancelled_is_noted(tmp_path: Path) -> None:
+    file = tmp_path / "audit.jsonl"
+    begun = asyncio.Event()
+
+    async def work(request: Any, context: Any) -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+
+    options = ServerOptions(audit=AuditOptions(file, 1 << 20))
+    async with serve(Allocator(work), options=options) as served:
+        call = asyncio.ensure_future(served.release())
+        await begun.wait()
+        call.cancel()
+        await eventually(lambda: "CANCELLED" in file.read_text())

@@ -1,0 +1,86 @@
+"""The audit log: every line is there or counted, files are bounded and private, and no call waits."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+# The contract must be known: requests are read by it.
+from gpuscale.api.allocator import v1 as _allocator_api  # noqa: F401
+from gpuscale.api.autoscaler import v1 as _autoscaler_api  # noqa: F401
+from gpuscale.common import audit
+from gpuscale.common.audit import FILES_KEPT, AuditLog, AuditOptions
+from gpuscale.common.call_watching import LONGEST_RESOURCE, resource_of
+from gpuscale.common.errors import FailedPreconditionError
+
+RESERVE = "/gpuscale.api.allocator.v1.AllocatorService/Reserve"
+GET = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"
+CREATE = "/gpuscale.api.autoscaler.v1.EndpointService/CreateEndpoint"
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_lines_are_json_and_the_file_is_private(tmp_path: Path) -> None:
+    log = AuditLog(AuditOptions(tmp_path / "audit.jsonl", 1 << 20))
+    log.start()
+    log.write({"who": "zoë", "resource": 'a"\nb'})
+    log.write({"who": None})
+    log.close()
+    assert lines(tmp_path / "audit.jsonl") == [{"who": "zoë", "resource": 'a"\nb'}, {"who": None}]
+    assert (tmp_path / "audit.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_file_is_moved_and_only_so_many_are_kept(tmp_path: Path) -> None:
+    log = AuditLog(AuditOptions(tmp_path / "audit.jsonl", 100))
+    log.start()
+    for number in range(100):
+        log.write({"number": number, "padding": "x" * 40})
+    log.close()
+    files = sorted(tmp_path.iterdir())
+    assert len(files) <= FILES_KEPT + 1
+    assert all(file.stat().st_size <= 200 for file in files)
+    assert lines(tmp_path / "audit.jsonl.1")[-1]["number"] == 99
+
+
+def test_an_audit_log_goes_on_where_it_ended(tmp_path: Path) -> None:
+    for number in range(2):
+        log = AuditLog(AuditOptions(tmp_path / "audit.jsonl", 1 << 20))
+        log.start()
+        log.write({"number": number})
+        log.close()
+    assert [line["number"] for line in lines(tmp_path / "audit.jsonl")] == [0, 1]
+
+
+def test_what_does_not_fit_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MOST_WAITING", 2)
+    log = AuditLog(AuditOptions(tmp_path / "audit.jsonl", 1 << 20))
+    for number in range(5):
+        log.write({"number": number})
+    log.start()
+    log.close()
+    assert lines(tmp_path / "audit.jsonl") == [{"number": 0, "dropped": 3}, {"number": 1}]
+
+
+def test_a_file_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
+    log = AuditLog(AuditOptions(tmp_path / "no" / "audit.jsonl", 1))
+    with pytest.raises(FailedPreconditionError) as caught:
+        log.start()
+    assert caught.value.reason == "AUDIT_FILE"
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "request_", "resource"),
+    [
+        (GET, b"\n\x0ereservations/r", "reservations/r"),
+        (GET, b"", None),
+        (GET, b"\xff\xff no message", None),
+        (GET, b"\n\xd0\x0f" + b"x" * 2000, "x" * LONGEST_RESOURCE),
+        (CREATE, b"\n\x0d\n\x0bendpoints/e", "endpoints/e"),
+        (RESERVE, b"\x12\x05alice", "alice"),
+    ],
+)
+def test_the_resource_of_a_request(path: str, request_: bytes, resource: str | None) -> None:
+    assert resource_of(path, request_) == resource
