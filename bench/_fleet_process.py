@@ -1,7 +1,8 @@
 """What `bench.ingest` measures: a fleet, or a bare server that puts messages into a dict, in a process on one core.
 
-    python -m bench._fleet_process bare|fleet|all CORE
+    python -m bench._fleet_process bare|fleet|all|long CORE
 
+`all` has history, as far as its memory goes, and health; `long` has memory for the history of every GPU.
 It writes its address on a line, and for each line that it reads a line of JSON: counts since the line before.
 """
 
@@ -12,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +30,10 @@ from gpuscale.monitor.fleet import servicer
 from gpuscale.monitor.fleet.app import MIB, SWEEP_SECONDS
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.settings import FleetSettings
+from gpuscale.monitor.merging import Picture
 from gpuscale.monitor.observing import Observing
 
+UNBOUNDED_MIB = 1_000_000_000
 METHOD = "/gpuscale.api.monitor.v1.FleetService/StreamTelemetry"
 
 
@@ -43,7 +46,7 @@ class Counts:
         self._cpu = time.process_time()
         self._wall = time.perf_counter()
 
-    def note(self, snapshot: types_api.Snapshot | monitor_api.SnapshotDelta) -> None:
+    def note(self, snapshot: types_api.Snapshot | monitor_api.SnapshotDelta | Picture) -> None:
         """A message was taken in: its sample_time is the time of CLOCK_BOOTTIME at which it was sent."""
         self.taken += 1
         if self.taken % 8 == 0:
@@ -70,17 +73,16 @@ def _rss() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def _fleet(counts: Counts, *, observed: bool = False) -> None:
-    """The fleet with its index and, where it is observed, history and health: all of `gpuscale-fleet` but /metrics."""
+async def _fleet(counts: Counts, *, history_mib: int | None = None) -> None:
+    """The fleet with its index and, with memory for history, history and health: all of `gpuscale-fleet` but /metrics."""
     clock = SystemClock()
     nodes = Nodes(clock, max_nodes=20_000)
 
-    def observe(_: str, snapshot: types_api.Snapshot, __: float, ___: Collection[int] | None) -> None:
-        counts.note(snapshot)
+    def observe(_: str, picture: Picture, __: float, ___: object) -> None:
+        counts.note(picture)
 
-    if observed:
-        settings = FleetSettings()
-        Observing(nodes, clock, settings.history_tiers(), settings.history_memory_mib * MIB)
+    if history_mib is not None:
+        Observing(nodes, clock, FleetSettings().history_tiers(), history_mib * MIB)
     nodes.observers = (*nodes.observers, observe)
     server = Server(ServerOptions(), Authenticator())
     address = server.bind()
@@ -102,12 +104,13 @@ async def _bare(counts: Counts) -> None:
     ) -> AsyncIterator[monitor_api.StreamTelemetryResponse]:
         node = (await anext(requests)).hello.node
         yield monitor_api.StreamTelemetryResponse()
+        first = True
         async for request in requests:
-            first = node not in index
             index[node] = request
             counts.note(request.delta if request.HasField("delta") else request.snapshot)
             if first:
                 yield monitor_api.StreamTelemetryResponse()
+            first = False
 
     service, method = METHOD.strip("/").split("/")
     handler = grpc.stream_stream_rpc_method_handler(
@@ -128,11 +131,21 @@ async def _answer(address: str, counts: Counts) -> None:
         print(json.dumps(counts.take()), flush=True)
 
 
+async def _serve(kind: Callable[[Counts], Awaitable[None]]) -> None:
+    await kind(Counts())
+
+
 def main() -> None:
     """Serve until standard input ends."""
     kind, core = sys.argv[1], int(sys.argv[2])
     os.sched_setaffinity(0, {core})
-    uvloop.run({"bare": _bare, "fleet": _fleet, "all": partial(_fleet, observed=True)}[kind](Counts()))
+    kinds: dict[str, Callable[[Counts], Awaitable[None]]] = {
+        "bare": _bare,
+        "fleet": _fleet,
+        "all": partial(_fleet, history_mib=FleetSettings().history_memory_mib),
+        "long": partial(_fleet, history_mib=UNBOUNDED_MIB),
+    }
+    uvloop.run(_serve(kinds[kind]))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,15 @@
     python -m bench ingest                          4,000 agents
     python -m bench.ingest --agents 300 --seconds 5
 
-Measured are `bare`, the `fleet` with its index of nodes, and `all` of it with history and health. Each agent has its own TCP connection (as far as file descriptors allow, else several share one, which is said) and sends
-once a second, at a moment of its own: what changed on eight busy GPUs, or that nothing did, or whole snapshots. The
-process under test has a core to itself; the agents, in this process, have another. `lost` is what was sent and is in no
-index one second later. Freshness is from just before an agent writes until the index has it. The storm: all agents
-connect at the same moment, and each is in once its first whole snapshot is acknowledged.
+Measured are `bare`, the `fleet` with its index of nodes, `all` of it with history (as far as its memory goes: some 700 GPUs by
+default) and health, and `long` with the history of every GPU. Each agent has its own TCP connection (as far as file
+descriptors allow, else several share one, which is said) and sends once a second, at a moment of its own: what changed on
+eight busy GPUs, or that nothing did, or whole snapshots; `deaf` and `read` are busy with one subscriber of all nodes that reads
+nothing, or all it is told once a second. The process under test has a core to itself; the agents, in this process, have
+another. `lost` is what was sent and is in no index one second later. Freshness is from just before an agent writes until the
+index has it. CPU is the process's own time. Memory is what the resident set grew by, a stream, from the first eighth of the
+agents to all of them. The storm: all agents lose their connections, come back at the same moment, and each is in once its first
+whole snapshot is acknowledged.
 Target (DESIGN, section 8): 4,000 agents at 1 Hz, at most 80 % of the core and 50 KB a stream, none lost; storm < 10 s.
 """
 
@@ -22,8 +26,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import NAMESPACE_OID, uuid5
@@ -40,8 +44,14 @@ from gpuscale.common.wire import to_duration
 GPUS = 8
 GIB = 1024**3
 BODIES = 16
+TRIES = 3
 SPARE_FILES = 200
 KINDS = ("busy", "idle", "whole")
+WATCHED = {"deaf": 0.0, "read": 1.0}
+"""Rows with a subscriber: how often it reads, in seconds; 0 for never."""
+WATCH = "/gpuscale.api.monitor.v1.FleetService/WatchNodes"
+FIRST = 8
+"""This part of the agents is there before memory is looked at."""
 
 Request = monitor_api.StreamTelemetryRequest
 
@@ -51,7 +61,7 @@ class Agent:
     """One agent's stream and numbers."""
 
     number: int
-    channel: grpc.aio.Channel
+    channel: Any = None
     seq: int = 0
     sent: int = 0
     call: Any = None
@@ -141,15 +151,28 @@ class Load:
 
     def __init__(self, address: str, count: int) -> None:
         self.connections = min(count, _files() - SPARE_FILES)
-        channels = [open_channel(address) for _ in range(self.connections)]
-        self.agents = [Agent(number, channels[number % self.connections]) for number in range(count)]
-        self._channels = channels
+        self._address = address
+        self.failed = 0
+        self._channels: list[grpc.aio.Channel] = []
+        self.agents = [Agent(number) for number in range(count)]
+        self._open()
         source = random.Random(1)
         # Encoded messages can be joined: only what differs between messages is encoded for each.
         self._bodies = [Request(delta=changes(source)).SerializeToString() for _ in range(BODIES)]
 
-    async def connect(self) -> list[float]:
-        """Open all streams at once; the seconds until each was in, without those that failed."""
+    def _open(self) -> None:
+        self._channels = [open_channel(self._address) for _ in range(self.connections)]
+        for agent in self.agents:
+            agent.channel = self._channels[agent.number % self.connections]
+
+    async def storm(self) -> list[float]:
+        """Lose all connections, and come back at once; as `connect`."""
+        await self.close()
+        self._open()
+        return await self.connect(self.agents)
+
+    async def connect(self, agents: Sequence[Agent]) -> list[float]:
+        """Open the streams of agents at once, and again where one fails; the seconds until each was in."""
         started = time.perf_counter()
 
         async def one(agent: Agent) -> float | None:
@@ -168,8 +191,13 @@ class Load:
                 return None
             return time.perf_counter() - started if answer is not grpc.aio.EOF else None
 
-        found = await asyncio.gather(*(one(agent) for agent in self.agents))
-        return [taken for taken in found if taken is not None]
+        entered: list[float] = []
+        for _ in range(TRIES):
+            found = await asyncio.gather(*(one(agent) for agent in agents))
+            entered += [taken for taken in found if taken is not None]
+            agents = [agent for agent, taken in zip(agents, found, strict=True) if taken is None]
+            self.failed += len(agents)
+        return entered
 
     async def stream(self, kind: str, seconds: int) -> int:
         """Let each agent send once a second; how many messages were sent."""
@@ -182,7 +210,8 @@ class Load:
             for tick in range(seconds):
                 await asyncio.sleep(begin + tick + phase - loop.time())
                 agent.seq += 1
-                await agent.call.write(make(agent))
+                with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it counts as lost
+                    await agent.call.write(make(agent))
             return seconds
 
         return sum(await asyncio.gather(*(one(agent) for agent in self.agents)))
@@ -225,7 +254,7 @@ def _files() -> int:
 
 
 @contextmanager
-def _serving(kind: str):
+def _serving(kind: str) -> Generator[Server]:
     server = Server(kind)
     try:
         yield server
@@ -233,35 +262,71 @@ def _serving(kind: str):
         server.close()
 
 
-async def _measure(server: Server, agents: int, seconds: int, name: str) -> dict[str, float]:
-    """Print a line for the storm and for each kind of message; CPU microseconds a message of each."""
-    before = server.counts()["rss"]
-    load = Load(server.address, agents)
-    shared = "" if load.connections == agents else f", {agents} streams share {load.connections} connections"
-    entered = await load.connect()
-    stored = server.counts()
+@asynccontextmanager
+async def _watched(address: str, every: float) -> AsyncGenerator[None, None]:
+    """One subscriber of all nodes, that reads so often; 0 for never."""
+    request = monitor_api.WatchNodesRequest(min_interval=to_duration(every)).SerializeToString()
+    async with open_channel(address) as channel:
+        method: Any = channel.unary_stream(WATCH)
+        call = method(request)
+        await call.read()
+
+        async def read() -> None:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        reading = asyncio.create_task(read()) if every else None
+        yield
+        call.cancel()
+        if reading is not None:
+            reading.cancel()
+            await asyncio.wait((reading,))
+
+
+async def _row(server: Server, load: Load, seconds: int, name: str, kind: str, first: int) -> float:
+    """Print a line for one kind of message; its CPU microseconds a message."""
+    agents = len(load.agents)
+    await asyncio.sleep(1.0)
+    server.counts()
+    sent = await load.stream("busy" if kind in WATCHED else kind, seconds)
+    found = server.counts()
+    await asyncio.sleep(1.0)
+    late = server.counts()
+    taken = found["taken"] + late["taken"]
+    cost = found["cpu"] / max(1.0, found["taken"]) * 1e6
     print(
-        f"{name:<6}{'storm':<7}{agents:>7}  all in after {max(entered, default=0):.1f} s, "
-        f"{agents - len(entered)} failed, {(stored['rss'] - before) / agents / 1024:.0f} KB a stream{shared}",
+        f"{name:<6}{kind:<7}{agents:>7}{taken / found['wall']:>9.0f}{sent - taken:>7.0f}"
+        f"{found['cpu'] / found['wall']:>9.0%}{cost:>8.0f}"
+        f"{(late['rss'] - first) / (agents - agents // FIRST) / 1024:>8.0f}"
+        f"{found['p50'] * 1e3:>8.1f}{found['p99'] * 1e3:>8.1f}",
         flush=True,
     )
+    return cost
+
+
+async def _measure(server: Server, agents: int, seconds: int, name: str) -> dict[str, float]:
+    """Print a line for each kind of message, and for the storm; CPU microseconds a message of each."""
+    load = Load(server.address, agents)
+    few = load.agents[: agents // FIRST]
+    await load.connect(few)
+    await asyncio.sleep(1.0)
+    first = int(server.counts()["rss"])
+    await load.connect(load.agents[len(few) :])
     costs: dict[str, float] = {}
     for kind in KINDS:
-        await asyncio.sleep(1.0)
-        server.counts()
-        sent = await load.stream(kind, seconds)
-        found = server.counts()
-        await asyncio.sleep(1.0)
-        late = server.counts()
-        taken = found["taken"] + late["taken"]
-        cpu = found["cpu"] / found["wall"]
-        costs[kind] = found["cpu"] / max(1.0, found["taken"]) * 1e6
-        print(
-            f"{name:<6}{kind:<7}{agents:>7}{taken / found['wall']:>9.0f}{sent - taken:>7.0f}{cpu:>9.0%}"
-            f"{costs[kind]:>8.0f}{(late['rss'] - before) / agents / 1024:>8.0f}"
-            f"{found['p50'] * 1e3:>8.1f}{found['p99'] * 1e3:>8.1f}",
-            flush=True,
-        )
+        costs[kind] = await _row(server, load, seconds, name, kind, first)
+    if name == "all":
+        for kind, every in WATCHED.items():
+            async with _watched(server.address, every):
+                costs[kind] = await _row(server, load, seconds, name, kind, first)
+    load.failed = 0
+    entered = await load.storm()
+    shared = "" if load.connections == agents else f", {agents} streams share {load.connections} connections"
+    print(
+        f"{name:<6}{'storm':<7}{agents:>7}  all in after {max(entered, default=0):.1f} s, "
+        f"{load.failed} had to try again, {agents - len(entered)} never came in{shared}",
+        flush=True,
+    )
     await load.close()
     return costs
 
@@ -280,12 +345,12 @@ def main(argv: Sequence[str] = ()) -> None:
         f"{'KB/str':>8}{'p50 ms':>8}{'p99 ms':>8}"
     )
     costs: dict[str, dict[str, float]] = {}
-    for name in ("bare", "fleet", "all"):
+    for name in ("bare", "fleet", "all", "long"):
         os.sched_setaffinity(0, set(cores))
         with _serving(name) as server:
             os.sched_setaffinity(0, {cores[-1]})
             costs[name] = uvloop.run(_measure(server, options.agents, options.seconds, name))
-    for name in ("fleet", "all"):
+    for name in ("fleet", "all", "long"):
         ratios = (f"{kind} {costs['bare'][kind] / costs[name][kind]:.2f}" for kind in KINDS)
         print(f"bare / {name}, CPU a message: {', '.join(ratios)}")
 

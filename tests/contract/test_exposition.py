@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuscale.common.clock import SystemClock
+from gpuscale.common.metrics_text import Family
 from gpuscale.monitor.exposition import agent, fleet, process, snapshots, xids
 from gpuscale.monitor.exposition.series import DCGM, GPU, HOST
-from gpuscale.monitor.exposition.text import Family
 from gpuscale.monitor.fleet.app import open_fleet
 from gpuscale.monitor.fleet.settings import FleetSettings
 from tests.support.monitor import running_agent, serve

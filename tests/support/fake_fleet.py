@@ -10,6 +10,7 @@ import grpc
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import names, wire
+from gpuscale.common.limits import SERVER_ARGUMENTS
 
 MIB = 1024 * 1024
 FOR_LONG = 3600.0
@@ -98,6 +99,13 @@ class FakeFleet(monitor_api.FleetServiceServicer):
         for node in node_ids:
             del self._nodes[names.node_name(node)]
 
+    def remove(self, *node_ids: str) -> None:
+        """Forget nodes because somebody said that they are gone for good; watchers are told."""
+        self.forget(*node_ids)
+        removed = [names.node_name(node) for node in node_ids]
+        for subscriber in self._subscribers:
+            subscriber.put_nowait(monitor_api.WatchNodesResponse(removed=removed))
+
     def break_streams(self) -> None:
         """End every stream with UNAVAILABLE."""
         for subscriber in self._subscribers:
@@ -124,7 +132,7 @@ class FakeFleet(monitor_api.FleetServiceServicer):
 @asynccontextmanager
 async def serving(fleet: FakeFleet, address: str = "127.0.0.1:0") -> AsyncGenerator[str]:
     """Serve the fleet and yield its address."""
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(options=list(SERVER_ARGUMENTS))
     monitor_api.add_FleetServiceServicer_to_server(fleet, server)
     port = server.add_insecure_port(address)
     await server.start()

@@ -55,6 +55,8 @@ class FakeGpus:
     reads: dict[str, int] = field(default_factory=dict[str, int])
     gates: dict[str, threading.Event] = field(default_factory=dict[str, threading.Event])
     outdated: bool = False
+    interruptible: bool = False
+    interrupted: bool = False
     has_events: bool = False
     probes: int = 0
     happened: "queue.SimpleQueue[DriverEvent]" = field(default_factory=lambda: queue.SimpleQueue())
@@ -66,6 +68,7 @@ class FakeGpus:
 
     def open(self) -> Inventory:
         self.opened += 1
+        self.interrupted = False
         self._wait("open")
         if self.problem is not None:
             raise self.problem
@@ -89,6 +92,12 @@ class FakeGpus:
         except queue.Empty:
             return None
 
+    def interrupt(self) -> bool:
+        self.interrupted = self.interruptible
+        for gate in self.gates.values() if self.interruptible else ():
+            gate.set()
+        return self.interruptible
+
     def close(self) -> None:
         self.closed += 1
 
@@ -96,6 +105,8 @@ class FakeGpus:
         gate = self.gates.get(what)
         if gate is not None:
             gate.wait(30.0)
+        if self.interrupted:
+            raise GpuSourceError("interrupted")
 
 
 class FakeHost:

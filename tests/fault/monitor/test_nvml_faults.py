@@ -2,172 +2,166 @@
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+
+import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.wire import seconds, to_duration
-from tests.support.monitor import running_agent, running_fleet
-from tests.support.nvml_double import NvmlDouble, NvmlReturn
-from tests.support.waiting import eventually
+from gpuscale.api.types.v1 import GpuState
+from gpuscale.common.wire import seconds
+from tests.support.monitor import running_fleet
+from tests.support.nvml_double import NvmlDouble, NvmlReturn, wired_gpus
+from tests.support.nvml_site import FRESH_SECONDS, HUNG, LOST, OK, SLOW, ages, site
 
-if TYPE_CHECKING:
-    from gpuscale.api.monitor.v1.agent_service_pb2_grpc import AgentServiceAsyncStub
-
-State = types_api.GpuState
-PERIOD = 0.1
-# The deadlines of a real agent are 2 s and 10 s.
-REAL = {
-    "source": "nvml",
-    "period_seconds": PERIOD,
-    "soft_deadline_seconds": 0.3,
-    "hard_deadline_seconds": 0.8,
-}
+# On a machine of its own the bound is 50 ms (bench/telemetry prints it). Here others compete for the cores, so the
+# answers are compared with those of the same agent a moment before; one that waited for a GPU would take seconds.
+MOST_TIMES_SLOWER = 10.0
+LEAST_BOUND_SECONDS = 0.25
 
 
-async def snapshot(agent: "AgentServiceAsyncStub", max_age: float = 0.0) -> types_api.Snapshot:
-    request = monitor_api.GetSnapshotRequest(max_age=to_duration(max_age))
-    return (await agent.GetSnapshot(request, timeout=5)).snapshot
+@pytest.fixture
+def eight(nvml_double: NvmlDouble) -> NvmlDouble:
+    """A machine with eight healthy GPUs on a switch."""
+    nvml_double.gpus = wired_gpus(8)
+    nvml_double.write()
+    return nvml_double
 
 
-async def until(agent: "AgentServiceAsyncStub", *states: types_api.GpuState) -> types_api.Snapshot:
-    """Wait until the GPUs have these states, in their order."""
-    found: list[types_api.Snapshot] = []
-
-    async def check() -> bool:
-        found[:] = [await snapshot(agent)]
-        return [gpu.state for gpu in found[0].gpus] == list(states)
-
-    await eventually(check, timeout=20.0)
-    return found[0]
-
-
-async def test_a_hung_gpu_delays_neither_the_other_gpu_nor_an_answer(nvml_double: NvmlDouble) -> None:
-    async with running_agent(**REAL) as agent:
-        await until(agent, State.GPU_STATE_OK, State.GPU_STATE_OK)
-        nvml_double.hold(nvml_double.gpus[0].rules)
-        nvml_double.gpus[1].utilization_percent = 77
-        nvml_double.write()
-        await until(agent, State.GPU_STATE_SLOW, State.GPU_STATE_OK)
-        hung = await until(agent, State.GPU_STATE_HUNG, State.GPU_STATE_OK)
-        assert not hung.gpus[0].reading.HasField("utilization_percent")
+async def test_a_hung_call_delays_neither_the_other_gpus_nor_an_answer_and_is_recovered_from(
+    eight: NvmlDouble,
+) -> None:
+    async with site(eight) as one:
+        await one.until_all(OK)
+        healthy = await one.p99()
+        eight.hold(eight.gpus[0].rules, "nvmlDeviceGetPowerUsage")
+        eight.gpus[1].utilization_percent = 77
+        eight.write()
+        await one.until_states(SLOW, *[OK] * 7)
+        hung = await one.until_states(HUNG, *[OK] * 7)
+        assert not hung.gpus[0].reading.HasField("memory_free_bytes")
         assert (
             hung.gpus[0].reading.absent_readings[0].status == types_api.ReadingStatus.READING_STATUS_TIMEOUT
         )
-        calls = nvml_double.calls(gpu=0)
-        for _ in range(20):
-            began = time.monotonic()
-            one = await snapshot(agent)
-            assert time.monotonic() - began < 1.0
-            assert one.gpus[1].reading.utilization_percent == 77
-            assert seconds(one.gpus[1].reading.age) < 1.0
-        assert nvml_double.calls(gpu=0) == calls, "no further call is made on it"
-        nvml_double.gpus[0].rules.holds.clear()
-        nvml_double.write()
-        nvml_double.release_all()
-        await until(agent, State.GPU_STATE_OK, State.GPU_STATE_OK)
+        calls = eight.calls(gpu=0)
+        assert await one.p99() < max(MOST_TIMES_SLOWER * healthy, LEAST_BOUND_SECONDS)
+        later = await one.snapshot(max_age=0.0)
+        assert later.gpus[1].reading.utilization_percent == 77
+        assert max(ages(later)[1:]) < FRESH_SECONDS
+        assert eight.calls(gpu=0) == calls, "no further call is made on it"
+        eight.gpus[0].rules.holds.clear()
+        eight.write()
+        eight.release_all()
+        await one.until_all(OK)
 
 
-async def test_a_driver_that_serves_one_call_at_a_time_does_not_hold_up_answers(
-    nvml_double: NvmlDouble,
-) -> None:
-    """One slow GPU then makes all of them slow; the agent answers at once and says so."""
-    async with running_agent(**REAL) as agent:
-        await until(agent, State.GPU_STATE_OK, State.GPU_STATE_OK)
-        nvml_double.driver_lock = True
-        nvml_double.hold(nvml_double.gpus[0].rules)
-        nvml_double.write()
-        await until(agent, State.GPU_STATE_HUNG, State.GPU_STATE_HUNG)
-        began = time.monotonic()
-        one = await snapshot(agent)
-        assert time.monotonic() - began < 1.0
-        assert one.host_reading.memory_total_bytes > 0
+async def test_with_one_lock_in_the_driver_nothing_is_read_and_everything_answered(eight: NvmlDouble) -> None:
+    """Threads do not help against a driver that serves one call at a time: the truth about it does."""
+    async with site(eight) as one:
+        await one.until_all(OK)
+        healthy = await one.p99()
+        eight.driver_lock = True
+        release = eight.hold(eight.gpus[0].rules, "nvmlDeviceGetPowerUsage")
+        eight.write()
+        await one.until_all(HUNG)
+        assert await one.p99() < max(MOST_TIMES_SLOWER * healthy, LEAST_BOUND_SECONDS)
+        snapshot = await one.snapshot(max_age=0.0)
+        assert seconds(snapshot.host_reading.age) < FRESH_SECONDS
+        assert snapshot.host_reading.memory_total_bytes > 0
+        eight.gpus[0].rules.holds.clear()
+        eight.driver_lock = False
+        eight.write()
+        release.touch()
+        await one.until_all(OK)
 
 
 async def test_an_agent_stops_in_time_while_a_gpu_hangs(nvml_double: NvmlDouble) -> None:
-    async with running_agent(**REAL) as agent:
-        await until(agent, State.GPU_STATE_OK, State.GPU_STATE_OK)
+    async with site(nvml_double) as one:
+        await one.until_all(OK, 2)
         nvml_double.hold(nvml_double.gpus[0].rules)
         nvml_double.write()
-        await until(agent, State.GPU_STATE_HUNG, State.GPU_STATE_OK)
+        await one.until_states(HUNG, OK)
         began = time.monotonic()
     assert time.monotonic() - began < 5.0
 
 
-async def test_a_slow_gpu_is_said_to_be_slow_and_still_read(nvml_double: NvmlDouble) -> None:
-    async with running_agent(**REAL) as agent:
-        nvml_double.gpus[0].delay(400, "nvmlDeviceGetTemperature")
-        nvml_double.gpus[0].temperature_celsius = 88
-        nvml_double.write()
+async def test_a_slow_gpu_is_said_to_be_slow_still_read_and_slows_no_other(eight: NvmlDouble) -> None:
+    """200 ms for each call: its tick takes seconds."""
+    async with site(eight, hard_deadline_seconds=60.0) as one:
+        await one.until_all(OK)
+        eight.gpus[3].delay(200)
+        eight.gpus[3].temperature_celsius = 88
+        eight.write()
+        snapshot = await one.until(lambda snapshot: snapshot.gpus[3].reading.temperature_celsius == 88)
+        assert snapshot.gpus[3].state == SLOW
+        others = [gpu for gpu in snapshot.gpus if gpu.index != 3]
+        assert {gpu.state for gpu in others} == {OK}
+        assert max(seconds(gpu.reading.age) for gpu in others) < FRESH_SECONDS
 
-        async def slow() -> bool:
-            gpu = (await snapshot(agent)).gpus[0]
-            return gpu.state == State.GPU_STATE_SLOW and gpu.reading.temperature_celsius == 88
 
-        await eventually(slow)
-
-
-async def test_a_lost_gpu_is_said_and_comes_back(nvml_double: NvmlDouble) -> None:
-    del nvml_double.gpus[1]
-    nvml_double.write()
-    async with running_agent(**REAL) as agent:
-        await until(agent, State.GPU_STATE_OK)
-        nvml_double.gpus[0].fail("*", NvmlReturn.GPU_IS_LOST)
-        nvml_double.write()
-        lost = await until(agent, State.GPU_STATE_LOST)
-        assert {one.status for one in lost.gpus[0].reading.absent_readings} == {
+async def test_a_lost_gpu_is_lost_alone_and_the_driver_is_not_started_again_for_it(eight: NvmlDouble) -> None:
+    async with site(eight) as one:
+        await one.until_all(OK)
+        starts = eight.calls("nvmlInitWithFlags")
+        eight.gpus[5].fail("*", NvmlReturn.GPU_IS_LOST)
+        eight.gpus[6].fail("*", NvmlReturn.RESET_REQUIRED)
+        eight.write()
+        states = [OK] * 5 + [LOST, GpuState.GPU_STATE_RESET_REQUIRED, OK]
+        snapshot = await one.until_states(*states)
+        assert {reading.status for reading in snapshot.gpus[5].reading.absent_readings} == {
             types_api.ReadingStatus.READING_STATUS_LOST
         }
+        for _ in range(5):
+            assert [gpu.state for gpu in (await one.snapshot(max_age=0.0)).gpus] == states
+        assert eight.calls("nvmlInitWithFlags") == starts
+
+
+async def test_the_only_gpu_is_lost_and_comes_back(nvml_double: NvmlDouble) -> None:
+    del nvml_double.gpus[1]
+    nvml_double.write()
+    async with site(nvml_double) as one:
+        await one.until_states(OK)
+        nvml_double.gpus[0].fail("*", NvmlReturn.GPU_IS_LOST)
+        nvml_double.write()
+        await one.until_states(LOST)
         nvml_double.gpus[0].fail("*", NvmlReturn.SUCCESS)
         nvml_double.write()
-        await until(agent, State.GPU_STATE_OK)
-
-
-async def test_one_lost_gpu_of_two_leaves_the_other_alone(nvml_double: NvmlDouble) -> None:
-    async with running_agent(**REAL) as agent:
-        await until(agent, State.GPU_STATE_OK, State.GPU_STATE_OK)
-        starts = nvml_double.calls("nvmlInitWithFlags")
-        nvml_double.gpus[0].fail("*", NvmlReturn.RESET_REQUIRED)
-        nvml_double.write()
-        await until(agent, State.GPU_STATE_RESET_REQUIRED, State.GPU_STATE_OK)
-        for _ in range(10):
-            assert (await snapshot(agent)).gpus[1].state == State.GPU_STATE_OK
-        assert nvml_double.calls("nvmlInitWithFlags") == starts
+        await one.until_states(OK)
 
 
 async def test_without_a_driver_the_host_is_served_and_a_driver_that_is_loaded_later_is_found(
-    nvml_double: NvmlDouble,
+    eight: NvmlDouble,
 ) -> None:
-    nvml_double.fail_start(NvmlReturn.DRIVER_NOT_LOADED)
-    nvml_double.write()
-    async with running_fleet() as fleet, running_agent(fleet.address, **REAL) as agent:
-        one = await snapshot(agent)
-        assert one.gpu_problem == "NVML: Driver Not Loaded"
-        assert list(one.gpus) == []
-        assert not one.simulated
-        assert one.host_reading.memory_total_bytes > 0
+    eight.fail_start(NvmlReturn.DRIVER_NOT_LOADED)
+    eight.write()
+    async with running_fleet() as fleet, site(eight, fleet_address=fleet.address) as one:
+        snapshot = await one.until(lambda snapshot: snapshot.host_reading.HasField("cpu_percent"))
+        assert snapshot.gpu_problem == "NVML: Driver Not Loaded"
+        assert list(snapshot.gpus) == []
+        assert not snapshot.simulated
+        assert snapshot.host_reading.memory_total_bytes > 0
         node = await fleet.until("alpha", monitor_api.NodeState.NODE_STATE_ONLINE)
         assert node.snapshot.gpu_problem == "NVML: Driver Not Loaded"
-        nvml_double.fail_start(NvmlReturn.SUCCESS)
-        nvml_double.write()
-        found = await until(agent, State.GPU_STATE_OK, State.GPU_STATE_OK)
+        eight.fail_start(NvmlReturn.SUCCESS)
+        eight.write()
+        found = await one.until_all(OK)
         assert found.gpu_problem == ""
         assert found.host.driver_version == "550.54.15"
 
 
-async def test_a_driver_that_was_reloaded_is_read_again(nvml_double: NvmlDouble) -> None:
-    async with running_agent(**REAL) as agent:
-        await until(agent, State.GPU_STATE_OK, State.GPU_STATE_OK)
-        nvml_double.gpus[0].utilization_percent = 60
-        nvml_double.driver_version = "560.1"
-        nvml_double.reload_driver()
-
-        async def recovered() -> bool:
-            one = await snapshot(agent)
-            return one.gpus[0].reading.utilization_percent == 60 and one.host.driver_version == "560.1"
-
-        await eventually(recovered, timeout=20.0)
-        await until(agent, State.GPU_STATE_OK, State.GPU_STATE_OK)
+async def test_a_reloaded_driver_is_read_again_within_seconds(eight: NvmlDouble) -> None:
+    async with site(eight) as one:
+        await one.until_all(OK)
+        eight.gpus[0].utilization_percent = 60
+        eight.driver_version = "560.1"
+        eight.reload_driver()
+        snapshot = await one.until(
+            lambda snapshot: (
+                snapshot.host.driver_version == "560.1"
+                and snapshot.gpus[0].reading.utilization_percent == 60
+                and all(gpu.state == OK for gpu in snapshot.gpus)
+            )
+        )
+    assert snapshot.gpu_problem == ""
 
 
 async def test_a_driver_that_hangs_when_it_is_started_is_said_while_the_host_is_served(
@@ -175,26 +169,21 @@ async def test_a_driver_that_hangs_when_it_is_started_is_said_while_the_host_is_
 ) -> None:
     nvml_double.hold(nvml_double.rules, "nvmlInitWithFlags")
     nvml_double.write()
-    async with running_agent(**REAL) as agent:
-
-        async def said() -> bool:
-            one = await snapshot(agent)
-            return "has not answered" in one.gpu_problem and one.host_reading.memory_total_bytes > 0
-
-        await eventually(said)
+    async with site(nvml_double) as one:
+        snapshot = await one.until(lambda snapshot: "has not answered" in snapshot.gpu_problem)
+        assert snapshot.host_reading.memory_total_bytes > 0
         nvml_double.release_all()
-        await until(agent, State.GPU_STATE_OK, State.GPU_STATE_OK)
+        await one.until_all(OK, 2)
 
 
 async def test_many_callers_at_once_cost_the_driver_few_readings(nvml_double: NvmlDouble) -> None:
-    slow = {"source": "nvml", "period_seconds": 60.0}
-    async with running_agent(**slow) as agent:
-        await until(agent, State.GPU_STATE_OK, State.GPU_STATE_OK)
+    async with site(nvml_double, period_seconds=60.0) as one:
+        await one.until_all(OK, 2)
         nvml_double.gpus[0].delay(300, "nvmlDeviceGetTemperature")
         nvml_double.write()
         before = nvml_double.calls("nvmlDeviceGetTemperature", gpu=1)
-        await asyncio.gather(*(snapshot(agent) for _ in range(50)))
+        await asyncio.gather(*(one.snapshot(max_age=0.0) for _ in range(50)))
         assert 1 <= nvml_double.calls("nvmlDeviceGetTemperature", gpu=1) - before <= 3
-        before = nvml_double.calls()
-        await asyncio.gather(*(snapshot(agent, max_age=5.0) for _ in range(50)))
-        assert nvml_double.calls() == before, "a young snapshot costs none"
+        before = nvml_double.calls("nvmlDeviceGetTemperature", gpu=1)
+        await asyncio.gather(*(one.snapshot(max_age=60.0) for _ in range(50)))
+        assert nvml_double.calls("nvmlDeviceGetTemperature", gpu=1) == before, "a young snapshot costs none"

@@ -36,7 +36,7 @@ async def test_a_fault_is_a_health_event_before_the_next_snapshot(
 ) -> None:
     """From the driver to who watches health. Snapshots come every 30 s: only what is pushed arrives in time."""
     driver = FakeGpus(has_events=True)
-    monkeypatch.setattr(agent_app, "make_source", lambda *_: driver)
+    monkeypatch.setattr(agent_app, "make_source", lambda *_, **__: driver)
     async with running_agent(fleet.address, period_seconds=30.0), open_channel(fleet.address) as channel:
         node = await fleet.until("alpha", ONLINE)
         health = api.HealthServiceStub(channel)

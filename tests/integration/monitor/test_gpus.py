@@ -2,80 +2,25 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
-from gpuscale.common.clock import SystemClock
 from gpuscale.monitor.agent.events import QUEUE_LENGTH
-from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.model import (
     DriverEvent,
     GpuEventKind,
     GpuReading,
     GpuSample,
     GpuState,
-    GpuView,
     ReadingStatus,
 )
 from gpuscale.monitor.agent.ports import GpuSourceError
-from gpuscale.monitor.agent.staleness import Deadlines
 from gpuscale.monitor.agent.worker import WorkerDiedError
+from tests.support.gpus_rig import FIRST, SECOND, Rig, rig
 from tests.support.monitor import FakeGpus
 from tests.support.monitor_values import identity, sample
 from tests.support.waiting import eventually
-
-FIRST, SECOND = identity(0).uuid, identity(1).uuid
-
-
-class Clock(SystemClock):
-    """The real clock, which a test can put forward."""
-
-    ahead = 0.0
-
-    def now(self) -> float:
-        return super().now() + self.ahead
-
-
-class Rig:
-    """Gpus over a fake source."""
-
-    def __init__(self, source: FakeGpus) -> None:
-        self.source = source
-        self.clock = Clock()
-        self.gpus = Gpus(source, self.clock, Deadlines(soft=2.0, hard=10.0))
-
-    async def refresh(self, wait: float = 5.0) -> float:
-        """One round; returns the seconds that it took."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        await self.gpus.refresh(began + wait)
-        return loop.time() - began
-
-    def view(self, uuid: str) -> GpuView:
-        return next(one for one in self.gpus.views() if one.identity.uuid == uuid)
-
-    async def until(self, uuid: str, state: GpuState) -> None:
-        """Refresh until a GPU has that state."""
-
-        async def check() -> bool:
-            await self.refresh()
-            return self.view(uuid).state is state
-
-        await eventually(check)
-
-
-@asynccontextmanager
-async def rig(source: FakeGpus | None = None) -> AsyncGenerator[Rig, None]:
-    one = Rig(source or FakeGpus())
-    try:
-        yield one
-    finally:
-        for gate in one.source.gates.values():
-            gate.set()
-        await one.gpus.close()
 
 
 async def test_the_first_round_opens_the_source_and_reads_every_gpu() -> None:

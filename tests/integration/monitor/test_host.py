@@ -1,38 +1,53 @@
 """The host's figures: smoothed, per core, and absent where the kernel does not tell."""
 
+import os
 from pathlib import Path
 
 import psutil
 import pytest
 
-from gpuscale.monitor.agent.host import PsutilHost
+from gpuscale.monitor.agent.host import ProcHost
 from gpuscale.monitor.agent.model import HOST_FIELDS, ReadingStatus
 
 
 class Rig:
-    """A host with a clock, and a use of the CPU, that the test sets."""
+    """A host whose clock, and use of the CPU, the test sets; the rest of its /proc is what the files say."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, proc: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.now = 100.0
-        self.cpu = 0.0
-        monkeypatch.setattr(psutil, "cpu_percent", lambda: self.cpu)
-        self.host = PsutilHost("boot", lambda: self.now, proc)
+        self.proc = folder / "proc"
+        self.ticks = [0, 0]
+        (self.proc / "pressure").mkdir(parents=True)
+        (self.proc / "net").mkdir()
+        (folder / "sys" / "block" / "sda").mkdir(parents=True)
+        meminfo = "MemTotal: 100 kB\nMemAvailable: 60 kB\nSwapTotal: 50 kB\nSwapFree: 20 kB\n"
+        self.write("meminfo", meminfo)
+        self.write("diskstats", "8 0 sda 1 0 10 1 1 0 20 1 0 1 1\n")
+        self.write("net/dev", "lo: 9 0 0 0 0 0 0 0 9 0\neth0: 7 0 0 0 0 0 0 0 8 0\n")
+        for resource, some in (("cpu", 12.5), ("memory", 0.0), ("io", 3.25)):
+            self.write(f"pressure/{resource}", f"some avg10={some} total=7\nfull avg10={some / 2} total=1\n")
+        self.use(0.0)
+        self.host = ProcHost("boot", lambda: self.now, self.proc, folder / "sys")
+
+    def write(self, name: str, text: str) -> None:
+        (self.proc / name).write_text(text)
+
+    def use(self, percent: float) -> None:
+        """Let a second pass, of a hundred ticks, of which so many are busy."""
+        self.ticks = [self.ticks[0] + int(percent), self.ticks[1] + 100 - int(percent)]
+        self.write("stat", f"cpu {self.ticks[0]} 0 0 {self.ticks[1]} 0 0 0 0 0 0\n")
 
     def pass_seconds(self, *cpu: float) -> None:
         """One reading a second, each with such a use of the CPU."""
-        for self.cpu in cpu:
+        for percent in cpu:
             self.now += 1.0
+            self.use(percent)
             self.host.read()
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rig:
-    (tmp_path / "pressure").mkdir()
-    for resource, some in (("cpu", 12.5), ("memory", 0.0), ("io", 3.25)):
-        (tmp_path / "pressure" / resource).write_text(
-            f"some avg10={some} avg60=1.00 avg300=1.00 total=7\nfull avg10={some / 2} avg60=0.00 avg300=0.00 total=1\n"
-        )
-    return Rig(monkeypatch, tmp_path)
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
 
 
 def test_the_smoothed_use_of_the_cpu_is_the_mean_of_ten_seconds(rig: Rig) -> None:
@@ -59,36 +74,61 @@ def test_every_figure_is_there_on_a_kernel_that_tells_all(rig: Rig) -> None:
     assert reading.absent == ()
     assert reading.load_1m is not None
     assert reading.load_1m_per_core == reading.load_1m / (reading.cpu_count or 1)
+    assert (reading.memory_total_bytes, reading.memory_used_bytes) == (100 * 1024, 40 * 1024)
+    assert (reading.swap_total_bytes, reading.swap_used_bytes) == (50 * 1024, 30 * 1024)
+    assert (reading.disk_read_bytes, reading.disk_written_bytes) == (5120, 10240)
+    assert (reading.network_received_bytes, reading.network_sent_bytes) == (7, 8)
     assert reading.pressure_cpu_some_percent == 12.5
     assert (reading.pressure_io_some_percent, reading.pressure_io_full_percent) == (3.25, 1.625)
 
 
-def test_a_kernel_without_pressure_does_not_offer_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    reading = Rig(monkeypatch, tmp_path).host.read()
+def test_a_kernel_without_pressure_does_not_offer_it(rig: Rig) -> None:
+    for resource in ("cpu", "memory", "io"):
+        (rig.proc / "pressure" / resource).unlink()
+    reading = rig.host.read()
     missing = {one.field: one.status for one in reading.absent if one.field.startswith("pressure")}
     assert len(missing) == 5
     assert set(missing.values()) == {ReadingStatus.NOT_SUPPORTED}
     assert reading.pressure_cpu_some_percent is None
 
 
-def test_counters_leave_the_loopback_out(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    counters = psutil.net_io_counters(pernic=True)
-    some = next(iter(counters.values()))
-    lo, eth = some._replace(bytes_recv=1000, bytes_sent=1000), some._replace(bytes_recv=7, bytes_sent=8)
-    monkeypatch.setattr(psutil, "net_io_counters", lambda pernic: {"lo": lo, "eth0": eth, "eth1": eth})
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("meminfo", {"memory_total_bytes", "memory_available_bytes", "memory_used_bytes", "swap_used_bytes"}),
+        ("stat", {"cpu_percent"}),
+        ("diskstats", {"disk_read_bytes", "disk_written_bytes"}),
+        ("net/dev", {"network_received_bytes", "network_sent_bytes"}),
+    ],
+)
+def test_what_a_file_that_cannot_be_read_would_have_said_is_absent(
+    rig: Rig, name: str, fields: set[str]
+) -> None:
+    (rig.proc / name).unlink()
     reading = rig.host.read()
-    assert (reading.network_received_bytes, reading.network_sent_bytes) == (14, 16)
+    assert fields <= {one.field for one in reading.absent}
+    assert [getattr(reading, field) for field in fields] == [None] * len(fields)
 
 
-def test_what_is_dear_is_read_every_five_seconds(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_dear_is_read_every_five_seconds(rig: Rig) -> None:
     rig.host.read()
-    calls: list[float] = []
-    swap = psutil.swap_memory()
+    rig.write("net/dev", "eth0: 100 0 0 0 0 0 0 0 8 0\n")
+    rig.pass_seconds(*[0.0] * 4)
+    assert rig.host.read().network_received_bytes == 7
+    rig.pass_seconds(0.0)
+    assert rig.host.read().network_received_bytes == 100
 
-    def counted() -> object:
-        calls.append(rig.now)
-        return swap
 
-    monkeypatch.setattr(psutil, "swap_memory", counted)
-    rig.pass_seconds(*[0.0] * 11)
-    assert calls == [105.0, 110.0]
+def test_the_figures_of_this_host_are_those_that_others_read() -> None:
+    """Against psutil, which reads the same files by its own code."""
+    reading = ProcHost("boot").read()
+    assert reading.memory_total_bytes == psutil.virtual_memory().total
+    assert reading.swap_total_bytes == psutil.swap_memory().total
+    assert reading.cpu_count == os.cpu_count() == psutil.cpu_count()
+    assert reading.disk_read_bytes is not None
+    assert reading.network_received_bytes is not None
+    disks = psutil.disk_io_counters()
+    assert abs(reading.disk_read_bytes - (disks.read_bytes if disks else 0)) < 2**30
+    links = psutil.net_io_counters(pernic=True)
+    received = sum(one.bytes_recv for name, one in links.items() if name != "lo")
+    assert abs(reading.network_received_bytes - received) < 2**30

@@ -19,10 +19,13 @@ def test_eight_gpus_cost_at_most_a_hundred_calls_per_tick(nvml_double: NvmlDoubl
     for second in range(60):
         now = float(second)
         before = nvml_double.calls()
-        for gpu in nvml_double.gpus:
-            source.read(gpu.uuid)
+        samples = [source.read(gpu.uuid) for gpu in nvml_double.gpus]
         costs.append(nvml_double.calls() - before)
-    assert sum(costs) / len(costs) <= 85
+        # What the agent says of itself. Where NVLinks lead is asked in the first tick and is no reading; a list that
+        # holds processes pynvml asks for twice, first for its length.
+        counted = sum(sample.calls for sample in samples)
+        assert second == 0 or counted in {costs[-1], costs[-1] - len(samples)}
+    assert sum(costs) / len(costs) <= 80
     assert max(costs[1:]) <= 100
     names = {count.function for count in nvml_double.call_counts()}
     assert not [name for name in names if re.match(r"nvml(?!EventSet)\w*(Set|Reset|Clear)[A-Z]", name)]

@@ -6,7 +6,7 @@ import pytest
 
 from gpuscale.monitor.agent.model import GPU_FIELDS, GpuSample, GpuState, ReadingStatus
 from gpuscale.monitor.agent.nvml import NvmlSource
-from gpuscale.monitor.agent.nvml.fields import FAST
+from gpuscale.monitor.agent.nvml.fields import METERS
 from tests.support.nvml_double import HEALTHY_FIELDS, NvmlDouble, NvmlReturn
 
 MEMORY = {"memory_total_bytes", "memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes"}
@@ -146,5 +146,5 @@ def test_what_is_not_supported_is_left_out_of_the_batch(nvml_double: NvmlDouble,
     read(nvml_double, source)
     asked = nvml_double.calls("nvmlDeviceGetFieldValues")
     for _ in range(3):
-        check(source.read(nvml_double.gpus[0].uuid), {field.name for field in FAST})
+        check(source.read(nvml_double.gpus[0].uuid), {field.name for field in METERS})
     assert nvml_double.calls("nvmlDeviceGetFieldValues") == asked

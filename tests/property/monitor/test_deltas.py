@@ -1,6 +1,9 @@
 """Whatever an agent reads in whatever order, its changes lead the fleet to the same picture, within the dead-bands."""
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -9,101 +12,126 @@ from hypothesis import strategies as st
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.wire import to_duration
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
+from gpuscale.monitor.agent.model import (
+    Absent,
+    GpuIdentity,
+    GpuProcess,
+    GpuReading,
+    GpuState,
+    GpuView,
+    HostIdentity,
+    HostReading,
+    ReadingStatus,
+    RecoveryAction,
+    Snapshot,
+)
+from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.fleet.delta import refuse_change
 from gpuscale.monitor.merging import Change, Picture
 from tests.support.monitor_values import GIB, epoch_id
 
 BANDS = DeadBands()
-STATUSES = st.sampled_from(
-    [types_api.ReadingStatus.READING_STATUS_TIMEOUT, types_api.ReadingStatus.READING_STATUS_LOST]
-)
+STATUSES = st.sampled_from([ReadingStatus.TIMEOUT, ReadingStatus.LOST])
 
 
-def maybe(values: st.SearchStrategy[float]) -> st.SearchStrategy[float | None]:
-    return st.none() | values
+def maybe(values: Iterable[float]) -> st.SearchStrategy[float | None]:
+    return st.none() | st.sampled_from(list(values))
 
 
 @st.composite
-def gpu_readings(draw: st.DrawFn) -> types_api.GpuReading:
+def gpu_readings(draw: st.DrawFn) -> GpuReading:
     """Readings of which any may be absent, and which move by more or less than their dead-bands."""
-    reading = types_api.GpuReading(
-        utilization_percent=draw(maybe(st.sampled_from([0.0, 0.3, 0.4, 50.0, 50.6, 100.0]))),
+    absent = draw(st.lists(st.sampled_from(["power_watts", "utilization_percent"]), max_size=2))
+    pids = draw(st.none() | st.lists(st.integers(1, 3), max_size=3))
+    used = st.none() | st.integers(0, 2)
+    return GpuReading(
+        utilization_percent=draw(maybe([0.0, 0.3, 0.4, 50.0, 50.6, 100.0])),
         memory_total_bytes=draw(st.none() | st.sampled_from([80 * GIB, 80 * GIB + 1000, 40 * GIB])),
         memory_used_bytes=draw(st.none() | st.sampled_from([0, 1000, 2 * 1024**2, 20 * GIB])),
         memory_free_bytes=draw(st.none() | st.sampled_from([0, 5000, 3 * 1024**2, 19 * GIB])),
-        temperature_celsius=draw(maybe(st.sampled_from([-3.0, 0.0, 40.0, 40.4]))),
-        sm_clock_mhz=draw(maybe(st.sampled_from([0.0, 10.0, 1980.0]))),
-        energy_joules=draw(maybe(st.sampled_from([0.0, 900.0, 5000.0]))),
+        temperature_celsius=draw(maybe([-3.0, 0.0, 40.0, 40.4])),
+        sm_clock_mhz=draw(maybe([0.0, 10.0, 1980.0])),
+        energy_joules=draw(maybe([0.0, 900.0, 5000.0])),
+        pcie_sent_bytes=draw(st.none() | st.sampled_from([0, 2**53 + 1])),
         throttle_reason_mask=draw(st.none() | st.sampled_from([0, 1, 4])),
         remapped_rows_failed=draw(st.none() | st.booleans()),
-        recovery_action=draw(st.none() | st.sampled_from(list(types_api.RecoveryAction.values()))),
-        throttle_reasons=draw(st.lists(st.sampled_from(["a", "b"]), max_size=2)),
-        age=draw(st.none() | st.sampled_from([0.0, 0.1, 0.3, 1.0, 7.5]).map(to_duration)),
+        recovery_action=draw(st.none() | st.sampled_from(list(RecoveryAction))),
+        processes=None if pids is None else tuple(GpuProcess(pid, draw(used)) for pid in pids),
+        absent=tuple(Absent(name, draw(STATUSES)) for name in absent),
     )
-    for pid in draw(st.lists(st.integers(1, 3), max_size=3)):
-        reading.processes.add(pid=pid, memory_used_bytes=draw(st.none() | st.integers(0, 2)))
-    for name in draw(st.lists(st.sampled_from(["power_watts", "utilization_percent"]), max_size=2)):
-        reading.absent_readings.add(field=name, status=draw(STATUSES))
-    return reading
 
 
 @st.composite
-def snapshots(draw: st.DrawFn) -> types_api.Snapshot:
-    """A snapshot of a node whose list of GPUs hardly ever changes."""
+def snapshots(draw: st.DrawFn) -> Snapshot:
+    """A snapshot, taken at second 0, of a node whose list of GPUs hardly ever changes."""
     uuids = draw(st.sampled_from([["GPU-1", "GPU-2", "GPU-3"]] * 6 + [["GPU-2", "GPU-1"], []]))
-    states = st.sampled_from([types_api.GpuState.GPU_STATE_OK] * 3 + [types_api.GpuState.GPU_STATE_HUNG])
-    return types_api.Snapshot(
+    states = st.sampled_from([GpuState.OK] * 3 + [GpuState.HUNG])
+    return Snapshot(
         node="alpha",
         epoch=epoch_id(1),
-        age=to_duration(draw(st.sampled_from([0.0, 0.01, 2.0]))),
-        period=to_duration(1.0),
-        host_reading=types_api.HostReading(
-            cpu_percent=draw(maybe(st.sampled_from([0.0, 0.4, 90.0]))),
-            load_1m=draw(maybe(st.sampled_from([0.0, 0.01]))),
+        seq=0,
+        taken_at=-draw(st.sampled_from([0.0, 0.01, 2.0])),
+        sample_time=datetime(2026, 1, 1, tzinfo=UTC),
+        period=1.0,
+        host=HostIdentity("alpha", "Test OS", "boot"),
+        host_reading=HostReading(
+            cpu_percent=draw(maybe([0.0, 0.4, 90.0])),
+            load_1m=draw(maybe([0.0, 0.01])),
             network_sent_bytes=draw(st.none() | st.sampled_from([0, 5000, 10**9])),
-            age=draw(st.none() | st.sampled_from([0.0, 5.0]).map(to_duration)),
         ),
-        gpus=[
-            types_api.Gpu(
-                uuid=uuid, index=index, state=draw(states), quarantine=draw(st.sampled_from(["", "", "xid 79"])),
-                reading=draw(gpu_readings()),
+        host_read_at=draw(maybe([0.0, -5.0])),
+        gpus=tuple(
+            GpuView(
+                GpuIdentity(uuid, index, "Test GPU"),
+                draw(states),
+                draw(gpu_readings()),
+                draw(maybe([0.0, -0.1, -0.3, -1.0, -7.5])),
+                draw(st.sampled_from(["", "", "xid 79"])),
             )
             for index, uuid in enumerate(uuids)
-        ],
+        ),
         gpu_problem=draw(st.sampled_from([""] * 7 + ["NVML: driver not loaded"])),
-    )  # fmt: skip
+    )
+
+
+def at(snapshot: Snapshot, seq: int) -> Snapshot:
+    """The snapshot as if it was number `seq`, taken at that second."""
+    views = (
+        replace(view, read_at=None if view.read_at is None else view.read_at + seq) for view in snapshot.gpus
+    )
+    host_read_at = None if snapshot.host_read_at is None else snapshot.host_read_at + seq
+    taken_at = snapshot.taken_at + seq
+    return replace(snapshot, seq=seq, taken_at=taken_at, host_read_at=host_read_at, gpus=tuple(views))
 
 
 def assert_near(told: Message, meant: Message) -> None:
     """Each field is there in both or in neither, and what may differ is within its dead-band."""
-    bands = BANDS.by_number(type(meant))
-    have = {field.number: value for field, value in told.ListFields()}
-    want = {field.number: value for field, value in meant.ListFields()}
+    have = {field.name: value for field, value in told.ListFields()}
+    want = {field.name: value for field, value in meant.ListFields()}
     assert have.keys() == want.keys()
-    for number, value in want.items():
+    for (name, value), band in zip(want.items(), BANDS.of(want), strict=True):
         if isinstance(value, Duration):
-            assert abs(have[number].ToNanoseconds() - value.ToNanoseconds()) <= bands[number] * 1e9
-        elif number in bands:
-            assert math.isclose(have[number], value, rel_tol=0.0, abs_tol=bands[number])
+            assert abs(have[name].ToNanoseconds() - value.ToNanoseconds()) <= BANDS.age_seconds * 1e9
+        elif band:
+            assert math.isclose(have[name], value, rel_tol=0.0, abs_tol=band)
         else:
-            assert have[number] == value
+            assert have[name] == value
 
 
 @settings(max_examples=50, deadline=None)
-@given(meant=st.lists(snapshots(), min_size=2, max_size=5), every=st.sampled_from([3.0, 100.0]))
-def test_changes_lead_to_what_the_agent_meant(meant: list[types_api.Snapshot], every: float) -> None:
+@given(values=st.lists(snapshots(), min_size=2, max_size=5), every=st.sampled_from([3.0, 100.0]))
+def test_changes_lead_to_what_the_agent_meant(values: list[Snapshot], every: float) -> None:
     deltas = Deltas(BANDS, full_every=every)
     picture = Picture(types_api.Snapshot())
     readings: dict[str, list[types_api.GpuReading]] = {}
-    for seq, snapshot in enumerate(meant):
-        snapshot.seq = seq
-        snapshot.sample_time.FromSeconds(1_000 + seq)
-        delta = deltas.next(snapshot, now=float(seq))
+    for seq, value in enumerate(values):
+        snapshot, now = at(value, seq), float(seq)
+        meant = to_snapshot(snapshot, now)
+        delta = deltas.next(snapshot, now)
         if delta is None:
-            picture = Picture(types_api.Snapshot.FromString(snapshot.SerializeToString()))
+            picture = Picture(types_api.Snapshot.FromString(meant.SerializeToString()))
         else:
             delta = monitor_api.SnapshotDelta.FromString(delta.SerializeToString())
             assert delta.base_seq == picture.snapshot.seq
@@ -111,11 +139,11 @@ def test_changes_lead_to_what_the_agent_meant(meant: list[types_api.Snapshot], e
             assert refuse_change(change, picture) == ""
             picture.merge(change)
         told = picture.snapshot
-        assert (told.seq, told.sample_time, told.age) == (seq, snapshot.sample_time, snapshot.age)
-        assert [gpu.uuid for gpu in told.gpus] == [gpu.uuid for gpu in snapshot.gpus]
-        assert told.gpu_problem == snapshot.gpu_problem
-        assert_near(told.host_reading, snapshot.host_reading)
-        for had, gpu in zip(told.gpus, snapshot.gpus, strict=True):
+        assert (told.seq, told.sample_time, told.age) == (seq, meant.sample_time, meant.age)
+        assert [gpu.uuid for gpu in told.gpus] == [gpu.uuid for gpu in meant.gpus]
+        assert told.gpu_problem == meant.gpu_problem
+        assert_near(told.host_reading, meant.host_reading)
+        for had, gpu in zip(told.gpus, meant.gpus, strict=True):
             assert (had.state, had.quarantine) == (gpu.state, gpu.quarantine)
             assert_near(had.reading, gpu.reading)
             known = readings.setdefault(gpu.uuid, [])

@@ -147,6 +147,21 @@ def test_an_answer_that_is_not_believed_counts_as_none() -> None:
     assert one.attempt("processes", lambda: 5) == 5
 
 
+def test_calls_that_are_made_are_counted_and_those_that_are_not_are_not() -> None:
+    one, unsupported = asking(), Unsupported()
+    assert (one.calls, one.refusals) == (0, 0)
+    one.number("power_watts", Question(300), high=1000)
+    one.number("sm_clock_mhz", Question(UNKNOWN), high=1000)
+    one.attempt("of another call", lambda: 5, counted=False)
+    assert (one.calls, one.refusals) == (2, 1)
+    first = asking(unsupported)
+    first.number("power_watts", Question(NOT_SUPPORTED), high=1000)
+    assert (first.calls, first.refusals) == (1, 1)
+    second = asking(unsupported)
+    second.number("power_watts", Question(NOT_SUPPORTED), high=1000)
+    assert (second.calls, second.refusals) == (0, 0), "it is not asked again"
+
+
 def test_an_error_that_no_gpu_causes_ends_the_tick() -> None:
     def explain(error: RefusedError) -> Failure:
         raise LookupError(error.failure.detail)

@@ -1,35 +1,75 @@
 """What an agent sends after a whole snapshot: no more than what moved, and a whole one where changes cannot tell it."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.wire import to_duration
+from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
+from gpuscale.monitor.agent.model import (
+    Absent,
+    GpuIdentity,
+    GpuProcess,
+    GpuReading,
+    GpuState,
+    GpuView,
+    HostIdentity,
+    HostReading,
+    ReadingStatus,
+    Snapshot,
+)
+from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.merging import Change, Picture
-from tests.support.monitor_values import GIB, gpu, snapshot
+from tests.support.monitor_values import GIB
 
 MIB = 1024**2
 FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
+PLAIN = GpuReading(
+    utilization_percent=10.0,
+    memory_total_bytes=80 * GIB,
+    memory_free_bytes=70 * GIB,
+    memory_used_bytes=9 * GIB,
+    throttle_reason_mask=1,
+)
+TAKEN_AT = 100.0
 
 
-def reading(**fields: float) -> types_api.Snapshot:
+def taken(first: GpuReading = PLAIN, second: GpuReading = PLAIN) -> Snapshot:
+    """A snapshot of two GPUs."""
+    views = tuple(
+        GpuView(GpuIdentity(f"GPU-{index}", index, "Test GPU"), GpuState.OK, reading, TAKEN_AT - 0.25)
+        for index, reading in enumerate((first, second), 1)
+    )
+    return Snapshot(
+        node="alpha",
+        epoch="1",
+        seq=1,
+        taken_at=TAKEN_AT,
+        sample_time=datetime(2026, 1, 1, tzinfo=UTC),
+        period=1.0,
+        host=HostIdentity("alpha", "Test OS", "boot"),
+        host_reading=HostReading(cpu_percent=5.0),
+        host_read_at=TAKEN_AT,
+        gpus=views,
+    )
+
+
+def reading(**fields: Any) -> Snapshot:
     """A snapshot of two GPUs, where the readings of the second are given."""
-    second = gpu("GPU-2")
-    for name, value in fields.items():
-        setattr(second.reading, name, value)
-    return snapshot(gpus=(gpu("GPU-1"), second))
+    return taken(second=PLAIN._replace(**fields))
 
 
-def change(before: types_api.Snapshot, after: types_api.Snapshot) -> monitor_api.SnapshotDelta:
-    """What is sent of `after` to a receiver that has `before`."""
-    before.seq, after.seq = 5, 7
+def change(before: Snapshot, after: Snapshot) -> monitor_api.SnapshotDelta:
+    """What is sent of `after` to a receiver that has `before`, both at the moment when they were taken."""
     deltas = Deltas(DeadBands(), full_every=60.0)
-    assert deltas.next(before, now=0.0) is None
-    delta = deltas.next(after, now=1.0)
+    assert deltas.next(replace(before, seq=5), now=TAKEN_AT) is None
+    delta = deltas.next(replace(after, seq=7), now=TAKEN_AT)
     assert delta is not None
     assert (delta.base_seq, delta.seq) == (5, 7)
     return delta
@@ -46,11 +86,9 @@ def told(delta: monitor_api.SnapshotDelta) -> dict[str, list[float]]:
 
 
 def test_where_nothing_changed_a_heartbeat_is_sent() -> None:
-    after = reading()
-    after.age.CopyFrom(to_duration(0.5))
-    after.sample_time.FromSeconds(77)
-    delta = change(reading(), after)
-    assert (delta.age, delta.sample_time) == (after.age, after.sample_time)
+    later = datetime(2026, 1, 1, 0, 0, 7, tzinfo=UTC)
+    delta = change(reading(), replace(reading(), taken_at=TAKEN_AT - 0.5, sample_time=later))
+    assert (delta.age, delta.sample_time) == (to_duration(0.5), to_timestamp(later))
     assert not delta.HasField("host")
     assert not delta.HasField("numbers")
     assert not delta.gpus
@@ -81,9 +119,8 @@ def test_a_slow_drift_is_told_once_it_adds_up() -> None:
     deltas = Deltas(DeadBands(), full_every=60.0)
     seen: list[float] = []
     for step in range(8):
-        one = reading(utilization_percent=10.0 + 0.2 * step)
-        one.seq = step
-        delta = deltas.next(one, now=float(step))
+        one = replace(reading(utilization_percent=10.0 + 0.2 * step), seq=step)
+        delta = deltas.next(one, now=TAKEN_AT)
         seen += told(delta).get("utilization_percent", []) if delta else []
     assert seen == pytest.approx([10.6, 11.2])
 
@@ -95,25 +132,22 @@ def test_a_gpu_that_is_named_is_given_exactly() -> None:
 
 
 def test_gpus_that_all_changed_need_no_places() -> None:
-    after = snapshot(gpus=(gpu("GPU-1", free=1), gpu("GPU-2", free=2)))
+    after = taken(PLAIN._replace(memory_free_bytes=1), PLAIN._replace(memory_free_bytes=2))
     delta = change(reading(), after)
     assert list(delta.numbers.places) == []
     assert told(delta) == {"memory_free_bytes": [1, 2]}
 
 
 def test_what_only_one_of_the_changed_gpus_has_is_told_of_that_one() -> None:
-    after = snapshot(gpus=(gpu("GPU-1", free=1), gpu("GPU-2", free=2)))
-    after.gpus[1].reading.power_watts = 50.0
-    delta = change(reading(), after)
+    second = PLAIN._replace(memory_free_bytes=2, power_watts=50.0)
+    delta = change(reading(), taken(PLAIN._replace(memory_free_bytes=1), second))
     assert told(delta) == {"memory_free_bytes": [1, 2]}
     assert [(one.place, one.reading.power_watts) for one in delta.gpus] == [(1, 50.0)]
 
 
 def test_a_reading_that_is_absent_now_is_cleared_and_not_zero() -> None:
-    after = reading()
-    after.gpus[1].reading.ClearField("utilization_percent")
-    after.gpus[1].reading.absent_readings.add(field="utilization_percent")
-    delta = change(reading(), after)
+    absent = Absent("utilization_percent", ReadingStatus.ERROR, "no")
+    delta = change(reading(), taken(second=PLAIN._replace(utilization_percent=None, absent=(absent,))))
     [one] = delta.gpus
     assert FIELDS["utilization_percent"].number in one.cleared_fields
     assert [absent.field for absent in one.reading.absent_readings] == ["utilization_percent"]
@@ -123,37 +157,71 @@ def test_an_integer_that_a_double_would_round_arrives_exactly() -> None:
     large = 2**53 + 1
     base = reading(energy_joules=0.0, pcie_sent_bytes=0)
     delta = change(base, reading(energy_joules=0.0, pcie_sent_bytes=large))
-    picture = Picture(base)
+    assert merged(base, delta).gpus[1].reading.pcie_sent_bytes == large
+
+
+def merged(base: Snapshot, delta: monitor_api.SnapshotDelta) -> types_api.Snapshot:
+    """What a receiver of `base` has after the change."""
+    picture = Picture(to_snapshot(base, TAKEN_AT))
     picture.merge(Change.of(delta))
-    assert picture.snapshot.gpus[1].reading.pcie_sent_bytes == large
+    return picture.snapshot
 
 
-def other_gpus(one: types_api.Snapshot) -> None:
-    one.gpus.reverse()
+def test_reasons_and_processes_are_given_anew_and_not_added_to() -> None:
+    before = PLAIN._replace(throttle_reason_mask=5, processes=(GpuProcess(1), GpuProcess(2)))
+    after = PLAIN._replace(throttle_reason_mask=4, processes=(GpuProcess(2, command="a\nb"),))
+    delta = change(taken(second=before), taken(second=after))
+    got = merged(taken(second=before), delta).gpus[1].reading
+    assert list(got.throttle_reasons) == ["sw_power_cap"]
+    assert [(one.pid, one.command) for one in got.processes] == [(2, "a?b")]
 
 
-def other_model(one: types_api.Snapshot) -> None:
-    one.gpus[0].model = "Another GPU"
+def test_a_quarantine_and_a_state_are_told_without_the_readings() -> None:
+    before, after = reading(), reading()
+    second = replace(after.gpus[1], state=GpuState.SLOW, quarantine="xid 79")
+    delta = change(before, replace(after, gpus=(after.gpus[0], second)))
+    [one] = delta.gpus
+    assert (one.place, one.state, one.quarantine) == (1, types_api.GpuState.GPU_STATE_SLOW, "xid 79")
+    assert not one.HasField("reading")
+    assert not delta.HasField("numbers")
 
 
-def other_host(one: types_api.Snapshot) -> None:
-    one.host.driver_version = "999.1"
+def test_what_moved_on_the_host_is_told_exactly() -> None:
+    before, after = reading(), reading()
+    moved = HostReading(cpu_percent=None, load_1m=0.5, absent=(Absent("cpu_percent", ReadingStatus.ERROR),))
+    delta = change(before, replace(after, host_reading=moved))
+    got = merged(before, delta).host_reading
+    assert not got.HasField("cpu_percent")
+    assert got.load_1m == 0.5
+    assert [one.field for one in got.absent_readings] == ["cpu_percent"]
 
 
-def a_problem(one: types_api.Snapshot) -> None:
-    one.gpu_problem = "NVML: driver not loaded"
+def other_gpus(one: Snapshot) -> Snapshot:
+    return replace(one, gpus=one.gpus[::-1])
 
 
-def other_epoch(one: types_api.Snapshot) -> None:
-    one.epoch = "another"
+def other_model(one: Snapshot) -> Snapshot:
+    other = replace(one.gpus[0], identity=replace(one.gpus[0].identity, model="Another GPU"))
+    return replace(one, gpus=(other, one.gpus[1]))
+
+
+def other_host(one: Snapshot) -> Snapshot:
+    return replace(one, driver_version="999.1")
+
+
+def a_problem(one: Snapshot) -> Snapshot:
+    return replace(one, gpu_problem="NVML: driver not loaded")
+
+
+def other_epoch(one: Snapshot) -> Snapshot:
+    return replace(one, epoch="another")
 
 
 @pytest.mark.parametrize("alter", [other_gpus, other_model, other_host, a_problem, other_epoch])
-def test_what_is_no_reading_is_told_by_a_whole_snapshot(alter: Callable[[types_api.Snapshot], None]) -> None:
+def test_what_is_no_reading_is_told_by_a_whole_snapshot(alter: Callable[[Snapshot], Snapshot]) -> None:
     deltas = Deltas(DeadBands(), full_every=60.0)
     assert deltas.next(reading(), now=0.0) is None
-    altered = reading()
-    alter(altered)
+    altered = alter(reading())
     assert deltas.next(altered, now=1.0) is None
     assert deltas.next(altered, now=2.0) is not None
 
@@ -169,6 +237,6 @@ def test_a_whole_snapshot_comes_now_and_then_and_when_asked_for() -> None:
 
 def test_a_gpu_that_is_not_read_any_more_ages() -> None:
     after = reading()
-    after.gpus[1].reading.age.CopyFrom(to_duration(1.25))
-    delta = change(reading(), after)
+    aged = replace(after.gpus[1], read_at=TAKEN_AT - 1.25)
+    delta = change(reading(), replace(after, gpus=(after.gpus[0], aged)))
     assert [(one.place, one.reading.age) for one in delta.gpus] == [(1, to_duration(1.25))]

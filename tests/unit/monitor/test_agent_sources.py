@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.monitor.agent.isolated import IsolatedSource
 from gpuscale.monitor.agent.ports import GpuSourceError
 from gpuscale.monitor.agent.sources import AutoSource, make_source
 from tests.support.monitor import FakeGpus
@@ -61,3 +62,20 @@ def test_without_nvidia_ml_py_auto_simulates_and_nvml_says_what_to_install(
     assert make_source("auto", "alpha", 2, lambda: 0.0).simulated
     with pytest.raises(FailedPreconditionError, match=r"gpuscale\[agent\]"):
         make_source("nvml", "alpha", 2, lambda: 0.0)
+
+
+def test_an_isolated_source_never_loads_the_drivers_library_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith("gpuscale.monitor.agent.nvml")]:
+        monkeypatch.delitem(sys.modules, module)
+    source = make_source("nvml", "alpha", 2, lambda: 0.0, isolate=True)
+    assert isinstance(source, IsolatedSource)
+    assert not [name for name in sys.modules if name.startswith("gpuscale.monitor.agent.nvml")]
+    with pytest.raises(GpuSourceError, match="is not there"):
+        source.read("GPU-1")
+
+
+def test_an_interruption_reaches_the_source_that_was_chosen() -> None:
+    real = FakeGpus(interruptible=True)
+    assert auto(real).interrupt()
+    assert real.interrupted
+    assert not auto(FakeGpus()).interrupt()

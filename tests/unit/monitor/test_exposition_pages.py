@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common.wire import to_duration
+from gpuscale.monitor.agent.collection import Collection
 from gpuscale.monitor.agent.model import (
     Absent,
     GpuEvent,
@@ -47,7 +48,12 @@ class Agent:
         self.xids = Xids()
         self.snapshots: Broadcast[Snapshot] = Broadcast()
         self.meter = CollectionMeter(self._collect, self.clock, on_bus)
-        self.page = AgentPage(self.meter, self.snapshots, self.xids, self.clock, Style())
+        self.collection = Collection(
+            open=True, released=False, hung_threads=0, openings=3, interruptions=2, calls=80, refusals=4
+        )
+        self.page = AgentPage(
+            self.meter, self.snapshots, self.xids, lambda: self.collection, self.clock, Style()
+        )
         self._seq = 0
 
     async def text(self) -> str:
@@ -118,6 +124,14 @@ async def test_a_fault_ends_the_success_and_its_last_time_stays(fault: str) -> N
     assert value(text, "gpuscale_collection_gpus_expected") == 2
     assert value(text, "gpuscale_collection_hung_threads") == (fault == "hung")
     assert value(text, "gpuscale_node_gpus_working") == {"problem": 2, "none at all": 0}.get(fault, 1)
+
+
+async def test_calls_of_the_driver_are_counted_and_those_that_failed() -> None:
+    text = await Agent(on_bus=2).text()
+    assert value(text, "gpuscale_collection_driver_calls_total") == 80
+    assert value(text, "gpuscale_collection_driver_call_errors_total") == 4
+    assert value(text, "gpuscale_collection_driver_openings_total") == 3
+    assert value(text, "gpuscale_collection_driver_interruptions_total") == 2
 
 
 async def test_mig_instances_are_one_gpu_of_the_bus() -> None:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.metrics_text import Page
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.exposition.snapshots import add_snapshot
 from gpuscale.monitor.exposition.style import Names, Style
-from gpuscale.monitor.exposition.text import Page
 from tests.support.monitor_values import GIB, snapshot
 from tests.support.promtool import named, samples, value
 
@@ -49,7 +49,10 @@ def test_a_line_of_dcgm_has_the_labels_of_dcgm_exporter_in_its_order() -> None:
 
 def test_a_mig_instance_bears_its_profile_and_is_told_from_its_twin() -> None:
     twins = [
-        gpu(0, uuid=f"MIG-{number}", mig_profile="1g.10gb", parent_uuid="GPU-00000000") for number in (1, 2)
+        gpu(
+            0, uuid=f"MIG-{number}", mig_profile="1g.10gb", parent_uuid="GPU-00000000", gpu_instance_id=number
+        )
+        for number in (1, 2)
     ]
     found = named(page(*twins), "DCGM_FI_DEV_FB_USED", GPU_I_PROFILE="1g.10gb", gpu="0", device="nvidia0")
     assert {one.labels["UUID"] for one in found} == {"MIG-1", "MIG-2"}

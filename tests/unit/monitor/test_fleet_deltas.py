@@ -152,10 +152,13 @@ class Index:
         self.clock = ManualClock()
         self.nodes = Nodes(self.clock, max_nodes=10)
         self.seen: list[tuple[int, object]] = []
-        self.nodes.observers = (lambda node, one, now, places: self.seen.append((one.seq, places)),)
+        self.nodes.observers = (self._saw,)
         self._connection = self.nodes.connected(hello(), lambda: None)
         self.stream = self._connection.__enter__()
         assert self.whole(1)
+
+    def _saw(self, node: str, picture: Picture, now: float, change: Change | None) -> None:
+        self.seen.append((picture.snapshot.seq, None if change is None else change.changed_places()))
 
     def whole(self, seq: int) -> bool:
         message = base()
@@ -187,6 +190,57 @@ def test_changes_are_merged_and_observers_are_told_which_gpus(index: Index) -> N
     assert index.shown.gpus[1].name == "nodes/alpha/gpus/gpu-2"
     assert index.seen == [(1, None), (2, None), (3, {1}), (9, set())]
     assert index.stream.acked_seq == 9
+
+
+def test_numbers_that_wait_are_there_for_whoever_looks(index: Index) -> None:
+    """The newest table of the same numbers stands for those before it; other ones, and other GPUs', are kept."""
+    index.nodes.observers = ()
+    assert index.take(delta(power_watts=(5.0, 6.0), utilization_percent=(1, 2)))
+    assert index.take(delta(seq=3, base_seq=2, power_watts=(7.0, 8.0), utilization_percent=(3, 4)))
+    assert index.take(delta(seq=4, base_seq=3, power_watts=(9.0, 10.0)))
+    assert index.take(delta(seq=5, base_seq=4))
+    lone = delta(seq=6, base_seq=5, power_watts=(11.0,))
+    lone.numbers.places[:] = [1]
+    assert index.take(lone)
+    readings = [gpu.reading for gpu in index.shown.gpus]
+    assert [(one.power_watts, one.utilization_percent) for one in readings] == [(9.0, 3), (11.0, 4)]
+
+
+def test_a_total_that_changes_is_the_one_that_counts(index: Index) -> None:
+    total = index.shown.gpus[0].reading.memory_total_bytes
+    assert index.take(delta(memory_used_bytes=(total, total), memory_free_bytes=(0, 0)))
+    shrunk = delta(seq=3, base_seq=2, memory_total_bytes=(total // 2, total // 2))
+    assert not index.take(shrunk), "what is in use is above the new total"
+    assert index.whole(4)
+    less = total // 4
+    both = {"memory_used_bytes": (less, less), "memory_free_bytes": (less, less)}
+    assert index.take(delta(seq=5, base_seq=4, **both))
+    assert index.take(delta(seq=6, base_seq=5, memory_total_bytes=(2 * less, 2 * less)))
+    assert not index.take(delta(seq=7, base_seq=6, memory_free_bytes=(2 * less, 2 * less)))
+
+
+def test_a_total_that_was_changed_of_one_gpu_is_the_one_that_counts(index: Index) -> None:
+    """Totals are remembered between tables of numbers; a change of one GPU comes beside the tables."""
+    total = index.shown.gpus[1].reading.memory_total_bytes
+    assert index.take(delta(memory_used_bytes=(0, 0), memory_free_bytes=(total, total)))
+    shrunk = one_gpu(
+        reading=types_api.GpuReading(memory_total_bytes=total // 2, memory_free_bytes=0, memory_used_bytes=0)
+    )
+    shrunk.base_seq, shrunk.seq = 2, 3
+    assert index.take(shrunk)
+    assert not index.take(delta(seq=4, base_seq=3, memory_free_bytes=(total, total)))
+
+
+def test_a_total_that_waits_in_a_table_is_the_one_that_counts() -> None:
+    """The newest table waits beside the snapshot until somebody looks, and nobody has here."""
+    picture = Picture(base())
+    total = picture.snapshot.gpus[0].reading.memory_total_bytes
+    nothing = {"memory_used_bytes": (0, 0), "memory_free_bytes": (0, 0)}
+    shrunk = Change.of(delta(memory_total_bytes=(total // 2, total // 2), **nothing))
+    assert refuse_change(shrunk, picture) == ""
+    picture.merge(shrunk)
+    full = delta(seq=3, base_seq=2, memory_used_bytes=(0, 0), memory_free_bytes=(total, total))
+    assert "memory_free_bytes is above" in refuse_change(Change.of(full), picture)
 
 
 def one_gpu_after(base_seq: int, seq: int) -> Delta:

@@ -9,9 +9,10 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.translate import to_node
-from gpuscale.monitor.health.checks import results
+from gpuscale.monitor.health.checks import PATIENCE, results
 from gpuscale.monitor.health.facts import facts_of, looks_well
-from gpuscale.monitor.health.watching import HealthWatch
+from gpuscale.monitor.health.model import HealthCheck
+from gpuscale.monitor.health.watching import EVERY_SECONDS, HealthWatch
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
 
@@ -41,6 +42,15 @@ class Site:
         self.seq += 1
         self.clock.advance(1.0)
         assert self.nodes.take(self.stream, telemetry(snapshot(seq=self.seq, gpus=gpus)))
+
+    def change(self, place: int, **readings: float) -> bool:
+        """A change of one GPU, as a table of numbers."""
+        self.seq += 1
+        delta = api.SnapshotDelta(seq=self.seq, base_seq=self.seq - 1)
+        delta.numbers.places.append(place)
+        delta.numbers.fields.extend(FIELDS[name].number for name in readings)
+        delta.numbers.values.extend(readings.values())
+        return self.nodes.take(self.stream, api.StreamTelemetryRequest(delta=delta))
 
     def fault(self, uuid: str, seq: int, epoch: str = "") -> bool:
         fault = api.ReportedFault(uuid=uuid, xid=48, seq=seq, age=to_duration(0))
@@ -73,6 +83,89 @@ def test_a_state_that_a_check_knows_does_not_look_well(state: str) -> None:
     one = gpu()
     one.state = types_api.GpuState.Value(state)
     assert not (looks_well(one) and any(results(facts_of(one)).values()))
+
+
+FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_change_of_a_reading_that_matters_is_looked_at_at_once(
+    site: Site, reading: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most changes are of readings that no check needs; those are passed by, as are GPUs that did not change."""
+    looked: list[str] = []
+
+    def look(one: types_api.Gpu) -> bool:
+        looked.append(one.uuid)
+        return looks_well(one)
+
+    monkeypatch.setattr("gpuscale.monitor.health.watching.looks_well", look)
+    site.send(gpu("GPU-1"), gpu("GPU-2"))
+    site.clock.advance(1.0)
+    looked.clear()
+    assert site.change(1, utilization_percent=50.0)
+    assert looked == []
+    assert site.change(1, **{reading: float(READINGS[reading])})
+    assert looked == ["GPU-2"]
+    assert site.change(1, utilization_percent=51.0)
+
+
+def test_an_error_that_comes_as_a_change_quarantines_at_once(site: Site) -> None:
+    site.send(gpu("GPU-1"), gpu("GPU-2"))
+    assert site.change(1, ecc_volatile_uncorrected_count=1.0)
+    assert [bool(one) for one in site.shown()] == [False, True]
+    delta = api.SnapshotDelta(seq=site.seq + 1, base_seq=site.seq)
+    delta.gpus.add(place=0, state=types_api.GpuState.GPU_STATE_RESET_REQUIRED)
+    assert site.nodes.take(site.stream, api.StreamTelemetryRequest(delta=delta))
+    assert [bool(one) for one in site.shown()] == [True, True]
+
+
+def test_a_change_of_one_quiet_gpu_is_looked_at_at_once(site: Site) -> None:
+    """A state comes beside the tables of numbers; nothing else about the node calls for a look."""
+    site.send(gpu("GPU-1"), gpu("GPU-2"))
+    delta = api.SnapshotDelta(seq=site.seq + 1, base_seq=site.seq)
+    delta.gpus.add(place=1, state=types_api.GpuState.GPU_STATE_RESET_REQUIRED)
+    assert site.nodes.take(site.stream, api.StreamTelemetryRequest(delta=delta))
+    assert [bool(one) for one in site.shown()] == [False, True]
+
+
+def test_a_table_of_all_gpus_is_looked_at_at_once(site: Site) -> None:
+    """A table without places is about every GPU."""
+    site.send(gpu("GPU-1"), gpu("GPU-2"))
+    delta = api.SnapshotDelta(seq=site.seq + 1, base_seq=site.seq)
+    delta.numbers.fields.append(FIELDS["ecc_volatile_uncorrected_count"].number)
+    delta.numbers.values.extend([0.0, 1.0])
+    assert site.nodes.take(site.stream, api.StreamTelemetryRequest(delta=delta))
+    assert [bool(one) for one in site.shown()] == [False, True]
+
+
+def test_what_a_check_compares_with_before_is_looked_at_twice_a_minute(site: Site) -> None:
+    """No change of links is looked at for itself, and a GPU that has fewer of them looks well."""
+    one = gpu("GPU-1")
+    one.reading.nvlink_active_count = 4
+    site.send(one)
+    assert site.change(0, nvlink_active_count=2.0)
+    pass_quietly(site, 2 * EVERY_SECONDS)
+    assert checks_told(site) == {HealthCheck.NVLINK_DOWN}
+
+
+def test_a_gpu_that_something_is_found_of_is_looked_at_with_every_change(site: Site) -> None:
+    """So that what lasts is told when its patience is over, and not at the next turn of all GPUs."""
+    site.send(gpu("GPU-1"))
+    assert site.change(0, throttle_reason_mask=float(0x40))
+    pass_quietly(site, PATIENCE[HealthCheck.THERMAL_SLOWDOWN].raise_after)
+    assert checks_told(site) == {HealthCheck.THERMAL_SLOWDOWN}
+
+
+def pass_quietly(site: Site, seconds: float) -> None:
+    """Let time pass with a change each second that no check needs."""
+    for second in range(int(seconds)):
+        site.clock.advance(1.0)
+        assert site.change(0, utilization_percent=float(second))
+
+
+def checks_told(site: Site) -> set[HealthCheck]:
+    return {event.check for event in site.health.register.events.newest_first()}
 
 
 def test_a_mig_instance_shares_the_quarantine_of_its_gpu(site: Site) -> None:

@@ -1,9 +1,11 @@
 """From snapshots to samples: each reading once, and nothing of what nobody takes."""
 
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.ring import Point
+from gpuscale.monitor.merging import Change, Picture
 from gpuscale.monitor.recording.model import Order, Target
 from gpuscale.monitor.recording.observer import SampleObserver
 from gpuscale.monitor.recording.recordings import Recordings
@@ -11,10 +13,14 @@ from gpuscale.monitor.recording.recordings import Recordings
 ROOM = 1 << 30
 
 
-def snapshot(percent: float | None, *, age: float = 0.0, period: float = 1.0) -> types_api.Snapshot:
+def snapshot(percent: float | None, *, age: float = 0.0, period: float = 1.0) -> Picture:
     reading = types_api.GpuReading(utilization_percent=percent, age=to_duration(age))
     gpu = types_api.Gpu(uuid="GPU-1", reading=reading)
-    return types_api.Snapshot(node="alpha", period=to_duration(period), gpus=[gpu])
+    return Picture(types_api.Snapshot(node="alpha", period=to_duration(period), gpus=[gpu]))
+
+
+def changed(*places: int) -> Change:
+    return Change.of(monitor_api.SnapshotDelta(gpus=[monitor_api.GpuDelta(place=place) for place in places]))
 
 
 def utilization(history: History) -> list[Point]:
@@ -37,8 +43,8 @@ def test_what_did_not_change_is_a_new_sample_with_the_old_value() -> None:
     history = History(DEFAULT_TIERS, ROOM)
     observer = SampleObserver(history, Recordings())
     observer.observe("alpha", snapshot(30.0), 100.0, None)
-    observer.observe("alpha", snapshot(30.0), 101.0, [])
-    observer.observe("alpha", snapshot(50.0), 102.0, [0])
+    observer.observe("alpha", snapshot(30.0), 101.0, changed())
+    observer.observe("alpha", snapshot(50.0), 102.0, changed(0))
     assert [point.mean for point in utilization(history)] == [30.0, 30.0, 50.0]
 
 
@@ -47,7 +53,7 @@ def test_nothing_read_is_no_sample() -> None:
     observer = SampleObserver(history, Recordings())
     observer.observe("alpha", snapshot(None), 100.0, None)
     never = snapshot(10.0)
-    never.gpus[0].reading.ClearField("age")
+    never.snapshot.gpus[0].reading.ClearField("age")
     observer.observe("alpha", never, 101.0, None)
     assert utilization(history) == []
 

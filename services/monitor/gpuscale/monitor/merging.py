@@ -1,11 +1,13 @@
 """What both ends of a stream do with snapshots that they hold: merge what changed, and count ages on."""
 
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
@@ -18,51 +20,109 @@ _FLOATS = frozenset(
     for field in types_api.GpuReading.DESCRIPTOR.fields
     if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 )
+_TOTAL = frozenset(number for number, name in _GPU_FIELDS.items() if name == "memory_total_bytes")
+
+
+@dataclass(slots=True)
+class Numbers:
+    """A table of numbers, taken apart.
+
+    Attributes:
+        places: of the GPUs that it is about; none for all.
+        fields: numbers of fields of GpuReading.
+        columns: for each field, its value for each of these GPUs.
+    """
+
+    places: Sequence[int] = ()
+    fields: Sequence[int] = ()
+    columns: Sequence[Sequence[float]] = ()
+
+    def replaces(self, other: "Numbers") -> bool:
+        """Whether nothing of another table is left after this one."""
+        return self.places == other.places and self.fields == other.fields
+
+
+_NO_NUMBERS = Numbers()
 
 
 @dataclass(slots=True)
 class Change:
-    """A delta, with its table of numbers taken apart.
-
-    Attributes:
-        delta: what changed.
-        places: of the GPUs in the table; none for all.
-        columns: number of a field of GpuReading, and its value for each of these GPUs.
-    """
+    """A delta, with its table of numbers taken apart."""
 
     delta: monitor_api.SnapshotDelta
-    places: Sequence[int] = ()
-    columns: Sequence[tuple[int, Sequence[float]]] = ()
+    numbers: Numbers
 
     @classmethod
     def of(cls, delta: monitor_api.SnapshotDelta) -> "Change":
         """The change of a delta, whatever it holds."""
         if not delta.HasField("numbers"):
-            return cls(delta)
+            return cls(delta, _NO_NUMBERS)
         numbers = delta.numbers
         fields, values = numbers.fields[:], numbers.values[:]
         width = len(values) // len(fields) if fields else 0
-        columns = [(field, values[index * width : (index + 1) * width]) for index, field in enumerate(fields)]
-        return cls(delta, numbers.places[:], columns)
+        columns = [array("d", values[index * width : (index + 1) * width]) for index in range(len(fields))]
+        return cls(delta, Numbers(numbers.places[:], fields, columns))
 
     def changed_places(self) -> Collection[int] | None:
         """Places of all GPUs that change; None for all."""
-        if self.columns and not self.places:
+        if self.numbers.columns and not self.numbers.places:
             return None
-        return {*self.places, *(one.place for one in self.delta.gpus)}
+        return {*self.numbers.places, *(one.place for one in self.delta.gpus)}
+
+    def touches(self, fields: frozenset[int]) -> bool:
+        """Whether it may change the state of a GPU, or one of these fields of GpuReading."""
+        return len(self.delta.gpus) > 0 or not fields.isdisjoint(self.numbers.fields)
 
 
 class Picture:
-    """A snapshot that changes are merged into. `snapshot` is another message after some of them."""
+    """A snapshot that changes are merged into.
+
+    Most changes are a table of the same numbers as the one before. The newest one waits beside the snapshot until
+    somebody looks: of thousands of nodes, few are looked at each second.
+    """
 
     def __init__(self, snapshot: types_api.Snapshot) -> None:
-        self.snapshot = snapshot
-        # Held, since making an object for a part of a message costs more than changing it.
-        self.readings = [gpu.reading for gpu in snapshot.gpus]
+        self._snapshot = snapshot
+        self._late = _NO_NUMBERS
+        self._totals: array[float] | None = None
+
+    @property
+    def snapshot(self) -> types_api.Snapshot:
+        """The snapshot with all changes; another message after some of them."""
+        if self._late.columns:
+            numbers, self._late = self._late, _NO_NUMBERS
+            _set_numbers(self._snapshot, numbers)
+        return self._snapshot
+
+    @property
+    def sample_time(self) -> Timestamp:
+        """When the snapshot was read, by the agent's wall clock."""
+        return self._snapshot.sample_time
+
+    @property
+    def period(self) -> Duration:
+        """How often the agent takes a snapshot."""
+        return self._snapshot.period
+
+    @property
+    def gpu_count(self) -> int:
+        """How many GPUs there are."""
+        return len(self._snapshot.gpus)
+
+    @property
+    def memory_totals(self) -> "array[float]":
+        """The memory of each GPU in bytes; 0 where it is absent."""
+        if self._totals is None:
+            self._totals = array("d", [gpu.reading.memory_total_bytes for gpu in self.snapshot.gpus])
+        return self._totals
 
     def merge(self, change: Change) -> None:
         """Merge a change that fits."""
-        snapshot, delta = self.snapshot, change.delta
+        delta = change.delta
+        if delta.gpus or (change.numbers.columns and not change.numbers.replaces(self._late)):
+            snapshot = self.snapshot
+        else:
+            snapshot = self._snapshot
         snapshot.seq = delta.seq
         snapshot.sample_time.CopyFrom(delta.sample_time)
         snapshot.age.CopyFrom(delta.age)
@@ -70,18 +130,23 @@ class Picture:
         for one in delta.gpus:
             if _merge_gpu(one, snapshot.gpus[one.place]):
                 cleared = True
-        readings = [self.readings[place] for place in change.places] if change.places else self.readings
-        for field, values in change.columns:
-            name = _GPU_FIELDS[field]
-            for reading, value in zip(
-                readings, values if field in _FLOATS else map(int, values), strict=True
-            ):
-                setattr(reading, name, value)
+        if change.numbers.columns:
+            self._late = change.numbers
+        if change.touches(_TOTAL):
+            self._totals = None
         if cleared:  # a message keeps the memory of what was cleared in it, its copy does not
-            copy = types_api.Snapshot()
-            copy.CopyFrom(snapshot)
-            self.snapshot = copy
-            self.readings = [gpu.reading for gpu in copy.gpus]
+            self._snapshot = types_api.Snapshot()
+            self._snapshot.CopyFrom(snapshot)
+
+
+def _set_numbers(snapshot: types_api.Snapshot, numbers: Numbers) -> None:
+    """Write a table into the readings."""
+    gpus = [snapshot.gpus[place] for place in numbers.places] if numbers.places else snapshot.gpus
+    readings = [gpu.reading for gpu in gpus]
+    for field, values in zip(numbers.fields, numbers.columns, strict=True):
+        name, told = _GPU_FIELDS[field], values if field in _FLOATS else map(int, values)
+        for reading, value in zip(readings, told, strict=True):
+            setattr(reading, name, value)
 
 
 def count_on(snapshot: types_api.Snapshot, elapsed: float) -> None:

@@ -17,7 +17,7 @@ from gpuscale.monitor.history.servicer import HistoryServicer
 from gpuscale.monitor.recording.directory import Directory
 from gpuscale.monitor.recording.observer import SampleObserver
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.recording.servicer import RecordingServicer
+from gpuscale.monitor.recording.servicer import Keep, RecordingServicer, forget
 
 RECORDING_SERVICE = "gpuscale.api.monitor.v1.RecordingService"
 HISTORY_SERVICE = "gpuscale.api.monitor.v1.HistoryService"
@@ -26,15 +26,20 @@ TICK_SECONDS = 1.0
 
 
 class Observing:
-    """Observes an index of nodes from when it is made."""
+    """Observes an index of nodes from when it is made.
+
+    Attributes:
+        history: what nodes and GPUs did.
+        recordings: what was asked to be recorded.
+    """
 
     def __init__(self, nodes: Nodes, clock: Clock, tiers: Sequence[Tier], history_bytes: int) -> None:
         self._nodes = nodes
         self._clock = clock
-        self._history = History(tiers, history_bytes)
-        self._recordings = Recordings()
+        self.history = History(tiers, history_bytes)
+        self.recordings = Recordings()
         self._health = HealthWatch(clock, nodes)
-        samples = SampleObserver(self._history, self._recordings)
+        samples = SampleObserver(self.history, self.recordings)
         nodes.observers = (*nodes.observers, samples.observe, self._health.observe)
         nodes.fault_observers = (*nodes.fault_observers, self._health.hear)
 
@@ -43,17 +48,17 @@ class Observing:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._health.tick()
-            self._history.forget_ended(self._clock.now())
+            self.history.forget_ended(self._clock.now())
 
     def lasting_events(self) -> list[Event]:
         """The health events that are not resolved."""
         return [event for event in self._health.register.events.newest_first() if event.resolved_at is None]
 
-    def registrations(self) -> tuple[Registration, ...]:
-        """The three services."""
+    def registrations(self, keep: Keep = forget) -> tuple[Registration, ...]:
+        """The three services. `keep` makes a recording last, by id, before its caller is answered."""
         directory = Directory(self._nodes)
-        recording = RecordingServicer(self._recordings, directory, self._clock)
-        history = HistoryServicer(self._history, directory, self._clock)
+        recording = RecordingServicer(self.recordings, directory, self._clock, keep)
+        history = HistoryServicer(self.history, directory, self._clock)
         health = HealthServicer(self._health, directory, self._clock)
         return (
             Registration(

@@ -4,8 +4,8 @@
 #include <string.h>
 #include <time.h>
 
-/* Rarely, so that waiting costs next to nothing where the cost of a program is measured. */
-enum { MAX_SETS = 16, POLL_MS = 100 };
+/* Another thread may take the news of a change that this one waits for. */
+enum { MAX_SETS = 16, MOST_MS = 1000 };
 
 struct event_set {
     bool in_use;
@@ -86,8 +86,9 @@ EXPORT int nvmlEventSetWait_v2(struct event_set *set, struct event_data *data, u
     while (code == OK) {
         if (!is_alive(set)) return finish(INVALID_ARGUMENT);
         if (take_event(set, data)) return finish(OK);
-        if (now_ms() >= deadline) return finish(TIMED_OUT);
-        code = wait_then_resume(POLL_MS, session);
+        long long left = deadline - now_ms();
+        if (left <= 0) return finish(TIMED_OUT);
+        code = wait_then_resume(left < MOST_MS ? (int)left : MOST_MS, session);
     }
     return finish(code);
 }

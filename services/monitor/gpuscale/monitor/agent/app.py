@@ -15,8 +15,8 @@ from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.driver_servicer import DriverServicer
 from gpuscale.monitor.agent.faults import Faults
 from gpuscale.monitor.agent.feed import SnapshotFeed
-from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.host import PsutilHost
+from gpuscale.monitor.agent.gpus import LONGEST_EVENT_WAIT_SECONDS, Gpus
+from gpuscale.monitor.agent.host import ProcHost
 from gpuscale.monitor.agent.push import FleetPush
 from gpuscale.monitor.agent.sampler import Sampler
 from gpuscale.monitor.agent.servicer import SERVICE, AgentServicer, add_agent
@@ -43,10 +43,13 @@ async def open_agent(
     Raises:
         FailedPreconditionError: the GPUs that the settings ask for cannot be read by this installation.
     """
-    source = make_source(settings.source, settings.node, settings.simulated_gpu_count, clock.now)
-    host = PsutilHost(clock.boot_id, clock.now)
+    source = make_source(
+        settings.source, settings.node, settings.simulated_gpu_count, clock.now, isolate=settings.isolate
+    )
+    host = ProcHost(clock.boot_id, clock.now)
     deadlines = settings.deadlines()
-    gpus = Gpus(source, clock, deadlines)
+    event_wait = min(LONGEST_EVENT_WAIT_SECONDS, settings.period_seconds)
+    gpus = Gpus(source, clock, deadlines, event_wait)
     work = Work(gpus.knows)
     collector = Collector(
         node=settings.node,
@@ -63,7 +66,7 @@ async def open_agent(
     meter = CollectionMeter(collector.collect, clock, on_bus)
     sampler = Sampler(meter.collect, settings.period_seconds, clock)
     xids = Xids()
-    page = AgentPage(meter, sampler.snapshots, xids, clock, settings.style())
+    page = AgentPage(meter, sampler.snapshots, xids, gpus.collection, clock, settings.style())
     feed = SnapshotFeed(sampler.snapshots, clock, settings.dead_bands(), settings.full_every_seconds)
     servicer = AgentServicer(sampler, feed, clock)
     try:

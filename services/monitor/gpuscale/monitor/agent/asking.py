@@ -52,6 +52,10 @@ class Asking(Generic[E]):
         now: the time of the tick, in seconds.
         error: what a driver call raises.
         explain: what such an error means; may raise, where it means that no GPU can be read.
+
+    Attributes:
+        calls: how often the driver was called.
+        refusals: how many of these calls gave an error.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class Asking(Generic[E]):
         self._now = now
         self._error = error
         self._explain = explain
+        self.calls = 0
+        self.refusals = 0
         self._absent: list[Absent] = []
         self._gone: Failure | None = None
         self._answered = False
@@ -90,15 +96,17 @@ class Asking(Generic[E]):
         detail = self._unsupported.get(question)
         return None if detail is None else Failure(ReadingStatus.NOT_SUPPORTED, detail)
 
-    def attempt(self, question: str, call: Callable[[], T | Failure]) -> T | Failure:
-        """Ask, if it is worth asking."""
+    def attempt(self, question: str, call: Callable[[], T | Failure], *, counted: bool = True) -> T | Failure:
+        """Ask, if it is worth asking; not counted where the driver has given the answer already, with others."""
         if self._gone is not None:
             return self._gone
         if question in self._unsupported:
             return Failure(ReadingStatus.NOT_SUPPORTED, self._unsupported[question])
+        self.calls += counted
         try:
             answer = call()
         except self._error as error:
+            self.refusals += counted
             answer = self._explain(error)
         if not isinstance(answer, Failure):
             self._answered = True

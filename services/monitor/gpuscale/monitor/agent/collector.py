@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from gpuscale.common.clock import Clock
 from gpuscale.monitor.agent.admission import Admissions
-from gpuscale.monitor.agent.gpus import Gpus, wait_until
+from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.model import (
     GpuView,
     HostIdentity,
@@ -18,7 +18,7 @@ from gpuscale.monitor.agent.model import (
 )
 from gpuscale.monitor.agent.ports import HostSource
 from gpuscale.monitor.agent.staleness import Deadlines
-from gpuscale.monitor.agent.worker import Reader, Worker
+from gpuscale.monitor.agent.worker import Reader, Worker, wait_until
 
 LONGEST_WAIT_SECONDS = 0.5
 

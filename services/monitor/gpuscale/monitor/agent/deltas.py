@@ -4,40 +4,54 @@ A GPU (or the host) is named once any of its readings has moved by more than its
 then it is given exactly. So what the receiver has of a GPU is always one reading of it as it was, never a mixture of two,
 and no value drifts further than its band. Whatever is not a reading (which GPUs there are, what they are) is seldom
 different, and then the whole snapshot is sent.
+
+Values are compared, not messages: a tick in which nothing moved makes no message but the heartbeat.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
-
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.monitor.agent.dead_bands import DeadBands, Difference, Listed, difference
-
-# Held, so that protobuf need not make an object for a field each time that it is listed.
-_FIELDS = [*types_api.GpuReading.DESCRIPTOR.fields, *types_api.HostReading.DESCRIPTOR.fields]
-_NUMBERS = frozenset(
-    field.number
-    for field in types_api.GpuReading.DESCRIPTOR.fields
-    if field.message_type is None
-    and not field.is_repeated
-    and field.cpp_type != FieldDescriptor.CPPTYPE_STRING
+from gpuscale.common.wire import to_duration, to_timestamp
+from gpuscale.monitor.agent.dead_bands import DeadBands, is_near, moves
+from gpuscale.monitor.agent.model import (
+    GpuReading,
+    GpuState,
+    GpuView,
+    HostReading,
+    Snapshot,
 )
+from gpuscale.monitor.agent.translate import GPU_NUMBERS, gpu_state, put, text
+
+_GPU_FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
+# Numbers by their places in a reading; the mask is told with the list of its reasons.
+_NUMBERS = {
+    place: _GPU_FIELDS[name].number
+    for place, name in enumerate(GpuReading._fields)
+    if name in GPU_NUMBERS and name != "throttle_reason_mask"
+}
 # Beyond this a double does not hold every integer.
 _LARGEST_INTEGER = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class _SentHost:
+    """What the receiver has of the host."""
+
+    reading: HostReading
+    age: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class _SentGpu:
     """What the receiver has of a GPU."""
 
-    state: int
+    state: GpuState
     quarantine: str
-    reading: Listed
+    reading: GpuReading
+    age: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +59,8 @@ class _Sent:
     """What the receiver has: the number, all that is no reading, and the readings."""
 
     seq: int
-    frame: bytes
-    host: Listed
+    frame: tuple[object, ...]
+    host: _SentHost
     gpus: list[_SentGpu]
 
 
@@ -59,8 +73,9 @@ class Deltas:
     """
 
     def __init__(self, bands: DeadBands, full_every: float) -> None:
-        self._host_bands = bands.by_number(types_api.HostReading)
-        self._gpu_bands = bands.by_number(types_api.GpuReading)
+        self._host_bands = bands.of(HostReading._fields)
+        self._gpu_bands = bands.of(GpuReading._fields)
+        self._age_band = bands.age_seconds
         self._full_every = full_every
         self._full_at = 0.0
         self._sent: _Sent | None = None
@@ -69,87 +84,114 @@ class Deltas:
         """The receiver has nothing that can be built upon."""
         self._sent = None
 
-    def next(self, snapshot: types_api.Snapshot, now: float) -> monitor_api.SnapshotDelta | None:
-        """What leads from the snapshot before to this one; None where the whole has to be sent. It counts as sent."""
+    def next(self, snapshot: Snapshot, now: float) -> monitor_api.SnapshotDelta | None:
+        """What leads from the snapshot before to this one, sent at `now` of the agent's clock.
+
+        Returns None where the whole has to be sent. It counts as sent.
+        """
         frame, sent = _frame(snapshot), self._sent
         if sent is None or sent.frame != frame or now - self._full_at >= self._full_every:
-            whole = [_SentGpu(gpu.state, gpu.quarantine, gpu.reading.ListFields()) for gpu in snapshot.gpus]
-            self._sent = _Sent(snapshot.seq, frame, snapshot.host_reading.ListFields(), whole)
+            host = _SentHost(snapshot.host_reading, _age(snapshot.host_read_at, now))
+            self._sent = _Sent(snapshot.seq, frame, host, [_sent(view, now) for view in snapshot.gpus])
             self._full_at = now
             return None
-        changes = _Changes(snapshot, sent.seq)
-        host = self._host(changes.delta, sent.host, snapshot)
-        gpus = [self._gpu(changes, place, sent.gpus[place], gpu) for place, gpu in enumerate(snapshot.gpus)]
+        delta = monitor_api.SnapshotDelta(
+            seq=snapshot.seq,
+            base_seq=sent.seq,
+            sample_time=to_timestamp(snapshot.sample_time),
+            age=to_duration(now - snapshot.taken_at),
+        )
+        host = self._host(delta, sent.host, snapshot, now)
+        changes = _Changes(delta, len(snapshot.gpus))
+        gpus = [
+            self._gpu(changes, place, before, view, now)
+            for place, (before, view) in enumerate(zip(sent.gpus, snapshot.gpus, strict=True))
+        ]
+        changes.tell()
         self._sent = _Sent(snapshot.seq, frame, host, gpus)
-        return changes.finished(len(gpus))
+        return delta
 
-    def _host(self, delta: monitor_api.SnapshotDelta, sent: Listed, snapshot: types_api.Snapshot) -> Listed:
-        found = difference(sent, snapshot.host_reading.ListFields(), self._host_bands)
-        if found is None:
+    def _host(
+        self, delta: monitor_api.SnapshotDelta, sent: _SentHost, snapshot: Snapshot, now: float
+    ) -> _SentHost:
+        reading, age = snapshot.host_reading, _age(snapshot.host_read_at, now)
+        differ = moves(sent.reading, reading, self._host_bands)
+        aged = not is_near(sent.age, age, self._age_band)
+        if not differ and not aged:
             return sent
         delta.host.reading.SetInParent()
-        delta.host.cleared_fields.extend(found.cleared)
-        for field, value in found.changed:
-            if _tell(delta.host.reading, field, value):
-                delta.host.cleared_fields.append(field.number)
-        return found.listed
+        for place in differ:
+            name = HostReading._fields[place]
+            delta.host.cleared_fields.extend(put(delta.host.reading, name, reading[place]))
+        if aged:
+            delta.host.cleared_fields.extend(put(delta.host.reading, "age", age))
+        return _SentHost(reading if differ else sent.reading, age if aged else sent.age)
 
-    def _gpu(self, changes: "_Changes", place: int, sent: _SentGpu, gpu: types_api.Gpu) -> _SentGpu:
-        found = difference(sent.reading, gpu.reading.ListFields(), self._gpu_bands)
-        same = sent.state == gpu.state and sent.quarantine == gpu.quarantine
-        if found is None and same:
+    def _gpu(self, changes: "_Changes", place: int, sent: _SentGpu, view: GpuView, now: float) -> _SentGpu:
+        reading, age = view.reading, _age(view.read_at, now)
+        differ = moves(sent.reading, reading, self._gpu_bands)
+        aged = not is_near(sent.age, age, self._age_band)
+        same = sent.state is view.state and sent.quarantine == view.quarantine
+        if not differ and not aged and same:
             return sent
-        found = found or Difference(sent.reading, [], [])
-        change = monitor_api.GpuDelta(place=place, cleared_fields=found.cleared)
-        if sent.state != gpu.state:
-            change.state = gpu.state
-        if sent.quarantine != gpu.quarantine:
-            change.quarantine = gpu.quarantine
-        changes.named.append((change, found))
-        return _SentGpu(gpu.state, gpu.quarantine, found.listed)
+        change = monitor_api.GpuDelta(place=place)
+        if sent.state is not view.state:
+            change.state = gpu_state(view.state)
+        if sent.quarantine != view.quarantine:
+            change.quarantine = text(view.quarantine)
+        if aged:
+            change.cleared_fields.extend(put(change.reading, "age", age))
+        changes.add(change, reading, differ)
+        return _SentGpu(
+            view.state, view.quarantine, reading if differ else sent.reading, age if aged else sent.age
+        )
 
 
 class _Changes:
-    """A delta in the making, and the GPUs that it names: what is told of each alone, and how its reading differs."""
+    """The GPUs that a delta names: what is told of each alone, and which of its readings differ."""
 
-    def __init__(self, snapshot: types_api.Snapshot, base_seq: int) -> None:
-        self.delta = monitor_api.SnapshotDelta(
-            seq=snapshot.seq, base_seq=base_seq, sample_time=snapshot.sample_time, age=snapshot.age
-        )
-        self.named: list[tuple[monitor_api.GpuDelta, Difference]] = []
+    def __init__(self, delta: monitor_api.SnapshotDelta, gpu_count: int) -> None:
+        self._delta = delta
+        self._gpu_count = gpu_count
+        self._named: list[tuple[monitor_api.GpuDelta, GpuReading, Sequence[int]]] = []
 
-    def finished(self, gpu_count: int) -> monitor_api.SnapshotDelta:
-        """The delta of a snapshot with so many GPUs."""
-        together = self._tell_together(gpu_count) if self.named else frozenset[int]()
-        for change, found in self.named:
-            for field, value in found.changed:
-                if field.number not in together and _tell(change.reading, field, value):
-                    change.cleared_fields.append(field.number)
+    def add(self, change: monitor_api.GpuDelta, reading: GpuReading, differ: Sequence[int]) -> None:
+        """Name a GPU, whose readings at these places differ."""
+        self._named.append((change, reading, differ))
+
+    def tell(self) -> None:
+        """Put what is named into the delta."""
+        if not self._named:
+            return
+        together = self._tell_together()
+        for change, reading, differ in self._named:
+            for place in differ:
+                if place not in together:
+                    name = GpuReading._fields[place]
+                    change.cleared_fields.extend(put(change.reading, name, reading[place]))
             if _says_something(change):
-                self.delta.gpus.append(change)
-        return self.delta
+                self._delta.gpus.append(change)
 
-    def _tell_together(self, gpu_count: int) -> AbstractSet[int]:
-        """Put numbers that all GPUs have whose readings differ into one table; the fields that were."""
-        places = [change.place for change, found in self.named if found.changed]
-        readings = [
-            {field.number: value for field, value in found.listed} for _, found in self.named if found.changed
-        ]
-        changed = {field.number for _, found in self.named for field, _ in found.changed}
-        fields = sorted(
-            number for number in changed & _NUMBERS if all(_fits(values.get(number)) for values in readings)
+    def _tell_together(self) -> AbstractSet[int]:
+        """Put numbers that all GPUs have whose readings differ into one table; the places of these numbers."""
+        moved = [(change.place, reading) for change, reading, differ in self._named if differ]
+        differ = {place for _, _, places in self._named for place in places}
+        columns = sorted(
+            place for place in differ & _NUMBERS.keys() if all(_fits(reading[place]) for _, reading in moved)
         )
-        if fields:
-            self.delta.numbers.fields.extend(fields)
-            if len(places) < gpu_count:
-                self.delta.numbers.places.extend(places)
-            self.delta.numbers.values.extend(values[number] for number in fields for values in readings)
-        return frozenset(fields)
+        if columns:
+            numbers = self._delta.numbers
+            numbers.fields.extend(_NUMBERS[place] for place in columns)
+            if len(moved) < self._gpu_count:
+                numbers.places.extend(place for place, _ in moved)
+            values = (reading[place] for place in columns for _, reading in moved)
+            numbers.values.extend(value for value in values if isinstance(value, float | int))
+        return frozenset(columns)
 
 
-def _fits(value: float | None) -> bool:
+def _fits(value: object) -> bool:
     """Whether a number is there, and is one that a double holds exactly."""
-    return value is not None and (isinstance(value, float) or abs(value) <= _LARGEST_INTEGER)
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)
 
 
 def _says_something(change: monitor_api.GpuDelta) -> bool:
@@ -158,28 +200,24 @@ def _says_something(change: monitor_api.GpuDelta) -> bool:
     )
 
 
-def _frame(snapshot: types_api.Snapshot) -> bytes:
+def _frame(snapshot: Snapshot) -> tuple[object, ...]:
     """All of a snapshot that a delta cannot tell."""
-    frame = types_api.Snapshot()
-    frame.CopyFrom(snapshot)
-    _clear(frame, ("seq", "sample_time", "age", "host_reading"))
-    for gpu in frame.gpus:
-        _clear(gpu, ("state", "quarantine", "reading"))
-    return frame.SerializeToString(deterministic=True)
+    return (
+        snapshot.node,
+        snapshot.epoch,
+        snapshot.period,
+        snapshot.host,
+        snapshot.driver_version,
+        snapshot.gpu_problem,
+        snapshot.simulated,
+        snapshot.labels,
+        tuple(view.identity for view in snapshot.gpus),
+    )
 
 
-def _clear(message: Message, names: Iterable[str]) -> None:
-    for name in names:
-        message.ClearField(name)
+def _sent(view: GpuView, now: float) -> _SentGpu:
+    return _SentGpu(view.state, view.quarantine, view.reading, _age(view.read_at, now))
 
 
-def _tell(told: Message, field: FieldDescriptor, value: Any) -> bool:
-    """Copy a field; whether it is none that merging would replace, and so has to be cleared by the receiver."""
-    if field.is_repeated:
-        getattr(told, field.name).MergeFrom(value)
-    elif field.message_type is not None:
-        getattr(told, field.name).CopyFrom(value)
-    else:
-        setattr(told, field.name, value)
-        return field.cpp_type == FieldDescriptor.CPPTYPE_STRING
-    return True
+def _age(read_at: float | None, now: float) -> float | None:
+    return None if read_at is None else now - read_at

@@ -6,6 +6,7 @@ that hangs now and then costs no more than a question, and at most one thread is
 """
 
 import asyncio
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,7 +55,12 @@ class Breaker:
 
 
 class Device:
-    """A GPU that was found at least once; `present` is False when the newest inventory lacks it."""
+    """A GPU that was found at least once.
+
+    Attributes:
+        present: whether the newest inventory has it.
+        calls: how often the driver was called to read it, and `refusals`, how many of these calls gave an error.
+    """
 
     def __init__(self, identity: GpuIdentity, source: GpuSource, clock: Clock, deadlines: Deadlines) -> None:
         self.identity = identity
@@ -66,6 +72,8 @@ class Device:
         self._reader = Reader(partial(source.read, identity.uuid), clock)
         self._prober = Reader(partial(source.probe, identity.uuid), clock)
         self._judged: tuple[object, object] = (None, None)
+        self.calls = 0
+        self.refusals = 0
 
     @property
     def ordered_at(self) -> float | None:
@@ -82,6 +90,16 @@ class Device:
         """Whether a call is out since the hard deadline: its thread is lost until the driver answers."""
         ordered_at = self.ordered_at
         return ordered_at is not None and self._clock.now() - ordered_at >= self._deadlines.hard
+
+    @property
+    def answers(self) -> bool:
+        """Whether nothing speaks against it: it may yet answer what is out."""
+        return not self.hung and self.error is None and not self.unusable()
+
+    @property
+    def read_at(self) -> float:
+        """When it was read last; before all times where it never was."""
+        return -math.inf if self._reader.last is None else self._reader.last.read_at
 
     @property
     def link_ends(self) -> tuple[str | None, ...]:
@@ -157,4 +175,9 @@ class Device:
             last, probe = reader.last, reader is self._prober
             if last is not None and last is not before:
                 self._breaker.answered(last.read_at - last.ordered_at, self._clock.now(), probe=probe)
+                if isinstance(last.value, GpuSample):
+                    self.calls, self.refusals = (
+                        self.calls + last.value.calls,
+                        self.refusals + last.value.refusals,
+                    )
         self._judged = (self._reader.last, self._prober.last)

@@ -23,12 +23,20 @@ SHARED_SECONDS = 0.1
 
 
 class _Whole:
-    """A snapshot as a message, as it was at `made_at`."""
+    """A snapshot as a message, as it was at `made_at`; made of the values where nobody had use for it before."""
 
-    def __init__(self, message: types_api.Snapshot, made_at: float) -> None:
-        self.message = message
+    def __init__(self, values: Snapshot, made_at: float, message: types_api.Snapshot | None = None) -> None:
+        self.values = values
         self.made_at = made_at
+        self._message = message
         self._encoded = b""
+
+    @property
+    def message(self) -> types_api.Snapshot:
+        """The message; not to be changed."""
+        if self._message is None:
+            self._message = to_snapshot(self.values, self.made_at)
+        return self._message
 
     def encoded(self, now: float) -> bytes:
         """An encoded WatchSnapshotsResponse of it; those who come too late for the shared one get their own."""
@@ -55,14 +63,14 @@ class _Chain:
     def link(self, whole: _Whole, have: int, now: float) -> bytes:
         """An encoded WatchSnapshotsResponse that leads a follower who has snapshot number `have` to this one."""
         reached = self._whole
-        if reached is None or whole.message.seq != self._seq:
+        if reached is None or whole.values.seq != self._seq:
             reached = self._advance(whole)
         if self._delta and have == self._base_seq and now - reached.made_at <= SHARED_SECONDS:
             return self._delta
         return reached.encoded(now)
 
     def _advance(self, whole: _Whole) -> _Whole:
-        delta = self._deltas.next(whole.message, whole.made_at)
+        delta = self._deltas.next(whole.values, whole.made_at)
         if delta is None or self._picture is None:
             self._delta = b""
             message = types_api.Snapshot()
@@ -71,8 +79,8 @@ class _Chain:
         else:
             self._delta = monitor_api.WatchSnapshotsResponse(delta=delta).SerializeToString()
             self._picture.merge(Change.of(delta))
-        self._base_seq, self._seq = self._seq, whole.message.seq
-        self._whole = _Whole(self._picture.snapshot, whole.made_at)
+        self._base_seq, self._seq = self._seq, whole.values.seq
+        self._whole = _Whole(whole.values, whole.made_at, self._picture.snapshot)
         return self._whole
 
 
@@ -94,7 +102,7 @@ class SnapshotFeed:
         self._bands = bands
         self._full_every = full_every
         self._every_snapshot = self._chain()
-        self._newest: tuple[Snapshot, _Whole] | None = None
+        self._newest: _Whole | None = None
 
     async def stream(
         self, request: monitor_api.WatchSnapshotsRequest, _: object
@@ -122,6 +130,6 @@ class SnapshotFeed:
 
     def _whole(self, snapshot: Snapshot, now: float) -> _Whole:
         """The message of a snapshot, one for all who want it."""
-        if self._newest is None or self._newest[0] is not snapshot:
-            self._newest = snapshot, _Whole(to_snapshot(snapshot, now), now)
-        return self._newest[1]
+        if self._newest is None or self._newest.values is not snapshot:
+            self._newest = _Whole(snapshot, now)
+        return self._newest

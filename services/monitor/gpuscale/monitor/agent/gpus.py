@@ -6,7 +6,6 @@ such a call is not documented.
 """
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,21 +13,27 @@ from gpuscale.common.backoff import Backoff
 from gpuscale.common.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.logs import get_logger
+from gpuscale.monitor.agent.collection import Calls, Collection
 from gpuscale.monitor.agent.convoy import Convoy
 from gpuscale.monitor.agent.device import QUICK_SECONDS, Device
 from gpuscale.monitor.agent.events import GpuEvents
+from gpuscale.monitor.agent.interruption import Interruptions
 from gpuscale.monitor.agent.listener import Listener
 from gpuscale.monitor.agent.model import GpuView, Inventory
 from gpuscale.monitor.agent.ports import GpuSource, GpuSourceError
 from gpuscale.monitor.agent.staleness import Deadlines
 from gpuscale.monitor.agent.wiring import wire
-from gpuscale.monitor.agent.worker import Reader, Worker
+from gpuscale.monitor.agent.worker import Reader, Worker, wait_until
 
 REOPEN_INITIAL_SECONDS = 1.0
 REOPEN_CAP_SECONDS = 30.0
 # Opening again takes the healthy GPUs away for a moment: for a part of them only seldom.
 REOPEN_FOR_SOME_SECONDS = 300.0
 CLOSE_SECONDS = 2.0
+# Or a period, if that is less: whatever is to be done with the driver may have to wait for it.
+LONGEST_EVENT_WAIT_SECONDS = 1.0
+# Less is not held against a driver that is being started: on a large host that alone takes seconds.
+OPENING_SECONDS = 10.0
 # How long a release waits for the calls that are out.
 RELEASE_SECONDS = 5.0
 
@@ -43,37 +48,32 @@ class _Window:
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class Collection:
-    """How the collection itself does, for whoever watches the watcher.
-
-    Attributes:
-        open: whether the source is open.
-        released: whether the driver was let go of on request.
-        hung_threads: threads that are stuck in the driver, at most one for each GPU.
-        openings: how often the source was opened, failures included.
-    """
-
-    open: bool
-    released: bool
-    hung_threads: int
-    openings: int
-
-
 class Gpus:
     """The GPUs of a source. To be used from one event loop.
+
+    Args:
+        source: what reads them.
+        clock: what tells the time.
+        deadlines: when a GPU counts as slow, and as hung.
+        event_wait: seconds for which the thread that waits for events stays in the driver.
 
     Attributes:
         events: what the driver says has happened, for subscribers.
     """
 
-    def __init__(self, source: GpuSource, clock: Clock, deadlines: Deadlines) -> None:
+    def __init__(
+        self,
+        source: GpuSource,
+        clock: Clock,
+        deadlines: Deadlines,
+        event_wait: float = LONGEST_EVENT_WAIT_SECONDS,
+    ) -> None:
         self.events = GpuEvents()
         self._source = source
         self._clock = clock
         self._deadlines = deadlines
         self._control = Worker("gpu-source")
-        self._listener = Listener(source, clock, self.events)
+        self._listener = Listener(source, clock, self.events, event_wait)
         self._convoy = Convoy()
         self._devices: dict[str, Device] = {}
         self._inventory: Inventory | None = None
@@ -87,6 +87,8 @@ class Gpus:
         self._control_call: asyncio.Future[Any] | None = None
         self._alone: set[asyncio.Future[None]] = set()
         self._link_ends: dict[str, tuple[str | None, ...]] = {}
+        self._interruptions = Interruptions()
+        self._calls_for_gone = Calls()
         self._bug: BaseException | None = None
 
     @property
@@ -101,11 +103,15 @@ class Gpus:
 
     def collection(self) -> Collection:
         """How the collection does now."""
+        calls, refusals = self._calls_for_gone.with_those_of(self._devices.values())
         return Collection(
             open=self._inventory is not None,
             released=self._window is not None,
             hung_threads=sum(device.hung for device in self._devices.values()),
             openings=self._openings,
+            interruptions=self._interruptions.count,
+            calls=calls,
+            refusals=refusals,
         )
 
     def problem(self) -> str:
@@ -144,6 +150,8 @@ class Gpus:
             if self._clock.now() < self._window.until:
                 return
             self.resume()
+        if self._stuck():
+            self._interrupt()
         if self._due():
             await self._quiet(deadline)
             if not self._calls() and self._window is None:
@@ -189,10 +197,12 @@ class Gpus:
             return
         deadline = asyncio.get_running_loop().time() + RELEASE_SECONDS
         await self._quiet(deadline)
+        if self._calls() and self._source.interrupt():
+            await self._quiet(asyncio.get_running_loop().time() + CLOSE_SECONDS)
         if not self._calls():
             self._inventory = None
             self._control_call = self._control.call(self._source.close)
-            await wait_until([self._control_call], deadline)
+            await wait_until([self._control_call], asyncio.get_running_loop().time() + CLOSE_SECONDS)
         if self._calls():
             self._window = None
             if self._inventory is not None and self._inventory.has_events:
@@ -218,6 +228,8 @@ class Gpus:
         self._listener.pause()
         if self._listener.listening is not None:
             await wait_until([self._listener.listening], asyncio.get_running_loop().time() + CLOSE_SECONDS)
+        if self._calls() and self._source.interrupt():
+            await self._quiet(asyncio.get_running_loop().time() + CLOSE_SECONDS)
         if not self._calls():
             await wait_until(
                 [self._control.call(self._source.close)], asyncio.get_running_loop().time() + CLOSE_SECONDS
@@ -252,6 +264,22 @@ class Gpus:
         lacking = any(unusable) or self._inventory.problem != ""
         return lacking and now - self._opened_at >= REOPEN_FOR_SOME_SECONDS
 
+    def _stuck(self) -> bool:
+        """Whether the driver as a whole does not answer: no GPU does, and a call is out since the hard deadline."""
+        if self._opening_since is not None:
+            patience = max(self._deadlines.hard, OPENING_SECONDS)
+            return self._clock.now() - self._opening_since >= patience
+        present = [device for device in self._devices.values() if device.present]
+        return any(device.hung for device in present) and not any(device.answers for device in present)
+
+    def _interrupt(self) -> None:
+        """End the calls that are out, if the source can; what follows is what follows any other failure of it."""
+        now = self._clock.now()
+        if self._source.interrupt():
+            waiting = (self._opening_since, *(device.ordered_at for device in self._devices.values()))
+            self._interruptions.note(min((at for at in waiting if at is not None), default=now), now)
+            _log.warning("the driver does not answer, and is interrupted", count=self._interruptions.count)
+
     def _open(self) -> asyncio.Future[Inventory]:
         self._opening_since = self._clock.now()
         self._openings += 1
@@ -265,14 +293,15 @@ class Gpus:
         return self._source.open()
 
     def _opened(self, future: asyncio.Future[Inventory]) -> None:
-        self._opening_since = None
+        began, self._opening_since = self._opening_since, None
         self._opened_at = self._clock.now()
-        self._retry_at = self._opened_at + self._backoff.next()
+        self._retry_at = self._opened_at + self._interruptions.pause(self._backoff.next())
         error = future.exception()
         if error is None:
             self._take(future.result())
         elif isinstance(error, GpuSourceError):
             self._inventory = None
+            self._interruptions.refused(self._opened_at if began is None else began)
             self._say(error.problem)
         else:
             self._bug = error
@@ -296,8 +325,10 @@ class Gpus:
     def _forget_parts(self) -> None:
         """A MIG instance that is gone was taken away on purpose, unlike a GPU that the driver lists no longer."""
         gone = [uuid for uuid, one in self._devices.items() if not one.present and one.identity.parent_uuid]
-        for uuid in gone:
-            self._devices.pop(uuid).stop()
+        parts = [self._devices.pop(uuid) for uuid in gone]
+        self._calls_for_gone.keep(parts)
+        for part in parts:
+            part.stop()
 
     def _errors(self) -> list[BaseException]:
         """Why reading failed, of each GPU of the newest inventory whose newest call did."""
@@ -335,6 +366,9 @@ class Gpus:
                 _log.info("GPUs can be read", count=len(self._devices), driver=self.driver_version)
 
     def _view(self, device: Device) -> GpuView:
+        silent_since = self._interruptions.silent_since(device.read_at)
+        if silent_since is not None and device.present:
+            return device.view(opening_since=silent_since, lost=None, released=self._window is not None)
         lost = None
         if device.error is not None:
             lost = str(device.error)
@@ -346,10 +380,3 @@ class Gpus:
 def _place(device: Device) -> tuple[int, bool, str]:
     identity = device.identity
     return identity.index, identity.parent_uuid != "", identity.uuid
-
-
-async def wait_until(futures: Iterable[asyncio.Future[Any]], deadline: float) -> None:
-    """Wait for all of the futures, until `deadline` of the running loop at the latest. Raises none of their errors."""
-    waiting = list(futures)
-    if waiting:
-        await asyncio.wait(waiting, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))

@@ -10,15 +10,21 @@ from gpuscale.monitor.agent.model import DriverEvent, GpuEvent
 from gpuscale.monitor.agent.ports import GpuSource
 from gpuscale.monitor.agent.worker import Worker
 
-# How long a pause may have to wait. The driver wakes the thread at once when there is an event.
-WAIT_SECONDS = 0.25
-
 
 class Listener:
-    """Hands the events of a source to subscribers. To be used from one event loop."""
+    """Hands the events of a source to subscribers. To be used from one event loop.
 
-    def __init__(self, source: GpuSource, clock: Clock, events: GpuEvents) -> None:
+    Args:
+        source: whose events they are.
+        clock: what tells the time.
+        events: the subscribers.
+        wait: seconds that a pause may have to wait. An event wakes the thread at once; each wait that ends without one
+            costs a little.
+    """
+
+    def __init__(self, source: GpuSource, clock: Clock, events: GpuEvents, wait: float) -> None:
         self._source = source
+        self._wait = wait
         self._clock = clock
         self._events = events
         self._worker = Worker("gpu-events")
@@ -56,7 +62,7 @@ class Listener:
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._paused.is_set():
-            found = self._source.wait_event(WAIT_SECONDS)
+            found = self._source.wait_event(self._wait)
             if found is not None:
                 event = _event(found, self._clock.now(), self._clock.wall())
                 try:

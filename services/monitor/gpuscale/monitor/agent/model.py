@@ -178,6 +178,7 @@ class GpuIdentity:
         parent_uuid: UUID of that GPU.
         divided: whether it is divided into MIG instances itself.
         nvlinks: UUID of another GPU of the host and how many NVLinks lead to it.
+        gpu_instance_id: the driver's number of a MIG instance on its GPU; None where it does not tell.
     """
 
     uuid: str
@@ -190,18 +191,24 @@ class GpuIdentity:
     divided: bool = False
     numa_node: int | None = None
     nvlinks: tuple[tuple[str, int], ...] = ()
+    gpu_instance_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
     """What one tick read of a GPU: whether it answers, and the reading.
 
-    `link_ends` are the UUIDs of the GPUs at the other ends of its NVLinks; None stands for a switch.
+    Attributes:
+        link_ends: UUIDs of the GPUs at the other ends of its NVLinks; None stands for a switch.
+        calls: how often the driver was called for it.
+        refusals: how many of these calls gave an error, what the GPU does not support among them.
     """
 
     state: GpuState
     reading: GpuReading
     link_ends: tuple[str | None, ...] = ()
+    calls: int = 0
+    refusals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +277,7 @@ class HostIdentity:
     process_ids_foreign: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class HostReading:
+class HostReading(NamedTuple):
     """What was read of a host."""
 
     cpu_percent: float | None = None
@@ -303,7 +309,7 @@ class HostReading:
         return cls(absent=tuple(Absent(name, status, detail) for name in HOST_FIELDS))
 
 
-HOST_FIELDS: tuple[str, ...] = tuple(name for name in HostReading.__slots__ if name != "absent")
+HOST_FIELDS: tuple[str, ...] = tuple(name for name in HostReading._fields if name != "absent")
 """The readings of a host, by name."""
 
 

@@ -66,6 +66,14 @@ class GpuSource(Protocol):
         """
         ...
 
+    def interrupt(self) -> bool:
+        """End every call that is out, with a GpuSourceError, so that the source can be opened again.
+
+        Returns whether that can be done at all, which it cannot where the driver is called in this process. Does not
+        block, and may be called at any time.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of the driver. Never raises."""
         ...

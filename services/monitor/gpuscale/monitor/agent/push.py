@@ -159,10 +159,9 @@ class FleetPush:
     def _request(self, snapshot: Snapshot) -> monitor_api.StreamTelemetryRequest:
         """The message that tells of a snapshot."""
         now = self._clock.now()
-        message = to_snapshot(snapshot, now)
-        delta = self._deltas.next(message, now)
+        delta = self._deltas.next(snapshot, now)
         if delta is None:
-            return monitor_api.StreamTelemetryRequest(snapshot=message)
+            return monitor_api.StreamTelemetryRequest(snapshot=to_snapshot(snapshot, now))
         return monitor_api.StreamTelemetryRequest(delta=delta)
 
     async def _read(self, call: _Call, welcome: asyncio.Event) -> GpuscaleError:

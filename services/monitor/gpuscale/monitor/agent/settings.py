@@ -27,6 +27,9 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
     node: str = Field(to_id(socket.gethostname()), description="id of this node")
     source: SourceKind = Field("nvml", description="GPUs to read: nvml, simulated, or auto")
     simulated_gpu_count: int = Field(4, ge=0, le=1024, description="how many GPUs to simulate")
+    isolate: bool = Field(
+        default=False, description="read GPUs in a process of its own, which is killed when it hangs"
+    )
     period_seconds: float = Field(1.0, ge=0.1, le=3600.0, description="seconds between snapshots")
     soft_deadline_seconds: float = Field(2.0, gt=0.0, description="a GPU is SLOW beyond this")
     hard_deadline_seconds: float = Field(10.0, gt=0.0, description="a GPU is HUNG beyond this")

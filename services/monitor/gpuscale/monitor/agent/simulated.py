@@ -122,5 +122,9 @@ class SimulatedSource:
     def wait_event(self, timeout: float) -> DriverEvent | None:
         """Nothing ever happens on them."""
 
+    def interrupt(self) -> bool:
+        """No call of them is ever out for long."""
+        return False
+
     def close(self) -> None:
         """Nothing is held."""

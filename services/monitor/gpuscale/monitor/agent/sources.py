@@ -1,5 +1,6 @@
 """Which GPUs the agent reads: real ones, simulated ones, or whichever the host has."""
 
+import importlib.util
 from collections.abc import Callable
 from typing import Literal
 
@@ -59,13 +60,19 @@ class AutoSource:
         """Wait for an event of the chosen source."""
         return (self._chosen or self._real).wait_event(timeout)
 
+    def interrupt(self) -> bool:
+        """End the calls of the chosen source, where that can be done."""
+        return (self._chosen or self._real).interrupt()
+
     def close(self) -> None:
         """Let go of the driver."""
         (self._chosen or self._real).close()
 
 
-def make_source(kind: SourceKind, node: str, simulated_count: int, now: Callable[[], float]) -> GpuSource:
-    """The source of that kind.
+def make_source(
+    kind: SourceKind, node: str, simulated_count: int, now: Callable[[], float], *, isolate: bool = False
+) -> GpuSource:
+    """The source of that kind; `isolate` has real GPUs read in a process of its own.
 
     Raises:
         FailedPreconditionError: `nvml` without nvidia-ml-py.
@@ -73,12 +80,22 @@ def make_source(kind: SourceKind, node: str, simulated_count: int, now: Callable
     simulated = SimulatedSource(node, simulated_count, now)
     if kind == "simulated":
         return simulated
-    try:
-        from gpuscale.monitor.agent.nvml import NvmlSource
-    except ModuleNotFoundError as error:
+    if importlib.util.find_spec("pynvml") is None:
         if kind == "auto":
             return simulated
         raise FailedPreconditionError(
             "reading GPUs needs nvidia-ml-py: pip install 'gpuscale[agent]'", reason="NVML_NOT_INSTALLED"
-        ) from error
-    return NvmlSource(now) if kind == "nvml" else AutoSource(NvmlSource(now), simulated)
+        )
+    real = _real_source(now, isolate=isolate)
+    return real if kind == "nvml" else AutoSource(real, simulated)
+
+
+def _real_source(now: Callable[[], float], *, isolate: bool) -> GpuSource:
+    """Of this process, or of a child; only one of them loads pynvml here."""
+    if isolate:
+        from gpuscale.monitor.agent.isolated import IsolatedSource
+
+        return IsolatedSource()
+    from gpuscale.monitor.agent.nvml import NvmlSource
+
+    return NvmlSource(now)

@@ -1,6 +1,7 @@
 """From the agent's values to the messages of the contract."""
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name
@@ -30,6 +31,10 @@ GPU_NUMBERS = tuple(name for name in GPU_FIELDS if name not in {"processes", "re
 # The contract takes no control characters in a text, and every user of a host may name a process as they like.
 _LONGEST_TEXT = 1024
 
+T = TypeVar("T")
+_Value = float | RecoveryAction | tuple[GpuProcess, ...] | tuple[Absent, ...] | None
+_Reading = types_api.GpuReading | types_api.HostReading
+
 
 def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
     """The message of a snapshot that is sent at `now`, in seconds of the agent's clock."""
@@ -41,16 +46,16 @@ def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
         age=to_duration(now - snapshot.taken_at),
         period=to_duration(snapshot.period),
         host=types_api.Host(
-            hostname=_text(snapshot.host.hostname),
-            operating_system=_text(snapshot.host.operating_system),
+            hostname=text(snapshot.host.hostname),
+            operating_system=text(snapshot.host.operating_system),
             boot_id=snapshot.host.boot_id,
-            driver_version=_text(snapshot.driver_version),
+            driver_version=text(snapshot.driver_version),
             labels=dict(snapshot.labels),
             process_ids_foreign=snapshot.host.process_ids_foreign,
         ),
         host_reading=_host_reading(snapshot.host_reading, snapshot.host_read_at, now),
         gpus=[_gpu(snapshot.node, gpu, now) for gpu in snapshot.gpus],
-        gpu_problem=_text(snapshot.gpu_problem),
+        gpu_problem=text(snapshot.gpu_problem),
         simulated=snapshot.simulated,
     )
 
@@ -61,7 +66,7 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
         name=gpu_name(node, identity.uuid),
         uuid=identity.uuid,
         index=identity.index,
-        model=_text(identity.model),
+        model=text(identity.model),
         simulated=identity.simulated,
         pci_bus_id=identity.pci_bus_id,
         state=_STATE[gpu.state],
@@ -70,7 +75,8 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
         parent_uuid=identity.parent_uuid,
         numa_node=identity.numa_node,
         nvlinks=[types_api.NvLinkPeer(uuid=uuid, link_count=count) for uuid, count in identity.nvlinks],
-        quarantine=_text(gpu.quarantine),
+        quarantine=text(gpu.quarantine),
+        gpu_instance_id=identity.gpu_instance_id,
     )
 
 
@@ -93,11 +99,46 @@ def _gpu_reading(reading: GpuReading, read_at: float | None, now: float) -> type
     return message
 
 
+def put(message: _Reading, name: str, value: _Value) -> tuple[int, ...]:
+    """Put one reading, or the seconds of its `age`, into a message that changes another one.
+
+    Returns:
+        Numbers of the fields that a receiver clears before it merges the message: readings that are absent now, and
+        lists and messages, which merging would add to.
+    """
+    fields = message.DESCRIPTOR.fields_by_name
+    if name == "absent":
+        message.absent_readings.extend(_absent(_items(value, Absent)))
+        return (fields["absent_readings"].number,)
+    if name == "processes" and isinstance(message, types_api.GpuReading):
+        message.processes.extend(_process(process) for process in _items(value, GpuProcess))
+        return (fields["processes"].number,)
+    cleared: tuple[int, ...] = () if value is not None and name != "age" else (fields[name].number,)
+    if name == "throttle_reason_mask" and isinstance(message, types_api.GpuReading):
+        message.throttle_reasons.extend(throttle_reasons(int(value) if isinstance(value, int | float) else 0))
+        cleared += (fields["throttle_reasons"].number,)
+    if name == "age" and isinstance(value, float):
+        message.age.CopyFrom(to_duration(value))
+    elif value is not None:
+        setattr(message, name, _RECOVERY[value] if isinstance(value, RecoveryAction) else value)
+    return cleared
+
+
+def _items(value: _Value, kind: type[T]) -> list[T]:
+    """The items of a reading that is a list; none of one that is absent."""
+    return [item for item in value if isinstance(item, kind)] if isinstance(value, tuple) else []
+
+
+def gpu_state(state: GpuState) -> types_api.GpuState.ValueType:
+    """The contract's name of a state."""
+    return _STATE[state]
+
+
 def _process(process: GpuProcess) -> types_api.GpuProcess:
     return types_api.GpuProcess(
         pid=process.pid,
         memory_used_bytes=process.memory_used_bytes,
-        command=None if process.command is None else _text(process.command),
+        command=None if process.command is None else text(process.command),
         fence=process.fence,
     )
 
@@ -117,12 +158,12 @@ def _host_reading(reading: HostReading, read_at: float | None, now: float) -> ty
 
 def _absent(absent: Iterable[Absent]) -> list[types_api.AbsentReading]:
     return [
-        types_api.AbsentReading(field=one.field, status=_STATUS[one.status], detail=_text(one.detail))
+        types_api.AbsentReading(field=one.field, status=_STATUS[one.status], detail=text(one.detail))
         for one in absent
     ]
 
 
-def _text(text: str) -> str:
+def text(text: str) -> str:
     """The text as the contract takes it."""
     shown = text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
     return shown[:_LONGEST_TEXT]

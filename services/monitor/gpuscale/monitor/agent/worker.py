@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gpuscale.common.clock import Clock
 from gpuscale.monitor.agent.model import Timed
@@ -115,3 +115,10 @@ class Reader(Generic[T]):
             self.last, self.error = outcome, None
         else:
             self.error = outcome or WorkerDiedError(str(died))
+
+
+async def wait_until(futures: Iterable[asyncio.Future[Any]], deadline: float) -> None:
+    """Wait for all of the futures, until `deadline` of the running loop at the latest. Raises none of their errors."""
+    waiting = list(futures)
+    if waiting:
+        await asyncio.wait(waiting, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))

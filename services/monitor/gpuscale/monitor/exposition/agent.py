@@ -1,10 +1,12 @@
 """The agent's page: its newest snapshot, and how collecting goes."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from importlib.metadata import version
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.clock import Clock
+from gpuscale.common.metrics_text import Family, Page, labels
+from gpuscale.monitor.agent.collection import Collection
 from gpuscale.monitor.agent.model import GpuState, Snapshot
 from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.agent.watch import Broadcast
@@ -12,7 +14,6 @@ from gpuscale.monitor.exposition.meter import CollectionMeter
 from gpuscale.monitor.exposition.process import add_process
 from gpuscale.monitor.exposition.snapshots import add_snapshot, dcgm_labels, own_labels
 from gpuscale.monitor.exposition.style import Style
-from gpuscale.monitor.exposition.text import Family, Page, labels
 from gpuscale.monitor.exposition.xids import Xids
 
 STALE_PERIODS = 3
@@ -44,6 +45,22 @@ ERRORS = Family(
     "counter",
     "Readings of GPUs that should have been there and failed, by reason.",
 )
+DRIVER_CALLS = Family(
+    "gpuscale_collection_driver_calls_total", "counter", "Calls of the driver to read GPUs."
+)
+DRIVER_ERRORS = Family(
+    "gpuscale_collection_driver_call_errors_total",
+    "counter",
+    "Calls of the driver to read GPUs that gave an error; what a GPU does not support is asked once.",
+)
+OPENINGS = Family(
+    "gpuscale_collection_driver_openings_total", "counter", "How often the driver was opened, failures too."
+)
+INTERRUPTIONS = Family(
+    "gpuscale_collection_driver_interruptions_total",
+    "counter",
+    "How often the process that reads the driver was killed because it did not answer.",
+)
 SUBSCRIBERS = Family("gpuscale_watch_subscribers", "gauge", "Open streams that get every new snapshot.")
 DROPPED = Family(
     "gpuscale_watch_dropped_total", "counter", "Snapshots that subscribers read too slowly to see."
@@ -57,16 +74,24 @@ class AgentPage:
         meter: has the newest snapshot, and how collecting goes.
         snapshots: whom each snapshot is told to.
         xids: what the driver has reported.
+        collection: how reading the driver goes.
         clock: what tells the time.
         style: which names to use.
     """
 
     def __init__(
-        self, meter: CollectionMeter, snapshots: Broadcast[Snapshot], xids: Xids, clock: Clock, style: Style
+        self,
+        meter: CollectionMeter,
+        snapshots: Broadcast[Snapshot],
+        xids: Xids,
+        collection: Callable[[], Collection],
+        clock: Clock,
+        style: Style,
     ) -> None:
         self._meter = meter
         self._snapshots = snapshots
         self._xids = xids
+        self._collection = collection
         self._clock = clock
         self._style = style
 
@@ -108,5 +133,10 @@ class AgentPage:
         page.add(SNAPSHOTS, "", 0 if meter.newest is None else meter.newest.seq)
         for reason, count in sorted(meter.failures.items(), key=lambda item: item[0].name):
             page.add(ERRORS, labels({"reason": reason.name}), count)
+        collection = self._collection()
+        page.add(DRIVER_CALLS, "", collection.calls)
+        page.add(DRIVER_ERRORS, "", collection.refusals)
+        page.add(OPENINGS, "", collection.openings)
+        page.add(INTERRUPTIONS, "", collection.interruptions)
         page.add(SUBSCRIBERS, "", len(self._snapshots))
         page.add(DROPPED, "", self._snapshots.dropped)

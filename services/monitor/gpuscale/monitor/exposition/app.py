@@ -22,7 +22,7 @@ async def open_metrics(
     if not settings.metrics_listen:
         yield ""
         return
-    from gpuscale.monitor.exposition.http import serve_metrics
+    from gpuscale.common.metrics_http import serve_metrics
 
     options, authenticator = settings.server_options(), settings.authenticator()
     async with serve_metrics(settings.metrics_listen, options, authenticator, render) as address:

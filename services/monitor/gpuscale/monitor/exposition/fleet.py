@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 
 from gpuscale.common.clock import Clock
+from gpuscale.common.metrics_text import Family, Page, labels
 from gpuscale.monitor.exposition.process import add_process
 from gpuscale.monitor.exposition.snapshots import add_snapshot
 from gpuscale.monitor.exposition.style import Style
-from gpuscale.monitor.exposition.text import Family, Page, labels
 from gpuscale.monitor.fleet.model import NodeState
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Record

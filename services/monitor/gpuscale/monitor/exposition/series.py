@@ -9,7 +9,7 @@ tables have our own names in base units. A reading that DCGM knows and the drive
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpuscale.monitor.exposition.text import Family, Kind
+from gpuscale.common.metrics_text import Family, Kind
 
 MIB = 1024**2
 PRESSURE = "Share of time in which some task waited for {}."

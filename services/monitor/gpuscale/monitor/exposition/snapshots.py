@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from google.protobuf.message import Message
 
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.metrics_text import Family, Page, labels
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.exposition.series import DCGM, GPU, HOST, Series
 from gpuscale.monitor.exposition.style import Style
-from gpuscale.monitor.exposition.text import Family, Page, labels
 
 GPU_INFO = Family("gpuscale_gpu_info", "gauge", "What a GPU is; always 1.")
 GPU_STATE = Family(
@@ -130,8 +130,7 @@ def own_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu) -> dict[str, st
 def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style) -> str:
     """The labels of dcgm-exporter, in its order.
 
-    A MIG instance has the index and address of its GPU, its profile, and its own UUID, which tells instances of one
-    profile apart (there GPU_I_ID does, which the contract does not have).
+    A MIG instance has the index and address of its GPU, its profile, its number on the GPU, and its own UUID.
     """
     host = snapshot.host
     return labels(
@@ -142,6 +141,7 @@ def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style) 
             "device": f"nvidia{gpu.index}",
             "modelName": gpu.model,
             "GPU_I_PROFILE": gpu.mig_profile,
+            "GPU_I_ID": str(gpu.gpu_instance_id) if gpu.HasField("gpu_instance_id") else "",
             style.host_label: host.hostname or snapshot.node,
             "DCGM_FI_DRIVER_VERSION": host.driver_version,
             "node": snapshot.node if style.many_nodes else "",

@@ -5,6 +5,7 @@ validation. Of a delta, the numbers are compared with the range that the contrac
 only what is no number, or out of its range, meets the full validation.
 """
 
+from collections.abc import Mapping, Sequence
 from math import isnan
 from operator import add, le
 from typing import Any
@@ -55,17 +56,13 @@ def _range(field: FieldDescriptor) -> tuple[float, float] | None:
 
 _GPU = _Kind(types_api.GpuReading)
 _HOST = _Kind(types_api.HostReading)
-_MEMORY = {
-    number: name
-    for number, name in _GPU.names.items()
-    if name in ("memory_total_bytes", "memory_used_bytes", "memory_free_bytes")
-}
+_MEMORY = ("memory_used_bytes", "memory_free_bytes", "memory_total_bytes")
 
 
 def refuse_change(change: Change, base: Picture) -> str:
     """Why a change cannot follow `base`, whose seq it names; empty if it can. Changes nothing."""
     delta = change.delta
-    age, time, count = delta.age, delta.sample_time, len(base.readings)
+    age, time, count = delta.age, delta.sample_time, base.gpu_count
     if age.seconds < 0 or not 0 <= age.nanos < _NANOS:
         return "age must be at least 0 s"
     if not (_FIRST_SECOND <= time.seconds <= _LAST_SECOND and 0 <= time.nanos < _NANOS):
@@ -117,13 +114,13 @@ def _refuse_reading(kind: _Kind, change: monitor_api.GpuDelta | monitor_api.Host
 
 def _refuse_numbers(change: Change, count: int) -> str:
     """Why these cannot be numbers of so many GPUs; empty if they can."""
-    places, columns = change.places, change.columns
+    places, fields = change.numbers.places, change.numbers.fields
     if places and not (min(places) >= 0 and max(places) < count):
         return "places has one that is that of no GPU"
     width = len(places) or count
-    if not columns or not width or len(change.delta.numbers.values) != width * len(columns):
+    if not fields or not width or len(change.delta.numbers.values) != width * len(fields):
         return "values has not one of each field for each GPU"
-    for number, values in columns:
+    for number, values in zip(fields, change.numbers.columns, strict=True):
         within = _GPU.ranges.get(number)
         if within is None:
             return "fields has one that is no number"
@@ -135,15 +132,29 @@ def _refuse_numbers(change: Change, count: int) -> str:
 
 def _fits(change: Change, base: Picture) -> bool:
     """Whether memory in use and free is surely within the total; what is absent counts as 0."""
-    told = {number: values for number, values in change.columns if number in _MEMORY}
+    numbers = change.numbers
+    told = {
+        name: values
+        for number, values in zip(numbers.fields, numbers.columns, strict=True)
+        if (name := _GPU.names[number]) in _MEMORY
+    }
     if not told:
         return True
-    readings = [base.readings[place] for place in change.places] if change.places else base.readings
-    total, used, free = (
-        told.get(number) or [getattr(reading, name) for reading in readings]
-        for number, name in _MEMORY.items()
-    )
+    used, free, total = (_memory(name, told, base, numbers.places) for name in _MEMORY)
     return all(map(le, map(add, used, free), total))
+
+
+def _memory(
+    name: str, told: Mapping[str, Sequence[float]], base: Picture, places: Sequence[int]
+) -> Sequence[float]:
+    """One figure of memory, after the change, of each GPU that its numbers are about."""
+    if name in told:
+        return told[name]
+    if name == "memory_total_bytes":
+        totals = base.memory_totals
+        return [totals[place] for place in places] if places else totals
+    gpus = base.snapshot.gpus
+    return [getattr(gpu.reading, name) for gpu in ([gpus[place] for place in places] if places else gpus)]
 
 
 def _refuse_merged(change: Change, base: Picture) -> str:

@@ -2,8 +2,10 @@
 
 import asyncio
 import sys
+from contextlib import nullcontext
 
 from gpuscale.common.clock import SystemClock
+from gpuscale.common.lock import DirectoryLock
 from gpuscale.common.logs import get_logger
 from gpuscale.common.program import run_program
 from gpuscale.common.server import Server
@@ -22,14 +24,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(settings: FleetSettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set."""
+    """Serve until `stop` is set.
+
+    Raises:
+        GpuscaleError: the data directory, what is in it, or the address cannot be used.
+    """
     server = Server(settings.server_options(), settings.authenticator())
-    address = server.bind()
-    async with open_fleet(settings, clock=SystemClock()) as registrations:
-        server.add(*registrations)
-        async with server:
-            _log.info("fleet serves", address=address)
-            await stop.wait()
+    with nullcontext() if settings.data_dir is None else DirectoryLock(settings.data_dir):
+        address = server.bind()
+        async with open_fleet(settings, clock=SystemClock()) as registrations:
+            server.add(*registrations)
+            async with server:
+                _log.info("fleet serves", address=address)
+                await stop.wait()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ A node has one stream at a time. A stream with the same or a newer epoch takes t
 to end; within an epoch only a higher seq is taken in. So no order in which messages arrive moves a node back.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 
 from gpuscale.api.monitor import v1 as monitor_api
@@ -29,9 +29,9 @@ from gpuscale.monitor.fleet.sanity import refuse_snapshot
 from gpuscale.monitor.fleet.watch import Watchers
 from gpuscale.monitor.merging import Change, Picture
 
-Observer = Callable[[str, types_api.Snapshot, float, "Collection[int] | None"], None]
-"""Told of each snapshot that was taken in: id of the node; its snapshot, changes merged, which the observer must not change
-or keep; seconds of the fleet's clock; places in `gpus` of what changed, None for all. It must be quick and not raise."""
+Observer = Callable[[str, Picture, float, Change | None], None]
+"""Told of each snapshot that was taken in: id of the node; its picture, changes merged, which the observer must not change
+or keep; seconds of the fleet's clock; what changed, None for a whole snapshot. It must be quick and not raise."""
 FaultObserver = Callable[[str, monitor_api.ReportedFaults, float], None]
 """Told of faults that an agent reports: id of the node; the faults; seconds of the fleet's clock. As quick as an Observer."""
 
@@ -118,6 +118,7 @@ class Nodes:
             ResourceExhaustedError: there are too many nodes.
         """
         stream = self._connect(hello, end)
+        del hello  # thousands of streams would each keep theirs for as long as they last
         try:
             yield stream
         finally:
@@ -207,7 +208,7 @@ class Nodes:
         reason = refuse_sample(last, sample) or refuse_change(change, picture)
         if not reason:
             picture.merge(change)
-            self._took(stream, sample, picture, now, change.changed_places() if self.observers else None)
+            self._took(stream, sample, picture, now, change)
         return reason
 
     def _take_faults(self, stream: Stream, faults: monitor_api.ReportedFaults, now: float) -> str:
@@ -219,19 +220,14 @@ class Nodes:
         return ""
 
     def _took(
-        self,
-        stream: Stream,
-        sample: Sample,
-        picture: Picture,
-        now: float,
-        changed: Collection[int] | None,
+        self, stream: Stream, sample: Sample, picture: Picture, now: float, change: Change | None
     ) -> None:
         record = stream.record
         record.sample, record.picture, record.received_at = sample, picture, now
         stream.acked_seq = stream.base_seq = sample.seq
         self.taken_count += 1
         for observe in self.observers:
-            observe(record.node, picture.snapshot, now, changed)
+            observe(record.node, picture, now, change)
         self._changed(record, now)
 
     def _reject(self, stream: Stream, reason: str) -> None:

@@ -45,14 +45,14 @@ class FleetServicer(monitor_api.FleetServiceServicer):
     ) -> AsyncGenerator[monitor_api.StreamTelemetryResponse, None]:
         """Take in an agent's stream; acknowledge the first snapshot, then now and then, and whatever is refused."""
         requests = Requests(context.read)
-        hello = _hello(await requests.first(HELLO_SECONDS))
-        with self._nodes.connected(hello, requests.end) as stream:
+        with self._nodes.connected(_hello(await requests.first(HELLO_SECONDS)), requests.end) as stream:
             yield _acknowledgement(stream)
             due = float("-inf")
             while (request := await requests.next()) is not None:
                 whole = stream.base_seq is None
                 taken = self._nodes.take(stream, request)
-                now = self._clock.now()
+                del request  # thousands of streams would each keep one while they wait for the next
+                now = stream.record.received_at
                 if now >= due or not taken or (whole and stream.base_seq is not None):
                     due = now + ACKNOWLEDGE_SECONDS * _random.uniform(0.5, 1.0)  # not all streams at once
                     yield _acknowledgement(stream)

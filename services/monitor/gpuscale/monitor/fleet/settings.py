@@ -1,5 +1,6 @@
 """Settings of the fleet."""
 
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
@@ -14,6 +15,10 @@ class FleetSettings(ExpositionSettings):
     section: ClassVar[str] = "fleet"
 
     listen: str = Field("127.0.0.1:7072", description="address to serve on, HOST:PORT")
+    data_dir: Path | None = Field(
+        None,
+        description="directory of recordings and history, one fleet each; without it a restart forgets them",
+    )
     max_nodes: int = Field(20_000, ge=1, description="most nodes that may report")
     history_fine_seconds: float = Field(
         600.0, ge=10, le=86_400, description="how long history is kept in steps of 1 s"

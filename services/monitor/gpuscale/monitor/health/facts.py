@@ -33,6 +33,19 @@ _FINE = frozenset(
 _SLOWDOWN = SOFTWARE_THERMAL | HARDWARE_THERMAL | POWER_BRAKE
 _NO_ACTION = types_api.RecoveryAction.RECOVERY_ACTION_NONE
 
+WATCHED_FIELDS = frozenset(
+    types_api.GpuReading.DESCRIPTOR.fields_by_name[name].number
+    for name in (
+        "ecc_volatile_uncorrected_count",
+        "throttle_reason_mask",
+        "remapped_rows_failed",
+        "remapped_rows_pending",
+        "retired_pages_pending",
+        "recovery_action",
+    )
+)
+"""The readings that decide whether a GPU looks well, by number: a change of others need not be looked at."""
+
 
 def looks_well(gpu: types_api.Gpu) -> bool:
     """Whether no check that needs no memory can find anything: quick, since thousands are looked at each second.

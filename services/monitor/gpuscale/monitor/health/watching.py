@@ -1,19 +1,18 @@
 """Health of the fleet's nodes: an observer of what they stream, and what the judgement is told to."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.api.types import v1 as types_api
 from gpuscale.common.clock import Clock
 from gpuscale.common.logs import get_logger
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.watch import Watchers
 from gpuscale.monitor.health.events import Events
-from gpuscale.monitor.health.facts import facts_of, looks_well
+from gpuscale.monitor.health.facts import WATCHED_FIELDS, facts_of, looks_well
 from gpuscale.monitor.health.model import Event, GpuFacts, HealthSeverity
 from gpuscale.monitor.health.register import HealthRegister
+from gpuscale.monitor.merging import Change, Picture
 
 EVERY_SECONDS = 30.0
 """A GPU that looks well is looked at closely this often: what then is compared with before is read no more often."""
@@ -40,20 +39,22 @@ class HealthWatch:
         self.register = HealthRegister(Events(f"{int(clock.wall().timestamp()):08x}"))
         self.watchers = Watchers()
 
-    def observe(
-        self, node: str, snapshot: types_api.Snapshot, now: float, changed: Collection[int] | None
-    ) -> None:
-        """Take in a snapshot. `changed`: places of the GPUs that changed; None for all."""
-        gpus, register = snapshot.gpus, self.register
-        if changed is None:
-            register.shown(node, snapshot.host.boot_id, {gpu.uuid.lower() for gpu in gpus}, now)
+    def observe(self, node: str, picture: Picture, now: float, change: Change | None) -> None:
+        """Take in a snapshot. `change`: what changed; None for a whole snapshot."""
+        register = self.register
+        if change is None:
+            snapshot = picture.snapshot
+            register.shown(node, snapshot.host.boot_id, {gpu.uuid.lower() for gpu in snapshot.gpus}, now)
         eventful = register.eventful(node)
         every = now >= self._turns.get(node, float("-inf"))
+        if not (every or eventful or change is None or change.touches(WATCHED_FIELDS)):
+            return
         if every:
             self._turns[node] = now + EVERY_SECONDS
+        gpus = picture.snapshot.gpus
+        changed = None if every or change is None else change.changed_places()
         facts: dict[str, GpuFacts] = {}
-        for place in range(len(gpus)) if every or changed is None else changed:
-            gpu = gpus[place]
+        for gpu in gpus if changed is None else [gpus[place] for place in changed]:
             if every or not looks_well(gpu) or (eventful and gpu.uuid.lower() in eventful):
                 facts[gpu.uuid] = facts_of(gpu)
         if facts:

@@ -1,13 +1,19 @@
 """The histories of all nodes and GPUs, within a budget of memory. Pure: times are arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from gpuscale.monitor.history.metrics import GPU_METRICS, NODE_METRICS, Metric, Sample
+from gpuscale.monitor.history.ring import Rows
 from gpuscale.monitor.history.series import Series, Tier, most_bytes
 
 LOOK_FOR_ENDED_SECONDS = 60.0
 DEFAULT_TIERS = (Tier(1.0, 600.0), Tier(10.0, 6 * 3600.0), Tier(60.0, 7 * 86400.0))
 """1 s for 10 min, 10 s for 6 h, 1 min for 7 d."""
+
+
+def metrics_of(key: str) -> Sequence[Metric]:
+    """What is kept under a key: the name of a node has a slash, a UUID has none."""
+    return NODE_METRICS if "/" in key else GPU_METRICS
 
 
 class History:
@@ -53,6 +59,22 @@ class History:
         """The series of a key; None where none is kept."""
         found = self._series.get(key)
         return found[0] if found else None
+
+    def all(self) -> Iterator[tuple[str, Series]]:
+        """Every key and its series, as of now."""
+        return ((key, series) for key, (series, _) in list(self._series.items()))
+
+    def restore(self, key: str, rows: Rows) -> bool:
+        """Begin a series with buckets of the coarsest tier that a run before kept; whether there was memory for it."""
+        metrics = metrics_of(key)
+        size = most_bytes(len(metrics), self.tiers)
+        if self._used + size > self._budget:
+            return False
+        series = Series(len(metrics), self.tiers)
+        series.restore(rows)
+        self._series[key] = series, size
+        self._used += size
+        return True
 
     def _add(self, key: str, at: float, sample: Sample, metrics: Sequence[Metric]) -> None:
         found = self._series.get(key)

@@ -1,7 +1,7 @@
 """Buckets of one step of time, oldest overwritten, in arrays that never grow beyond what was agreed. Pure.
 
-A bucket has a number: the seconds of the clock at its begin, divided by the step (32 bits are 136 years of seconds). A step without a sample has no
-bucket and takes no memory. Values are kept with 24 bits, which is 1 part in 16 million.
+A bucket has a number: the seconds of the clock at its begin, divided by the step; 32 bits are 68 years of seconds, and
+it is below 0 before the boot of the host. A step without a sample has no bucket and takes no memory. Values are kept with 24 bits, which is 1 part in 16 million.
 """
 
 from array import array
@@ -37,6 +37,47 @@ class Point(NamedTuple):
     samples: int
 
 
+class Rows(NamedTuple):
+    """Buckets by time, as arrays: a number for each, and the metrics of one after those of the other."""
+
+    numbers: "array[int]"
+    mins: "array[float]"
+    means: "array[float]"
+    maxs: "array[float]"
+    counts: "array[int]"
+
+    @classmethod
+    def empty(cls) -> "Rows":
+        """No bucket."""
+        return cls(array("i"), array("f"), array("f"), array("f"), array("H"))
+
+    def add(self, number: int, bucket: Bucket) -> None:
+        """Add a bucket; its number is above those before."""
+        self.numbers.append(number)
+        self.mins.extend(bucket.mins)
+        self.means.extend(bucket.means)
+        self.maxs.extend(bucket.maxs)
+        self.counts.extend(bucket.counts)
+
+    def extend(self, rows: "Rows") -> None:
+        """Add buckets; their numbers are above those before."""
+        self.numbers.extend(rows.numbers)
+        self.mins.extend(rows.mins)
+        self.means.extend(rows.means)
+        self.maxs.extend(rows.maxs)
+        self.counts.extend(rows.counts)
+
+    def part(self, begin: int, stop: int, width: int) -> "Rows":
+        """The buckets at these places, of `width` metrics, as copies."""
+        numbers, mins, means, maxs, counts = self
+        cells = slice(begin * width, stop * width)
+        return Rows(numbers[begin:stop], mins[cells], means[cells], maxs[cells], counts[cells])
+
+    def last(self, width: int) -> Bucket:
+        """The newest bucket, of `width` metrics."""
+        return Bucket(self.mins[-width:], self.means[-width:], self.maxs[-width:], self.counts[-width:])
+
+
 def bucket_of(sample: Sample) -> Bucket:
     """The bucket of a single sample."""
     return Bucket(sample, sample, sample, [not isnan(value) for value in sample])
@@ -49,11 +90,7 @@ class Ring:
         self._width = width
         self._capacity = capacity
         self._oldest = 0  # row of the oldest bucket
-        self._numbers = array("I")
-        self._mins = array("f")
-        self._means = array("f")
-        self._maxs = array("f")
-        self._counts = array("H")
+        self._numbers, self._mins, self._means, self._maxs, self._counts = Rows.empty()
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -67,6 +104,10 @@ class Ring:
     def last(self) -> int | None:
         """Number of the newest bucket; None of an empty ring."""
         return self._numbers[self._oldest - 1] if self._numbers else None
+
+    @property
+    def _rows(self) -> Rows:
+        return Rows(self._numbers, self._mins, self._means, self._maxs, self._counts)
 
     def append(self, number: int, bucket: Bucket) -> None:
         """Add a bucket; its number is above those before."""
@@ -92,6 +133,18 @@ class Ring:
         columns = [self._merged_column(metric, begin) for metric in range(self._width)]
         mins, means, maxs, counts = zip(*columns, strict=True)
         return Bucket(mins, means, maxs, counts)
+
+    def rows(self, first: int) -> Rows:
+        """The buckets from a number on, as copies."""
+        begin, size = self._oldest + self._row_at(first, 1.0), len(self)
+        found = self._rows.part(begin, size, self._width)
+        found.extend(self._rows.part(max(begin - size, 0), self._oldest, self._width))
+        return found
+
+    def restore(self, rows: Rows) -> None:
+        """Fill an empty ring with buckets, the newest of them where they are too many."""
+        size = len(rows.numbers)
+        self._rows.extend(rows.part(max(size - self._capacity, 0), size, self._width))
 
     def points(self, metric: int, step: float, start: float, end: float) -> list[Point]:
         """One metric of the buckets that begin in [start, end), by time; those without a sample are left out."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import ceil
 
 from gpuscale.monitor.history.metrics import ABSENT, Sample, Stats, Tally
-from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, bucket_of
+from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, Rows, bucket_of
 
 BYTES_OF_NUMBER = 4
 BYTES_OF_METRIC = 3 * 4 + 2
@@ -56,6 +56,7 @@ class Series:
         self._ratios = [round(coarse.step / fine.step) for fine, coarse in pairwise(tiers)]
         self._open_number = -1
         self._open: list[Bucket] = []
+        self._restored_until = float("-inf")  # what a run before had in finer steps is kept in the coarsest
         self._width = width
 
     def add(self, at: float, sample: Sample) -> None:
@@ -86,6 +87,11 @@ class Series:
     def points(self, metric: int, tier: int, start: float, end: float) -> list[Point]:
         """One metric in [start, end) by the buckets of a tier; what that has not got yet by those of the finer ones."""
         found: list[Point] = []
+        if tier < len(self._rings) - 1 and start < self._restored_until:
+            found = self._rings[-1].points(
+                metric, self._tiers[-1].step, start, min(end, self._restored_until)
+            )
+            start = self._restored_until
         for index in range(tier, -1, -1):
             ring, step = self._rings[index], self._tiers[index].step
             found += ring.points(metric, step, start, end)
@@ -97,6 +103,23 @@ class Series:
                 values = bucket.mins[metric], bucket.means[metric], bucket.maxs[metric]
                 found.append(Point(self.newest(), *values, bucket.counts[metric]))
         return found
+
+    def coarsest(self, first: int) -> Rows:
+        """Buckets of the coarsest tier from a number on, and what the tier before has for the next one."""
+        rows = self._rings[-1].rows(first)
+        fresh, last = self._fresh[-2], self._rings[-2].last
+        if fresh and last is not None:
+            rows.add(last // self._ratios[-1], self._rings[-2].merged(fresh))
+        return rows
+
+    def restore(self, rows: Rows) -> None:
+        """Begin, before the first sample, with buckets of the coarsest tier; the last of them may go on."""
+        last = rows.numbers[-1]
+        self._rings[-1].restore(rows.part(0, len(rows.numbers) - 1, self._width))
+        self._restored_until = last * self._tiers[-1].step
+        self._rings[-2].append(last * self._ratios[-1], rows.last(self._width))
+        self._fresh[-2] = 1
+        self._open_number = round(self._restored_until / self._tiers[0].step)
 
     def _close(self) -> None:
         if self._open:

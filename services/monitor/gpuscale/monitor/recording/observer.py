@@ -5,7 +5,6 @@ is new if it was made a quarter of the agent's period or more after the one befo
 since there is no memory for more history and no recording of them, nothing is looked at.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from math import isnan
 
@@ -16,6 +15,7 @@ from gpuscale.common.names import node_name
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.history.metrics import ABSENT, Sample
+from gpuscale.monitor.merging import Change, Picture
 from gpuscale.monitor.recording.recordings import Recordings
 
 NEW_AFTER_PERIODS = 0.25
@@ -40,15 +40,14 @@ class SampleObserver:
         self._hosts: dict[str, float] = {}
         self._kept: set[str] = set()  # nodes of which there is, or may be, history
 
-    def observe(
-        self, node: str, snapshot: types_api.Snapshot, now: float, changed: Collection[int] | None
-    ) -> None:
-        """Take in the new readings of a snapshot. `changed`: places of the GPUs that changed; None for all."""
+    def observe(self, node: str, picture: Picture, now: float, change: Change | None) -> None:
+        """Take in the new readings of a snapshot. `change`: what changed; None for a whole snapshot."""
         if self._history.has_room:
             self._kept.add(node)
         elif node not in self._kept and node not in self._recordings.nodes:
             self._gpus.pop(node, None)
             return
+        snapshot, changed = picture.snapshot, None if change is None else change.changed_places()
         apart = NEW_AFTER_PERIODS * seconds(snapshot.period)
         before, seen = self._gpus.get(node, {}), dict[str, _Seen]()
         for index, gpu in enumerate(snapshot.gpus):

@@ -58,11 +58,16 @@ class Recordings:
             raise AlreadyExistsError(f"there is a recordings/{order.id} already", reason="RECORDING_EXISTS")
         self._make_room()
         recording = Recording(order, now, [RecordedGpu(target) for target in order.targets])
-        self._all[order.id] = recording
-        for gpu in recording.gpus:
-            self._taking.setdefault(gpu.target.uuid.lower(), []).append((recording, gpu))
-        self._note_nodes()
+        self.restore(recording)
         return recording
+
+    def restore(self, recording: Recording) -> None:
+        """Keep a recording as it is; one that runs goes on."""
+        self._all[recording.order.id] = recording
+        if recording.state is RecordingState.RUNNING:
+            for gpu in recording.gpus:
+                self._taking.setdefault(gpu.target.uuid.lower(), []).append((recording, gpu))
+            self._note_nodes()
 
     def stop(self, key: str, now: float) -> Recording:
         """End a recording; one that has ended stays as it is.

@@ -1,6 +1,7 @@
 """RecordingService on the wire."""
 
 import uuid
+from collections.abc import Awaitable, Callable
 
 import grpc
 
@@ -20,11 +21,19 @@ DEFAULT_INTERVAL_SECONDS = 1.0
 DEFAULT_MAX_DURATION_SECONDS = 3_600.0
 RECORDING = "recordings/{recording}"
 
+Keep = Callable[[str], Awaitable[None]]
+"""Makes what became of a recording last, by its id: it began, ended, or was deleted."""
+
+
+async def forget(_: str) -> None:
+    """For a fleet that has no place to keep recordings in."""
+
 
 class RecordingServicer(monitor_api.RecordingServiceServicer):
     """Starts, stops and shows recordings."""
 
-    def __init__(self, recordings: Recordings, directory: Directory, clock: Clock) -> None:
+    def __init__(self, recordings: Recordings, directory: Directory, clock: Clock, keep: Keep) -> None:
+        self._keep = keep
         self._recordings = recordings
         self._directory = directory
         self._clock = clock
@@ -39,6 +48,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
         """Begin a recording."""
         dates = Dates.of(self._clock)
         recording = self._recordings.start(self._order(request), dates.now)
+        await self._keep(recording.order.id)
         return monitor_api.StartRecordingResponse(recording=to_recording(recording, dates))
 
     async def StopRecording(
@@ -51,6 +61,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
         """End a recording."""
         dates = Dates.of(self._clock)
         recording = self._recordings.stop(_id(request.name), dates.now)
+        await self._keep(recording.order.id)
         return monitor_api.StopRecordingResponse(recording=to_recording(recording, dates))
 
     async def GetRecording(
@@ -90,7 +101,9 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
         ],
     ) -> monitor_api.DeleteRecordingResponse:
         """Forget a recording."""
-        self._recordings.delete(_id(request.name), self._clock.now())
+        key = _id(request.name)
+        self._recordings.delete(key, self._clock.now())
+        await self._keep(key)
         return monitor_api.DeleteRecordingResponse()
 
     def _order(self, request: monitor_api.StartRecordingRequest) -> Order:

@@ -68,11 +68,11 @@ def _recovery(value: float) -> RecoveryAction:
     return _RECOVERY.get(int(value), RecoveryAction.OTHER)
 
 
-FAST = (
+METERS = (
     Field("memory_temperature_celsius", (pynvml.NVML_FI_DEV_MEMORY_TEMP,), float, _HIGHEST_CELSIUS),
     Field("energy_joules", (pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,), _thousandth),
 )
-"""What is worth a call in every tick."""
+"""What moves slowly, or only adds up, but is worth a call every few seconds."""
 
 _SLOW = (
     Field(
@@ -161,7 +161,7 @@ def _reading(
 ) -> Value | None:
     total: float = 0
     for at in range(place, place + len(field.keys)):
-        answer = asking.attempt(field.name, partial(_number, found[at]))
+        answer = asking.attempt(field.name, partial(_number, found[at]), counted=False)
         if isinstance(answer, Failure):
             asking.note((field.name,), answer)
             return None

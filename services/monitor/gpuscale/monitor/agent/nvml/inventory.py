@@ -94,8 +94,17 @@ def mig_parts(parent: Device) -> Iterator[Device]:
                 parent_uuid=parent.identity.uuid,
                 divided=False,
                 nvlinks=(),
+                gpu_instance_id=_gpu_instance_id(handle),
             ),
         )
+
+
+def _gpu_instance_id(handle: pynvml.c_nvmlDevice_t) -> int | None:
+    try:
+        return pynvml.nvmlDeviceGetGpuInstanceId(handle)
+    except pynvml.NVMLError as error:
+        raise_if_driver_gone(error)
+        return None
 
 
 def _is_divided(handle: pynvml.c_nvmlDevice_t) -> bool:

@@ -2,8 +2,8 @@
 
 | tier      | every  | calls                                                                                      |
 | --------- | ------ | ------------------------------------------------------------------------------------------ |
-| fast      | tick   | utilization, memory, temperature, power, two clocks, throttle reasons, one batch of fields |
-| engines   | 5 s    | encoder, decoder, video clock, performance state                                           |
+| fast      | tick   | utilization, memory, temperature, power, two clocks, throttle reasons                      |
+| engines   | 5 s    | encoder, decoder, video clock, performance state, one batch of fields: energy, memory heat |
 | processes | 5 s    | the lists of processes                                                                     |
 | slow      | 30 s   | limit in force, PCIe link, and one batch of fields: ECC, rows, pages, NVLink, limits       |
 """
@@ -16,7 +16,7 @@ import pynvml
 
 from gpuscale.monitor.agent.asking import Asking, Failure, Kept, Unsupported
 from gpuscale.monitor.agent.model import GpuIdentity, GpuProcess, GpuReading, ReadingStatus
-from gpuscale.monitor.agent.nvml.fields import FAST, Values, ask, ask_slow
+from gpuscale.monitor.agent.nvml.fields import METERS, Values, ask, ask_slow
 from gpuscale.monitor.agent.nvml.links import link_ends
 from gpuscale.monitor.agent.nvml.lists import ask_processes
 from gpuscale.monitor.agent.processes import ProcessNames
@@ -82,7 +82,6 @@ class Tick:
             high=_HIGHEST_CELSIUS,
         )
         power = self._watts("power_watts", pynvml.nvmlDeviceGetPowerUsage)
-        fast = ask(self._asking, self._handle, "fast fields", FAST)
         return self._base()._replace(
             utilization_percent=utilization,
             memory_utilization_percent=memory_utilization,
@@ -97,7 +96,6 @@ class Tick:
             throttle_reason_mask=self._throttle_reasons(),
             processes=self._processes(),
             absent=self._asking.absent,
-            **fast,
         )
 
     def _base(self) -> GpuReading:
@@ -169,6 +167,7 @@ class Tick:
             ),
             "video_clock_mhz": self._clock("video_clock_mhz", pynvml.NVML_CLOCK_VIDEO),
             "performance_state": self._performance_state(),
+            **ask(self._asking, self._handle, "meter fields", METERS),
         }
         return {name: value for name, value in readings.items() if value is not None}
 

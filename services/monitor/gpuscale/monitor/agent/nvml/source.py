@@ -84,7 +84,8 @@ class NvmlSource:
             reading = GpuReading.nothing(silence.status, silence.detail)
         elif device.identity.divided:
             self._look_at_parts(device)
-        return GpuSample(asking.state(), reading, tuple((device.links or {}).values()))
+        ends = tuple((device.links or {}).values())
+        return GpuSample(asking.state(), reading, ends, asking.calls, asking.refusals)
 
     def probe(self, uuid: str) -> None:
         """Ask for the performance state: one call that reaches the GPU and is among the cheapest.
@@ -100,6 +101,10 @@ class NvmlSource:
     def wait_event(self, timeout: float) -> DriverEvent | None:
         """Wait for an XID or ECC error of any GPU."""
         return self._events.wait(timeout) if self._events is not None else None
+
+    def interrupt(self) -> bool:
+        """A thread that is stuck in the driver cannot be freed."""
+        return False
 
     def close(self) -> None:
         """Shut NVML down. A failure is ignored: there is nobody left who could do better."""

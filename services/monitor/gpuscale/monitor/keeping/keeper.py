@@ -1,0 +1,178 @@
+"""Carries recordings and history over the end of the fleet's process.
+
+The coarsest tier of history, and what running recordings have come to, are written every `SAVE_SECONDS`; a recording also
+when it begins, ends or is deleted, before the answer. What a crash loses is what was read since the last write, and of
+history up to a step of the tier before the coarsest: less than a minute in all.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
+from pathlib import Path
+
+from gpuscale.common.clock import Clock
+from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.logs import get_logger
+from gpuscale.monitor.history.history import History, metrics_of
+from gpuscale.monitor.history.packing import CHUNK, chunks, unpack
+from gpuscale.monitor.history.ring import Rows
+from gpuscale.monitor.history.series import Series
+from gpuscale.monitor.keeping.store import DATABASE, Chunk, FleetStore, Saving
+from gpuscale.monitor.keeping.timeline import STEP_SECONDS, Timeline, continued
+from gpuscale.monitor.recording.model import Recording, RecordingState
+from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.recording.saved import from_text, to_text
+
+SAVE_SECONDS = 45.0
+SERIES_AT_ONCE = 100
+"""So many series are looked at before other work gets its turn."""
+
+_Newest = tuple[int, int]
+"""The newest bucket of a series, and how many samples it had."""
+_BEGIN = -(2**31)
+
+_log = get_logger(__name__)
+
+
+class Keeper:
+    """Writes what is to be kept, and brings it back at the start; `restore` comes first."""
+
+    def __init__(self, store: FleetStore, history: History, recordings: Recordings, clock: Clock) -> None:
+        self._store = store
+        self._history = history
+        self._recordings = recordings
+        self._clock = clock
+        self._timeline = Timeline("", 0.0)
+        self._saved: dict[str, _Newest] = {}
+        self._failing = False
+
+    async def restore(self) -> None:
+        """Bring back what a run before had kept.
+
+        Raises:
+            FailedPreconditionError: STATE_UNREADABLE, it is not what a fleet writes.
+            UnavailableError: it cannot be read now.
+        """
+        before, newest = await self._store.boot()
+        wall = self._clock.wall().timestamp()
+        now = self._clock.now()
+        self._timeline = continued(before, newest, self._clock.boot_id, now, wall)
+        try:
+            for text in await self._store.recordings():
+                self._recordings.restore(from_text(text, self._timeline.offset))
+            async for key, rows in self._series():
+                if self._history.restore(key, rows):
+                    self._saved[key] = _newest(rows, len(metrics_of(key)))
+        except ValueError as error:
+            raise FailedPreconditionError(
+                f"{DATABASE} cannot be read ({error}); it was left as it is", reason="STATE_UNREADABLE"
+            ) from error
+
+    async def run(self) -> None:
+        """Save now and then, for ever."""
+        while True:
+            await asyncio.sleep(SAVE_SECONDS)
+            await self.try_to_save()
+
+    async def try_to_save(self) -> None:
+        """Save; a disk that cannot be written to ends nothing, and is said once."""
+        try:
+            await self.save()
+            self._failing = False
+        except (UnavailableError, FailedPreconditionError) as error:
+            if not self._failing:
+                _log.error(
+                    "recordings and history cannot be saved", reason=error.reason, message=error.message
+                )
+            self._failing = True
+
+    async def save(self) -> None:
+        """Write what is new.
+
+        Raises:
+            UnavailableError: it cannot be written now.
+            FailedPreconditionError: STATE_UNREADABLE, the file was found damaged.
+        """
+        recordings = self._recordings.all(self._clock.now())
+        running = [one for one in recordings if one.state is RecordingState.RUNNING]
+        found: list[Chunk] = []
+        newest: dict[str, _Newest] = {}
+        series = self._history.all()
+        while part := list(islice(series, SERIES_AT_ONCE)):
+            for key, one in part:
+                self._collect(key, one, found, newest)
+            await asyncio.sleep(0)
+        await self._write(running, found)
+        self._saved |= newest
+
+    async def save_recording(self, key: str) -> None:
+        """Write one recording, or that it is gone. Raises as `save` does."""
+        recordings = self._recordings.all(self._clock.now())
+        await self._write([one for one in recordings if one.order.id == key], ())
+
+    async def _write(self, recordings: Sequence[Recording], found: Sequence[Chunk]) -> None:
+        timeline, now = self._timeline, self._timeline.stored(self._clock.now())
+        oldest = now - self._history.tiers[-1].retention
+        saving = Saving(
+            timeline=timeline,
+            newest=now,
+            recordings={one.order.id: to_text(one, timeline.offset) for one in recordings},
+            chunks=found,
+            kept=[one.order.id for one in self._recordings.all(self._clock.now())],
+            oldest_chunk=int(oldest // (STEP_SECONDS * CHUNK)),
+        )
+        await self._store.save(saving)
+
+    def _collect(self, key: str, series: Series, found: list[Chunk], newest: dict[str, _Newest]) -> None:
+        """Add the chunks of a series that changed since it was saved last."""
+        shift, width = round(self._timeline.offset / STEP_SECONDS), len(metrics_of(key))
+        last = self._saved.get(key)
+        first = _BEGIN if last is None else (last[0] + shift) // CHUNK * CHUNK - shift
+        rows = series.coarsest(first)
+        if rows.numbers and _newest(rows, width) != last:
+            newest[key] = _newest(rows, width)
+            found += [(key, number, body) for number, body in chunks(rows, width, shift)]
+
+    async def _series(self) -> AsyncGenerator[tuple[str, Rows], None]:
+        """What is stored of each series and is not too old; nothing from after now."""
+        shift = round(self._timeline.offset / STEP_SECONDS)
+        now, oldest = self._clock.now(), self._clock.now() - self._history.tiers[-1].retention
+        key, rows = "", Rows.empty()
+        async for part in self._store.chunks():
+            for name, _, body in part:
+                if name != key and rows.numbers:
+                    yield key, rows
+                if name != key:
+                    key, rows = name, Rows.empty()
+                found = unpack(body, len(metrics_of(name)), shift)
+                if found.numbers and oldest <= found.numbers[-1] * STEP_SECONDS <= now:
+                    rows.extend(found)
+        if rows.numbers:
+            yield key, rows
+
+
+def _newest(rows: Rows, width: int) -> _Newest:
+    return rows.numbers[-1], sum(rows.counts[-width:])
+
+
+@asynccontextmanager
+async def open_keeper(
+    directory: Path, history: History, recordings: Recordings, clock: Clock
+) -> AsyncGenerator[Keeper, None]:
+    """Bring back what a directory has of a run before, and keep it up to date until the block ends.
+
+    The caller holds the lock on the directory.
+
+    Raises:
+        FailedPreconditionError: the file in it is damaged, or of another version; it stays as it is.
+        UnavailableError: it cannot be used now.
+    """
+    async with FleetStore.open(directory) as store:
+        keeper = Keeper(store, history, recordings, clock)
+        await keeper.restore()
+        async with TaskScope() as tasks:
+            tasks.spawn("fleet save", keeper.run())
+            yield keeper
+        await keeper.try_to_save()

@@ -1,0 +1,154 @@
+"""The fleet's file: recordings as text, and history in chunks of the coarsest tier.
+
+Times and numbers of buckets are those of `gpuscale.monitor.keeping.timeline`. What is written stands in place of what was
+there, so a write may be repeated.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from sqlalchemy import Connection, delete, insert, select, tuple_
+from sqlalchemy.orm import registry
+from sqlmodel import Field, SQLModel
+
+from gpuscale.common.store import Store
+from gpuscale.monitor.keeping.timeline import Timeline
+
+VERSION = 1
+DATABASE = "fleet.db"
+_CHUNKS_PER_READ = 2_000
+
+Chunk = tuple[str, int, bytes]
+"""Key of a series, number of the chunk, and its rows."""
+
+
+class _Table(SQLModel, registry=registry()):
+    """A table of this file, apart from those of other services in the process."""
+
+
+class Recording(_Table, table=True):
+    """A recording; `body` is that of `gpuscale.monitor.recording.saved`."""
+
+    id: str = Field(primary_key=True)
+    body: str
+
+
+class HistoryChunk(_Table, table=True):
+    """Rows of one series; `body` is that of `gpuscale.monitor.history.packing`."""
+
+    key: str = Field(primary_key=True)
+    number: int = Field(primary_key=True, index=True)
+    body: bytes
+
+
+class Boot(_Table, table=True):
+    """The boot of the run that wrote last, and the newest time that it wrote."""
+
+    id: int = Field(default=1, primary_key=True)
+    boot_id: str
+    offset_seconds: float
+    newest_seconds: float
+
+
+_RECORDING, _CHUNK, _BOOT = (_Table.metadata.tables[name] for name in ("recording", "historychunk", "boot"))
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What is written at a time.
+
+    Attributes:
+        newest: the stored time of now.
+        recordings: their bodies by id.
+        chunks: those that changed.
+        kept: ids of all recordings that there are: others are deleted.
+        oldest_chunk: chunks with a number below it are deleted.
+    """
+
+    timeline: Timeline
+    newest: float
+    recordings: Mapping[str, str]
+    chunks: Sequence[Chunk]
+    kept: Sequence[str]
+    oldest_chunk: int
+
+
+class FleetStore:
+    """Reads and writes the file. Every write returns once it is on disk; all raise as `gpuscale.common.store.Store` does."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, directory: Path) -> AsyncGenerator[Self]:
+        """The file in a directory, made if it is missing.
+
+        Raises:
+            FailedPreconditionError: it is damaged, or of another version; it stays as it is.
+            UnavailableError: it cannot be used now.
+        """
+        path = directory / DATABASE
+        async with Store.open(path, _Table.metadata, name="fleet", version=VERSION) as store:
+            yield cls(store)
+
+    async def boot(self) -> tuple[Timeline | None, float]:
+        """The count of the run before, and the newest time that it wrote; None and 0 before the first run."""
+
+        def work(connection: Connection) -> tuple[Timeline | None, float]:
+            row = connection.execute(select(_BOOT)).one_or_none()
+            if row is None:
+                return None, 0.0
+            return Timeline(row.boot_id, row.offset_seconds), row.newest_seconds
+
+        return await self._store.read(work)
+
+    async def recordings(self) -> list[str]:
+        """Every recording."""
+
+        def work(connection: Connection) -> list[str]:
+            return list(connection.scalars(select(_RECORDING.c.body).order_by(_RECORDING.c.id)))
+
+        return await self._store.read(work)
+
+    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
+        """All history by series and time, a part at a time."""
+        after = ("", 0)
+        while True:
+
+            def work(connection: Connection, after: tuple[str, int] = after) -> list[Chunk]:
+                place = tuple_(_CHUNK.c.key, _CHUNK.c.number)
+                rows = select(_CHUNK).where(place > after).order_by(_CHUNK.c.key, _CHUNK.c.number)
+                found = connection.execute(rows.limit(_CHUNKS_PER_READ))
+                return [(row.key, row.number, row.body) for row in found]
+
+            part = await self._store.read(work)
+            if not part:
+                return
+            yield part
+            after = part[-1][:2]
+
+    async def save(self, saving: Saving) -> None:
+        """Write it, all or nothing."""
+        boot = {
+            "id": 1,
+            "boot_id": saving.timeline.boot_id,
+            "offset_seconds": saving.timeline.offset,
+            "newest_seconds": saving.newest,
+        }
+        recordings = [{"id": key, "body": body} for key, body in saving.recordings.items()]
+        chunks = [{"key": key, "number": number, "body": body} for key, number, body in saving.chunks]
+
+        def work(connection: Connection) -> None:
+            connection.execute(insert(_BOOT).prefix_with("OR REPLACE"), boot)
+            if recordings:
+                connection.execute(insert(_RECORDING).prefix_with("OR REPLACE"), recordings)
+            if chunks:
+                connection.execute(insert(_CHUNK).prefix_with("OR REPLACE"), chunks)
+            connection.execute(delete(_RECORDING).where(_RECORDING.c.id.not_in(saving.kept)))
+            connection.execute(delete(_CHUNK).where(_CHUNK.c.number < saving.oldest_chunk))
+
+        await self._store.write(work)

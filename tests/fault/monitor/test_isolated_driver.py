@@ -1,0 +1,220 @@
+"""A driver that never answers again: threads are lost on it for good, and a process of its own is killed and replaced."""
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.wire import seconds, to_duration
+from gpuscale.monitor.agent.isolated import IsolatedSource
+from gpuscale.monitor.agent.isolated.process import ChildProcess
+from gpuscale.monitor.agent.ports import GpuSourceError
+from tests.support.nvml_double import NvmlDouble, env_with_double, wired_gpus
+from tests.support.nvml_site import FRESH_SECONDS, HUNG, LOST, OK, Site, site
+from tests.support.waiting import eventually_sync
+
+CHILD = "gpuscale.monitor.agent.isolated.child"
+# What the agent in this process starts; children of other tests are none of it.
+PARENT = """
+import sys, threading, time
+from gpuscale.monitor.agent.isolated import IsolatedSource
+source = IsolatedSource()
+gpu = source.open().gpus[0].uuid
+threading.Thread(target=source.read, args=(gpu,), daemon=True).start()
+print(source.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def eight(nvml_double: NvmlDouble, monkeypatch: pytest.MonkeyPatch) -> NvmlDouble:
+    """A machine with eight healthy GPUs, whose driver child processes find as well."""
+    nvml_double.gpus = wired_gpus(8)
+    nvml_double.write()
+    monkeypatch.setenv("LD_LIBRARY_PATH", env_with_double(nvml_double)["LD_LIBRARY_PATH"])
+    return nvml_double
+
+
+def children() -> list[psutil.Process]:
+    """The children of this process that read the driver, dead ones that nobody has reaped among them."""
+    found = psutil.Process().children()
+    return [one for one in found if one.status() == psutil.STATUS_ZOMBIE or CHILD in one.cmdline()]
+
+
+def stop_for_ever(double: NvmlDouble) -> None:
+    """One call takes the lock of the driver and never comes back."""
+    double.driver_lock = True
+    double.hold(double.gpus[0].rules, "nvmlDeviceGetPowerUsage")
+    double.write()
+
+
+def heal(double: NvmlDouble) -> None:
+    """The driver works again; what is stuck in it stays there."""
+    double.driver_lock = False
+    double.gpus[0].rules.holds.clear()
+    double.write()
+
+
+async def hang(one: Site) -> None:
+    stop_for_ever(one.double)
+    snapshot = await one.until_all(HUNG)
+    assert seconds(snapshot.host_reading.age) < FRESH_SECONDS
+
+
+async def test_gpus_of_a_driver_that_holds_its_lock_for_ever_stay_hung(eight: NvmlDouble) -> None:
+    """What the setting is for: this is how it goes without it."""
+    async with site(eight) as one:
+        await one.until_all(OK)
+        await hang(one)
+        heal(eight)
+        seq = (await one.snapshot()).seq
+        later = await one.until(lambda snapshot: snapshot.seq >= seq + 10)
+        assert [gpu.state for gpu in later.gpus] == [HUNG] * 8
+
+
+async def test_a_process_that_is_stuck_is_killed_and_all_gpus_are_well_again(eight: NvmlDouble) -> None:
+    async with site(eight, isolate=True) as one:
+        await one.until_all(OK)
+        [before] = children()
+        await hang(one)
+        heal(eight)
+        states: set[int] = set()
+
+        def well(snapshot: types_api.Snapshot) -> bool:
+            states.update(gpu.state for gpu in snapshot.gpus)
+            return {gpu.state for gpu in snapshot.gpus} == {OK}
+
+        await one.until(well)
+        assert LOST not in states, "hung, and never said to be lost, until they are read again"
+        [after] = children()
+        assert after.pid != before.pid
+    assert children() == [], "no process is left, and no zombie"
+
+
+async def test_while_the_driver_is_stuck_there_is_one_process_at_most(eight: NvmlDouble) -> None:
+    """It is killed and started over and over, with pauses, and the GPUs stay HUNG."""
+    async with site(eight, isolate=True) as one:
+        await one.until_all(OK)
+        first = children()[0].pid
+        stop_for_ever(eight)
+        seen: set[int] = set()
+
+        def third(snapshot: object) -> bool:
+            found = children()
+            assert len(found) <= 1
+            seen.update(child.pid for child in found)
+            return len(seen) >= 3
+
+        snapshot = await one.until(third)
+        assert first in seen
+        assert {gpu.state for gpu in snapshot.gpus} == {HUNG}
+        heal(eight)
+        await one.until_all(OK)
+
+
+async def test_a_killed_process_is_replaced(eight: NvmlDouble) -> None:
+    async with site(eight, isolate=True) as one:
+        await one.until_all(OK)
+        [before] = children()
+        before.kill()
+
+        def replaced(snapshot: object) -> bool:
+            return [child for child in children() if child.pid != before.pid] != []
+
+        await one.until(replaced)
+        await one.until_all(OK)
+        assert len(children()) == 1
+
+
+async def test_a_driver_that_holds_a_call_is_released_by_force(
+    eight: NvmlDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpuscale.monitor.agent.gpus.RELEASE_SECONDS", 0.5)
+    async with site(eight, isolate=True) as one:
+        await one.until_all(OK)
+        eight.hold(eight.gpus[0].rules)
+        eight.write()
+        await one.until(lambda snapshot: snapshot.gpus[0].state == HUNG)
+        request = monitor_api.ReleaseDriverRequest(max_duration=to_duration(600), reason="reset")
+        await one.driver.ReleaseDriver(request, timeout=30)
+        assert children() == []
+
+
+def test_beside_a_process_that_cannot_be_ended_no_other_is_started(
+    eight: NvmlDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends none that is stuck in it (state D)."""
+    source = IsolatedSource()
+    source.open()
+    with monkeypatch.context() as stuck:
+        stuck.setattr(ChildProcess, "end", lambda _: False)
+        source.close()
+    with pytest.raises(GpuSourceError, match=f"process {source.pid} is stuck"):
+        source.open()
+    source.close()
+    assert (source.pid, children()) == (None, [])
+
+
+def test_an_interrupt_ends_a_process_that_does_nothing_by_itself_any_more(eight: NvmlDouble) -> None:
+    """One that stands still does not notice that its lanes or its parent's end are gone: only a kill ends it."""
+    source = IsolatedSource()
+    source.open()
+    child = psutil.Process(source.pid)
+    child.suspend()
+    try:
+        source.interrupt()
+        eventually_sync(lambda: is_zombie(child.pid), timeout=20.0)
+    finally:
+        child.kill()
+        source.close()
+    assert (source.pid, children()) == (None, [])
+
+
+def test_who_waits_is_told_at_once_even_if_the_process_cannot_be_killed(
+    eight: NvmlDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends none that is stuck in it (state D), so its end of the lane stays open."""
+    source = IsolatedSource()
+    gpu = source.open().gpus[0].uuid
+    child = psutil.Process(source.pid)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(source.probe, gpu).result()  # this thread has a lane from here on
+        child.suspend()
+        try:
+            waiting = pool.submit(source.read, gpu)
+            with monkeypatch.context() as stuck:
+                stuck.setattr(subprocess.Popen, "kill", lambda _: None)
+                source.interrupt()
+            with pytest.raises(GpuSourceError, match="was killed"):
+                waiting.result(timeout=20.0)
+        finally:
+            child.kill()
+            pool.shutdown()
+            source.close()
+
+
+def test_a_process_dies_with_a_parent_that_is_killed(eight: NvmlDouble) -> None:
+    """Even while it is stuck in the driver."""
+    stop_for_ever(eight)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=env_with_double(eight)
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+    assert Path(f"/proc/{child}").exists()
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    eventually_sync(lambda: not Path(f"/proc/{child}").exists() or is_zombie(child), timeout=20.0)
+
+
+def is_zombie(pid: int) -> bool:
+    """Whether a process is dead and not reaped: whoever inherits orphans may take its time, or may not at all."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

@@ -1,0 +1,216 @@
+"""What the fleet keeps on disk, through ends of its process of every kind."""
+
+import sqlite3
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.monitor.history.history import DEFAULT_TIERS, History
+from gpuscale.monitor.history.series import Tier
+from gpuscale.monitor.keeping.keeper import Keeper, open_keeper
+from gpuscale.monitor.keeping.store import DATABASE, FleetStore
+from gpuscale.monitor.recording.model import Order, RecordingState, Target
+from gpuscale.monitor.recording.recordings import Recordings
+from tests.support.clock import ManualClock
+
+SAMPLE = (10.0, 20.0, 5.0, 50.0, 40.0, 300.0, 900.0)
+HOUR, DAY = 3600.0, 86_400.0
+
+
+class Fleet:
+    """What one run of a fleet knows."""
+
+    def __init__(self, keeper: Keeper | None, clock: ManualClock, history: History, recordings: Recordings):
+        self.history, self.recordings, self.clock = history, recordings, clock
+        self._keeper = keeper
+
+    @property
+    def keeper(self) -> Keeper:
+        assert self._keeper is not None
+        return self._keeper
+
+    def pass_time(self, seconds: int, step: float = 5.0) -> None:
+        """Let samples come in."""
+        for _ in range(int(seconds / step)):
+            self.clock.advance(step)
+            self.history.add_gpu("gpu-1", self.clock.now(), SAMPLE)
+            self.recordings.add("gpu-1", self.clock.now(), SAMPLE)
+
+    def samples(self, last: float = DAY) -> int:
+        """How many there are of the GPU in the last so many seconds."""
+        series, now = self.history.get("gpu-1"), self.clock.now()
+        points = series.points(0, len(self.history.tiers) - 1, now - last, now + 1) if series else []
+        return sum(point.samples for point in points)
+
+
+class _EndError(Exception):
+    """The process ends here: nothing is written any more."""
+
+
+@asynccontextmanager
+async def run(
+    directory: Path, clock: ManualClock, *, crash: bool = False, tiers: tuple[Tier, ...] = DEFAULT_TIERS
+) -> AsyncGenerator[Fleet, None]:
+    history, recordings = History(tiers, 1 << 30), Recordings()
+    with suppress(_EndError):
+        async with open_keeper(directory, history, recordings, clock) as keeper:
+            yield Fleet(keeper, clock, history, recordings)
+            if crash:
+                raise _EndError
+
+
+def order(key: str = "r1") -> Order:
+    target = Target("nodes/alpha/gpus/gpu-1", "GPU-1", 0, "H100", 1.0)
+    return Order(key, f"request-{key}", "print", 1.0, 10 * DAY, (target,))
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(start=50_000.0)
+
+
+async def test_a_stop_keeps_history_and_recordings(tmp_path: Path, clock: ManualClock) -> None:
+    async with run(tmp_path, clock) as fleet:
+        fleet.recordings.start(order(), clock.now())
+        fleet.pass_time(1_000)
+        fleet.recordings.start(order("r2"), clock.now())
+        ended = fleet.recordings.stop("r2", clock.now())
+        await fleet.keeper.save_recording("r2")
+        seen = fleet.samples()
+    async with run(tmp_path, clock) as fleet:
+        assert seen - 3 <= fleet.samples() <= seen
+        assert fleet.recordings.get("r2", clock.now()) == ended
+        running = fleet.recordings.get("r1", clock.now())
+        assert (running.state, running.sample_count) == (RecordingState.RUNNING, 200)
+        fleet.pass_time(100)
+        assert running.sample_count == 220
+        assert fleet.samples(last=240.0) >= 28
+
+
+async def test_a_crash_loses_what_came_after_the_last_write_and_no_more(
+    tmp_path: Path, clock: ManualClock
+) -> None:
+    async with run(tmp_path, clock, crash=True) as fleet:
+        fleet.recordings.start(order(), clock.now())
+        fleet.pass_time(300)
+        await fleet.keeper.save()
+        fleet.pass_time(40)
+    async with run(tmp_path, clock) as fleet:
+        assert 60 - 3 <= fleet.samples() <= 60
+        assert fleet.recordings.get("r1", clock.now()).sample_count == 60
+
+
+async def test_many_ends_in_a_row_lose_little_and_count_nothing_twice(
+    tmp_path: Path, clock: ManualClock
+) -> None:
+    for _ in range(30):
+        async with run(tmp_path, clock) as fleet:
+            fleet.pass_time(130)
+    async with run(tmp_path, clock) as fleet:
+        assert 30 * (26 - 3) <= fleet.samples() <= 30 * 26
+
+
+@pytest.mark.parametrize("wall_step", [0.0, -30 * DAY])
+async def test_a_boot_begins_a_new_count_and_history_stays_in_order(
+    tmp_path: Path, clock: ManualClock, wall_step: float
+) -> None:
+    async with run(tmp_path, clock) as fleet:
+        fleet.recordings.start(order(), clock.now())
+        fleet.pass_time(600)
+    clock.advance(HOUR)
+    clock.step_wall(wall_step)
+    clock.reboot()
+    async with run(tmp_path, clock) as fleet:
+        fleet.pass_time(600)
+        assert 2 * (120 - 3) <= fleet.samples() <= 240
+        passed = 600.0 + (HOUR if wall_step == 0.0 else 60.0)
+        assert fleet.samples(last=passed - 60.0) <= 121, "what was before is not now"
+        assert fleet.recordings.get("r1", clock.now()).started_at < 0.0
+
+
+async def test_a_clock_that_is_set_is_no_reason_to_forget(tmp_path: Path, clock: ManualClock) -> None:
+    for step in (0.0, 3_600.0, -7_200.0, 400 * DAY):
+        async with run(tmp_path, clock) as fleet:
+            clock.step_wall(step)
+            fleet.pass_time(600)
+    async with run(tmp_path, clock) as fleet:
+        assert fleet.samples(last=2_500.0) >= 4 * (120 - 3)
+
+
+async def test_the_file_stays_within_the_retention(tmp_path: Path, clock: ManualClock) -> None:
+    tiers = (Tier(1.0, 60.0), Tier(10.0, 600.0), Tier(60.0, 2 * HOUR))
+    async with run(tmp_path, clock, tiers=tiers) as fleet:
+        for _ in range(20):
+            fleet.pass_time(1_800, step=20.0)
+            await fleet.keeper.save()
+    async with FleetStore.open(tmp_path) as store:
+        chunks = [chunk async for part in store.chunks() for chunk in part]
+    assert 4 <= len(chunks) <= 6
+    clock.advance(3 * HOUR)
+    async with run(tmp_path, clock, tiers=tiers) as fleet:
+        assert len(fleet.history) == 0
+        await fleet.keeper.save()
+    async with FleetStore.open(tmp_path) as store:
+        assert [part async for part in store.chunks()] == []
+
+
+async def test_a_recording_that_was_deleted_or_made_room_stays_away(
+    tmp_path: Path, clock: ManualClock
+) -> None:
+    async with run(tmp_path, clock, crash=True) as fleet:
+        for key in ("r1", "r2"):
+            fleet.recordings.start(order(key), clock.now())
+            await fleet.keeper.save_recording(key)
+        fleet.recordings.delete("r1", clock.now())
+        await fleet.keeper.save_recording("r1")
+    async with run(tmp_path, clock) as fleet:
+        assert [one.order.id for one in fleet.recordings.all(clock.now())] == ["r2"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("PRAGMA user_version=99", "STATE_VERSION"),
+        ("UPDATE recording SET body='{}'", "STATE_UNREADABLE"),
+        ("UPDATE historychunk SET body=x'0102030405'", "STATE_UNREADABLE"),
+    ],
+)
+async def test_a_file_of_another_version_or_with_nonsense_is_refused_and_stays(
+    tmp_path: Path, clock: ManualClock, damage: str, reason: str
+) -> None:
+    async with run(tmp_path, clock) as fleet:
+        fleet.recordings.start(order(), clock.now())
+        fleet.pass_time(600)
+    with sqlite3.connect(tmp_path / DATABASE) as connection:
+        connection.execute(damage)
+    connection.close()
+    with pytest.raises(FailedPreconditionError) as refused:
+        async with run(tmp_path, clock):
+            pass
+    assert (refused.value.reason, DATABASE in refused.value.message) == (reason, True)
+    with sqlite3.connect(tmp_path / DATABASE) as connection:
+        assert connection.execute("SELECT count(*) FROM recording").fetchone() == (1,)
+    connection.close()
+
+
+async def test_a_disk_that_fails_ends_nothing_and_is_tried_again(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with run(tmp_path, clock) as fleet:
+        fleet.recordings.start(order(), clock.now())
+
+        async def full(*_: object) -> None:
+            raise UnavailableError("the disk of the state is full", reason="DISK_FULL")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FleetStore, "save", full)
+            await fleet.keeper.try_to_save()
+            with pytest.raises(UnavailableError):
+                await fleet.keeper.save_recording("r1")
+        fleet.pass_time(600)
+    async with run(tmp_path, clock) as fleet:
+        assert fleet.samples() >= 117
+        assert fleet.recordings.get("r1", clock.now()).sample_count == 120

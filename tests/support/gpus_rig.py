@@ -1,0 +1,63 @@
+"""The owner of the GPU source over a fake one, on a clock that a test puts forward."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from gpuscale.common.clock import SystemClock
+from gpuscale.monitor.agent.gpus import Gpus
+from gpuscale.monitor.agent.model import GpuState, GpuView
+from gpuscale.monitor.agent.staleness import Deadlines
+from tests.support.monitor import FakeGpus
+from tests.support.monitor_values import identity
+from tests.support.waiting import eventually
+
+FIRST, SECOND = identity(0).uuid, identity(1).uuid
+
+
+class Clock(SystemClock):
+    """The real clock, which a test can put forward."""
+
+    ahead = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead
+
+
+class Rig:
+    """Gpus over a fake source."""
+
+    def __init__(self, source: FakeGpus) -> None:
+        self.source = source
+        self.clock = Clock()
+        self.gpus = Gpus(source, self.clock, Deadlines(soft=2.0, hard=10.0), event_wait=0.1)
+
+    async def refresh(self, wait: float = 5.0) -> float:
+        """One round; returns the seconds that it took."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await self.gpus.refresh(began + wait)
+        return loop.time() - began
+
+    def view(self, uuid: str) -> GpuView:
+        return next(one for one in self.gpus.views() if one.identity.uuid == uuid)
+
+    async def until(self, uuid: str, state: GpuState) -> None:
+        """Refresh until a GPU has that state."""
+
+        async def check() -> bool:
+            await self.refresh()
+            return self.view(uuid).state is state
+
+        await eventually(check)
+
+
+@asynccontextmanager
+async def rig(source: FakeGpus | None = None) -> AsyncGenerator[Rig, None]:
+    one = Rig(source or FakeGpus())
+    try:
+        yield one
+    finally:
+        for gate in one.source.gates.values():
+            gate.set()
+        await one.gpus.close()

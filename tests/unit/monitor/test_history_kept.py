@@ -1,0 +1,147 @@
+"""History that is stored and brought back is the same history, and goes on as if nothing had been."""
+
+import random
+
+import pytest
+
+from gpuscale.monitor.history.history import History, metrics_of
+from gpuscale.monitor.history.metrics import ABSENT, GPU_METRICS, Sample
+from gpuscale.monitor.history.packing import CHUNK, chunks, unpack
+from gpuscale.monitor.history.ring import Point, Rows
+from gpuscale.monitor.history.series import Series, Tier
+from gpuscale.monitor.keeping.timeline import Timeline, continued
+
+TIERS = (Tier(1.0, 120.0), Tier(10.0, 600.0), Tier(60.0, 30 * 60.0))
+WIDTH = len(GPU_METRICS)
+HOUR, DAY = 3600.0, 86_400.0
+
+
+def sample(source: random.Random) -> Sample:
+    return tuple(source.choice((ABSENT, source.uniform(0.0, 100.0))) for _ in range(WIDTH))
+
+
+def stored(series: Series, shift: int) -> Rows:
+    """What comes back of a series that was written in chunks."""
+    found = Rows.empty()
+    for _, body in chunks(series.coarsest(-(2**31)), WIDTH, shift):
+        found.extend(unpack(body, WIDTH, shift))
+    return found
+
+
+def minutes(series: Series) -> list[tuple[float, float, float, int]]:
+    points: list[Point] = series.points(0, len(TIERS) - 1, -1e9, 1e9)
+    by_minute: dict[float, list[Point]] = {}
+    for point in points:
+        by_minute.setdefault(point.start // 60.0, []).append(point)
+    return [
+        (key, min(one.min for one in found), max(one.max for one in found), sum(one.samples for one in found))
+        for key, found in by_minute.items()
+    ]
+
+
+@pytest.mark.parametrize("seconds", [30, 61, 605, 3_000])
+@pytest.mark.parametrize("shift", [0, 28_000_000])
+def test_a_series_that_was_stored_goes_on_as_if_the_process_had_not_ended(seconds: int, shift: int) -> None:
+    """What the finest tiers had not passed on, fewer than 12 s, is lost to a crash."""
+    source = random.Random(seconds)
+    whole, before = Series(WIDTH, TIERS), Series(WIDTH, TIERS)
+    for second in range(seconds):
+        one = sample(source)
+        whole.add(float(second), one)
+        before.add(float(second), one)
+    again = Series(WIDTH, TIERS)
+    again.restore(stored(before, shift))
+    lost = sum(row[3] for row in minutes(before)) - sum(row[3] for row in minutes(again))
+    assert 0 <= lost <= 12
+    assert [row for row in minutes(again) if row[0] < seconds // 60 - 1] == [
+        row for row in minutes(before) if row[0] < seconds // 60 - 1
+    ]
+    for second in range(seconds + 30, seconds + 400):
+        one = sample(source)
+        whole.add(float(second), one)
+        again.add(float(second), one)
+    kept = {row[0]: row for row in minutes(again)}
+    for row in minutes(whole)[1:]:
+        missing = row[3] - kept[row[0]][3]
+        assert missing == 0 or (row[0] in (seconds // 60, seconds // 60 - 1) and missing <= 12)
+
+
+def test_the_finer_tiers_answer_for_the_run_before_by_the_coarsest() -> None:
+    before, again = Series(WIDTH, TIERS), Series(WIDTH, TIERS)
+    for second in range(600):
+        before.add(float(second), (50.0,) * WIDTH)
+    again.restore(stored(before, 0))
+    again.add(610.0, (70.0,) * WIDTH)
+    found = again.points(0, 0, 0.0, 1e9)
+    assert [point.start for point in found] == [60.0 * minute for minute in range(9)] + [610.0]
+    assert sum(point.samples for point in found) == 541
+
+
+def test_numbers_before_this_boot_are_below_zero_and_in_order() -> None:
+    before, again = Series(WIDTH, TIERS), Series(WIDTH, TIERS)
+    for second in range(0, 1200, 5):
+        before.add(float(second), (50.0,) * WIDTH)
+    parts = [unpack(body, WIDTH, 100) for _, body in chunks(before.coarsest(-(2**31)), WIDTH, 0)]
+    rows = Rows.empty()
+    for part in parts:
+        rows.extend(part)
+    again.restore(rows)
+    again.add(30.0, (60.0,) * WIDTH)
+    starts = [point.start for point in again.points(0, 2, -1e9, 1e9)]
+    assert starts == sorted(starts)
+    assert (starts[0], starts[-1]) == (-6000.0, 30.0)
+
+
+def test_only_the_newest_fit_where_the_retention_became_shorter() -> None:
+    before = Series(WIDTH, TIERS)
+    for second in range(0, 6000, 10):
+        before.add(float(second), (50.0,) * WIDTH)
+    short = (*TIERS[:2], Tier(60.0, 600.0))
+    again = Series(WIDTH, short)
+    again.restore(stored(before, 0))
+    assert next(point.start for point in again.points(0, 2, 0.0, 1e9)) == 6000.0 - 660.0
+
+
+def test_chunks_hold_at_most_their_steps_and_begin_at_multiples() -> None:
+    series = Series(WIDTH, TIERS)
+    for second in range(0, 6000, 60):
+        series.add(float(second), (50.0,) * WIDTH)
+    found = list(chunks(series.coarsest(75), WIDTH, 7))
+    sizes = {number: list(unpack(body, WIDTH, 0).numbers) for number, body in found}
+    assert all(one // CHUNK == number for number, held in sizes.items() for one in held)
+    assert next(iter(sizes.values()))[0] == 75 + 7
+
+
+def test_bytes_that_are_no_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="no rows"):
+        unpack(b"x" * 13, WIDTH, 0)
+
+
+def test_what_there_is_no_memory_for_is_not_brought_back() -> None:
+    before = Series(WIDTH, TIERS)
+    for second in range(200):
+        before.add(float(second), (50.0,) * WIDTH)
+    rows = stored(before, 0)
+    assert History(TIERS, 1 << 30).restore("gpu-1", rows)
+    assert not History(TIERS, 100).restore("gpu-1", rows)
+    assert len(metrics_of("nodes/a")) != len(metrics_of("gpu-1"))
+
+
+def test_the_count_goes_on_through_a_boot_by_the_wall_clock() -> None:
+    first = continued(None, 0.0, "a", now=100.0, wall=1_000_000.0)
+    assert abs(first.stored(100.0) - 1_000_000.0) < 60.0
+    assert continued(first, first.stored(5_000.0), "a", now=6_000.0, wall=0.0) is first, (
+        "a set clock is no boot"
+    )
+    newest = first.stored(5_000.0)
+    second = continued(first, newest, "b", now=10.0, wall=1_000_000.0 + 2 * DAY)
+    assert abs(second.clock(newest) - (10.0 - (2 * DAY - 4_900.0))) < 60.0
+    assert second.offset % 60.0 == 0.0
+
+
+@pytest.mark.parametrize("wall", [0.0, 1_000_000.0 - HOUR])
+def test_the_count_never_goes_back_whatever_the_wall_clock_says(wall: float) -> None:
+    first = Timeline("a", 1_000_020.0)
+    newest = first.stored(500.0)
+    second = continued(first, newest, "b", now=3.0, wall=wall)
+    assert second.stored(3.0) >= newest
