@@ -1,51 +1,48 @@
-"""Durable Reserve against a bare echo: calls per second of both, interleaved, on one server process and core.
+"""Durable Reserve against a bare echo, and against etcd and Slurm: calls per second, interleaved, servers on one core.
 
-    python -m bench reserve
+python -m bench reserve [--callers 1 16 64] [--rounds 5] [--seconds 1] [--rows echo reserve ...]
 
 The server process runs the whole allocator (guard, validation, placement, SQLite with one fsync a group) and, on the same
 loop, a grpc.aio server whose handler returns the bytes it got. Clients are in another process on another core and give
 each call a deadline, as ours do. A turn of "reserve" is Reserve and ReleaseReservation: both are on disk before their
-answer, both count as one call. A turn of "batch" reserves and releases 16 in a call each; reservations are counted.
+answer, both count as one call. A turn of "batch" reserves and releases 16 in a call each: 32 changes, each of which counts,
+as each transaction of etcd does.
 
 Two further servers differ in one thing: every commit takes 2 ms longer, or there are 8,000 GPUs in place of 80. They
-are compared with the first, round by round. Targets: DESIGN, section 8.
+are compared with the first, round by round. The peers are described in `bench._reserve_peers`. CPU is what the process
+under test used per call, all its threads: it can be trusted on a busy machine, rates cannot. Targets: DESIGN, section 8.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import gc
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from uuid import uuid4
 
 import grpc
 import uvloop
 
+from bench._reserve_peers import Call, etcd, slurm
+from bench._reserve_site import ECHO, cpu_seconds, open_site, pin
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common import failpoints
 from gpuscale.common.wire import to_duration
 
-CALLERS = (1, 16, 64)
-ROUNDS = 5
-SECONDS = 1.0
-GPUS = 8
-NODES = 10
-MANY_NODES = 1000
+ROWS = ("echo", "get", "reserve", "+2 ms", "8000", "batch", "etcd", "slurm")
+BASES = {"+2 ms": "reserve", "8000": "reserve", "batch": "etcd", "slurm": "reserve"}
+"""What a row is compared with, where that is not the echo."""
+NODES, MANY_NODES = 10, 1000
 BATCH = 16
 TIMEOUT = 30.0
 SLOW_DISK = "allocator.store.before_commit=sleep:0.002"
-ECHO = "/bench.Echo/Echo"
-
-Call = Callable[[], Awaitable[int]]
-"""One turn of a caller; how many calls (of a batch: reservations) it was."""
+MOST_PROCESSES = 16
+"""Callers of Slurm at most: each call is a process."""
 
 
 @dataclass
@@ -57,63 +54,91 @@ class Result:
     times: list[float] = field(default_factory=list[float])
 
 
-@dataclass(frozen=True)
-class Site:
-    """A server process and stubs of it."""
-
-    pid: int
-    stub: api.AllocatorServiceStub
-    echo: grpc.aio.Channel
+Kinds = dict[str, tuple[int, Call]]
+"""The process under test and the call, by row."""
 
 
 def main() -> None:
     """Measure and print the table."""
-    _pin(-1)
-    uvloop.run(_measure())
+    options = _options(sys.argv[1:])
+    server_core = min(os.sched_getaffinity(0))
+    pin(-1)
+    uvloop.run(_measure(options, server_core))
 
 
-async def _measure() -> None:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m bench reserve")
+    parser.add_argument("--callers", type=int, nargs="+", default=[1, 16, 64], help="calls at a time")
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median is printed")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each round")
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, default=ROWS, help="what to measure; all by default"
+    )
+    return parser.parse_args(arguments)
+
+
+async def _measure(options: argparse.Namespace, server_core: int) -> None:
     async with AsyncExitStack() as stack:
-        plain = await stack.enter_async_context(_site(NODES))
-        slow = await stack.enter_async_context(_site(NODES, SLOW_DISK))
-        large = await stack.enter_async_context(_site(MANY_NODES))
-        name = (await plain.stub.Reserve(_request(), timeout=TIMEOUT)).reservation.name
-        kinds: dict[str, tuple[Site, Call]] = {
-            "echo": (plain, _echo(plain.echo)),
-            "get": (plain, _get(name, plain.stub)),
-            "reserve": (plain, _reserve(plain.stub)),
-            "+2 ms": (slow, _reserve(slow.stub)),
-            "8000": (large, _reserve(large.stub)),
-            "batch": (plain, _batch(plain.stub)),
-        }
+        kinds = await _kinds(stack, options.rows, server_core)
         print(f"{'callers':>7}  {'call':<8}{'calls/s':>9}{'p50 ms':>9}{'p99 ms':>9}{'cpu us':>9}  ratio")
-        for callers in CALLERS:
+        for callers in options.callers:
             results = {kind: Result() for kind in kinds}
-            for _ in range(ROUNDS):
-                for kind, (site, call) in kinds.items():
-                    await _round(call, callers, site.pid, results[kind])
+            for _ in range(options.rounds):
+                for kind, (pid, call) in kinds.items():
+                    at_once = min(callers, MOST_PROCESSES) if kind == "slurm" else callers
+                    await _round(call, at_once, pid, options.seconds, results[kind])
             _print(callers, results)
+
+
+async def _kinds(stack: AsyncExitStack, rows: Sequence[str], server_core: int) -> Kinds:
+    """The servers that the rows need, each in a process of its own, and what is called."""
+    kinds: Kinds = {}
+    if {"echo", "get", "reserve", "batch"} & set(rows):
+        plain = await stack.enter_async_context(open_site(NODES))
+        name = (await plain.stub.Reserve(_request(), timeout=TIMEOUT)).reservation.name
+        kinds |= {
+            "echo": (plain.pid, _echo(plain.echo)),
+            "get": (plain.pid, _get(name, plain.stub)),
+            "reserve": (plain.pid, _reserve(plain.stub)),
+            "batch": (plain.pid, _batch(plain.stub)),
+        }
+    if "+2 ms" in rows:
+        slow = await stack.enter_async_context(open_site(NODES, SLOW_DISK))
+        kinds["+2 ms"] = slow.pid, _reserve(slow.stub)
+    if "8000" in rows:
+        large = await stack.enter_async_context(open_site(MANY_NODES))
+        kinds["8000"] = large.pid, _reserve(large.stub)
+    for peer, opened in (("etcd", etcd(server_core)), ("slurm", slurm())):
+        if peer in rows:
+            found = await stack.enter_async_context(opened)
+            if isinstance(found, str):
+                print(f"{peer}: {found}", flush=True)
+            else:
+                kinds[peer] = found
+    return {row: kinds[row] for row in rows if row in kinds}
 
 
 def _print(callers: int, results: dict[str, Result]) -> None:
     for kind, result in results.items():
-        base = "reserve" if kind in {"+2 ms", "8000", "batch"} else "echo"
-        ratio = statistics.median(
-            rate / other for rate, other in zip(result.rates, results[base].rates, strict=True)
-        )
+        base = BASES.get(kind, "echo")
+        compared = ""
+        if base in results:
+            pairs = zip(result.rates, results[base].rates, strict=True)
+            compared = f"{statistics.median(rate / other for rate, other in pairs):.2f} of {base}"
         times = sorted(result.times)
         p50, p99 = (times[int(len(times) * share)] * 1000 for share in (0.5, 0.99))
         print(
             f"{callers:>7}  {kind:<8}{statistics.median(result.rates):>9.0f}{p50:>9.2f}{p99:>9.2f}"
-            f"{statistics.median(result.cpu) * 1e6:>9.0f}  {ratio:.2f} of {base}"
+            f"{statistics.median(result.cpu) * 1e6:>9.0f}  {compared}",
+            flush=True,
         )
 
 
-async def _round(call: Call, callers: int, pid: int, result: Result) -> None:
+async def _round(call: Call, callers: int, pid: int, seconds: float, result: Result) -> None:
     """Measure one round of a call."""
     times: list[float] = []
-    cpu, started = _cpu(pid), time.perf_counter()
-    end = started + SECONDS
+    cpu, started = cpu_seconds(pid), time.perf_counter()
+    end = started + seconds
 
     async def caller() -> None:
         while (sent := time.perf_counter()) < end:
@@ -122,14 +147,8 @@ async def _round(call: Call, callers: int, pid: int, result: Result) -> None:
 
     await asyncio.gather(*(caller() for _ in range(callers)))
     result.rates.append(len(times) / (time.perf_counter() - started))
-    result.cpu.append((_cpu(pid) - cpu) / len(times))
+    result.cpu.append((cpu_seconds(pid) - cpu) / len(times))
     result.times += times
-
-
-def _cpu(pid: int) -> float:
-    """Seconds of CPU that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _request() -> api.ReserveRequest:
@@ -186,65 +205,10 @@ def _batch(stub: api.AllocatorServiceStub) -> Call:
             api.ReleaseReservationRequest(name=one.name, fence=one.fence) for one in made.reservations
         ]
         await stub.BatchRelease(api.BatchReleaseRequest(requests=releases), timeout=TIMEOUT)
-        return BATCH
+        return 2 * BATCH
 
     return turn
 
 
-def _pin(index: int) -> None:
-    """Keep this process on one of the cores that it may use, where there are several."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        os.sched_setaffinity(0, {cores[index]})
-
-
-@asynccontextmanager
-async def _site(nodes: int, points: str = "") -> AsyncIterator[Site]:
-    """A server process, until the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as folder:
-        server = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "bench.reserve", folder, str(nodes)),
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {failpoints.VARIABLE: points},
-        )
-        try:
-            assert server.stdout is not None
-            reserve_address, echo_address = (await server.stdout.readline()).decode().split()
-            async with (
-                grpc.aio.insecure_channel(reserve_address) as allocator,
-                grpc.aio.insecure_channel(echo_address) as echo,
-            ):
-                yield Site(server.pid, api.AllocatorServiceStub(allocator), echo)
-        finally:
-            server.terminate()
-            await server.wait()
-
-
-async def _serve(folder: Path, nodes: int) -> None:
-    from tests.support.allocator import allocator, calling
-    from tests.support.fake_fleet import FakeFleet, node_message, serving
-
-    async def echo(request: bytes, _: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
-        return request
-
-    fleet = FakeFleet(*(node_message(f"n{index}", count=GPUS) for index in range(nodes)))
-    server = grpc.aio.server()
-    service, method = ECHO.strip("/").split("/")
-    handler = grpc.method_handlers_generic_handler(
-        service, {method: grpc.unary_unary_rpc_method_handler(echo)}
-    )
-    server.add_generic_rpc_handlers((handler,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with serving(fleet) as fleet_address, allocator(folder, fleet_address) as address:
-        async with calling(address) as client:
-            await client.ready(60)
-        print(address, f"127.0.0.1:{port}", flush=True)
-        await asyncio.Event().wait()
-
-
 if __name__ == "__main__":
-    _pin(0)
-    gc.freeze()  # as every program of ours does
-    uvloop.run(_serve(Path(sys.argv[1]), int(sys.argv[2])))
+    main()

@@ -14,21 +14,27 @@ from gpuscale.allocator.ledger import Ledger
 from gpuscale.allocator.model import WHOLE, Reservation
 from gpuscale.allocator.store import AllocatorStore
 from gpuscale.allocator.use import FREE_GPU, GpuUse, Use
+from gpuscale.common import failpoints
 from gpuscale.common.clock import SystemClock
+
+DELAY = 60.0
+"""Seconds by which a write may come too late; longer than any schedule."""
+BETWEEN = "planted.between"
+"""Failpoint between two writes that belong together."""
 
 _TABLES = schema_store.Table.metadata.tables
 _later: set[asyncio.Task[None]] = set()
 
 
 def reply_before_commit() -> None:
-    """What was granted is on disk a moment after it was answered (Slurm saves its state every few seconds)."""
+    """What was granted is on disk some time after it was answered (Slurm saves its state every few seconds)."""
     save = AllocatorStore.save
 
     async def soon(
         self: AllocatorStore, added: Sequence[Reservation], changed: Sequence[Reservation]
     ) -> None:
         async def later() -> None:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(DELAY)
             await save(self, added, changed)
 
         task = asyncio.create_task(later())
@@ -47,7 +53,8 @@ def two_transactions() -> None:
     ) -> None:
         await save(self, [], changed)
         for index, one in enumerate(added):
-            await asyncio.sleep(0.15 if index else 0)
+            if index:
+                await failpoints.hit_async(BETWEEN)
             await save(self, [one], [])
 
     AllocatorStore.save = apart  # type: ignore[method-assign]
@@ -101,6 +108,15 @@ def request_id_ignored() -> None:
     _drop_unique("request_id")
 
 
+def stale_fence_accepted() -> None:
+    """Whoever knows the name of a reservation may renew it, whatever fence it has (etcd's own lock example)."""
+
+    def expect(self: Ledger, reservation_id: str, fence: int) -> Reservation:
+        return self.get(reservation_id)
+
+    Ledger.expect = expect  # type: ignore[method-assign]
+
+
 def _nothing_known(self: Ledger, request_id: str, fingerprint: str) -> Reservation | None:
     return None
 
@@ -121,6 +137,7 @@ PLANTS: Mapping[str, Callable[[], None]] = {
         wall_clock_expiry,
         shares_unchecked,
         request_id_ignored,
+        stale_fence_accepted,
     )
 }
 """By name."""

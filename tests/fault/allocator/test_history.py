@@ -1,5 +1,6 @@
 """A history check: clients, GPUs, and an allocator that is killed, paused and given another time; no promise may break.
 
+That the check finds what it is to find is for test_planted_bugs.py to prove.
 GPUSCALE_CHAOS_KILLS sets how often it is killed (for a long run, several hundred); a few times otherwise.
 """
 
@@ -15,7 +16,6 @@ from gpuscale.allocator.sweeper import TICK
 from gpuscale.common.errors import ResourceExhaustedError
 from tests.support.allocator_launcher import START_DELAY
 from tests.support.allocator_site import Site, site
-from tests.support.planted_bugs import PLANTS
 from tests.support.reservation_history import History
 from tests.support.reservation_traffic import TTL, Traffic
 from tests.support.waiting import eventually
@@ -23,8 +23,6 @@ from tests.support.waiting import eventually
 SEED = 7
 CLIENTS = 8
 KILLS = int(os.environ.get("GPUSCALE_CHAOS_KILLS", "8"))
-PLANT_KILLS = 24
-"""Lives that a planted bug has to show itself in, at most; the torment ends as soon as it did."""
 POINTS = (
     "allocator.reserve.before_commit",
     "allocator.store.before_commit",
@@ -54,29 +52,19 @@ async def test_promises_hold_through_kills_pauses_and_steps_of_the_wall_clock(tm
         assert len(everything.gpus) == 8
 
 
-@pytest.mark.parametrize("plant", sorted(PLANTS))
-async def test_a_planted_bug_is_found(plant: str, tmp_path: Path) -> None:
-    """The same torment finds each mistake; a check that finds nothing there would prove nothing above."""
-    async with site(tmp_path / "data", gpus=4, nodes=2, plant=plant) as place:
-        history = await tormented(place, PLANT_KILLS, Random(SEED), until_found=True)
-        assert history.violations()
-
-
-async def tormented(place: Site, kills: int, random: Random, *, until_found: bool = False) -> History:
-    """What clients saw of an allocator that had so many lives; fewer if a violation is all that is wanted."""
+async def tormented(place: Site, kills: int, random: Random) -> History:
+    """What clients saw of an allocator that had so many lives."""
     traffic = Traffic(place.client, SEED)
     async with asyncio.timeout(60 + 8 * kills), asyncio.TaskGroup() as group:
-        clients = [group.create_task(traffic.holder()) for _ in range(CLIENTS)]
-        clients.append(group.create_task(traffic.lister()))
-        await torment(place, kills, random, traffic.history if until_found else None)
+        for _ in range(CLIENTS):
+            group.create_task(traffic.holder())
+        group.create_task(traffic.lister())
+        await torment(place, kills, random)
         traffic.stop()
-        if until_found:
-            for client in clients:
-                client.cancel()
     return traffic.history
 
 
-async def torment(place: Site, kills: int, random: Random, until_found: History | None) -> None:
+async def torment(place: Site, kills: int, random: Random) -> None:
     """One life after the other, ended by a failpoint or at random, some paused before; the last one lives on.
 
     Now and then a life is long enough for leases to run out in it, and then the wall clock is stepped forward.
@@ -94,8 +82,6 @@ async def torment(place: Site, kills: int, random: Random, until_found: History 
             await life.pause(0.7)
         await asyncio.sleep(random.uniform(0.1, 0.4))
         await life.kill()
-        if until_found is not None and until_found.violations():
-            return
     place.launcher.step_wall(0)
     await place.start()
     await asyncio.sleep(0.5)

@@ -1,12 +1,14 @@
 """Cordons and drains over real gRPC, with a real store and a fake fleet."""
 
-import sqlite3
-from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from gpuscale.allocator.app import DATABASE
+from gpuscale.allocator.cordon_store import CordonStore
+from gpuscale.allocator.cordons import Cordon, Spot
+from gpuscale.allocator.store import open_store
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import (
     AsyncClient,
@@ -16,11 +18,13 @@ from gpuscale.client import (
     ResourceExhaustedError,
 )
 from gpuscale.common.wire import seconds, to_datetime, to_duration
+from tests.support.allocator import running
 from tests.support.allocator_client import allocator_client
-from tests.support.fake_fleet import FakeFleet, node_message
+from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
 from tests.support.waiting import eventually
 
 N0, N1, GPU = "nodes/n0", "nodes/n1", "nodes/n0/gpus/n0-0"
+PARENT = "nodes/n0/gpus/gpu-parent"
 CANCELLED = api.Reservation.STATE_CANCELLED
 
 
@@ -75,6 +79,36 @@ async def test_a_single_gpu_can_be_cordoned(tmp_path: Path) -> None:
             await client.reserve(1, "me", nodes=[N0])
         await uncordon(client, GPU)
         assert [gpu.uuid for gpu in (await client.reserve(1, "me", nodes=[N0])).gpus] == ["n0-0"]
+
+
+def divided() -> FakeFleet:
+    """A node whose GPU is divided into two MIG instances, of which only they are named."""
+    parts = [gpu_message(f"MIG-{index}", index) for index in range(2)]
+    for part in parts:
+        part.parent_uuid, part.mig_profile = "GPU-Parent", "1g.10gb"
+    return FakeFleet(node_message("n0", *parts), node_message("n1", count=1))
+
+
+async def test_a_cordon_of_a_gpu_covers_its_mig_instances(tmp_path: Path) -> None:
+    """Nothing new comes onto them, who is there is told to leave, and the ranking and the explanation agree."""
+    one_part = api.Ask(gpu_count=1, mig_profile="1g.10gb", min_memory_bytes=0)
+    async with allocator_client(tmp_path, divided()) as client:
+        held = await client.reserve(1, "me", mig_profile="1g.10gb", min_memory="0")
+        await cordon(client, "nodes/n0/gpus/mig-1")  # a GPU that is known, before its parent
+        await uncordon(client, "nodes/n0/gpus/mig-1")
+        answer = await drain(client, PARENT, grace=3600)
+        assert [one.name for one in answer.reservations] == [held.name]
+        assert (await state_of(client, held.name)).HasField("revoke_time")
+        check = await client.capacity.CheckAvailability(api.CheckAvailabilityRequest(ask=one_part))
+        assert not check.available
+        assert "cordoned" in check.message
+        explained = await client.capacity.ExplainPlacement(api.ExplainPlacementRequest(ask=one_part))
+        assert any(f"{PARENT} is cordoned" in remedy for remedy in explained.remedies)
+        ranked = (await client.capacity.RankNodes(api.RankNodesRequest())).nodes
+        assert {one.name: one.idle_gpu_count for one in ranked}[N0] == 0
+        await uncordon(client, PARENT)
+        assert not (await state_of(client, held.name)).HasField("revoke_time")
+        assert (await client.reserve(1, "me", mig_profile="1g.10gb", min_memory="0")).gpus
 
 
 async def test_asking_twice_changes_nothing(tmp_path: Path) -> None:
@@ -199,10 +233,9 @@ async def test_a_drain_that_a_crash_cut_short_goes_on(tmp_path: Path) -> None:
     """Killed after the cordon was on disk and before the holders were told; and the host rebooted since."""
     async with allocator_client(tmp_path, fleet()) as client:
         there = await client.reserve(1, "me", ttl=600, nodes=[N0])
-    with closing(sqlite3.connect(tmp_path / "allocator.db")) as state, state:
-        state.execute(
-            "INSERT INTO cordon VALUES ('n0', '', 'fan', 'ann', 1700000000, 50.0, 300.0, 'an earlier boot')"
-        )
+    async with open_store(tmp_path / DATABASE, "an earlier boot") as store:
+        cut_short = Cordon(Spot("n0"), "fan", "ann", datetime(2023, 11, 14, tzinfo=UTC), 50.0, 300.0)
+        await CordonStore(store, "an earlier boot").save([cut_short])
     async with allocator_client(tmp_path, fleet()) as client:
         told = await state_of(client, there.name)
         assert told.end_reason == "nodes/n0 is drained: fan"
@@ -210,3 +243,26 @@ async def test_a_drain_that_a_crash_cut_short_goes_on(tmp_path: Path) -> None:
         left = to_datetime(kept.drain_deadline) - datetime.now(UTC)
         assert 250 < left.total_seconds() <= 301, "the grace starts anew"
         assert told.revoke_time.seconds == pytest.approx(kept.drain_deadline.seconds, abs=1)
+
+
+async def test_a_drain_that_a_crash_cut_short_reaches_mig_instances_once_they_are_known(
+    tmp_path: Path,
+) -> None:
+    """Whose they are is known only when their node has reported."""
+    async with allocator_client(tmp_path, divided()) as client:
+        there = await client.reserve(1, "me", ttl=600, mig_profile="1g.10gb", min_memory="0")
+    async with open_store(tmp_path / DATABASE, "an earlier boot") as store:
+        cut_short = Cordon(
+            Spot("n0", "gpu-parent"), "fan", "ann", datetime(2023, 11, 14, tzinfo=UTC), 50.0, 300.0
+        )
+        await CordonStore(store, "an earlier boot").save([cut_short])
+    silent = divided()
+    silent.fall_silent()
+    async with running(tmp_path, silent, ready=False) as started:
+        assert not (await started.get(there.name)).HasField("revoke_time")
+        silent.speak()
+
+        async def told() -> bool:
+            return (await started.get(there.name)).end_reason == f"{PARENT} is drained: fan"
+
+        await eventually(told)

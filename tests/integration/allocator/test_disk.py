@@ -130,7 +130,7 @@ async def test_a_lease_whose_end_cannot_be_written_stays_held_and_ends_later(
         granted = await client.reserve(ttl=60)
         points("allocator.end.before_commit=error")
         clock.advance(60)
-        await asyncio.sleep(3.0)  # past the sweeper's start delay and a round or two of failing writes
+        await asyncio.sleep(1.0)  # past the sweeper's start delay and a round or two of failing writes
         assert (await client.get(granted.name)).state == Reservation.STATE_ACTIVE
         assert await _is_held(client)
         points("")

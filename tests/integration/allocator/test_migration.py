@@ -7,20 +7,30 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
+from gpuscale.allocator.cordon_store import CordonStore
+from gpuscale.allocator.cordons import Cordon, Spot
 from gpuscale.allocator.ledger import Ledger
 from gpuscale.allocator.model import State
+from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.quota_store import QuotaStore
 from gpuscale.allocator.schema_store import VERSION
 from gpuscale.allocator.store import open_store
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from tests.support.allocator_values import NOW, WALL, order, reserved
+from tests.support.allocator_values import MIB, NOW, WALL, order, reserved
 
 VERSION_1 = Path(__file__).with_name("state_v1.sql")
 """A dump of a file that version 1 wrote: one live reservation of two GPUs, one that was released."""
+VERSION_2 = Path(__file__).with_name("state_v2.sql")
+"""One that version 2 wrote: two live reservations, of two GPUs and of half of one that is drained, and one released."""
 
 
 def make_version_1(path: Path) -> None:
+    make(VERSION_1, path)
+
+
+def make(dump: Path, path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(VERSION_1.read_text())
+        connection.executescript(dump.read_text())
 
 
 async def test_a_file_of_version_1_is_migrated_in_place(tmp_path: Path) -> None:
@@ -47,9 +57,42 @@ async def test_a_file_of_version_1_is_migrated_in_place(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA user_version").fetchone() == (VERSION,)
 
 
-async def test_a_migrated_file_refuses_what_a_new_one_does(tmp_path: Path) -> None:
+async def test_a_file_of_version_2_is_migrated_in_place(tmp_path: Path) -> None:
+    """Everything in it is as it was, twice over: the second time it is read with its checksums."""
+    make(VERSION_2, tmp_path / DATABASE)
+    for _ in range(2):
+        async with open_store(tmp_path / DATABASE, "boot-1") as store:
+            saved = await store.load()
+            quotas = await QuotaStore(store).load()
+            cordons = await CordonStore(store, "boot-1").load(NOW)
+        whole, half, over = [one for one, _ in saved.reservations]
+        assert [(gpu.uuid, gpu.milli) for gpu in whole.gpus] == [("n0-0", 1000), ("n0-1", 1000)]
+        assert (whole.tenant, whole.priority, whole.preemptible) == ("ann", 3, True)
+        assert whole.labels == {"team": "vision é"}
+        assert (half.gpus[0].milli, half.gpus[0].memory_bytes) == (500, 40_000 * MIB)
+        assert (half.revoke_at, half.end_reason) == (NOW + 600, "nodes/n0 is drained")
+        assert (over.state, over.ended) == (State.RELEASED, WALL)
+        assert (saved.fence, saved.ranks) == (7, {"n0": 0, "n1": 1})
+        assert quotas == [Quota("ann", 8000, 2.0)]
+        assert cordons == [Cordon(Spot("n0"), "fans", "bob", WALL, NOW + 600, 600.0)]
+
+
+@pytest.mark.parametrize("dump", [VERSION_1, VERSION_2], ids=["1", "2"])
+async def test_what_was_migrated_is_sealed(tmp_path: Path, dump: Path) -> None:
+    make(dump, tmp_path / DATABASE)
+    async with open_store(tmp_path / DATABASE, "boot"):
+        pass
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
+        connection.execute("UPDATE reservation SET owner = 'eve' WHERE fence = 1")
+    with pytest.raises(FailedPreconditionError, match="row 1 of the stored reservations is not as it was"):
+        async with open_store(tmp_path / DATABASE, "boot"):
+            pass
+
+
+@pytest.mark.parametrize("dump", [VERSION_1, VERSION_2], ids=["1", "2"])
+async def test_a_migrated_file_refuses_what_a_new_one_does(tmp_path: Path, dump: Path) -> None:
     """The tables of both are the same, to the letter but for names and blanks; so are the refusals."""
-    make_version_1(tmp_path / DATABASE)
+    make(dump, tmp_path / DATABASE)
     async with open_store(tmp_path / DATABASE, "boot"):
         pass
     async with open_store(tmp_path / "new.db", "boot"):

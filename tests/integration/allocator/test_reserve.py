@@ -169,7 +169,7 @@ async def test_wrong_arguments_are_named_and_change_nothing(tmp_path: Path) -> N
         ("ask.gpu_count", {"count": 2**31 - 1}),
         ("ttl", {"ttl": 0}),
         ("ttl", {"ttl": -5}),
-        ("ttl", {"ttl": 4.9}),
+        ("ttl", {"ttl": 1.9}),
         ("ttl", {"ttl": 604_801}),
         ("ask.min_memory_bytes", {"memory": -1}),
         ("ask.max_utilization_percent", {"max_utilization_percent": 0}),
@@ -254,12 +254,12 @@ async def test_before_the_fleet_has_spoken_nothing_is_granted(tmp_path: Path) ->
         assert len((await client.reserve()).gpus) == 1
 
 
-async def test_a_thousand_at_once_share_what_there_is_and_nothing_twice(tmp_path: Path) -> None:
-    """Also with each request sent twice at the same time: one grant each, and both answers name it."""
+async def test_four_hundred_at_once_share_what_there_is_and_nothing_twice(tmp_path: Path) -> None:
+    """Each request is sent twice at the same time: one grant each, and both answers name it."""
     fleet = FakeFleet(*(node_message(f"n{index}", count=8) for index in range(8)))
     async with running(tmp_path, fleet, max_concurrent=2000) as client:
         client.timeout = 60.0
-        request_ids = [str(uuid4()) for _ in range(500)]
+        request_ids = [str(uuid4()) for _ in range(200)]
 
         async def attempt(request_id: str) -> Reservation | GpuscaleError:
             try:

@@ -111,7 +111,9 @@ async def test_the_place_in_the_queue_is_told_until_the_grant(tmp_path: Path) ->
         assert "n0" in first.message
         second = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20)), timeout=20)
         behind = aiter(second)
-        assert (await anext(behind)).waiting.position == 1
+        waiting = (await anext(behind)).waiting
+        assert waiting.position == 1
+        assert 300 < seconds(waiting.estimated_wait) <= 60 + 300, "after the first, and its lease"
         await client.release(held[0])
         with pytest.raises(ResourceExhaustedError):
             await client.reserve()

@@ -1,7 +1,9 @@
 """The arrays answer what a plain look at every GPU answers, whatever happened before and in whatever order."""
 
+import math
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,15 +17,26 @@ from gpuscale.allocator.model import (
     Node,
     NodeState,
     Policy,
+    ReservedGpu,
+    Score,
 )
 from gpuscale.allocator.placement import Pick
 from gpuscale.allocator.placer import Placer
+from gpuscale.allocator.placing.columns import Columns
+from gpuscale.allocator.placing.constraints import ABSENT, Constraints
+from gpuscale.allocator.placing.demand import Demand, Tariff
+from gpuscale.allocator.placing.fragmentation import typical
+from gpuscale.allocator.placing.index import Index
+from gpuscale.allocator.placing.policies import value
+from gpuscale.allocator.placing.rows import gpu_codes, node_code
+from gpuscale.allocator.placing.rows import value as row_value
 from gpuscale.allocator.use import Use
 from tests.support.allocator_values import MIB, NOW, gpu
 from tests.support.placing import best_node, obstacle, placer, reservation
 
 GIB = 1024 * MIB
 CORDONS = ("nodes/n1", "0-1", "2-0")
+NO_TYPICAL = typical({}, lambda _: np.ones(0, np.bool_))
 PLAIN = (Policy.SPREAD, Policy.BESTFIT, Policy.FIRSTFIT)
 
 
@@ -227,6 +240,100 @@ def test_what_if_changes_nothing_and_is_what_comes_true(data: st.DataObject, ask
     for one in live:
         world.use.free(one)
     assert isinstance(world.placer.place(ask, NOW, again=True), Pick) <= isinstance(imagined, Pick)
+
+
+@given(
+    data=st.data(),
+    ask=asks(),
+    count=st.integers(0, 3),
+    cpu_per_gpu=st.sampled_from([0.0, 7.0]),
+    price=st.sampled_from([0.0, 0.7]),
+)
+@settings(max_examples=80)
+def test_a_row_alone_is_worth_what_it_is_worth_among_many(
+    data: st.DataObject, ask: Ask, count: int, cpu_per_gpu: float, price: float
+) -> None:
+    """Few rows are looked at one by one, many in arrays: codes and values agree to the last bit."""
+    world = World()
+    for _ in range(data.draw(st.integers(2, 8))):
+        world.step(data)
+    open_ask = replace(
+        ask, gpu_count=count, nodes=frozenset(), excluded_nodes=frozenset(), node_labels=(), apart_from=()
+    )
+    wish = replace(
+        open_ask, excluded_gpus=frozenset(), max_utilization_percent=data.draw(st.sampled_from([50.0, 100.0]))
+    )
+    if wish.policy is Policy.FGD:
+        return
+    columns = Columns(list(world.nodes.values()), world.use, world.cordons)
+    constraints, every = Constraints(columns, world.use, wish), np.arange(len(columns))
+    tariff = Tariff(cpu_per_gpu, {1: price})
+    node_codes_then, gpu_codes_then = constraints.codes(every, NOW)
+    free = gpu_codes_then == 0
+    values = value(wish, columns, every, free, constraints.kind, tariff, NO_TYPICAL)
+    fits = free.sum(1) >= count if count else node_codes_then == 0
+    for at in range(len(columns)):
+        row = columns.row(at)
+        node, codes = node_code(wish, row), gpu_codes(wish, row, constraints, NOW)
+        assert node == node_codes_then[at]
+        assert codes == gpu_codes_then[at, : len(codes)].tolist()
+        assert set(gpu_codes_then[at, len(codes) :].tolist()) <= {ABSENT}
+        expected = float(values[at]) if fits[at] else -math.inf
+        assert row_value(wish, row, node, codes, constraints.kind, tariff) == expected
+
+
+@given(data=st.data(), cordons=st.frozensets(st.sampled_from(CORDONS), max_size=2))
+@settings(max_examples=60)
+def test_following_what_is_held_leads_to_what_a_fresh_look_finds(
+    data: st.DataObject, cordons: frozenset[str]
+) -> None:
+    """Only the GPUs that were held or freed are written anew: all figures are those of columns made from nothing."""
+    known = [data.draw(nodes(rank)) for rank in range(2)]
+    use = Use()
+    index = Index(known, use, Demand(), cordons)
+    places = [(node, one) for node in known for one in node.gpus]
+    for step in range(data.draw(st.integers(1, 8)) if places else 0):
+        live = sorted({one.id for node in known for one in use.reservations(node.id)})
+        if live and data.draw(st.booleans()):
+            use.free(data.draw(st.sampled_from(live)))
+        else:
+            node, one = data.draw(st.sampled_from(places))
+            milli = data.draw(st.sampled_from([WHOLE, 500, 300]))
+            if use.gpu(one.uuid).milli + milli <= WHOLE:
+                held = ReservedGpu(
+                    node.id,
+                    one.uuid,
+                    0,
+                    "",
+                    simulated=True,
+                    score=Score(0.0, ()),
+                    milli=milli,
+                    memory_bytes=GIB,
+                )
+                use.hold(reservation([held], name=f"r{step}", ask=Ask(1, 0, 100.0, cpu_milli=1000)))
+        index.follow(NOW)
+        if data.draw(st.booleans()):
+            at = data.draw(st.integers(0, len(known) - 1))
+            known[at] = replace(known[at], gpus=tuple(_later(one) for one in known[at].gpus))
+            index.columns.write(at, known[at])
+        for at in range(len(known)):
+            index.columns.row(at)  # kept from now on, until it changes
+    fresh = Columns(known, use, cordons)
+    for name in ("held", "available", "utilization", "cpu_free", "memory_free", "free_milli"):
+        np.testing.assert_array_equal(getattr(index.columns, name), getattr(fresh, name), name)
+    for at in range(len(known)):
+        followed, looked = index.columns.row(at), fresh.row(at)
+        assert followed.held == looked.held
+        assert followed.fresh_until == looked.fresh_until
+    before, old = index.columns.changed.copy(), NOW + 20
+    index.follow(old)
+    for at, node in enumerate(known):
+        became_old = any(NOW <= one.fresh_until < old for one in node.gpus)
+        assert became_old <= bool(index.columns.changed[at] > before[at]), "no shape would look at it again"
+
+
+def _later(one: Gpu) -> Gpu:
+    return replace(one, fresh_until=one.fresh_until + 1)
 
 
 def _idle(one: Gpu) -> Gpu:

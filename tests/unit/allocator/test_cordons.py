@@ -43,6 +43,14 @@ def test_a_node_covers_its_gpus_and_a_gpu_itself() -> None:
     assert (GPU.holds("n0", "GPU-B"), GPU.holds("n1", "GPU-A"), NODE.holds("n1", "GPU-A")) == (False,) * 3
 
 
+def test_a_gpu_covers_its_mig_instances() -> None:
+    of_gpu = Cordons([cordon(GPU)])
+    assert of_gpu.covering("n0", "MIG-1", "GPU-A") == cordon(GPU)
+    assert of_gpu.covering("n0", "MIG-1", "GPU-B") is None
+    assert of_gpu.covering("n1", "MIG-1", "GPU-A") is None
+    assert (GPU.holds("n0", "MIG-1", "GPU-A"), GPU.holds("n0", "MIG-1", "GPU-B")) == (True, False)
+
+
 def test_marks_are_what_placement_takes() -> None:
     kept = Cordons([cordon(GPU), cordon(NODE)])
     assert kept.marks() == {"nodes/n0", "gpu-a"}

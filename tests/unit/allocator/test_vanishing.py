@@ -68,3 +68,13 @@ def test_a_gpu_that_nobody_holds_any_more_is_nobodys_loss(ledger: Ledger, held: 
     vanishing.observe(ONE, ledger.use, NOW)
     ledger.settle(ledger.release(held.id, held.fence, now=NOW, wall=WALL))
     assert vanishing.lost(ledger.use, NOW + 10) == {}
+
+
+def test_a_node_that_is_gone_for_good_has_lost_all_its_gpus(ledger: Ledger, held: Reservation) -> None:
+    vanishing = Vanishing(AFTER)
+    gone = replace(BOTH, state=NodeState.OFFLINE, gpus=(), forgotten=True)
+    vanishing.observe(gone, ledger.use, NOW)
+    assert vanishing.lost(ledger.use, NOW + 9.9) == {}
+    assert vanishing.lost(ledger.use, NOW + 10) == {held.id: {"GPU-a", "GPU-b"}}
+    vanishing.observe(BOTH, ledger.use, NOW + 11)
+    assert vanishing.lost(ledger.use, NOW + 30) == {}, "it reports again"

@@ -12,6 +12,7 @@ from gpuscale.allocator.changes import Changes
 from gpuscale.allocator.commits import Commits
 from gpuscale.allocator.cordon_store import CordonStore
 from gpuscale.allocator.draining import Maintenance
+from gpuscale.allocator.forgetting import Forgetting
 from gpuscale.allocator.holding import Holding
 from gpuscale.allocator.leases import Leases
 from gpuscale.allocator.ledger import Ledger, rebased
@@ -69,13 +70,16 @@ async def open_allocator(
         hold = Holding(ledger, clock)
         quotas, waiting = await _open_queue(settings, store, ledger, placer, changes, commits, hold, clock)
         losses = Losses(ledger, leases, changes, clock, settings.lost_after_seconds)
-        follower = FleetFollower(fleet, view, clock, store.save_ranks, partial(_seen, placer, losses))
-        _seen(placer, losses, view.nodes)
+        forgetting = Forgetting(ledger=ledger, view=view, placer=placer, store=store, clock=clock)
+        seen = partial(_seen, placer, losses, forgetting)
+        follower = FleetFollower(fleet, view, clock, store.save_ranks, seen)
+        seen(view.nodes)
         tasks.spawn("write changes", commits.run())
         tasks.spawn("serve who waits", waiting.run())
         tasks.spawn("follow the fleet", follower.run())
         tasks.spawn("end what ran out", Sweeper(ledger, store, commits, clock).run())
         tasks.spawn("end what vanished", losses.run(lambda: not follower.problem))
+        tasks.spawn("forget nodes", forgetting.run())
         maintenance, capacity = await _open_operations(
             store, ledger, view, follower, placer, waiting, commits, leases, changes, clock, tasks
         )
@@ -134,7 +138,7 @@ async def _open_operations(
         ledger=ledger,
         view=view,
         placer=placer,
-        store=CordonStore(store.file, clock.boot_id),
+        store=CordonStore(store, clock.boot_id),
         commits=commits,
         leases=leases,
         changes=changes,
@@ -166,7 +170,7 @@ async def _open_queue(
     clock: Clock,
 ) -> tuple[Quotas, Waiting]:
     """The quotas as they are on disk, and the queue, which is empty at first: who waits asks again."""
-    quotas = Quotas(QuotaStore(store.file), changes, held=lambda: ledger.use.tenants)
+    quotas = Quotas(QuotaStore(store), changes, held=lambda: ledger.use.tenants)
     await quotas.load()
     rules = Rules(
         max_waiting=settings.max_waiting,
@@ -180,10 +184,11 @@ async def _open_queue(
     return quotas, waiting
 
 
-def _seen(placer: Placer, losses: Losses, nodes: Sequence[Node]) -> None:
+def _seen(placer: Placer, losses: Losses, forgetting: Forgetting, nodes: Sequence[Node]) -> None:
     """Nodes have been taken into the view: the one place from which all who follow the fleet learn of it."""
     for node in nodes:
         placer.apply_node(node)
+    forgetting.seen(nodes)
     losses.seen(nodes)
 
 

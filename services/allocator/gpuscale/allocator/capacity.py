@@ -17,7 +17,7 @@ from gpuscale.allocator.placer import Placer
 from gpuscale.allocator.queueing.model import Obstacle
 from gpuscale.allocator.queueing.waiting import Waiting
 from gpuscale.allocator.ranking import Idleness, RankedNode, rank
-from gpuscale.allocator.refusal import Refusal, RefusalKind
+from gpuscale.allocator.refusal import NOT_FOUND, Refusal, RefusalKind
 from gpuscale.allocator.remedies import remedies
 from gpuscale.allocator.telemetry import FleetFollower
 from gpuscale.allocator.view import FleetView
@@ -140,11 +140,12 @@ class Capacity:
         self._expect_telemetry()
         cordons, use = self._maintenance.cordons, self._ledger.use
         nodes = self._view.nodes
+        parents = {gpu.uuid: gpu.parent for node in nodes for gpu in node.gpus}
         return rank(
             nodes,
             idleness,
             held={gpu.uuid for node in nodes for gpu in node.gpus if use.gpu(gpu.uuid).milli},
-            cordoned=lambda node, uuid: cordons.covering(node, uuid) is not None,
+            cordoned=lambda node, uuid: cordons.covering(node, uuid, parents.get(uuid, "")) is not None,
             now=self._clock.now(),
         )
 
@@ -168,7 +169,7 @@ def _answer(found: Pick | Refusal | Obstacle) -> Answer:
     """The answer in words.
 
     Raises:
-        NotFoundError: a chosen node was never seen.
+        NotFoundError: a chosen node was never seen, or has no such GPU.
     """
     if isinstance(found, Pick):
         where = dict.fromkeys(gpu.node for gpu in found.gpus)
@@ -176,7 +177,7 @@ def _answer(found: Pick | Refusal | Obstacle) -> Answer:
         return Answer(f"available now on {', '.join(where)}: {gpus}", available=True, gpus=found.gpus)
     if isinstance(found, Obstacle):
         return Answer(found.message, reason=found.reason, final=found.lasting)
-    if found.kind is RefusalKind.NODE_NOT_FOUND:
+    if found.kind in NOT_FOUND:
         raise NotFoundError(found.message, reason=found.kind, metadata=found.metadata)
     return Answer(found.message, reason=found.kind, final=found.kind is RefusalKind.UNSATISFIABLE)
 

@@ -8,7 +8,8 @@ from sqlmodel import Field
 
 from gpuscale.allocator import cordons as model
 from gpuscale.allocator.schema_store import Table
-from gpuscale.common.store import Store
+from gpuscale.allocator.sealing import sealed
+from gpuscale.allocator.store import AllocatorStore
 
 
 class Cordon(Table, table=True):
@@ -22,6 +23,7 @@ class Cordon(Table, table=True):
     deadline_seconds: float | None
     grace_seconds: float | None
     boot_id: str
+    checksum: int = 0
 
 
 _CORDON = Table.metadata.tables["cordon"]
@@ -34,7 +36,7 @@ class CordonStore:
         boot_id: of the current boot, to which all deadlines written belong.
     """
 
-    def __init__(self, store: Store, boot_id: str) -> None:
+    def __init__(self, store: AllocatorStore, boot_id: str) -> None:
         self._store = store
         self._boot_id = boot_id
 
@@ -50,12 +52,12 @@ class CordonStore:
 
     async def save(self, cordons: Sequence[model.Cordon]) -> None:
         """Write cordons, in place of those there are of the same spots."""
-        rows = [self._to_row(cordon) for cordon in cordons]
+        rows = [sealed(self._to_row(cordon)) for cordon in cordons]
 
         def work(connection: Connection) -> None:
             connection.execute(insert(_CORDON).prefix_with("OR REPLACE"), rows)
 
-        await self._store.write(work)
+        await self._store.change(work)
 
     async def remove(self, spot: model.Spot) -> None:
         """Delete the cordon of a spot, if there is one."""
@@ -63,7 +65,7 @@ class CordonStore:
         def work(connection: Connection) -> None:
             connection.execute(delete(_CORDON).where(_CORDON.c.node == spot.node, _CORDON.c.gpu == spot.gpu))
 
-        await self._store.write(work)
+        await self._store.change(work)
 
     def _to_row(self, cordon: model.Cordon) -> dict[str, object]:
         return {

@@ -23,9 +23,9 @@ class Spot:
         """`nodes/{node}` or `nodes/{node}/gpus/{gpu}`."""
         return names.gpu_name(self.node, self.gpu) if self.gpu else names.node_name(self.node)
 
-    def holds(self, node: str, uuid: str) -> bool:
-        """Whether a GPU is here."""
-        return node == self.node and self.gpu in {"", names.to_id(uuid)}
+    def holds(self, node: str, uuid: str, parent: str = "") -> bool:
+        """Whether a GPU is here; of a MIG instance `parent` is the UUID of its GPU."""
+        return node == self.node and self.gpu in {"", names.to_id(uuid), parent and names.to_id(parent)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,13 @@ class Cordons:
         """Lift a cordon; nothing if there is none."""
         self._by_spot.pop(spot, None)
 
-    def covering(self, node: str, uuid: str = "") -> Cordon | None:
-        """The cordon that keeps new work from a GPU: that of its node, or its own. Without a UUID, that of the node."""
-        found = self._by_spot.get(Spot(node))
-        if found is None and uuid:
-            return self._by_spot.get(Spot(node, names.to_id(uuid)))
-        return found
+    def covering(self, node: str, uuid: str = "", parent: str = "") -> Cordon | None:
+        """The cordon that keeps new work from a GPU: that of its node, its own, or, of a MIG instance, that of its GPU.
+
+        Without a UUID, that of the node.
+        """
+        spots = [Spot(node), *(Spot(node, names.to_id(one)) for one in (uuid, parent) if one)]
+        return next((self._by_spot[spot] for spot in spots if spot in self._by_spot), None)
 
     def marks(self) -> frozenset[str]:
         """What is cordoned, as placement takes it: nodes as `nodes/{node}`, GPUs by their ids."""

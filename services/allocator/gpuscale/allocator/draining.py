@@ -6,7 +6,7 @@ run out. Whatever is interrupted on the way, `resume` makes good when the alloca
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine, Iterable
 from typing import TypeVar
 
 from gpuscale.allocator.changes import Changes
@@ -18,7 +18,6 @@ from gpuscale.allocator.ledger import Ledger
 from gpuscale.allocator.model import Node, Reservation
 from gpuscale.allocator.placer import Placer
 from gpuscale.allocator.view import FleetView
-from gpuscale.common import names
 from gpuscale.common.clock import Clock
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.lifecycle import TaskScope
@@ -65,6 +64,7 @@ class Maintenance:
         self._tasks = tasks
         self._cordons = Cordons()
         self._turn = asyncio.Lock()
+        self._untold: set[Spot] = set()
 
     @property
     def cordons(self) -> Cordons:
@@ -86,6 +86,24 @@ class Maintenance:
             await self._store.save(draining)  # with deadlines of this boot
         for cordon in draining:
             await self._tell(cordon)
+        self._untold = {cordon.spot for cordon in draining if cordon.spot.gpu}
+        if self._untold:
+            self._changes.on_room(self._reported)
+
+    def _reported(self, nodes: Collection[str] | None) -> None:
+        """Go on with drains of GPUs once their nodes have told of their MIG instances, which `resume` could not know."""
+        there = [
+            spot
+            for spot in self._untold
+            if (nodes is None or spot.node in nodes)
+            and (node := self._view.get(spot.node)) is not None
+            and node.gpus
+        ]
+        self._untold.difference_update(there)
+        for spot in there:
+            cordon = self._cordons.get(spot)
+            if cordon is not None and cordon.deadline is not None:
+                self._tasks.start("go on with a drain", _outcome(self._tell(cordon)))
 
     async def cordon(self, spot: Spot, *, reason: str, author: str) -> Cordon:
         """Let nothing new onto a node or GPU. A drain that is under way there goes on.
@@ -122,7 +140,8 @@ class Maintenance:
             UnavailableError: the state cannot be written; the cordon stands then. Its holders may have been told that
                 they can stay: repeat the call.
         """
-        self._expect_node(spot)
+        if self._cordons.get(spot) is None:  # one of a node that was forgotten can be lifted
+            self._expect_node(spot)
         await self._whole("uncordon", self._lift(spot))
 
     def list_cordons(self, *, page_size: int, page_token: str) -> tuple[list[Cordon], str]:
@@ -140,8 +159,7 @@ class Maintenance:
 
     def reservations(self, spot: Spot) -> list[Reservation]:
         """The reservations that are on a node or GPU, oldest first."""
-        live = self._ledger.reservations(ended=False)
-        return [one for one in live if any(spot.holds(gpu.node, gpu.uuid) for gpu in one.gpus)]
+        return self._on(spot, self._ledger.reservations(ended=False))
 
     async def _whole(self, name: str, work: Coroutine[object, object, T]) -> T:
         """Do all of a change, also when the caller gives up meanwhile."""
@@ -201,8 +219,17 @@ class Maintenance:
 
     def _ids_on(self, spot: Spot) -> list[str]:
         """The reservations on a spot, those too that are not on disk yet."""
-        on_node = self._ledger.use.reservations(spot.node)
-        return [one.id for one in on_node if any(spot.holds(gpu.node, gpu.uuid) for gpu in one.gpus)]
+        return [one.id for one in self._on(spot, self._ledger.use.reservations(spot.node))]
+
+    def _on(self, spot: Spot, reservations: Iterable[Reservation]) -> list[Reservation]:
+        """Those of the reservations that are on a spot, or on a MIG instance of it."""
+        node = self._view.get(spot.node)
+        parents = {gpu.uuid: gpu.parent for gpu in node.gpus} if node else {}
+        return [
+            one
+            for one in reservations
+            if any(spot.holds(gpu.node, gpu.uuid, parents.get(gpu.uuid, "")) for gpu in one.gpus)
+        ]
 
     async def _reprieve(self, lifted: Cordon) -> None:
         """Take back what a drain said to holders; another drain of the same GPUs says it anew."""
@@ -224,7 +251,8 @@ class Maintenance:
     def _expect_gpu(self, spot: Spot) -> None:
         """A GPU of a node that has reported must be known; of one that has not, it may be there."""
         node = self._expect_node(spot)
-        if spot.gpu and node.reported and all(names.to_id(gpu.uuid) != spot.gpu for gpu in node.gpus):
+        known = any(spot.holds(node.id, gpu.uuid, gpu.parent) for gpu in node.gpus)
+        if spot.gpu and node.reported and not known:
             message = f"node {spot.node} has no GPU {spot.gpu}"
             raise NotFoundError(message, reason="GPU_NOT_FOUND", metadata={"gpus": spot.gpu})
 

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuscale.allocator.commits import Commits, Outcome, settled
+from gpuscale.allocator.commits import Commits
 from gpuscale.allocator.ledger import Ledger
 from gpuscale.allocator.model import Reservation, State
+from gpuscale.allocator.outcome import Outcome
 from gpuscale.common.clock import Clock
 from gpuscale.common.errors import (
     FailedPreconditionError,
@@ -72,7 +73,7 @@ class Leases:
                 before.append(found)
             except (NotFoundError, PermissionDeniedError, FailedPreconditionError) as error:
                 refused[lease] = error
-        failure = await settled(self._commits.change(before, after)) if after else None
+        failure = await self._commits.change(before, after) if after else None
         return [self._renewal(lease, refused.get(lease) or failure) for lease in wanted]
 
     async def release(self, leases: Sequence[Lease], caller: Principal) -> Sequence[Reservation]:
@@ -163,6 +164,6 @@ async def _written(outcome: Outcome) -> None:
     Raises:
         UnavailableError: it failed and was taken back.
     """
-    error = await settled(outcome)
+    error = await outcome
     if error is not None:
         raise error

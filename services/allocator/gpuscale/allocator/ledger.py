@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from gpuscale.allocator.deadlines import Deadlines
-from gpuscale.allocator.model import Order, Reservation, ReservedGpu, State
+from gpuscale.allocator.model import Order, Reservation, ReservedGpu, State, moved
 from gpuscale.allocator.use import Use
 from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 
@@ -104,7 +104,7 @@ class Ledger:
             ValueError: one of the GPUs is not free for it; placement offers no such GPU.
         """
         chosen = tuple(gpus)
-        self._use.refuse(chosen)
+        self._use.refuse(chosen)  # before a fence is spent on it
         self._fence += 1
         granted = Reservation(
             id=f"r{self._fence}-{suffix}",
@@ -149,7 +149,7 @@ class Ledger:
         """
         found = self._expect_open(self.expect(reservation_id, fence))
         lease = found.ttl if ttl is None else ttl
-        return self._put(replace(found, ttl=lease, deadline=now + lease))
+        return self._put(moved(found, ttl=lease, deadline=now + lease))
 
     def revoke(self, reservation_id: str, at: float | None, reason: str) -> Reservation:
         """Say that a reservation will be taken away at a time, and why; None takes that back.
@@ -164,7 +164,7 @@ class Ledger:
         found = self._expect_open(self.get(reservation_id))
         if at is not None and found.revoke_at is not None and found.revoke_at <= at:
             return found
-        return self._put(replace(found, revoke_at=at, end_reason="" if at is None else reason))
+        return self._put(moved(found, revoke_at=at, end_reason="" if at is None else reason))
 
     def undo(self, before: Reservation, after: Reservation) -> None:
         """Take back a renewal or revocation whose write failed, unless the reservation has changed since."""
@@ -204,7 +204,7 @@ class Ledger:
         gpus = reservation.gpus
         if lost:
             gpus = tuple(replace(gpu, lost=True) if gpu.uuid in lost else gpu for gpu in gpus)
-        return replace(
+        return moved(
             reservation,
             state=state,
             gpus=gpus,
@@ -315,7 +315,7 @@ class Ledger:
 
 def activated(granted: Reservation) -> Reservation:
     """The reservation as it stands once it is on disk: what is written, and what the caller is told."""
-    return granted if granted.state is State.ACTIVE else replace(granted, state=State.ACTIVE)
+    return granted if granted.state is State.ACTIVE else moved(granted, state=State.ACTIVE)
 
 
 def retention(ttl: float) -> float:
@@ -339,4 +339,4 @@ def rebased(reservation: Reservation, now: float) -> Reservation:
     revoke_at = reservation.revoke_at
     if revoke_at is not None:
         revoke_at = now + max(0.0, revoke_at - (reservation.deadline - reservation.ttl))
-    return replace(reservation, deadline=now + kept, revoke_at=revoke_at)
+    return moved(reservation, deadline=now + kept, revoke_at=revoke_at)

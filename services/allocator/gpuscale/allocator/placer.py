@@ -17,7 +17,7 @@ from gpuscale.allocator.placement import Pick
 from gpuscale.allocator.placing.demand import Demand
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.scratch import Member, place_gang, without
-from gpuscale.allocator.refusal import Refusal, refuse, unknown_nodes
+from gpuscale.allocator.refusal import Refusal, refuse, unknown_names
 from gpuscale.allocator.survey import Survey
 from gpuscale.allocator.use import Use
 
@@ -75,7 +75,7 @@ class Placer:
         index = self._arrange()
         if not again:
             index.learn(ask)
-        if unknown := unknown_nodes(self._nodes, index.columns.nodes, ask):
+        if unknown := unknown_names(self._nodes, index.columns.nodes, ask):
             return unknown
         placed = place_gang(index, self._use, ask, now) if ask.member_count > 1 else self._one(ask, now)
         if len(placed) == ask.member_count:

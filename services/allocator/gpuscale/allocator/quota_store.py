@@ -5,7 +5,8 @@ from sqlmodel import Field
 
 from gpuscale.allocator.queueing import model
 from gpuscale.allocator.schema_store import Table
-from gpuscale.common.store import Store
+from gpuscale.allocator.sealing import sealed
+from gpuscale.allocator.store import AllocatorStore
 
 
 class Quota(Table, table=True):
@@ -14,6 +15,7 @@ class Quota(Table, table=True):
     tenant: str = Field(primary_key=True)
     gpu_milli_limit: int | None
     weight: float
+    checksum: int = 0
 
 
 _QUOTA = Table.metadata.tables["quota"]
@@ -22,29 +24,32 @@ _QUOTA = Table.metadata.tables["quota"]
 class QuotaStore:
     """Reads and writes quotas. Every write returns once it is on disk, and raises as `Store.write` does."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: AllocatorStore) -> None:
         self._store = store
 
     async def load(self) -> list[model.Quota]:
         """Every quota."""
 
         def work(connection: Connection) -> list[model.Quota]:
-            return [model.Quota(**row) for row in connection.execute(select(_QUOTA)).mappings()]
+            columns = select(_QUOTA.c.tenant, _QUOTA.c.gpu_milli_limit, _QUOTA.c.weight)
+            return [model.Quota(**row) for row in connection.execute(columns).mappings()]
 
         return await self._store.read(work)
 
     async def save(self, quota: model.Quota) -> None:
         """Write a quota, in place of the tenant's before."""
-        row = {
-            "tenant": quota.tenant,
-            "gpu_milli_limit": quota.gpu_milli_limit,
-            "weight": quota.weight,
-        }
+        row = sealed(
+            {
+                "tenant": quota.tenant,
+                "gpu_milli_limit": quota.gpu_milli_limit,
+                "weight": float(quota.weight),
+            }
+        )
 
         def work(connection: Connection) -> None:
             connection.execute(insert(_QUOTA).prefix_with("OR REPLACE"), row)
 
-        await self._store.write(work)
+        await self._store.change(work)
 
     async def remove(self, tenant: str) -> None:
         """Delete the quota of a tenant, if there is one."""
@@ -52,4 +57,4 @@ class QuotaStore:
         def work(connection: Connection) -> None:
             connection.execute(delete(_QUOTA).where(_QUOTA.c.tenant == tenant))
 
-        await self._store.write(work)
+        await self._store.change(work)

@@ -1,6 +1,6 @@
 """Refusal: why no node serves an ask, which node came nearest, and what would help. Pure."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,9 +17,14 @@ class RefusalKind(StrEnum):
     """What sort of no it is; the value is the reason code of the error."""
 
     NODE_NOT_FOUND = "NODE_NOT_FOUND"
+    GPU_NOT_FOUND = "GPU_NOT_FOUND"
     NODE_NOT_ONLINE = "NODE_NOT_ONLINE"
     UNSATISFIABLE = "UNSATISFIABLE"
     NO_CAPACITY = "NO_CAPACITY"
+
+
+NOT_FOUND = frozenset({RefusalKind.NODE_NOT_FOUND, RefusalKind.GPU_NOT_FOUND})
+"""What is NOT_FOUND to the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +41,30 @@ class Refusal:
     metadata: Mapping[str, str]
 
 
-def unknown_nodes(known: Collection[str], nodes: Sequence[Node], ask: Ask) -> Refusal | None:
-    """Refuse an ask that names nodes the fleet has never seen; None when it names none. `nodes` are in their order."""
+def unknown_names(known: Mapping[str, Node], nodes: Sequence[Node], ask: Ask) -> Refusal | None:
+    """Refuse an ask that names nodes the fleet has never seen, or GPUs that its nodes do not have; None when it does not.
+
+    `nodes` are all nodes, in their order. Of a node that does not tell its GPUs nothing is said.
+    """
     unknown = sorted(one for one in ask.nodes if one not in known)
     if not unknown:
-        return None
+        chosen = [known[one] for one in ask.nodes] if ask.nodes else nodes
+        return _unknown_gpus(chosen, ask) if ask.gpus else None
     message = (
         f"no such node: {names(unknown)}."
         f" The fleet knows {names([node.id for node in nodes]) or 'no node yet'}."
     )
     return Refusal(RefusalKind.NODE_NOT_FOUND, message, {}, {"nodes": names(unknown)})
+
+
+def _unknown_gpus(chosen: Sequence[Node], ask: Ask) -> Refusal | None:
+    if any(node.gpu_problem or not node.reported for node in chosen):
+        return None
+    unknown = sorted(ask.gpus - {gpu.uuid.lower() for node in chosen for gpu in node.gpus})
+    if not unknown:
+        return None
+    message = f"no such GPU: {names(unknown)} on {names(sorted(node.id for node in chosen))}."
+    return Refusal(RefusalKind.GPU_NOT_FOUND, message, {}, {"gpus": names(unknown)})
 
 
 def refuse(survey: Survey, placed: int) -> Refusal:

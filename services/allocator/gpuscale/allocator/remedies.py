@@ -55,7 +55,7 @@ def _cordons(outlook: Outlook, cordons: Cordons) -> Iterator[str]:
     found: dict[str, Cordon] = {}
     for view in outlook.nodes:
         for gpu in view.gpus:
-            cordon = cordons.covering(view.node.id, gpu.gpu.uuid)
+            cordon = cordons.covering(view.node.id, gpu.gpu.uuid, gpu.gpu.parent)
             if gpu.obstacle is Obstacle.CORDONED and cordon is not None:
                 found.setdefault(cordon.spot.name, cordon)
     for name, cordon in list(found.items())[:MOST_NAMES]:

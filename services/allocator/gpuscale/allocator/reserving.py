@@ -14,7 +14,7 @@ from gpuscale.allocator.model import Order, Reservation
 from gpuscale.allocator.placement import Pick
 from gpuscale.allocator.queueing.model import Obstacle, Place, Reason
 from gpuscale.allocator.queueing.waiting import Waiting
-from gpuscale.allocator.refusal import Refusal, RefusalKind
+from gpuscale.allocator.refusal import NOT_FOUND, Refusal, RefusalKind
 from gpuscale.allocator.telemetry import FleetFollower
 from gpuscale.allocator.view import FleetView
 from gpuscale.common import failpoints
@@ -59,7 +59,7 @@ class Reserving:
 
         Raises:
             AlreadyExistsError: the request id was used with other arguments.
-            NotFoundError: a chosen node does not exist.
+            NotFoundError: a chosen node or GPU does not exist.
             FailedPreconditionError: UNSATISFIABLE or NODE_NOT_ONLINE.
             ResourceExhaustedError: NO_CAPACITY or QUOTA_EXCEEDED, with the time after which a retry makes sense; after a
                 wait WAIT_TIMEOUT; QUEUE_FULL.
@@ -178,7 +178,7 @@ class Reserving:
         message = found.message
         if self._follower.problem:
             message += f" The fleet cannot be followed at the moment: {self._follower.problem}."
-        if found.kind is RefusalKind.NODE_NOT_FOUND:
+        if found.kind in NOT_FOUND:
             return NotFoundError(message, reason=found.kind, metadata=found.metadata)
         if found.kind is RefusalKind.NO_CAPACITY:
             return ResourceExhaustedError(

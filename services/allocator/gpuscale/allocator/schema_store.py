@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, Connection, Index, event, text
+from sqlalchemy import JSON, Connection, Index, Row, event, text
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
-from gpuscale.allocator import model
+from gpuscale.allocator import model, sealing
 
-VERSION = 2
+VERSION = 3
 FENCE = "fence"
 """The counter that keeps the highest fence when records are forgotten."""
 
@@ -24,7 +24,8 @@ class Reservation(Table, table=True):
     """A reservation, live or ended.
 
     `deadline_seconds` and `revoke_seconds` are of CLOCK_BOOTTIME and mean something only within `boot_id`; `create_time`
-    and `end_time` are seconds since 1970.
+    and `end_time` are seconds since 1970. `write_number` is that of the write that made the row what it is
+    (`gpuscale.allocator.witness`); the sums are those of `gpuscale.allocator.sealing`.
     """
 
     id: str = Field(primary_key=True)
@@ -50,6 +51,9 @@ class Reservation(Table, table=True):
     member_count: int = 1
     revoke_seconds: float | None = None
     end_reason: str = ""
+    write_number: int = 0
+    lasting_sum: int = 0
+    life_sum: int = 0
 
 
 class Hold(Table, table=True):
@@ -87,6 +91,7 @@ class Rank(Table, table=True):
 
     node: str = Field(primary_key=True)
     rank: int = Field(unique=True)
+    checksum: int = 0
 
 
 class Counter(Table, table=True):
@@ -94,10 +99,19 @@ class Counter(Table, table=True):
 
     name: str = Field(primary_key=True)
     value: int
+    checksum: int = 0
 
 
-def to_row(reservation: model.Reservation, boot_id: str) -> dict[str, object]:
-    """The row of a reservation, as the driver takes it: lists and mappings as JSON."""
+def to_row(reservation: model.Reservation, boot_id: str, number: int) -> dict[str, object]:
+    """The row of a reservation, as the driver takes it and returns it: lists and mappings as JSON."""
+    row = to_lasting(reservation)
+    row["lasting_sum"] = sealing.total(row.values())
+    row.update(to_changes(reservation, boot_id, number))
+    return row
+
+
+def to_lasting(reservation: model.Reservation) -> dict[str, object]:
+    """What does not change in the life of a reservation, unless a GPU of it is lost: the columns of `sealing.LASTING`."""
     return {
         "id": reservation.id,
         "fence": reservation.fence,
@@ -110,26 +124,36 @@ def to_row(reservation: model.Reservation, boot_id: str) -> dict[str, object]:
         "create_time": reservation.created.timestamp(),
         "tenant": reservation.tenant,
         "priority": reservation.priority,
-        "preemptible": reservation.preemptible,
+        "preemptible": int(reservation.preemptible),
         "cpu_milli": reservation.cpu_milli,
         "host_memory_bytes": reservation.host_memory_bytes,
         "member_count": reservation.member_count,
         "gpus": to_gpus(reservation),
-        **to_changes(reservation, boot_id),
     }
 
 
-def to_changes(reservation: model.Reservation, boot_id: str) -> dict[str, object]:
-    """What changes in the life of a reservation, as columns. Its GPUs do so only where one is lost: `to_gpus`."""
-    return {
+def to_changes(reservation: model.Reservation, boot_id: str, number: int) -> dict[str, object]:
+    """What changes in the life of a reservation with the write of this number: the columns of `sealing.LIFE`, and a sum."""
+    revoke_at = reservation.revoke_at
+    row: dict[str, object] = {
+        "id": reservation.id,
         "state": reservation.state.value,
-        "ttl_seconds": reservation.ttl,
-        "deadline_seconds": reservation.deadline,
+        "ttl_seconds": float(reservation.ttl),
+        "deadline_seconds": float(reservation.deadline),
         "boot_id": boot_id,
         "end_time": reservation.ended.timestamp() if reservation.ended else None,
-        "revoke_seconds": reservation.revoke_at,
+        "revoke_seconds": None if revoke_at is None else float(revoke_at),
         "end_reason": reservation.end_reason,
+        "write_number": number,
     }
+    row["life_sum"] = sealing.total(row.values())
+    return row
+
+
+def to_lost(reservation: model.Reservation) -> dict[str, object]:
+    """What changes beside its life in a reservation of which a GPU is lost, as columns, with their sum."""
+    row = to_lasting(reservation)
+    return {"id": reservation.id, "gpus": row["gpus"], "lasting_sum": sealing.total(row.values())}
 
 
 def to_gpus(reservation: model.Reservation) -> str:
@@ -147,8 +171,8 @@ def to_holds(reservation: model.Reservation) -> Sequence[dict[str, object]]:
     ]
 
 
-def from_row(row: Reservation) -> model.Reservation:
-    """The reservation of a row."""
+def from_row(row: Row[Any]) -> model.Reservation:
+    """The reservation of a row of `Reservation`, as the database returns it."""
     return model.Reservation(
         id=row.id,
         fence=row.fence,

@@ -23,7 +23,7 @@ class AllocatorSettings(ServerSettings, UpstreamSettings):
         50.0, gt=0, le=100, description="use that a GPU must be below where a request names none"
     )
     default_ttl_seconds: float = Field(
-        300.0, ge=5, le=604_800, description="length of a lease where a request names none"
+        300.0, ge=2, le=604_800, description="length of a lease where a request names none"
     )
     default_policy: Literal["spread", "pack", "bestfit", "firstfit", "fgd"] = Field(
         "spread", description="how GPUs are picked where a request does not say"

@@ -4,10 +4,12 @@ The database itself refuses to give more of a GPU than there is (see `schema_sto
 it refuses a second grant for one request.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from sqlalchemy import (
     ColumnElement,
@@ -22,11 +24,15 @@ from sqlalchemy import (
 )
 
 from gpuscale.allocator import schema_store as schema
+from gpuscale.allocator.guard import LAST_WRITE, StateGuard
 from gpuscale.allocator.migrations_store import MIGRATIONS
 from gpuscale.allocator.model import Reservation, State
+from gpuscale.allocator.sealing import LIFE, sealed
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
-from gpuscale.common.sqlite_store import Prepared
+from gpuscale.common.sqlite_store import Prepared, raw
 from gpuscale.common.store import Store
+
+T = TypeVar("T")
 
 _TABLES = schema.Table.metadata.tables
 _RESERVATION = _TABLES["reservation"]
@@ -34,15 +40,7 @@ _HOLD = _TABLES["hold"]
 _RANK = _TABLES["rank"]
 _COUNTER = _TABLES["counter"]
 
-_CHANGING = (
-    "state",
-    "ttl_seconds",
-    "deadline_seconds",
-    "boot_id",
-    "end_time",
-    "revoke_seconds",
-    "end_reason",
-)
+_CHANGING = (*(column for column in LIFE if column != "id"), "life_sum")
 _ACTIVE: ColumnElement[str] = literal_column(f"'{State.ACTIVE.value}'")
 _ADD = Prepared(insert(_RESERVATION))
 _HOLD_GPUS = Prepared(insert(_HOLD))
@@ -50,15 +48,17 @@ _FREE_GPUS = Prepared(delete(_HOLD).where(_HOLD.c.reservation_id == bindparam("k
 # What has ended never lives again, whatever a late write says.
 _CHANGE = Prepared(
     update(_RESERVATION)
-    .where(_RESERVATION.c.id == bindparam("key"))
+    .where(_RESERVATION.c.id == bindparam("id"))
     .where(or_(_RESERVATION.c.state == _ACTIVE, _RESERVATION.c.state == bindparam("state")))
     .values({column: bindparam(column) for column in _CHANGING})
 )
 _CHANGE_GPUS = Prepared(
-    update(_RESERVATION).where(_RESERVATION.c.id == bindparam("key")).values(gpus=bindparam("gpus"))
+    update(_RESERVATION)
+    .where(_RESERVATION.c.id == bindparam("id"))
+    .values(gpus=bindparam("gpus"), lasting_sum=bindparam("lasting_sum"))
 )
 _FORGET = Prepared(delete(_RESERVATION).where(_RESERVATION.c.id == bindparam("key")))
-_KEEP_FENCE = Prepared(insert(_COUNTER).prefix_with("OR REPLACE"))
+_COUNT = Prepared(insert(_COUNTER).prefix_with("OR REPLACE"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,29 @@ class AllocatorStore:
 
     Args:
         store: the open file.
+        guard: numbers the writes.
         boot_id: of the current boot, to which all deadlines written belong.
     """
 
-    def __init__(self, store: Store, boot_id: str) -> None:
+    def __init__(self, store: Store, guard: StateGuard, boot_id: str) -> None:
         self._store = store
+        self._guard = guard
         self._boot_id = boot_id
 
-    @property
-    def file(self) -> Store:
-        """The open file, for what else is kept in it."""
-        return self._store
+    async def read(self, work: Callable[[Connection], T]) -> T:
+        """Read what else is kept in the file. Raises as `Store.read` does."""
+        return await self._store.read(work)
+
+    async def change(self, work: Callable[[Connection], None]) -> None:
+        """Write what else is kept in the file. Raises as `Store.write` does."""
+
+        def numbered(connection: Connection) -> None:
+            number = self._guard.next()
+            work(connection)
+            self._note(connection, number)
+            self._guard.wrote(number)
+
+        await self._store.write(numbered)
 
     async def load(self) -> Saved:
         """Read everything.
@@ -113,18 +125,20 @@ class AllocatorStore:
         """
 
         def work(connection: Connection) -> None:
+            number = self._guard.next()
             if added:
-                _ADD.run(connection, [schema.to_row(one, self._boot_id) for one in added])
+                _ADD.run(connection, [schema.to_row(one, self._boot_id, number) for one in added])
                 _HOLD_GPUS.run(connection, [hold for one in added for hold in schema.to_holds(one)])
             if changed:
-                _CHANGE.run(
-                    connection,
-                    [{"key": one.id, **schema.to_changes(one, self._boot_id)} for one in changed],
-                )
+                before = raw(connection).total_changes
+                _CHANGE.run(connection, [schema.to_changes(one, self._boot_id, number) for one in changed])
+                if raw(connection).total_changes - before < len(changed) and not added:
+                    self._note(connection, number)  # no row may have it: they had ended
             if ended := [{"key": one.id} for one in changed if not one.live]:
                 _FREE_GPUS.run(connection, ended)
             if lost := [one for one in changed if one.state is State.LOST]:
-                _CHANGE_GPUS.run(connection, [{"key": one.id, "gpus": schema.to_gpus(one)} for one in lost])
+                _CHANGE_GPUS.run(connection, [schema.to_lost(one) for one in lost])
+            self._guard.wrote(number)
 
         await self._write(work)
 
@@ -132,8 +146,11 @@ class AllocatorStore:
         """Delete the records of ended reservations; that `fence` is the highest one given stays known."""
 
         def work(connection: Connection) -> None:
-            _KEEP_FENCE.run(connection, [{"name": schema.FENCE, "value": fence}])
+            number = self._guard.next()
+            _COUNT.run(connection, [sealed({"name": schema.FENCE, "value": fence})])
             _FORGET.run(connection, [{"key": one.id} for one in ended])
+            self._note(connection, number)
+            self._guard.wrote(number)
 
         await self._write(work)
 
@@ -141,9 +158,22 @@ class AllocatorStore:
         """Write the ranks of nodes that were not known before."""
 
         def work(connection: Connection) -> None:
-            connection.execute(insert(_RANK), [{"node": node, "rank": rank} for node, rank in ranks.items()])
+            rows = [sealed({"node": node, "rank": rank}) for node, rank in ranks.items()]
+            connection.execute(insert(_RANK), rows)
 
         await self._write(work)
+
+    async def forget_rank(self, node: str, rank: int) -> None:
+        """Delete the rank of a node, unless it has another one by now."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(delete(_RANK).where(_RANK.c.node == node, _RANK.c.rank == rank))
+
+        await self._write(work)
+
+    def _note(self, connection: Connection, number: int) -> None:
+        """Keep the number of a write that no reservation has."""
+        _COUNT.run(connection, [sealed({"name": LAST_WRITE, "value": number})])
 
     async def _write(self, work: Callable[[Connection], None]) -> None:
         try:
@@ -161,22 +191,33 @@ async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]
     """Open the file, or make it.
 
     Raises:
-        FailedPreconditionError: the file is damaged, or of another version; it stays as it is.
+        FailedPreconditionError: the file is damaged, is not what was acknowledged, or is of another version; it stays as
+            it is.
         UnavailableError: it cannot be used now.
     """
+    guard = StateGuard(path)
+    await asyncio.to_thread(guard.witness.check_before)
     opening = Store.open(
-        path, schema.Table.metadata, name="allocator", version=schema.VERSION, migrations=MIGRATIONS
+        path,
+        schema.Table.metadata,
+        name="allocator",
+        version=schema.VERSION,
+        migrations=MIGRATIONS,
+        guard=guard,
     )
-    async with opening as store:
-        yield AllocatorStore(store, boot_id)
+    try:
+        async with opening as store:
+            yield AllocatorStore(store, guard, boot_id)
+    finally:
+        guard.witness.close()
 
 
 def _load(connection: Connection) -> Saved:
-    rows = connection.execute(select(_RESERVATION).order_by(_RESERVATION.c.fence)).mappings()
-    saved = [schema.Reservation(**row) for row in rows]
-    reservations = [(schema.from_row(row), row.boot_id) for row in saved]
+    rows = connection.execute(select(_RESERVATION).order_by(_RESERVATION.c.fence))
+    reservations = [(schema.from_row(row), row.boot_id) for row in rows]
     _check_holds([reservation for reservation, _ in reservations], connection)
-    fence: int | None = connection.execute(select(_COUNTER.c.value)).scalar()
+    kept = select(_COUNTER.c.value).where(_COUNTER.c.name == schema.FENCE)
+    fence: int | None = connection.execute(kept).scalar()
     ranks = {row["node"]: row["rank"] for row in connection.execute(select(_RANK)).mappings()}
     return Saved(reservations, fence or 0, ranks)
 

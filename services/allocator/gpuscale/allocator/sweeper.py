@@ -8,7 +8,7 @@ it ends anything (etcd#15247 and #12528 ended live leases for want of that).
 import asyncio
 from typing import NoReturn
 
-from gpuscale.allocator.commits import Commits, settled
+from gpuscale.allocator.commits import Commits
 from gpuscale.allocator.ledger import Ledger
 from gpuscale.allocator.model import Reservation, State
 from gpuscale.allocator.store import AllocatorStore
@@ -65,9 +65,8 @@ class Sweeper:
         if expired:
             now, wall = self._clock.now(), self._clock.wall()
             ends = [(one, State.EXPIRED if one.deadline <= now else State.CANCELLED) for one in expired]
-            problem = await settled(
-                self._commits.end([self._ledger.close(one, state, now=now, wall=wall) for one, state in ends])
-            )
+            closed = [self._ledger.close(one, state, now=now, wall=wall) for one, state in ends]
+            problem = await self._commits.end(closed)
             if problem is None:
                 _log.info("reservations ended", states={one.id: state.value for one, state in ends})
         if forgotten:

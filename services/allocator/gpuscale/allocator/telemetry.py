@@ -5,7 +5,7 @@ granted on what nobody reports any more. Ages are counted on by this host's cloc
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import grpc
@@ -95,7 +95,8 @@ class FleetFollower:
                 backoff.reset()
                 nodes = self._nodes_of(message)
                 if full:
-                    self._seen(self._view.apply(nodes, full=False))
+                    gone = self._view.forget(_ids_of(message.removed))
+                    self._seen([*self._view.apply(nodes, full=False), *gone])
                 else:
                     first_round += nodes
                     full = message.full
@@ -126,6 +127,12 @@ class FleetFollower:
             _log.warning("cannot save node ranks", problem=error.message)
         else:
             self._view.saved(unsaved)
+
+
+def _ids_of(node_names: Iterable[str]) -> list[str]:
+    """The ids of nodes by their names; without those that are none."""
+    found = (names.match(names.NODE, name) for name in node_names)
+    return [ids["node"] for ids in found if ids is not None]
 
 
 def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | None:

@@ -4,7 +4,7 @@ The ledger keeps it; placement reads it. A GPU that is held whole admits nobody;
 memory held add up.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -39,7 +39,7 @@ FREE_NODE = NodeUse()
 class Use:
     """What all live reservations hold.
 
-    Each change notes the nodes it touched, for an index that follows (`changed_nodes`).
+    Each change notes what it touched, for an index that follows (`changed`).
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Use:
         self._nodes: dict[str, NodeUse] = {}
         self._live: dict[str, Reservation] = {}
         self._tenants: dict[str, int] = {}
-        self._changed: set[str] = set()
+        self._changed: dict[str, set[str]] = {}
 
     def __contains__(self, uuid: object) -> bool:
         """Whether anything of the GPU with this UUID is held."""
@@ -83,9 +83,9 @@ class Use:
         found = self._live.get(reservation_id)
         return None if found is None else found.fence
 
-    def changed_nodes(self) -> set[str]:
-        """The nodes whose use has changed since the last call."""
-        changed, self._changed = self._changed, set()
+    def changed(self) -> Mapping[str, Collection[str]]:
+        """The nodes whose use has changed since the last call, and the GPUs of them."""
+        changed, self._changed = self._changed, {}
         return changed
 
     def refuse(self, gpus: tuple[ReservedGpu, ...]) -> None:
@@ -121,6 +121,7 @@ class Use:
     def _add(self, reservation: Reservation, sign: int) -> None:
         for gpu in reservation.gpus:
             use = self.gpu(gpu.uuid)
+            self._changed.setdefault(gpu.node, set()).add(gpu.uuid)
             memory = 0 if gpu.milli >= WHOLE else gpu.memory_bytes or 0
             self._put_gpu(
                 gpu.uuid,
@@ -130,16 +131,16 @@ class Use:
                     _names(use.reservations, reservation.id, sign),
                 ),
             )
-        for node, _ in dict.fromkeys((gpu.node, gpu.member) for gpu in reservation.gpus):
+        for node, _ in {(gpu.node, gpu.member): None for gpu in reservation.gpus}:
             self._add_node(node, reservation, sign)
-        milli = sum(gpu.milli for gpu in reservation.gpus)
-        self._tenants[reservation.tenant] = self._tenants.get(reservation.tenant, 0) + sign * milli
-        if not self._tenants[reservation.tenant]:
+        milli = sum([gpu.milli for gpu in reservation.gpus])
+        held = self._tenants.get(reservation.tenant, 0) + sign * milli
+        self._tenants[reservation.tenant] = held
+        if not held:
             del self._tenants[reservation.tenant]
 
     def _add_node(self, node: str, reservation: Reservation, sign: int) -> None:
         use = self.node(node)
-        self._changed.add(node)
         changed = NodeUse(
             use.cpu_milli + sign * reservation.cpu_milli,
             use.memory_bytes + sign * reservation.host_memory_bytes,
@@ -159,5 +160,5 @@ class Use:
 
 def _names(names: tuple[str, ...], name: str, sign: int) -> tuple[str, ...]:
     """The names with one more, or without it, each once."""
-    rest = tuple(one for one in names if one != name)
+    rest = tuple([one for one in names if one != name])
     return (*rest, name) if sign > 0 else rest

@@ -1,7 +1,7 @@
 """Vanishing: GPUs under a lease that their node, although it reports, no longer has. Pure.
 
 A node that is silent, or cannot read its GPUs, proves nothing about them. Only one that is ONLINE and does not name a
-GPU any more, or names it as LOST, for longer than a moment has lost it.
+GPU any more, or names it as LOST, for longer than a moment has lost it; so has one that the fleet was told to forget.
 """
 
 from collections import defaultdict
@@ -27,7 +27,8 @@ class Vanishing:
 
     def observe(self, node: Node, use: Use, now: float) -> None:
         """Take in a node as it is now."""
-        if node.state is not NodeState.ONLINE or not node.reported or node.gpu_problem:
+        silent = node.state is not NodeState.ONLINE or not node.reported or node.gpu_problem
+        if silent and not node.forgotten:
             self._missing.pop(node.id, None)
             return
         there = {gpu.uuid for gpu in node.gpus if gpu.trouble != LOST}

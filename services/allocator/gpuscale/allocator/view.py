@@ -1,7 +1,8 @@
 """View of the fleet: every node as last reported, and the order in which nodes were first seen. Pure.
 
 A node that the fleet no longer names is kept as OFFLINE with the GPUs it had: a fleet that restarts knows only the
-agents that have come back so far, and "not back yet" must not read as "never was".
+agents that have come back so far, and "not back yet" must not read as "never was". Only a node that the fleet was told
+to forget goes, once nothing is held on it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,6 +57,21 @@ class FleetView:
             self._ranks[node] = self._unsaved[node] = self._next_rank
             self._next_rank += 1
         return self._ranks[node]
+
+    def forget(self, node_ids: Iterable[str]) -> Sequence[Node]:
+        """These nodes are gone for good, unless they report again; return those that were known, as they are now."""
+        known = [self._nodes[node] for node in node_ids if node in self._nodes]
+        gone = [
+            replace(node, state=NodeState.OFFLINE, gpus=(), reported=True, forgotten=True) for node in known
+        ]
+        self._nodes.update((node.id, node) for node in gone)
+        return gone
+
+    def drop(self, node: str) -> int:
+        """Know nothing of a node any more; the rank that it had. It is a new one if it ever reports again."""
+        del self._nodes[node]
+        self._unsaved.pop(node, None)
+        return self._ranks.pop(node)
 
     def apply(self, nodes: Iterable[Node], *, full: bool) -> Sequence[Node]:
         """Take in nodes as they are now, and return all that changed; `full` says that the fleet knows no others."""

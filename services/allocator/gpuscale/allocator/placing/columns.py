@@ -4,7 +4,7 @@ Rows follow the telemetry and what is held; each change of a row is numbered (`c
 from rows knows which to compute anew. Pure. Sizes in bytes, shares in thousandths, times of CLOCK_BOOTTIME.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,51 @@ NO_GPU = -1
 PARTED = -2
 """`kind` of a GPU that is split into MIG instances: only these are given out."""
 WHOLE_GPU = 0
+MOST_READ = 1024
+"""Rows that are kept as plain numbers."""
 
 _STATES = {NodeState.ONLINE: 0, NodeState.STALE: 1, NodeState.OFFLINE: 2}
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+
+class Row:
+    """What the columns say of a row, of each of its GPUs where it is a list."""
+
+    __slots__ = (
+        "available",
+        "cordoned",
+        "cpu_free",
+        "free_milli",
+        "fresh_until",
+        "held",
+        "kind",
+        "memory_free",
+        "model",
+        "node_cordoned",
+        "state",
+        "total",
+        "trouble",
+        "utilization",
+    )
+
+    def __init__(self, columns: "Columns", row: int) -> None:
+        count = int(columns.gpu_count[row])
+        self.state = int(columns.state[row])
+        self.node_cordoned = bool(columns.node_cordoned[row])
+        self.cpu_free = int(columns.cpu_free[row])
+        self.memory_free = int(columns.memory_free[row])
+        self.free_milli = int(columns.free_milli[row])
+        self.kind: list[int] = columns.kind[row, :count].tolist()
+        self.model: list[int] = columns.model[row, :count].tolist()
+        self.fresh_until: list[float] = columns.fresh_until[row, :count].tolist()
+        self.trouble: list[bool] = columns.trouble[row, :count].tolist()
+        self.cordoned: list[bool] = columns.cordoned[row, :count].tolist()
+        self.held: list[int] = columns.held[row, :count].tolist()
+        self.total: list[int] = columns.total[row, :count].tolist()
+        self.available: list[int] = columns.available[row, :count].tolist()
+        self.utilization: list[float] = columns.utilization[row, :count].tolist()
 
 
 class Columns:
@@ -51,6 +91,8 @@ class Columns:
         self.sequence = 0
         self.layout = 0
         self._aged = -np.inf
+        self._soonest = np.inf
+        self._read: dict[int, Row] = {}
         self._width = max((len(node.gpus) for node in nodes), default=1) or 1
         self._allocate(max(room, len(nodes) * 5 // 4))
         for node in nodes:
@@ -63,6 +105,15 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+    def row(self, at: int) -> Row:
+        """A row as plain numbers, read anew when it has changed."""
+        row = self._read.get(at)
+        if row is None:
+            if len(self._read) >= MOST_READ:
+                self._read.clear()
+            row = self._read[at] = Row(self, at)
+        return row
 
     def has_room(self, node: Node) -> bool:
         """Whether a new node can be appended: there is a row, it is wide enough, and no later rank stands before."""
@@ -108,34 +159,56 @@ class Columns:
 
     def write_use(self, row: int) -> None:
         """Write anew what is held of a node and its GPUs."""
-        node, gpus, count = self.nodes[row], self.gpus[row], len(self.gpus[row])
+        gpus, count = self.gpus[row], len(self.gpus[row])
         uses = [self._use.gpu(gpu.uuid) for gpu in gpus]
         self.held[row, :count] = [use.milli for use in uses]
         self.available[row, :count] = [
             self._available(gpu, use.reservations) for gpu, use in zip(gpus, uses, strict=True)
         ]
         self.utilization[row, :count] = [self._utilization(gpu) for gpu in gpus]
+        working = (self.kind[row] == WHOLE_GPU) & ~self.trouble[row] & ~self.cordoned[row]
+        self.free_milli[row] = int((WHOLE - self.held[row])[working].sum())
+        self._write_use_of_node(row)
+
+    def write_use_of(self, row: int, uuids: Collection[str]) -> None:
+        """Write anew what is held of a node and these GPUs of it."""
+        for column, gpu in enumerate(self.gpus[row]):
+            if gpu.uuid not in uuids:
+                continue
+            use, before = self._use.gpu(gpu.uuid), int(self.held[row, column])
+            self.held[row, column] = use.milli
+            self.available[row, column] = self._available(gpu, use.reservations)
+            self.utilization[row, column] = self._utilization(gpu)
+            whole = self.kind[row, column] == WHOLE_GPU
+            if whole and not self.trouble[row, column] and not self.cordoned[row, column]:
+                self.free_milli[row] += before - use.milli
+        self._write_use_of_node(row)
+
+    def _write_use_of_node(self, row: int) -> None:
+        node = self.nodes[row]
         held = self._use.node(node.id)
         self.cpu_free[row] = _left(node.cpu_milli, held.cpu_milli)
         self.memory_free[row] = _left(node.memory_total_bytes, held.memory_bytes)
-        working = (self.kind[row] == WHOLE_GPU) & ~self.trouble[row] & ~self.cordoned[row]
-        self.free_milli[row] = int((WHOLE - self.held[row])[working].sum())
         self._touch(row)
 
     def set_cordons(self, cordons: frozenset[str]) -> None:
         """Take in what is cordoned."""
         moved, self._cordons = self._cordons ^ cordons, cordons
         for row, node in enumerate(self.nodes):
-            if f"nodes/{node.id}" in moved or any(gpu.uuid.lower() in moved for gpu in node.gpus):
+            gpus = {one.lower() for gpu in node.gpus for one in (gpu.uuid, gpu.parent)}
+            if f"nodes/{node.id}" in moved or not gpus.isdisjoint(moved):
                 self._write_cordons(row)
                 self.write_use(row)
 
     def age(self, now: float) -> None:
         """Note the rows in which a reading has become too old."""
         self._aged = max(self._aged, now)
+        if now <= self._soonest:
+            return
         for row in listed(np.flatnonzero(self.expiry[: len(self)] < now)):
             self._write_freshness(row)
             self._touch(row)
+        self._soonest = float(self.expiry[: len(self)].min(initial=np.inf))
 
     def _is_made_alike(self, row: int, node: Node, gpus: Sequence[Gpu]) -> bool:
         """Whether a report tells of the same node with the same GPUs as before."""
@@ -166,7 +239,10 @@ class Columns:
         """When readings become too old, and when the next of those that are not yet does."""
         fresh = [gpu.fresh_until for gpu in self.gpus[row]]
         self.fresh_until[row, : len(fresh)] = fresh
-        self.expiry[row] = min((until for until in fresh if until >= self._aged), default=np.inf)
+        self._read.pop(row, None)
+        expiry = min((until for until in fresh if until >= self._aged), default=np.inf)
+        self.expiry[row] = expiry
+        self._soonest = min(self._soonest, expiry)
 
     def _count(self, node: Node, gpus: Sequence[Gpu], sign: int) -> None:
         whole = [gpu for gpu in gpus if not gpu.mig_profile]
@@ -206,6 +282,7 @@ class Columns:
     def _touch(self, row: int) -> None:
         self.sequence += 1
         self.changed[row] = self.sequence
+        self._read.pop(row, None)
 
     def _allocate(self, rows: int) -> None:
         shape = (rows, self._width)

@@ -76,22 +76,39 @@ def integer_scores(gradient: Floats) -> Ints:
 
 def _gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits: Bools) -> Floats:
     reachable = now.admits[:, model].T
-    before, fitting, useless = _state(now, cpu, free, reachable)
+    state = _state(now, cpu, free, reachable)
     left = cpu - ask.cpu_milli
-    total = free.sum(1)
-    if ask.gpu_count == 1 and ask.gpu_milli < WHOLE:
-        after = np.zeros(free.shape, np.int64)
-        for gpu in range(free.shape[1]):
-            old = free[:, gpu, None]
-            new = np.maximum(old - ask.gpu_milli, 0)
-            count = fitting - (old >= now.milli) + (new >= now.milli)
-            waste = useless - np.where(old < now.milli, old, 0) + np.where(new < now.milli, new, 0)
-            after[:, gpu] = _fragment(now, left, total - ask.gpu_milli, count, waste, reachable)
-    else:
-        after = _state(now, left, _taken(free, ask, fits), reachable)[0][:, None]
     weight = max(int(now.weight.sum()), 1)
-    gradient: Floats = np.where(fits, (before[:, None] - after) / weight, -np.inf)
-    return gradient
+    gradient: Floats = np.full(fits.shape, -np.inf)
+    if ask.gpu_count == 1 and ask.gpu_milli < WHOLE:
+        rows, gpus = np.nonzero(fits)
+        after = _after_shares(now, state, left, free, reachable, ask.gpu_milli, rows, gpus)
+        gradient[rows, gpus] = (state[0][rows] - after) / weight
+        return gradient
+    whole_after = _state(now, left, _taken(free, ask, fits), reachable)[0]
+    return np.where(fits, ((state[0] - whole_after) / weight)[:, None], gradient)
+
+
+def _after_shares(
+    now: Typical,
+    state: tuple[Ints, Ints, Ints],
+    left: Ints,
+    free: Ints,
+    reachable: Bools,
+    milli: int,
+    rows: Ints,
+    gpus: Ints,
+) -> Ints:
+    """The fragment of each node once a share of a GPU is taken; GPUs of a node that are as free are looked at once."""
+    alike, again = np.unique(rows * (WHOLE + 1) + free[rows, gpus], return_inverse=True)
+    row, was = np.divmod(alike, WHOLE + 1)
+    old = was[:, None]
+    new = np.maximum(old - milli, 0)
+    count = state[1][row] - (old >= now.milli) + (new >= now.milli)
+    waste = state[2][row] - np.where(old < now.milli, old, 0) + np.where(new < now.milli, new, 0)
+    total = free.sum(1)[row] - milli
+    after: Ints = _fragment(now, left[row], total, count, waste, reachable[row])[again]
+    return after
 
 
 def _state(now: Typical, cpu: Ints, free: Ints, reachable: Bools) -> tuple[Ints, Ints, Ints]:

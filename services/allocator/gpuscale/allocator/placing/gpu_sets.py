@@ -1,9 +1,9 @@
 """Sets: which of a node's GPUs an ask gets, of those that fit. Pure, and the same whatever order they are given in."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from math import comb
+from typing import NamedTuple
 
 from gpuscale.allocator.model import Gpu, GpuSet
 
@@ -11,8 +11,7 @@ MOST_SETS = 20_000
 """Up to so many sets are all compared; of more, a set is grown from the best pair (16 GPUs have 12870 sets of 8)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A GPU that fits, and its column: what nobody holds of it, the memory a newcomer has there, and how good it is."""
 
     gpu: Gpu

@@ -27,7 +27,7 @@ class Index:
         self._use = use
         self._demand = demand
         self._typical: tuple[Mapping[AskClass, int], int, Typical] | None = None
-        use.changed_nodes()
+        use.changed()
 
     @property
     def tariff(self) -> Tariff:
@@ -45,10 +45,10 @@ class Index:
 
     def follow(self, now: float) -> None:
         """Take in what was held and freed since, and what has become too old."""
-        for node in self._use.changed_nodes():
+        for node, gpus in self._use.changed().items():
             row = self.columns.row_of.get(node)
             if row is not None:
-                self.columns.write_use(row)
+                self.columns.write_use_of(row, gpus)
         self.columns.age(now)
 
     def shape(self, ask: Ask, now: float) -> Shape:

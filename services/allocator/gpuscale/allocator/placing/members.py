@@ -1,12 +1,13 @@
 """Members: the GPUs that one member of an ask gets on the node chosen for it. Pure."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from gpuscale.allocator.model import WHOLE, Ask, Policy, ReservedGpu, Score, ScorePart
-from gpuscale.allocator.placing.columns import Columns, listed
+from gpuscale.allocator.placing.columns import Columns, Row, listed
 from gpuscale.allocator.placing.demand import Tariff
 from gpuscale.allocator.placing.fragmentation import Typical
 from gpuscale.allocator.placing.gpu_sets import Candidate, best_first, choose, tightest_first
@@ -15,8 +16,8 @@ from gpuscale.allocator.placing.policies import (
     fragmentation_gradients,
     fragmentation_scores,
     parts,
-    spread_scores,
 )
+from gpuscale.allocator.placing.rows import spread_score
 from gpuscale.allocator.placing.shapes import Shape
 from gpuscale.allocator.placing.shares import memory_on, milli_on
 from gpuscale.allocator.scoring import explained
@@ -38,7 +39,11 @@ class Members:
         ask = shape.ask
         if not ask.gpu_count:
             return ()
-        chosen = choose(_in_order(ask, self._candidates(shape, row)), ask.gpu_count, ask.gpu_set)
+        candidates = self._candidates(shape, row)
+        if ask.gpu_count == 1:
+            chosen = [min(candidates, key=_preference(ask))]
+        else:
+            chosen = choose(sorted(candidates, key=_preference(ask)), ask.gpu_count, ask.gpu_set)
         scores = self._scores(shape, row, [one.column for one in chosen])
         return tuple(
             self._reserved(ask, row, one, score, member) for one, score in zip(chosen, scores, strict=True)
@@ -51,28 +56,27 @@ class Members:
         found = self._scores(shape, row, fitting)
         return {gpus[column].uuid: score for column, score in zip(fitting, found, strict=True)}
 
-    def _candidates(self, shape: Shape, row: int) -> list[Candidate]:
+    def _candidates(self, shape: Shape, at: int) -> list[Candidate]:
         """The GPUs of a row that fit, in the order of their indices."""
-        columns = self._columns
-        gpus, held, available = columns.gpus[row], listed(columns.held[row]), listed(columns.available[row])
-        values = self._values(shape, row)
+        gpus, row = self._columns.gpus[at], self._columns.row(at)
+        fitting = [column for column, code in enumerate(listed(shape.gpu_codes[at])) if code == 0]
+        values = self._values(shape, at, row, fitting)
         return [
-            Candidate(gpus[column], column, WHOLE - held[column], available[column], values[column])
-            for column in listed(np.flatnonzero(shape.gpu_codes[row] == 0))
+            Candidate(gpus[column], column, WHOLE - row.held[column], row.available[column], value)
+            for column, value in zip(fitting, values, strict=True)
         ]
 
-    def _values(self, shape: Shape, row: int) -> list[float]:
-        """How good each GPU of a row is, where that differs between them."""
-        ask, rows = shape.ask, np.array([row])
+    def _values(self, shape: Shape, at: int, row: Row, fitting: list[int]) -> list[float]:
+        """How good GPUs of a row are, where that differs between them."""
+        ask = shape.ask
         if ask.policy is Policy.SPREAD:
-            values = spread_scores(ask, self._columns, rows)
-        elif ask.policy is Policy.FGD:
+            return [spread_score(ask, row, column) for column in fitting]
+        if ask.policy is Policy.FGD:
+            rows = np.array([at])
             fits = shape.gpu_codes[rows] == 0
-            values = fragmentation_scores(ask, self._columns, rows, fits, self._typical)
-        else:
-            values = np.zeros((1, self._columns.width))
-        found: list[float] = values[0].tolist()
-        return found
+            scores = fragmentation_scores(ask, self._columns, rows, fits, self._typical)[0]
+            return [float(scores[column]) for column in fitting]
+        return [0.0] * len(fitting)
 
     def _reserved(self, ask: Ask, row: int, one: Candidate, score: Score, member: int) -> ReservedGpu:
         gpu = one.gpu
@@ -122,11 +126,12 @@ def _of_gradient(gradient: float, score: float) -> Score:
     return Score(score, (ScorePart("gradient", gradient, 0.0), ScorePart("score", score, 1.0)), FGD_NOTE)
 
 
-def _in_order(ask: Ask, candidates: list[Candidate]) -> list[Candidate]:
+def _preference(ask: Ask) -> Callable[[Candidate], tuple[float, int, str] | tuple[int, int, int, str]]:
+    """The sort key by which GPUs of a node are preferred."""
     by_score = ask.policy is Policy.SPREAD or (
         ask.policy is Policy.FGD and ask.gpu_count == 1 and not ask.exclusive
     )
-    return sorted(candidates, key=best_first if by_score else tightest_first)
+    return best_first if by_score else tightest_first
 
 
 def summed(of: tuple[ScorePart, ...]) -> Score:

@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuscale.allocator.model import Ask, Policy
-from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints
-from gpuscale.allocator.placing.constraints import Constraints
+from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints, listed
+from gpuscale.allocator.placing.constraints import ABSENT, Constraints
 from gpuscale.allocator.placing.demand import Tariff
 from gpuscale.allocator.placing.fragmentation import Typical
 from gpuscale.allocator.placing.gangs import could_ever
 from gpuscale.allocator.placing.policies import value
+from gpuscale.allocator.placing.rows import MOST, gpu_codes, node_code, plain
+from gpuscale.allocator.placing.rows import value as row_value
 from gpuscale.allocator.use import Use
 
 MOST_SHAPES = 256
@@ -36,6 +38,7 @@ class Shape:
         self.node_codes: NDArray[np.int8] = np.zeros(rows, np.int8)
         self.value: Floats = np.full(rows, -np.inf)
         self._columns = columns
+        self._plain = plain(ask)
         self._seen = 0
         self._ever: tuple[int, Ints] | None = None
         self._reckoned_with: Tariff | Typical | None = None
@@ -48,14 +51,20 @@ class Shape:
     def update(self, now: float, tariff: Tariff, typical: Typical) -> None:
         """Bring it up to date."""
         columns = self._columns
-        changed = columns.changed[: len(columns)] > self._seen
-        self._seen = columns.sequence
         reckoning: Tariff | Typical | None = None
         if self.ask.policy in (Policy.PACK, Policy.FGD):
             reckoning = tariff if self.ask.policy is Policy.PACK else typical
         moved = self._reckoned_with is not None and self._reckoned_with is not reckoning
         self._reckoned_with = reckoning
+        if columns.sequence == self._seen and not moved:
+            return
+        changed = columns.changed[: len(columns)] > self._seen
+        self._seen = columns.sequence
         rows = np.flatnonzero(changed)
+        if self._plain and not moved and len(rows) <= MOST:
+            for row in listed(rows):
+                self._look(row, now, tariff)
+            return
         if len(rows):
             self.node_codes[rows], self.gpu_codes[rows] = self.constraints.codes(rows, now)
         if moved:
@@ -76,11 +85,26 @@ class Shape:
             self._ever = (self._columns.layout, could_ever(self.ask, self._columns, fit))
         return self._ever[1]
 
+    def _look(self, at: int, now: float, tariff: Tariff) -> None:
+        """Bring one row up to date."""
+        ask, kind = self.ask, self.constraints.kind
+        row = self._columns.row(at)
+        node, codes = node_code(ask, row), gpu_codes(ask, row, self.constraints, now)
+        self.node_codes[at] = node
+        self.gpu_codes[at] = codes + [ABSENT] * (self._columns.width - len(codes))
+        self.value[at] = row_value(ask, row, node, codes, kind, tariff)
+
     def _values(self, rows: Ints, tariff: Tariff, typical: Typical) -> Floats:
-        columns, ask = self._columns, self.ask
-        free = self.gpu_codes[rows] == 0
-        found = value(ask, columns, rows, free, self.constraints.kind, tariff, typical)
-        return np.where(self.fits(rows), found, -np.inf)
+        """How good rows are; only those that fit are reckoned."""
+        found: Floats = np.full(len(rows), -np.inf)
+        fits = self.fits(rows)
+        fitting = rows[fits]
+        if len(fitting):
+            free = self.gpu_codes[fitting] == 0
+            found[fits] = value(
+                self.ask, self._columns, fitting, free, self.constraints.kind, tariff, typical
+            )
+        return found
 
 
 class Shapes:
@@ -90,10 +114,13 @@ class Shapes:
         self._columns = columns
         self._use = use
         self._kept: OrderedDict[Ask, Shape] = OrderedDict()
+        self._last: Shape | None = None
         self._bytes = 0
 
     def of(self, ask: Ask) -> Shape:
         """The shape of an ask; a new one knows nothing until it is brought up to date."""
+        if self._last is not None and self._last.ask is ask:
+            return self._last
         shape = self._kept.get(ask)
         if shape is None:
             shape = self._kept[ask] = Shape(self._columns, self._use, ask)
@@ -101,4 +128,5 @@ class Shapes:
             while len(self._kept) > 1 and (len(self._kept) > MOST_SHAPES or self._bytes > MOST_BYTES):
                 self._bytes -= self._kept.popitem(last=False)[1].bytes
         self._kept.move_to_end(ask)
+        self._last = shape
         return shape

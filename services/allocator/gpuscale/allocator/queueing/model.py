@@ -101,7 +101,7 @@ class Waiter:
     """A request in the queue.
 
     `until` is when it stops waiting. `place` is None before the first round, `obstacle` is what the last placement found
-    (None where a quota stood in the way).
+    (None where a quota stood in the way), `foreseen` when it is served at the latest, as far as that is known.
     """
 
     order: Order
@@ -110,6 +110,7 @@ class Waiter:
     until: float
     place: Place | None = None
     obstacle: Obstacle | None = None
+    foreseen: float | None = None
 
     @property
     def priority(self) -> int:

@@ -20,6 +20,7 @@ from gpuscale.allocator.queueing.backfill import (
     renewed,
 )
 from gpuscale.allocator.queueing.fairness import in_turn, over_quota
+from gpuscale.allocator.queueing.forecast import forecast
 from gpuscale.allocator.queueing.model import (
     Grant,
     Looked,
@@ -176,6 +177,14 @@ class Queue:
             waiter.place = Place(position, found, promise.start if promise else None)
             position += 1
             yield Looked(waiter)
+
+    def foresee(self, now: float) -> Iterator[tuple[Waiter, float | None]]:
+        """When the first of the line are served at the latest, as far as that is known; nothing changes by it.
+
+        Between two of them other work may come.
+        """
+        line = in_turn(list(self._waiters.values()), self._promises.copy(), self._world)
+        return forecast(line, list(self._promises.values()), self._world, now)
 
     def _find(
         self, waiter: Waiter, refused: dict[Ask, Obstacle], changes: Changes, now: float

@@ -7,24 +7,27 @@ come; a caller who wants an answer at once finishes the round first, so nobody i
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from gpuscale.allocator.commits import Commits, Outcome
+from gpuscale.allocator.commits import Commits
 from gpuscale.allocator.holding import Holding
 from gpuscale.allocator.ledger import Ledger
 from gpuscale.allocator.model import Order
 from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.queueing.forecast import MOST_FORESEEN
 from gpuscale.allocator.queueing.model import Grant, Obstacle, Place, Revoke, Step, Waiter
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.refusal import Refusal
 from gpuscale.common.clock import Clock
-from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
+from gpuscale.common.errors import AlreadyExistsError, GpuscaleError, ResourceExhaustedError
 
 MOST_CALLS = 256
 """Most unary calls that wait at once: half of those that the server handles, so that GPUs can still be released."""
 NEWS_GAP = 0.25
 """Least seconds between two messages about a place in the queue."""
+FORESEE_GAP = 1.0
+"""Least seconds between two forecasts of the line."""
 REVOKE_AGAIN = 1.0
 """Seconds after which a revocation that could not be written is tried again."""
 _SLICE = 0.005
@@ -62,6 +65,8 @@ class Waiting:
         self._round: Iterator[Step] | None = None
         self._wake = asyncio.Event()
         self._calls = 0
+        self._foresee_again = 0.0
+        self._foreseen_to = 0
 
     def changed(self, nodes: Iterable[str] | None = None) -> None:
         """Room may have come up on these nodes, or anywhere; none of them: a quota may admit more."""
@@ -133,7 +138,8 @@ class Waiting:
             while not entry.granted.done():
                 if (place := entry.waiter.place) is not None and place != told:
                     told = place
-                    yield place
+                    await self._foresee(entry.waiter, place)
+                    yield replace(place, start=entry.waiter.foreseen) if place.start is None else place
                     await asyncio.wait([entry.granted], timeout=min(NEWS_GAP, until - loop.time()))
                     continue
                 bell.clear()
@@ -146,6 +152,18 @@ class Waiting:
         finally:
             entry.bells.discard(bell)
             self._leave(entry)
+
+    async def _foresee(self, asking: Waiter, place: Place) -> None:
+        """Look how long those who wait have to, for all of them, unless that was done a moment ago or cannot be told."""
+        now = self._clock.now()
+        known = now < self._foresee_again and asking.number <= self._foreseen_to
+        if known or place.position >= MOST_FORESEEN:
+            return
+        self._foresee_again = now + FORESEE_GAP
+        self._foreseen_to = max((entry.waiter.number for entry in self._entries.values()), default=0)
+        for waiter, start in self._queue.foresee(now):
+            waiter.foreseen = start
+            await asyncio.sleep(0)
 
     async def run(self) -> NoReturn:
         """Play rounds for ever."""
@@ -202,10 +220,10 @@ class Waiting:
         reason = f"preempted for a request of {order.tenant} with priority {order.priority}"
         before = [self._ledger.get(lease) for lease in leases]
         after = [self._ledger.revoke(one.id, at, reason) for one in before]
-        self._commits.change(before, after).add_done_callback(self._revoked)
+        self._commits.change(before, after).on_settled(self._revoked)
 
-    def _revoked(self, outcome: Outcome) -> None:
-        if not outcome.cancelled() and outcome.result() is not None:
+    def _revoked(self, error: GpuscaleError | None) -> None:
+        if error is not None:
             asyncio.get_running_loop().call_later(REVOKE_AGAIN, self.changed, ())
 
     def _join(self, order: Order, seconds: float) -> _Entry:

@@ -1,0 +1,96 @@
+"""The server of `bench.reserve`: an allocator and a bare echo on one loop of one process, pinned to one core."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import uvloop
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common import failpoints
+
+GPUS = 8
+ECHO = "/bench.Echo/Echo"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A server process and channels to it."""
+
+    pid: int
+    stub: api.AllocatorServiceStub
+    echo: grpc.aio.Channel
+
+
+def pin(index: int) -> None:
+    """Keep this process on one of the cores that it may use, where there are several."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[index]})
+
+
+def cpu_seconds(pid: int) -> float:
+    """Seconds of CPU that a process has used, all its threads together."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@asynccontextmanager
+async def open_site(nodes: int, points: str = "") -> AsyncIterator[Site]:
+    """A server process with so many nodes of eight GPUs, until the end of the block; `points` are failpoints."""
+    with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as folder:
+        server = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "bench._reserve_site", folder, str(nodes)),
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {failpoints.VARIABLE: points},
+        )
+        try:
+            assert server.stdout is not None
+            reserve_address, echo_address = (await server.stdout.readline()).decode().split()
+            async with (
+                grpc.aio.insecure_channel(reserve_address) as allocator,
+                grpc.aio.insecure_channel(echo_address) as echo,
+            ):
+                yield Site(server.pid, api.AllocatorServiceStub(allocator), echo)
+        finally:
+            server.terminate()
+            await server.wait()
+
+
+async def _serve(folder: Path, nodes: int) -> None:
+    from tests.support.allocator import allocator, calling
+    from tests.support.fake_fleet import FakeFleet, node_message, serving
+
+    async def echo(request: bytes, _: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        return request
+
+    fleet = FakeFleet(*(node_message(f"n{index}", count=GPUS) for index in range(nodes)))
+    server = grpc.aio.server()
+    service, method = ECHO.strip("/").split("/")
+    handler = grpc.method_handlers_generic_handler(
+        service, {method: grpc.unary_unary_rpc_method_handler(echo)}
+    )
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with serving(fleet) as fleet_address, allocator(folder, fleet_address) as address:
+        async with calling(address) as client:
+            await client.ready(60)
+        print(address, f"127.0.0.1:{port}", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    pin(0)
+    gc.freeze()  # as every program of ours does
+    uvloop.run(_serve(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,216 @@
+"""The catalogue of bad inputs (research: reliability and security, chapter 5), its rows from Reserve to Drain, one by one.
+
+Each is answered with the status that is listed there, names the field or the reason, and leaves everything as it was.
+Where the contract departs from the catalogue the row says so. Rows for any RPC are those of test_every_rpc.py; row 31
+(another's lease) needs two callers, 59 a full disk: tests/integration/allocator/test_lifecycle.py and test_disk.py.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import NamedTuple
+from uuid import UUID
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common.channel import open_channel
+from gpuscale.common.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    GpuscaleError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from gpuscale.common.status import rpc_errors
+from tests.support.allocator import Client, Reservation, allocator, calling
+from tests.support.fake_fleet import FakeFleet, GpuState, NodeState, gpu_message, node_message, serving
+
+USED = str(UUID(int=1, version=4))
+"""The request id of the one reservation that there is."""
+UNKNOWN = Reservation(name="reservations/r99-ffff", fence=99)
+Call = Callable[[Client, Reservation], Awaitable[object]]
+
+
+class Row(NamedTuple):
+    """A case: its number in the catalogue, what is sent, and what comes back: the error, and its reason or field."""
+
+    number: int
+    what: str
+    call: Call
+    error: type[GpuscaleError]
+    says: str
+
+
+def reserve(number: int, what: str, error: type[GpuscaleError], says: str, **fields: object) -> Row:
+    """A case of Reserve."""
+    return Row(number, what, lambda client, _: client.reserve(**fields), error, says)
+
+
+def bad(number: int, field: str, **fields: object) -> Row:
+    """A case of Reserve that is INVALID_ARGUMENT and names a field."""
+    return reserve(
+        number, f"{field} {str(list(fields.values()))[:40]}", InvalidArgumentError, field, **fields
+    )
+
+
+def sent(ttl: Duration) -> Call:
+    """Reserve with a duration that no helper would make."""
+
+    async def call(client: Client, _: Reservation) -> object:
+        request = api.ReserveRequest(request_id=USED, holder="me", ask=api.Ask(gpu_count=1), ttl=ttl)
+        with rpc_errors():
+            return await client.stub.Reserve(request, timeout=10)
+
+    return call
+
+
+def empty_ask(client: Client, _: Reservation) -> Awaitable[object]:
+    """Reserve without saying what."""
+    return _asked(client, api.ReserveRequest(request_id=USED, holder="me"))
+
+
+async def _asked(client: Client, request: api.ReserveRequest) -> object:
+    with rpc_errors():
+        return await client.stub.Reserve(request, timeout=10)
+
+
+ROWS = (
+    bad(11, "ask.gpu_count", count=0),
+    bad(11, "ask.gpu_count", count=-1),
+    # Row 12 wants INVALID_ARGUMENT or OUT_OF_RANGE; the fleet may grow, so it is a precondition (DESIGN, chapter 10).
+    reserve(12, "more than there are", FailedPreconditionError, "UNSATISFIABLE", count=9),
+    bad(13, "ask.gpu_count", count=2**31 - 1),
+    reserve(14, "what is taken", ResourceExhaustedError, "NO_CAPACITY", count=4),
+    bad(15, "ttl", ttl=0),
+    bad(15, "ttl", ttl=-1),
+    bad(15, "ttl", ttl=1.999),  # the catalogue says 5 s, the contract 2 s
+    bad(15, "ttl", ttl=604_801),
+    Row(16, "nanos out of range", sent(Duration(seconds=60, nanos=2_000_000_000)), InvalidArgumentError, "ttl"),
+    Row(16, "unlike signs", sent(Duration(seconds=60, nanos=-1)), InvalidArgumentError, "ttl"),
+    Row(16, "overflow", sent(Duration(seconds=2**62)), InvalidArgumentError, "ttl"),
+    bad(17, "ask.min_memory_bytes", memory=-1),
+    reserve(17, "more memory than any GPU has", FailedPreconditionError, "UNSATISFIABLE", memory=10_000_000),
+    bad(18, "ask.max_utilization_percent", max_utilization_percent=float("nan")),
+    bad(18, "ask.max_utilization_percent", max_utilization_percent=float("inf")),
+    bad(18, "ask.max_utilization_percent", max_utilization_percent=-0.1),
+    bad(18, "ask.max_utilization_percent", max_utilization_percent=100.1),
+    bad(18, "ask.gpu_milli", gpu_milli=-1),
+    bad(18, "ask.gpu_milli", gpu_milli=1001),
+    bad(18, "ask.weights.memory", weights=api.ScoreWeights(memory=float("nan"))),
+    bad(19, "request_id", request_id="x" * 1_000_000),
+    bad(19, "request_id", request_id="\x00\x01"),
+    bad(19, "request_id", request_id="1"),
+    reserve(20, "the id of another", AlreadyExistsError, "REQUEST_ID_REUSED", request_id=USED, count=2),
+    bad(21, "holder", holder=""),
+    bad(21, "holder", holder="a\nb"),
+    bad(21, "holder", holder="x" * 10_000),
+    bad(21, "holder", holder="a\x00b"),
+    bad(21, "holder", holder="a\u202eb"),
+    reserve(22, "an unknown node", NotFoundError, "NODE_NOT_FOUND", nodes=["nodes/none"]),
+    reserve(22, "an unknown GPU", NotFoundError, "GPU_NOT_FOUND", gpus=["nodes/n0/gpus/none"]),
+    bad(23, "ask.gpus", gpus=["nodes/n0/gpus/n0-0", "nodes/n0/gpus/n0-0"]),
+    bad(24, "ask.gpu_memory_bytes", gpu_milli=1000, gpu_memory_bytes=1 << 30),
+    bad(25, "ask.policy", policy=77),
+    bad(25, "ask.gang_strategy", gang_strategy=77),
+    Row(25, "nothing asked", empty_ask, InvalidArgumentError, "ask"),
+    reserve(26, "a silent node", FailedPreconditionError, "NODE_NOT_ONLINE", nodes=["nodes/silent"]),
+    # Row 26 wants FAILED_PRECONDITION here too; but a cordon and a quarantine are lifted, and a wait may help.
+    reserve(26, "a cordoned node", ResourceExhaustedError, "NO_CAPACITY", nodes=["nodes/shut"]),
+    reserve(26, "a hung GPU", ResourceExhaustedError, "NO_CAPACITY", nodes=["nodes/hung"]),
+    bad(27, "labels", labels={str(index): "" for index in range(10_000)}),
+    bad(27, "labels", labels={"": "x"}),
+    Row(28, "Renew of nothing", lambda c, _: c.renew(UNKNOWN), NotFoundError, "RESERVATION_NOT_FOUND"),
+    Row(30, "Renew with a higher fence", lambda c, one: c.renew(one, fence=one.fence + 1), FailedPreconditionError, "FENCE_MISMATCH"),
+    # Rows 30 and 33 want FAILED_PRECONDITION: a fence below 1 breaks a rule of the contract before it is compared.
+    Row(30, "Renew with a negative fence", lambda c, one: c.renew(one, fence=-1), InvalidArgumentError, "fence"),
+    Row(30, "Renew with too short a lease", lambda c, one: c.renew(one, ttl=1), InvalidArgumentError, "ttl"),
+    Row(33, "Release with a wrong fence", lambda c, one: c.release(one, fence=one.fence + 1), FailedPreconditionError, "FENCE_MISMATCH"),
+    Row(33, "Release with a negative fence", lambda c, one: c.release(one, fence=-1), InvalidArgumentError, "fence"),
+    Row(33, "Release of nothing", lambda c, _: c.release(UNKNOWN), NotFoundError, "RESERVATION_NOT_FOUND"),
+    Row(34, "a negative page", lambda c, _: c.page(page_size=-1), InvalidArgumentError, "page_size"),
+    Row(34, "a forged token", lambda c, _: c.page(page_token="forged"), InvalidArgumentError, "page_token"),
+)  # fmt: skip
+
+
+class Site(NamedTuple):
+    """An allocator with one reservation; and who cordons."""
+
+    client: Client
+    held: Reservation
+    address: str
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Site]:
+    fleet = FakeFleet(
+        node_message("n0", count=4),
+        node_message("silent", count=1, state=NodeState.NODE_STATE_OFFLINE),
+        node_message("shut", count=1),
+        node_message("hung", gpu_message("hung-0", state=GpuState.GPU_STATE_HUNG)),
+    )
+    async with (
+        serving(fleet) as fleet_address,
+        allocator(tmp_path, fleet_address) as address,
+        calling(address) as client,
+    ):
+        await client.ready()
+        await drained(address, "nodes/shut")
+        held = await client.reserve(request_id=USED, ttl=3600, nodes=["nodes/n0"])
+        yield Site(client, held, address)
+
+
+async def drained(address: str, name: str) -> api.DrainNodeResponse:
+    """Drain a node."""
+    async with open_channel(address) as channel:
+        with rpc_errors():
+            return await api.NodeServiceStub(channel).DrainNode(api.DrainNodeRequest(name=name), timeout=10)
+
+
+async def test_every_row_is_answered_as_listed_and_changes_nothing(place: Site) -> None:
+    before = await place.client.page(show_ended=True)
+    wrong: list[str] = []
+    for row in ROWS:
+        try:
+            await row.call(place.client, place.held)
+        except GpuscaleError as error:
+            fields = (
+                [one.field for one in error.violations] if isinstance(error, InvalidArgumentError) else []
+            )
+            named = any(one == row.says or one.startswith((f"{row.says}.", f"{row.says}[")) for one in fields)
+            if type(error) is not row.error or not (named or error.reason == row.says):
+                wrong.append(f"{row.number} {row.what}: {type(error).__name__} {error.reason} {fields}")
+            if row.number == 14 and error.retry_after is None:
+                wrong.append("14: without the time after which to try again")
+        else:
+            wrong.append(f"{row.number} {row.what}: OK")
+    after = await place.client.page(show_ended=True)
+    assert wrong == []
+    assert [(one.name, one.state, one.ttl) for one in after.reservations] == [
+        (one.name, one.state, one.ttl) for one in before.reservations
+    ]
+
+
+async def test_rows_that_are_no_error(place: Site) -> None:
+    """A large page is cut (AIP-158), a second Release is harmless, and so is a second Drain."""
+    assert len((await place.client.page(page_size=10**9)).reservations) == 1
+    first = await drained(place.address, "nodes/shut")
+    again = await drained(place.address, "nodes/shut")
+    assert again.cordon.create_time == first.cordon.create_time
+    for _ in range(2):
+        assert (await place.client.release(place.held)).state == Reservation.STATE_RELEASED
+    with pytest.raises(FailedPreconditionError) as ended:  # row 29
+        await place.client.renew(place.held)
+    assert ended.value.reason == "RESERVATION_ENDED"
+
+
+async def test_a_drain_of_nothing_is_not_found(place: Site) -> None:
+    """Row 58."""
+    for name, reason in (("nodes/none", "NODE_NOT_FOUND"), ("nodes/n0/gpus/none", "GPU_NOT_FOUND")):
+        with pytest.raises(NotFoundError) as caught:
+            await drained(place.address, name)
+        assert caught.value.reason == reason
+    with pytest.raises(InvalidArgumentError) as wrong:
+        await drained(place.address, "gpus/x")
+    assert [one.field for one in wrong.value.violations] == ["name"]

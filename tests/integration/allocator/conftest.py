@@ -1,0 +1,11 @@
+"""What the tests of this folder share: allocators that begin to sweep soon, since tests are short."""
+
+import pytest
+
+from gpuscale.allocator import sweeper
+
+
+@pytest.fixture(autouse=True)
+def swept_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the program's two seconds; tests/unit/allocator/test_sweeper.py is about those."""
+    monkeypatch.setattr(sweeper, "START_DELAY", sweeper.START_DELAY / 10)

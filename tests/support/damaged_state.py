@@ -1,0 +1,256 @@
+"""Stored states of an allocator that a test damages, with what they hold."""
+
+import shutil
+import sqlite3
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from gpuscale.allocator.app import DATABASE
+from gpuscale.allocator.cordon_store import CordonStore
+from gpuscale.allocator.cordons import Cordon, Spot
+from gpuscale.allocator.ledger import Ledger
+from gpuscale.allocator.model import Reservation, State
+from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.quota_store import QuotaStore
+from gpuscale.allocator.store import AllocatorStore, open_store
+from tests.support.allocator_values import NOW, WALL, order, reserved
+
+BOOT = "boot"
+WAL, WITNESS = f"{DATABASE}-wal", f"{DATABASE}-witness"
+PAGE = 4096
+RENEWED = NOW + 7200
+
+
+@dataclass(frozen=True)
+class Known:
+    """Everything that a state holds."""
+
+    reservations: tuple[tuple[Reservation, str], ...]
+    fence: int
+    ranks: Mapping[str, int]
+    quotas: tuple[Quota, ...]
+    cordons: tuple[Cordon, ...]
+
+
+async def known(data_dir: Path) -> Known:
+    """What the allocator makes of a state, once every lease in it has been renewed.
+
+    Raises:
+        GpuscaleError: it refuses it.
+    """
+    async with open_store(data_dir / DATABASE, BOOT) as store:
+        live = [one for one, _ in (await store.load()).reservations if one.live]
+        await store.save([], [replace(one, deadline=RENEWED) for one in live])
+        saved = await store.load()
+        return Known(
+            tuple(saved.reservations),
+            saved.fence,
+            saved.ranks,
+            tuple(await QuotaStore(store).load()),
+            tuple(await CordonStore(store, BOOT).load(NOW)),
+        )
+
+
+class States:
+    """Copies of one state: as a kill leaves it, with much in the log, or closed in good order."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+
+    async def make(self) -> Known:
+        """Make the state, an earlier log of it, and the log of another one; what the state holds."""
+        await self._write(self._folder / "other", first=1000, count=70)
+        await self._write(self._folder / "live", first=0, count=20)
+        shutil.copytree(self._folder / "live-killed", self._folder / "to-close")
+        held = await known(self._folder / "to-close")
+        shutil.move(self._folder / "to-close", self._folder / "live-closed")
+        return held
+
+    def copy(self, *, killed: bool) -> Path:
+        """A copy that may be damaged."""
+        self._count += 1
+        target = self._folder / f"copy-{self._count}"
+        shutil.copytree(self._folder / ("live-killed" if killed else "live-closed"), target)
+        return target
+
+    def log(self, name: str) -> Path:
+        """The log of another state (`other-early`), or an earlier one of this (`live-early`)."""
+        return self._folder / name / WAL
+
+    async def _write(self, data_dir: Path, first: int, count: int) -> None:
+        """Two lives: the first is closed in good order, the second is as if it was killed at its end."""
+        ledger = Ledger(first)
+        async with open_store(data_dir / DATABASE, BOOT) as store:
+            await store.save_ranks({"n0": 0, "n1": 1})
+            await grants(store, ledger, count, ended=10)
+            self._keep(data_dir, "early")
+        async with open_store(data_dir / DATABASE, BOOT) as store:
+            await QuotaStore(store).save(Quota("ann", 8000, 2.0))
+            await CordonStore(store, BOOT).save([Cordon(Spot("n1"), "fans", "bob", WALL, NOW + 600, 600.0)])
+            await grants(store, ledger, 20, ended=5)
+            await store.forget([], ledger.fence)
+            await grants(store, ledger, 3, ended=0)
+            self._keep(data_dir, "killed")
+
+    def _keep(self, data_dir: Path, name: str) -> None:
+        target = data_dir.with_name(f"{data_dir.name}-{name}")
+        target.mkdir()
+        for file in (DATABASE, WAL, WITNESS):
+            shutil.copy(data_dir / file, target)
+
+
+async def grants(store: AllocatorStore, ledger: Ledger, count: int, *, ended: int) -> None:
+    """Write so many grants, one by one, and the end of the first of them."""
+    granted = []
+    for index in range(count):
+        number = ledger.fence + 1
+        wish = replace(order(), labels={"team": f"team {index}"}, tenant="ann")
+        one = ledger.grant(wish, [reserved(f"GPU-{number}", index=index)], suffix="aa", now=NOW, wall=WALL)
+        granted.append(ledger.confirm(one))
+        await store.save([granted[-1]], [])
+    for one in granted[:ended]:
+        await store.save([], [ledger.close(one, State.RELEASED, now=NOW + 5, wall=WALL)])
+
+
+def flip(file: str) -> Callable[[Path, States, Random], None]:
+    """A bit of a file is another one."""
+
+    def damage(data_dir: Path, states: States, random: Random) -> None:
+        content = bytearray((data_dir / file).read_bytes())
+        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+        (data_dir / file).write_bytes(content)
+
+    return damage
+
+
+def scramble(file: str) -> Callable[[Path, States, Random], None]:
+    """Some bytes in a row are others."""
+
+    def damage(data_dir: Path, states: States, random: Random) -> None:
+        content = bytearray((data_dir / file).read_bytes())
+        at = random.randrange(len(content))
+        length = min(random.choice([2, 16, 512]), len(content) - at)
+        content[at : at + length] = random.randbytes(length)
+        (data_dir / file).write_bytes(content)
+
+    return damage
+
+
+def cut(file: str) -> Callable[[Path, States, Random], None]:
+    """A file is shorter."""
+
+    def damage(data_dir: Path, states: States, random: Random) -> None:
+        size = (data_dir / file).stat().st_size
+        with (data_dir / file).open("r+b") as opened:
+            opened.truncate(
+                random.choice([0, random.randrange(size), max(0, size - random.randrange(1, 600))])
+            )
+
+    return damage
+
+
+def blank(file: str) -> Callable[[Path, States, Random], None]:
+    """A page of a file is zeros."""
+
+    def damage(data_dir: Path, states: States, random: Random) -> None:
+        content = bytearray((data_dir / file).read_bytes())
+        at = random.randrange(len(content) // PAGE) * PAGE
+        content[at : at + PAGE] = bytes(len(content[at : at + PAGE]))
+        (data_dir / file).write_bytes(content)
+
+    return damage
+
+
+def other_log(name: str) -> Callable[[Path, States, Random], None]:
+    """The log is another one."""
+
+    def damage(data_dir: Path, states: States, random: Random) -> None:
+        shutil.copy(states.log(name), data_dir / WAL)
+
+    return damage
+
+
+def gone(file: str) -> Callable[[Path, States, Random], None]:
+    """A file is missing."""
+
+    def damage(data_dir: Path, states: States, random: Random) -> None:
+        (data_dir / file).unlink()
+
+    return damage
+
+
+def torn_tail(data_dir: Path, states: States, random: Random) -> None:
+    """A write that nobody was answered was cut short: harmless."""
+    with (data_dir / WAL).open("ab") as opened:
+        opened.write(random.randbytes(random.randrange(1, 2 * PAGE)))
+
+
+def other_version(data_dir: Path, states: States, random: Random) -> None:
+    """The file says that it is of another version."""
+    with closing(sqlite3.connect(data_dir / DATABASE)) as connection:
+        connection.execute(f"PRAGMA user_version = {random.choice([0, 1, 2, 4, 99])}")
+
+
+def changed_row(data_dir: Path, states: States, random: Random) -> None:
+    """A value in a row is another one, and everything else is in order."""
+    changes = [
+        "UPDATE reservation SET deadline_seconds = deadline_seconds + 1 WHERE fence = 21",
+        "UPDATE reservation SET gpus = replace(gpus, 'GPU-30', 'GPU-31') WHERE fence = 30",
+        "UPDATE reservation SET state = 'expired' WHERE fence = 1",
+        "UPDATE reservation SET owner = 'eve' WHERE fence = 30",
+        "UPDATE reservation SET fence = 500 WHERE fence = 30",
+        "UPDATE counter SET value = value - 1",
+        "UPDATE rank SET rank = rank + 5",
+        "UPDATE quota SET gpu_milli_limit = NULL",
+        "UPDATE cordon SET node = 'n0'",
+    ]
+    with closing(sqlite3.connect(data_dir / DATABASE)) as connection, connection:
+        connection.execute(random.choice(changes))
+
+
+def unlisted_row(data_dir: Path, states: States, random: Random) -> None:
+    """A row is in its table and not in an index of it, whose other entries are in order."""
+    index = random.choice(["ix_hold_reservation_id", "one_whole_hold"])
+    definition = ("SELECT type, name, tbl_name, rootpage, sql FROM sqlite_master WHERE name = ?", (index,))
+    with closing(sqlite3.connect(data_dir / DATABASE, isolation_level=None)) as connection:
+        kept = connection.execute(*definition).fetchone()
+        row = random.choice(connection.execute("SELECT rowid, * FROM hold ORDER BY rowid").fetchall())
+        connection.execute("DELETE FROM hold WHERE rowid = ?", row[:1])
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("DELETE FROM sqlite_master WHERE name = ?", (index,))
+    with closing(sqlite3.connect(data_dir / DATABASE, isolation_level=None)) as connection:
+        connection.execute(
+            "INSERT INTO hold (rowid, gpu_uuid, reservation_id, milli) VALUES (?, ?, ?, ?)", row
+        )
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", kept)
+
+
+DAMAGES: Mapping[str, tuple[int, bool, Callable[[Path, States, Random], None]]] = {
+    "a bit of the database": (50, False, flip(DATABASE)),
+    "bytes of the database": (25, False, scramble(DATABASE)),
+    "a bit of the database below a log": (10, True, flip(DATABASE)),
+    "a bit of the log": (35, True, flip(WAL)),
+    "bytes of the log": (10, True, scramble(WAL)),
+    "the database cut": (12, False, cut(DATABASE)),
+    "the log cut": (15, True, cut(WAL)),
+    "a page of the database": (12, False, blank(DATABASE)),
+    "a page of the log": (5, True, blank(WAL)),
+    "the log of another state": (3, True, other_log("other-early")),
+    "the log of another state on a closed one": (2, False, other_log("other-early")),
+    "an earlier log": (3, True, other_log("live-early")),
+    "the log gone": (1, True, gone(WAL)),
+    "the database gone": (2, False, gone(DATABASE)),
+    "the database gone below a log": (1, True, gone(DATABASE)),
+    "a torn tail": (6, True, torn_tail),
+    "another version": (4, False, other_version),
+    "a changed row": (9, False, changed_row),
+    "a row that an index lacks": (4, False, unlisted_row),
+    "the witness": (3, True, flip(WITNESS)),
+    "the witness cut": (2, True, cut(WITNESS)),
+}
+"""How often, on a state as a kill left it or closed, and what: 214 in all."""

@@ -1,0 +1,54 @@
+"""Checksums of stored rows: every column counts, and values come back from the database as they were summed."""
+
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from gpuscale.allocator import schema_store
+from gpuscale.allocator.ledger import Ledger
+from gpuscale.allocator.sealing import is_whole, is_whole_reservation, sealed
+from tests.support.allocator_values import NOW, WALL, order, reserved
+
+COLUMNS = sorted(schema_store.Table.metadata.tables["reservation"].columns.keys())
+
+
+def row() -> dict[str, object]:
+    """The row of a reservation that has something in every column."""
+    granted = Ledger().grant(order(ttl=60), [reserved("GPU-a")], suffix="aa", now=NOW, wall=WALL)
+    full = replace(granted, ended=WALL, revoke_at=int(NOW), end_reason="é", preemptible=True, ttl=60)
+    return schema_store.to_row(full, "boot", 7)
+
+
+def test_a_row_is_whole_as_it_was_written() -> None:
+    assert sorted(row()) == COLUMNS
+    assert is_whole_reservation(row())
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_every_column_of_a_reservation_counts(column: str) -> None:
+    assert not is_whole_reservation(row() | {column: "other"})
+    assert not is_whole_reservation(row() | {column: None})
+
+
+def test_what_the_database_returns_has_the_same_sum() -> None:
+    """Whole numbers in columns of fractions, truth values and texts included."""
+    with closing(sqlite3.connect(":memory:")) as connection:
+        table = schema_store.Table.metadata.tables["reservation"]
+        columns = ", ".join(f"{column.name} {column.type}" for column in table.columns)
+        connection.execute(f"CREATE TABLE reservation ({columns})")
+        names = list(row())
+        connection.execute(
+            f"INSERT INTO reservation ({', '.join(names)}) VALUES ({', '.join(':' + one for one in names)})",
+            row(),
+        )
+        connection.row_factory = sqlite3.Row
+        assert is_whole_reservation(dict(connection.execute("SELECT * FROM reservation").fetchone()))
+
+
+def test_a_row_with_one_sum() -> None:
+    kept = sealed({"tenant": "ann", "gpu_milli_limit": None, "weight": 1.0})
+    assert is_whole(kept)
+    assert not is_whole(kept | {"weight": 2.0})
+    assert not is_whole(kept | {"checksum": 0})
