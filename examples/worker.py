@@ -97,7 +97,7 @@ async def work(message: AbstractIncomingMessage) -> None:
         return
     await asyncio.sleep(seconds)
     await message.ack()
-    print(f"worked for {seconds:g} s", flush=True)
+    print(f"worked{' again' if message.redelivered else ''} for {seconds:g} s", flush=True)
 
 
 async def main(url: str, queue: str) -> None:

@@ -44,7 +44,7 @@ class AutoscalerProcess:
             env=environment | {VARIABLE: failpoints},
         )
 
-    async def ended(self, timeout: float = 20.0) -> int:
+    async def ended(self, timeout: float = 60.0) -> int:
         """Wait for the end of this life; negative: the signal that ended it."""
         assert self._process is not None
         async with asyncio.timeout(timeout):
@@ -71,7 +71,7 @@ class AutoscalerProcess:
                 await one.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=1, wait_for_ready=True)
                 return True
 
-            await eventually(answers, timeout=20.0, retry_on=(AssertionError, grpc.RpcError))
+            await eventually(answers, timeout=60.0, retry_on=(AssertionError, grpc.RpcError))
             yield one
 
 

@@ -21,6 +21,7 @@ from gpuscale.common.server import Registration, Server, ServerOptions
 ACTIVE = api.Reservation.STATE_ACTIVE
 SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
 QUOTA_SERVICE = "gpuscale.api.allocator.v1.QuotaService"
+CAPACITY_SERVICE = "gpuscale.api.allocator.v1.CapacityService"
 
 
 class FakeAllocator(api.AllocatorServiceServicer):
@@ -138,6 +139,25 @@ class FakeAllocator(api.AllocatorServiceServicer):
         return api.ListReservationsResponse(reservations=list(self.reservations.values()))
 
 
+class FakeCapacity(api.CapacityServiceServicer):
+    """The room of a fake allocator: how many GPUs of each node asked for are free."""
+
+    def __init__(self, allocator: FakeAllocator) -> None:
+        self._allocator = allocator
+
+    async def ExplainPlacement(
+        self, request: api.ExplainPlacementRequest, context: Any
+    ) -> api.ExplainPlacementResponse:
+        self._allocator.called("ExplainPlacement")
+        held = set(self._allocator.held)
+        nodes = [
+            api.NodeOutlook(name=name, fitting_count=len(set(gpus) - held))
+            for node, gpus in self._allocator.nodes.items()
+            if (name := f"nodes/{node}") in request.ask.nodes
+        ]
+        return api.ExplainPlacementResponse(nodes=nodes)
+
+
 class FakeQuotas(api.QuotaServiceServicer):
     """The quotas of a fake allocator: nothing but how many requests wait, one tenant on each page."""
 
@@ -164,6 +184,9 @@ async def serving(allocator: FakeAllocator) -> AsyncGenerator[str]:
     server.add(
         Registration(SERVICE, partial(api.add_AllocatorServiceServicer_to_server, allocator)),
         Registration(QUOTA_SERVICE, partial(api.add_QuotaServiceServicer_to_server, quotas)),
+        Registration(
+            CAPACITY_SERVICE, partial(api.add_CapacityServiceServicer_to_server, FakeCapacity(allocator))
+        ),
     )
     address = server.bind()
     async with server:

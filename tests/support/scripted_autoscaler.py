@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
@@ -237,7 +237,13 @@ def adapter_process(folder: Path, address: str) -> Iterator[AdapterProcess]:
     finally:
         if one.process is not None and one.process.poll() is None:
             one.kill()
-        for process in processes_of(f"{ENDPOINT}/"):
+        kill_processes(f"{ENDPOINT}/")
+
+
+def kill_processes(name: str) -> None:
+    """Kill what `processes_of` finds; one that ends by itself meanwhile is as good."""
+    for process in processes_of(name):
+        with suppress(psutil.NoSuchProcess):
             process.kill()
 
 

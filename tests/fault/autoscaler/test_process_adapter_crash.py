@@ -83,7 +83,9 @@ async def test_what_ended_while_no_adapter_watched_is_reported(tmp_path: Path) -
             assert not processes_of(ONE)
 
 
-@pytest.mark.parametrize("failpoint", ["adapter.start.after_intent", "adapter.start.after_spawn"])
+@pytest.mark.parametrize(
+    "failpoint", [f"adapter.start.after_{point}" for point in ("intent", "spawn", "record")]
+)
 async def test_a_crash_in_the_middle_of_a_start_never_starts_twice(tmp_path: Path, failpoint: str) -> None:
     diary = tmp_path / "diary"
     async with scripted_autoscaler() as (autoscaler, address):
@@ -118,7 +120,7 @@ async def test_a_pid_that_was_given_to_another_process_is_left_alone(tmp_path: P
             await asyncio.to_thread(process.kill)
             journal = next((tmp_path / "adapter" / "replicas").glob("*.json"))
             text = journal.read_text()
-            journal.write_text(text.replace(f'"pid": {report.pid}', f'"pid": {os.getpid()}'))
+            journal.write_text(text.replace(f'"pid":{report.pid},', f'"pid":{os.getpid()},'))
             process.start()
             await autoscaler.shows(ONE, FAILED, timeout=20)
 

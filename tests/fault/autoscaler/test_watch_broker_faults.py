@@ -22,6 +22,12 @@ from tests.support.rabbitmq_queues import declare_queue, publish, unique_queue_n
 from tests.support.waiting import eventually
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics are read as often as the broker of these tests has new ones."""
+    monkeypatch.setattr("gpuscale.autoscaler.queues.statistics.STATISTICS_PERIOD", 0.2)
+
+
 async def test_a_killed_broker_is_unreachable_and_read_again_after_its_restart(
     tmp_path: Path, rabbitmq_private: RabbitBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -47,8 +53,8 @@ async def test_a_killed_broker_is_unreachable_and_read_again_after_its_restart(
             await asyncio.to_thread(rabbitmq_private.start)
             # RabbitMQ may lose a queue that was declared within the first second of its first run.
             await declare_queue(rabbitmq_private, "jobs")
-            await shows(late, "jobs", QueueState.OK, unacked=0, consumers=0)
-        await shows(watchers, "jobs", QueueState.OK, unacked=0, consumers=0)
+            await shows(late, "jobs", QueueState.OK, unacked=0)
+        await shows(watchers, "jobs", QueueState.OK, unacked=0)
     assert [record.name for record in caplog.records if record.name.startswith(("aiormq", "aio_pika"))] == []
     assert 4 <= len([record for record in caplog.records if record.name.startswith("gpuscale")]) <= 12
     assert rabbitmq_private.password not in caplog.text
@@ -63,11 +69,11 @@ async def test_a_frozen_broker_times_out_and_is_read_again_when_it_thaws(
     try:
         async with watching(tmp_path, {"default": broker_settings(rabbitmq_private)}) as watchers:
             await watchers.create("jobs", spec("jobs"), request_id=str(uuid4()))
-            await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=0, consumers=0)
+            await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=0)
             rabbitmq_private.pause()
             await shows(watchers, "jobs", QueueState.TIMEOUT, ready=None, unacked=None, timeout=20)
             rabbitmq_private.resume()
-            await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=0, consumers=0, timeout=20)
+            await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=0, timeout=20)
             rabbitmq_private.pause()
             started = loop.time()
         assert loop.time() - started < amqp.TIMEOUT + 1
@@ -119,7 +125,6 @@ async def test_connections_channels_and_tasks_stay_the_same_over_hundreds_of_pol
         polls += 1
 
     monkeypatch.setattr(VirtualHostReader, "read", counted)
-    monkeypatch.setattr("gpuscale.autoscaler.queues.virtual_hosts.CONSUMERS_PERIOD", 0.0)
     monkeypatch.setattr("gpuscale.autoscaler.queues.brokers.RetryGate.check", lambda gate, now: None)
     queue = unique_queue_name()
     password = "wrong" if case == "password" else ""

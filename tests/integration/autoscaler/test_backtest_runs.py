@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from gpuscale.autoscaler.backtest.shared import Part
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.backtests import Job, Runs
@@ -16,9 +17,8 @@ from tests.support.waiting import eventually
 def job(last: float) -> Job:
     spec = EndpointSpec(1, 1, ReplicaTemplate("worker"), tick=0.1)
     setting = Setting(1, lambda _number: 1.0)
-    return Job(
-        [(spec, setting)] * 64, [Request(0.0, 1.0), Request(last, 1.0)], 5.0, datetime(2024, 1, 1, tzinfo=UTC)
-    )
+    part = Part(spec, [Request(0.0, 1.0), Request(last, 1.0)], setting)
+    return Job([part] * 64, 5.0, datetime(2024, 1, 1, tzinfo=UTC))
 
 
 async def test_one_at_a_time_and_no_longer_than_its_caller() -> None:

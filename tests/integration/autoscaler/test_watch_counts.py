@@ -1,9 +1,11 @@
 """What a queue watcher reads of a real broker: ready and unacknowledged messages apart, and unknown is never zero."""
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import quote
 from uuid import uuid4
 
+import aio_pika
 import httpx
 import pytest
 from aio_pika.abc import AbstractIncomingMessage
@@ -11,7 +13,7 @@ from aio_pika.abc import AbstractIncomingMessage
 from gpuscale.autoscaler.queues.brokers import Broker, BrokerSettings
 from gpuscale.autoscaler.queues.management import ManagementClient
 from gpuscale.autoscaler.queues.model import QueueReading, QueueState, Rates
-from gpuscale.autoscaler.queues.rates import QueueRates
+from gpuscale.autoscaler.queues.statistics import QueueStatistics
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl
 from tests.support.clock import ManualClock
@@ -28,6 +30,12 @@ from tests.support.rabbitmq_queues import (
     unique_queue_name,
 )
 from tests.support.waiting import eventually
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics are read as often as the broker of these tests has new ones."""
+    monkeypatch.setattr("gpuscale.autoscaler.queues.statistics.STATISTICS_PERIOD", 0.2)
 
 
 def request_id() -> str:
@@ -47,7 +55,7 @@ async def test_ready_and_unacked_are_counted_apart(tmp_path: Path, rabbitmq: Rab
         assert (await shows(watchers, "jobs", QueueState.OK, ready=7, unacked=0)).total == 7
         async with held_messages(rabbitmq, queue, 3):
             assert (await shows(watchers, "jobs", QueueState.OK, ready=4, unacked=3)).total == 7
-        await shows(watchers, "jobs", QueueState.OK, ready=7, unacked=0, consumers=0)
+        await shows(watchers, "jobs", QueueState.OK, ready=7, unacked=0)
 
 
 async def test_consumers_are_counted(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
@@ -59,7 +67,7 @@ async def test_consumers_are_counted(tmp_path: Path, rabbitmq: RabbitBroker) -> 
     ):
         await (await channel.get_queue(queue)).consume(ignore, no_ack=True)
         await watchers.create("jobs", spec(queue), request_id=request_id())
-        reading = await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=0, consumers=1)
+        reading = await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=0, consumers=1, timeout=60)
         assert reading.message == ""
 
 
@@ -92,9 +100,7 @@ async def test_while_the_management_api_fails_unacked_is_unknown(
         assert "canary" not in reading.message
 
 
-async def test_while_amqp_fails_the_management_api_still_counts(
-    tmp_path: Path, rabbitmq: RabbitBroker
-) -> None:
+async def test_the_management_api_alone_counts_everything(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
     queue = unique_queue_name()
     await declare_queue(rabbitmq, queue)
     await publish(rabbitmq, queue, 2)
@@ -102,8 +108,9 @@ async def test_while_amqp_fails_the_management_api_still_counts(
     broken = BrokerSettings(amqp_url=nowhere, management_url=broker_settings(rabbitmq).management_url)
     async with watching(tmp_path, {"default": broken}) as watchers:
         await watchers.create("jobs", spec(queue), request_id=request_id())
-        reading = await shows(watchers, "jobs", QueueState.OK, ready=2, unacked=0, consumers=None)
-        assert "consumers unknown" in reading.message
+        assert (
+            await shows(watchers, "jobs", QueueState.OK, ready=2, unacked=0, consumers=0, timeout=60)
+        ).message == ""
 
 
 async def test_a_missing_queue_is_told_and_found_once_it_is_declared(
@@ -164,8 +171,8 @@ async def test_virtual_hosts_are_read_apart(tmp_path: Path, rabbitmq: RabbitBrok
         async with watching(tmp_path / str(management), brokers) as watchers:
             await watchers.create("root", spec(queue), request_id=request_id())
             await watchers.create("team", spec(queue, virtual_host=host), request_id=request_id())
-            await shows(watchers, "root", QueueState.OK, ready=4, consumers=0)
-            await shows(watchers, "team", QueueState.OK, ready=0, consumers=0)
+            await shows(watchers, "root", QueueState.OK, ready=4)
+            await shows(watchers, "team", QueueState.OK, ready=0)
 
 
 async def test_several_queues_and_all_that_match_are_read_as_one(
@@ -192,10 +199,9 @@ async def test_several_queues_and_all_that_match_are_read_as_one(
 
 
 async def test_rates_are_known_once_the_broker_has_statistics_for_those_who_want_them(
-    tmp_path: Path, rabbitmq: RabbitBroker, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rabbitmq: RabbitBroker
 ) -> None:
     """It takes some seconds to have them; until then they are unknown, and not 0."""
-    monkeypatch.setattr("gpuscale.autoscaler.queues.rates.RATES_PERIOD", 0.2)
     queue = unique_queue_name()
     await declare_queue(rabbitmq, queue)
     async with watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers:
@@ -213,14 +219,44 @@ async def test_rates_are_known_once_the_broker_has_statistics_for_those_who_want
         assert (await shows(watchers, "plain", QueueState.OK, ready=0)).rates is None
 
 
+async def test_the_age_of_the_oldest_message_is_known_where_its_publisher_wrote_its_time(
+    tmp_path: Path, rabbitmq: RabbitBroker
+) -> None:
+    """Of a queue without messages, and of one whose message has no time, it is not known, and not 0."""
+    dated, plain, empty = (unique_queue_name() for _ in range(3))
+    for queue in (dated, plain, empty):
+        await declare_queue(rabbitmq, queue)
+    async with open_channel(rabbitmq) as channel:
+        for queue, sent in ((dated, datetime.now(UTC) - timedelta(hours=1)), (plain, None)):
+            message = aio_pika.Message(b"work", timestamp=sent)
+            await channel.default_exchange.publish(message, routing_key=queue, mandatory=True, timeout=10)
+    async with watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers:
+        for name, queue in (("dated", dated), ("plain", plain), ("empty", empty)):
+            await watchers.create(name, spec(queue, rates=True), request_id=request_id())
+
+        def ages() -> list[float | None] | None:
+            found = [watchers.reading(name) for name in ("dated", "plain", "empty")]
+            rates = [one.rates for one in found if one is not None and one.rates is not None]
+            known = [one.oldest_age for one in rates]
+            return known if len(known) == 3 and known[0] is not None else None
+
+        age, *others = await eventually(ages, timeout=60)
+        assert age is not None
+        assert 3600 <= age < 3600 + 120
+        assert others == [None, None]
+
+
 async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The answers are those of RabbitMQ 3.10."""
+    monkeypatch.setattr("gpuscale.autoscaler.queues.statistics.STATISTICS_PERIOD", 3600.0)
     canned = FakePrometheus()
     canned.answer = (
-        '[{"name":"new"},{"messages":0,"name":"idle"},{"message_stats":{"publish_details":{"rate":12.4},'
-        '"deliver_get_details":{"rate":3.0}},"messages":200,"name":"jobs"}]'
+        '[{"name":"new"},{"messages":0,"name":"idle","head_message_timestamp":""},{"message_stats":'
+        '{"publish_details":{"rate":12.4},"deliver_get_details":{"rate":3.0}},"messages":200,"name":"jobs",'
+        '"head_message_timestamp":1700000000,"consumers":2},'
+        '{"messages":1,"name":"ahead","head_message_timestamp":99999999999}]'
     )
     async with serving(canned) as url:
         address = SecretUrl(url.replace("http://", "http://user:word@"))
@@ -229,22 +265,29 @@ async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_ha
         )
         try:
             clock = ManualClock()
-            rates = QueueRates(client, "a/b", clock)
-            assert await rates.refresh() is None
+            found = QueueStatistics(client, "a/b", clock)
+            assert found.consumers("jobs") == "consumers unknown yet"
+            assert await found.refresh() is None
             assert "GET /api/queues/a%2Fb?columns=name%2Cmessages" in canned.requests[0][0]
-            assert (rates.of("new"), rates.of("gone")) == (None, None)
-            assert rates.of("idle") == Rates(0.0, 0.0, clock.now())
-            assert rates.of("jobs") == Rates(12.4, 3.0, clock.now())
-            assert await rates.refresh() is None
+            assert (found.rates("new"), found.rates("gone")) == (None, None)
+            assert found.rates("idle") == Rates(0.0, 0.0, clock.now())
+            old = clock.wall().timestamp() - 1_700_000_000
+            assert found.rates("jobs") == Rates(12.4, 3.0, clock.now(), oldest_age=old)
+            assert found.rates("ahead") == Rates(0.0, 0.0, clock.now()), "another clock tells no age"
+            assert (found.consumers("jobs"), found.consumers("idle")) == (2, 0)
+            assert await found.refresh() is None
             assert len(canned.requests) == 1  # it is not time
-            monkeypatch.setattr("gpuscale.autoscaler.queues.rates.RATES_PERIOD", 0.0)
-            rates = QueueRates(client, "a/b", clock)
-            await rates.refresh()
+            monkeypatch.setattr("gpuscale.autoscaler.queues.statistics.STATISTICS_PERIOD", 0.0)
+            found = QueueStatistics(client, "a/b", clock)
+            await found.refresh()
             canned.status = "500 Oops"
-            failure = await rates.refresh()
+            failure = await found.refresh()
             assert failure is not None
             assert failure.state is QueueState.ERROR
-            assert rates.of("jobs") is None
+            assert found.rates("jobs") is None
+            assert "consumers unknown: the management API of broker default answers" in str(
+                found.consumers("jobs")
+            )
         finally:
             await client.close()
 

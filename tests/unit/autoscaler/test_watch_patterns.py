@@ -78,6 +78,32 @@ def test_the_counts_of_several_queues_are_added_up_and_as_old_as_the_oldest() ->
     )
 
 
+@pytest.mark.parametrize(
+    ("queues", "oldest"),
+    [
+        ([(1, 30.0), (2, 90.0)], 90.0),
+        ([(1, 30.0), (0, None)], 30.0),
+        ([(1, 30.0), (2, None)], None),
+        ([(0, None), (0, None)], None),
+    ],
+    ids=["the oldest of all", "an empty queue has none", "one is unknown", "no message at all"],
+)
+def test_the_oldest_message_of_several_queues(
+    queues: list[tuple[int, float | None]], oldest: float | None
+) -> None:
+    found = combined([reading(ready, 0, rates=Rates(0.0, 0.0, NOW, age)) for ready, age in queues])
+    assert found.rates == Rates(0.0, 0.0, NOW, oldest)
+
+
+def test_the_age_of_the_oldest_message_is_a_signal_and_never_zero_for_want_of_one() -> None:
+    waits = reading(rates=Rates(0.0, 0.0, NOW - 2, 30.0))
+    seen = observe(signal(count=QueueCount.OLDEST_AGE), waits, NOW)
+    assert (seen.status, seen.value, seen.age) == (ObservationStatus.OK, 30.0, 2.0)
+    for unknown in (reading(0, 0, rates=Rates(0.0, 0.0, NOW)), reading(3, 0)):
+        seen = observe(signal(count=QueueCount.OLDEST_AGE), unknown, NOW)
+        assert (seen.status, seen.value) == (ObservationStatus.MISSING, None)
+
+
 def test_a_sum_is_unknown_where_a_part_of_it_is() -> None:
     found = combined([reading(1, None), reading(2, 2, rates=Rates(1.0, 1.0, NOW))])
     assert (found.ready, found.unacked, found.total, found.rates) == (3, None, None, None)

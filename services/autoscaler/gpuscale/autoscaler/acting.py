@@ -4,6 +4,7 @@ Every step may be the last one before a crash. The row says which nodes a Reserv
 whoever comes back sends the same request again, and gets what it was granted, or learns that it was granted nothing.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ from functools import partial
 from gpuscale.autoscaler import replica_store
 from gpuscale.autoscaler.hub import AdapterHub
 from gpuscale.autoscaler.model import Code, Stage
-from gpuscale.autoscaler.planning import AdapterFacts, candidates, nobody
+from gpuscale.autoscaler.planning import AdapterFacts, by_tier, candidates, nobody
 from gpuscale.autoscaler.replicas import Goal, Lease, Moment, Replica, ReplicaState, assigned, ended
 from gpuscale.autoscaler.reservations import Grant, Reservations
 from gpuscale.autoscaler.store import Connection
@@ -44,6 +45,9 @@ _NOTHING_RESERVED = (
     PermissionDeniedError,
     UnauthenticatedError,
 )
+
+_NOT_HERE = frozenset({Code.NO_CAPACITY, Code.UNSATISFIABLE})
+"""With these the next tier of adapters is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,22 @@ class Actor:
     async def _act_on(self, replica: Replica, told: set[str]) -> Refusal | None:
         if replica.template.gpu_count == 0:
             return await self._assign(replica, None, told)
-        nodes = () if replica.goal is Goal.STOP else await self._nodes(replica)
-        if not nodes and replica.goal is Goal.RUN:
+        tiers = [] if replica.goal is Goal.STOP else await self._nodes(replica)
+        if not tiers and replica.goal is Goal.RUN:
             return self._nobody(replica)  # what an earlier life was granted waits until its adapter is back
-        if not replica.nodes:
+        if replica.nodes or not tiers:
+            return await self._reserve(replica, told)
+        refusal = None
+        for nodes in tiers:
             replica = replace(replica, nodes=nodes)
             await self._save(replica)
+            refusal = await self._reserve(replica, told)
+            if refusal is None or refusal.code not in _NOT_HERE:
+                break
+        return refusal
+
+    async def _reserve(self, replica: Replica, told: set[str]) -> Refusal | None:
+        """Ask for its GPUs on its nodes, and use them."""
         await hit_async("autoscaler.replica.after_intent")
         try:
             grant = await self._reservations.reserve(replica)
@@ -137,13 +151,14 @@ class Actor:
         told.add(adapter)
         return None
 
-    async def _nodes(self, replica: Replica) -> tuple[str, ...]:
-        """Nodes of the adapters that can run it, without those that the allocator has just not known."""
+    async def _nodes(self, replica: Replica) -> list[tuple[str, ...]]:
+        """Nodes of the adapters that can run it, tier by tier, without those that the allocator has just not known."""
         now = self._clock.now()
         self._unknown_nodes = {node: until for node, until in self._unknown_nodes.items() if until > now}
-        loads = await self._store.read(replica_store.loads)
-        nodes = {adapter.node for adapter in candidates(replica.template, self._hub.facts(), loads)}
-        return tuple(sorted(nodes - self._unknown_nodes.keys()))[:MAX_NODES]
+        able = await self._store.read(partial(_able, replica=replica, adapters=self._hub.facts()))
+        tiers = [{one.node for one in tier} for tier in by_tier(replica.template, able)]
+        known = (sorted(nodes - self._unknown_nodes.keys()) for nodes in tiers)
+        return [tuple(nodes[:MAX_NODES]) for nodes in known if nodes]
 
     def _nobody(self, replica: Replica) -> Refusal:
         facts = [one for one in self._hub.facts() if one.node not in self._unknown_nodes]
@@ -182,6 +197,13 @@ class Actor:
         return Moment(self._clock.now(), self._clock.wall())
 
 
+def _able(connection: Connection, replica: Replica, adapters: Collection[AdapterFacts]) -> list[AdapterFacts]:
+    """The adapters that can run it, in the order in which they are tried."""
+    loads = replica_store.loads(connection)
+    own = Counter(one.adapter for one in replica_store.replicas(connection, replica.endpoint) if one.adapter)
+    return candidates(replica.template, list(adapters), loads, own)
+
+
 def _assign(
     connection: Connection,
     replica: Replica,
@@ -190,7 +212,7 @@ def _assign(
     at: Moment,
 ) -> str | None:
     """Write the adapter with the fewest replicas (on the node of the GPUs); where none is left, the GPUs are owed back."""
-    able = candidates(replica.template, list(adapters), replica_store.loads(connection))
+    able = _able(connection, replica, adapters)
     chosen = next((one for one in able if grant is None or one.node == grant.node), None)
     lease: Lease | None = grant.lease if grant else None
     if chosen is not None:

@@ -20,13 +20,14 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.failpoints import hit_async
 from gpuscale.common.lifecycle import TaskScope
-from gpuscale.common.names import adapter_name
+from gpuscale.common.names import ADAPTER, adapter_name, parse
 from gpuscale.common.paging import page
 from gpuscale.common.validation import validate
 from gpuscale.common.wire import to_duration, to_timestamp
 
 _Connect: TypeAlias = grpc.aio.ServicerContext[api.ConnectRequest, api.ConnectResponse]
 _List: TypeAlias = grpc.aio.ServicerContext[api.ListAdaptersRequest, api.ListAdaptersResponse]
+_Forget: TypeAlias = grpc.aio.ServicerContext[api.ForgetAdapterRequest, api.ForgetAdapterResponse]
 _Messages: TypeAlias = AsyncIterator[api.ConnectRequest]
 
 _REPORTED = {
@@ -83,6 +84,13 @@ class AdapterServicer(api.AdapterServiceServicer):
             page_token=request.page_token,
         )
         return api.ListAdaptersResponse(adapters=[_adapter(view) for view in some], next_page_token=token)
+
+    async def ForgetAdapter(
+        self, request: api.ForgetAdapterRequest, context: _Forget
+    ) -> api.ForgetAdapterResponse:
+        """Give up an adapter that is not connected."""
+        adapter = parse(ADAPTER, request.name)["adapter"]
+        return api.ForgetAdapterResponse(replicas=await self._hub.forget(adapter))
 
 
 def _register(message: api.ConnectRequest, caller: Principal) -> AdapterFacts:

@@ -13,6 +13,7 @@ from gpuscale.autoscaler.acting import Actor
 from gpuscale.autoscaler.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.backtest_servicer import BacktestServicer
 from gpuscale.autoscaler.backtests import Runs
+from gpuscale.autoscaler.decision_file import DecisionFile, open_decision_file
 from gpuscale.autoscaler.decision_log import DecisionLog
 from gpuscale.autoscaler.decision_servicer import DecisionServicer
 from gpuscale.autoscaler.endpoint_rules import EndpointRules
@@ -22,6 +23,7 @@ from gpuscale.autoscaler.evaluations import Evaluations
 from gpuscale.autoscaler.followers import Followers
 from gpuscale.autoscaler.gathering.metric_servicer import MetricServicer
 from gpuscale.autoscaler.gathering.opening import open_sources
+from gpuscale.autoscaler.histories import Histories
 from gpuscale.autoscaler.hub import AdapterHub
 from gpuscale.autoscaler.keda_servicer import registration as keda_registration
 from gpuscale.autoscaler.leases import LeaseKeeper
@@ -70,11 +72,20 @@ async def open_autoscaler(
         open_sources(
             watchers.reading, settings.prometheus, fleet=fleet, allocator=allocator, clock=clock
         ) as sources,
+        open_decision_file(settings.decisions_file, settings.decisions_file_bytes) as file,
     ):
         starts = await _begin(state, clock, uses)
         async with TaskScope() as scope:
             yield _assemble(
-                state, watchers, sources, starts, allocator=allocator, clock=clock, uses=uses, scope=scope
+                state,
+                watchers,
+                sources,
+                starts,
+                allocator=allocator,
+                clock=clock,
+                uses=uses,
+                scope=scope,
+                file=file,
             )
 
 
@@ -99,14 +110,15 @@ def _assemble(
     clock: Clock,
     uses: WatcherUses,
     scope: TaskScope,
+    file: DecisionFile,
 ) -> tuple[Registration, ...]:
     """Put the parts together and start their tasks."""
     wakes, followers = Wakes(), Followers()
     hub = AdapterHub(state, clock, starts, wakes)
-    reservations = Reservations(allocator)
+    reservations, histories = Reservations(allocator), Histories(watchers.reading)
     keeper = LeaseKeeper(state, reservations, clock, hub, wakes)
     actor = Actor(state, clock, hub, reservations)
-    rooms = Rooms(state, clock, sources, hub, actor, keeper, uses, followers)
+    rooms = Rooms(state, clock, sources, hub, actor, keeper, uses, followers, file, histories)
     endpoints = Endpoints(
         state,
         clock,
@@ -116,6 +128,7 @@ def _assemble(
         wakes=wakes,
         uses=uses,
         followers=followers,
+        file=file,
     )
     scope.spawn("renew leases", keeper.renew_forever())
     scope.spawn("release leases", keeper.release_forever())
@@ -123,7 +136,9 @@ def _assemble(
     evaluations = Evaluations(state, clock, sources=sources, hub=hub, past=reconciler.past)
     scope.spawn("reconcile endpoints", reconciler.run())
     return (
-        *_of_endpoints(endpoints, EndpointRules(endpoints, state, clock)),
+        *_of_endpoints(
+            endpoints, EndpointRules(endpoints, state, clock), BacktestServicer(Runs(), histories, state)
+        ),
         _registration(
             "QueueWatcherService",
             api.add_QueueWatcherServiceServicer_to_server,
@@ -146,7 +161,9 @@ def _assemble(
     )
 
 
-def _of_endpoints(endpoints: Endpoints, rules: EndpointRules) -> tuple[Registration, ...]:
+def _of_endpoints(
+    endpoints: Endpoints, rules: EndpointRules, backtests: BacktestServicer
+) -> tuple[Registration, ...]:
     """What says how endpoints scale, and tries it out."""
     return (
         _registration(
@@ -154,7 +171,7 @@ def _of_endpoints(endpoints: Endpoints, rules: EndpointRules) -> tuple[Registrat
         ),
         _registration("RuleService", api.add_RuleServiceServicer_to_server, RuleServicer(rules)),
         _registration("PresetService", api.add_PresetServiceServicer_to_server, PresetServicer()),
-        _registration("BacktestService", api.add_BacktestServiceServicer_to_server, BacktestServicer(Runs())),
+        _registration("BacktestService", api.add_BacktestServiceServicer_to_server, backtests),
     )
 
 

@@ -1,14 +1,23 @@
 """BacktestService on the wire."""
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
 from typing import TypeAlias
 
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler import endpoint_changes
 from gpuscale.autoscaler.backtest.report import oracle_gpu_hours
+from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtests import LONGEST_RUN, Runs
+from gpuscale.autoscaler.histories import Histories
 from gpuscale.autoscaler.translate_backtest import job_from_wire, report_to_wire
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.names import ENDPOINT, parse
+from gpuscale.common.store import Store
+from gpuscale.common.wire import optional_seconds
 
 _Backtest: TypeAlias = grpc.aio.ServicerContext[api.BacktestRequest, api.BacktestResponse]
 _ANSWERING = 0.2
@@ -18,22 +27,36 @@ _ANSWERING = 0.2
 class BacktestServicer(api.BacktestServiceServicer):
     """Runs policies on workloads."""
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: Runs, histories: Histories, store: Store) -> None:
         self._runs = runs
+        self._histories = histories
+        self._store = store
 
     async def Backtest(self, request: api.BacktestRequest, context: _Backtest) -> api.BacktestResponse:
         """Run each policy on the workload."""
         left = _time_remaining(context)
-        job = await asyncio.to_thread(job_from_wire, request)  # there may be many requests
+        history = await self._history(request)
+        job = await asyncio.to_thread(job_from_wire, request, history)  # there may be many requests
         budget = LONGEST_RUN if left is None else left - _ANSWERING
         reports = await self._runs.run(job, budget)
-        specs = [spec for spec, _ in job.policies]
-        named = zip(request.policies, specs, reports, strict=True)
-        slots, each = job.policies[0][1].slots, job.policies[0][1].gpus_each
+        named = zip(request.policies, job.parts, reports, strict=True)
+        worked = job.parts if job.shared else job.parts[:1]
         return api.BacktestResponse(
-            reports=[report_to_wire(policy.name, spec, report) for policy, spec, report in named],
-            work_gpu_hours=oracle_gpu_hours(job.requests, slots, each),
+            reports=[report_to_wire(policy.name, part.spec, report) for policy, part, report in named],
+            work_gpu_hours=sum(
+                oracle_gpu_hours(one.requests, one.setting.slots, one.setting.gpus_each) for one in worked
+            ),
         )
+
+    async def _history(self, request: api.BacktestRequest) -> Sequence[Request]:
+        """The workload of the endpoint that a request names; nothing where it names none."""
+        if not request.endpoint:
+            return ()
+        if request.arrivals:
+            raise InvalidArgumentError("endpoint cannot stand beside arrivals", field="endpoint")
+        endpoint = parse(ENDPOINT, request.endpoint, "endpoint")["endpoint"]
+        await self._store.read(partial(endpoint_changes.find, endpoint_id=endpoint))
+        return self._histories.workload(endpoint, optional_seconds(request, "service_time"))
 
 
 def _time_remaining(context: _Backtest) -> float | None:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from gpuscale.autoscaler.backtest.report import Report
+from gpuscale.autoscaler.backtest.shared import Part, run_shared
 from gpuscale.autoscaler.backtest.simulate import StoppedError, run
-from gpuscale.autoscaler.backtest.trace import Request
-from gpuscale.autoscaler.backtest.world import Setting
-from gpuscale.autoscaler.model import EndpointSpec
 from gpuscale.common.errors import DeadlineExceededError, ResourceExhaustedError
 
 LONGEST_RUN = 120.0
@@ -19,12 +17,12 @@ LONGEST_RUN = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A workload, and the policies to run on it, each with its own setting."""
+    """Policies to run, each with its workload and setting: one after another, or beside each other on shared GPUs."""
 
-    policies: Sequence[tuple[EndpointSpec, Setting]]
-    requests: Sequence[Request]
+    parts: Sequence[Part]
     goal: float
     begin: datetime
+    shared: bool = False
 
 
 class Runs:
@@ -72,9 +70,12 @@ class Runs:
 def _run(job: Job, stop: threading.Event) -> list[Report] | None:
     """The reports; None once it was told to stop."""
     try:
+        if job.shared:
+            most = job.parts[0].setting.max_gpus
+            return run_shared(job.parts, goal=job.goal, begin=job.begin, most=most, stopped=stop.is_set)
         return [
-            run(spec, job.requests, setting, goal=job.goal, begin=job.begin, stopped=stop.is_set)
-            for spec, setting in job.policies
+            run(one.spec, one.requests, one.setting, goal=job.goal, begin=job.begin, stopped=stop.is_set)
+            for one in job.parts
         ]
     except StoppedError:
         return None

@@ -9,25 +9,56 @@ from gpuscale.autoscaler.decision_store import StoredDecision
 from gpuscale.autoscaler.decisions import sameness
 from gpuscale.autoscaler.model import Decision
 from gpuscale.autoscaler.store import Connection
+from gpuscale.autoscaler.translate_inputs import question_to_wire
 from gpuscale.autoscaler.translate_state import decision_body
+from gpuscale.autoscaler.whatif import Question
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.names import decision_name
 from gpuscale.common.paging import page
 from gpuscale.common.store import Store
 
 _ID_DIGITS = 16
+MOST_INPUT_BYTES = 65_536
+"""What a decision was evaluated from is stored with it if it is no longer than this."""
 
 
-def record(connection: Connection, decision: Decision, wall: datetime) -> int:
-    """Store a decision, as a repetition where it says what the last one said; returns its id."""
-    body = decision_body(decision).SerializeToString()
+def record(
+    connection: Connection, decision: Decision, wall: datetime, question: Question | None = None
+) -> int:
+    """Store a decision with what it was evaluated from, as a repetition where it says what the last one said.
+
+    Returns:
+        Its id.
+    """
+    body = _body(decision, question)
     return decision_store.record(connection, decision.endpoint, sameness(decision), body, wall)
 
 
-def amend(connection: Connection, decision_id: int, decision: Decision) -> None:
+def amend(
+    connection: Connection, decision_id: int, decision: Decision, question: Question | None = None
+) -> None:
     """Complete a decision that was stored before it was acted on."""
-    body = decision_body(decision).SerializeToString()
-    decision_store.amend(connection, decision_id, sameness(decision), body)
+    decision_store.amend(connection, decision_id, sameness(decision), _body(decision, question))
+
+
+def _body(decision: Decision, question: Question | None) -> bytes:
+    """A decision as it is stored; inputs that are too long are left out."""
+    body = decision_body(decision)
+    if question is not None:
+        inputs = question_to_wire(question)
+        if inputs.ByteSize() <= MOST_INPUT_BYTES:
+            body.inputs.CopyFrom(inputs)
+    return body.SerializeToString()
+
+
+def shown(decision: Decision, decision_id: int, wall: datetime) -> autoscaler_api.Decision:
+    """The message of a decision that was just taken."""
+    wire = decision_body(decision)
+    wire.name = decision_name(decision.endpoint, id_text(decision_id))
+    wire.create_time.FromDatetime(wall)
+    wire.last_time.FromDatetime(wall)
+    wire.count = 1
+    return wire
 
 
 def id_text(decision_id: int) -> str:
@@ -35,9 +66,11 @@ def id_text(decision_id: int) -> str:
     return f"{decision_id:0{_ID_DIGITS}d}"
 
 
-def to_wire(stored: StoredDecision) -> autoscaler_api.Decision:
-    """The message of a stored decision."""
+def to_wire(stored: StoredDecision, *, inputs: bool = False) -> autoscaler_api.Decision:
+    """The message of a stored decision; `inputs`: with all that it was evaluated from."""
     wire = autoscaler_api.Decision.FromString(stored.body)
+    if not inputs:
+        wire.ClearField("inputs")
     wire.name = decision_name(stored.endpoint, id_text(stored.id))
     wire.create_time.FromDatetime(stored.create_time)
     wire.last_time.FromDatetime(stored.last_time)

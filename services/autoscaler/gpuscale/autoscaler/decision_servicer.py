@@ -10,10 +10,12 @@ from gpuscale.autoscaler.decision_log import DecisionLog, to_wire
 from gpuscale.autoscaler.evaluations import Evaluations
 from gpuscale.autoscaler.translate import spec_from_wire
 from gpuscale.autoscaler.translate_evaluate import stated_from_wire
+from gpuscale.autoscaler.verifying import verified
 from gpuscale.common.names import DECISION, ENDPOINT, parse
 
 _Get: TypeAlias = grpc.aio.ServicerContext[api.GetDecisionRequest, api.GetDecisionResponse]
 _List: TypeAlias = grpc.aio.ServicerContext[api.ListDecisionsRequest, api.ListDecisionsResponse]
+_Verify: TypeAlias = grpc.aio.ServicerContext[api.VerifyDecisionRequest, api.VerifyDecisionResponse]
 _Evaluate: TypeAlias = grpc.aio.ServicerContext[api.EvaluateRequest, api.EvaluateResponse]
 
 
@@ -28,8 +30,15 @@ class DecisionServicer(api.DecisionServiceServicer):
         """Return one decision."""
         ids = parse(DECISION, request.name)
         return api.GetDecisionResponse(
-            decision=to_wire(await self._log.get(ids["endpoint"], ids["decision"]))
+            decision=to_wire(await self._log.get(ids["endpoint"], ids["decision"]), inputs=True)
         )
+
+    async def VerifyDecision(
+        self, request: api.VerifyDecisionRequest, context: _Verify
+    ) -> api.VerifyDecisionResponse:
+        """Evaluate a stored decision again."""
+        ids = parse(DECISION, request.name)
+        return verified(to_wire(await self._log.get(ids["endpoint"], ids["decision"]), inputs=True))
 
     async def ListDecisions(
         self, request: api.ListDecisionsRequest, context: _List

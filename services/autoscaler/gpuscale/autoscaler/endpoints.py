@@ -8,6 +8,7 @@ from typing import TypeVar
 from uuid import uuid4
 
 from gpuscale.autoscaler import decision_log, decision_store, endpoint_changes, replica_store, store
+from gpuscale.autoscaler.decision_file import DecisionFile
 from gpuscale.autoscaler.decision_store import StoredDecision
 from gpuscale.autoscaler.followers import Followers
 from gpuscale.autoscaler.hub import AdapterHub
@@ -39,6 +40,7 @@ class Endpoints:
         wakes: told which endpoints changed.
         uses: told which watchers they read.
         followers: told at once, where the reconciler may be busy.
+        file: gets the decisions that are people's orders.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Endpoints:
         wakes: Wakes,
         uses: WatcherUses,
         followers: Followers,
+        file: DecisionFile,
     ) -> None:
         self._store = store
+        self._file = file
         self._clock = clock
         self._watcher_exists = watcher_exists
         self._prometheus = prometheus
@@ -145,7 +149,11 @@ class Endpoints:
             who=who,
             wall=self._clock.wall(),
         )
-        return await self._view(await self._write(endpoint_id, work))
+        after = await self._write(endpoint_id, work)
+        ordered = await self._store.read(partial(decision_store.latest, endpoint=endpoint_id))
+        if ordered is not None:
+            self._file.put(decision_log.to_wire(ordered))
+        return await self._view(after)
 
     async def get(self, endpoint_id: str) -> EndpointView:
         """One endpoint.

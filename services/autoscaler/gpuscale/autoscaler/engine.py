@@ -1,21 +1,23 @@
 """What all rules together, a person's order and the endpoint's bounds make of the count. Pure: time is an argument.
 
-    activate -> rules -> combine -> pace -> zero gate -> bounds
+    activate -> rules -> combine -> warm spares -> pace -> zero gate -> bounds -> GPU gate
 
-Bounds come last and clamp, whoever asked. An unknown signal, or a replica that nobody has heard of, never lowers the
+Bounds clamp, whoever asked. An unknown signal, or a replica that nobody has heard of, never lowers the
 count. A count outside of its bounds is repaired whatever the rules and their signals say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuscale.autoscaler.combine import Combined, combine
 from gpuscale.autoscaler.model import (
+    ASKS_FOR_ROOM,
     Code,
     EndpointSpec,
     Evaluation,
+    GpuGate,
     Observation,
     ObservationStatus,
     QueueSignal,
@@ -51,29 +53,34 @@ def evaluate(
     """
     memory = Memory(inputs.now) if memory is None else memory
     before = inputs.before
-    outcomes: list[RuleOutcome] = []
-    asleep = None if spec.paused else _asleep(spec, inputs)
-    if not spec.paused and asleep is None:
-        outcomes = [apply_rule(rule, inputs) for rule in in_order(spec.rules)]
-    combined = _combined(spec, before, outcomes, unknown_replicas, asleep)
-    pace = paced(spec.up, spec.pace_down, before, combined.step.after, memory, inputs.now)
+    working = inputs if spec.paused else replace(inputs, before=max(0, before - spec.warm_spares))
+    asleep = None if spec.paused else _asleep(spec, working)
+    awake = not spec.paused and asleep is None
+    outcomes = [apply_rule(rule, working) for rule in in_order(spec.rules)] if awake else []
+    combined = _combined(spec, working.before, outcomes, unknown_replicas, asleep)
+    spares = _spares(spec, combined.step.after) if spec.warm_spares and not spec.paused else None
+    asked = spares.after if spares else combined.step.after
+    pace = paced(spec.up, spec.pace_down, before, asked, memory, inputs.now, inputs.startup)
     floor, not_empty = _zero_gate(spec, before, pace.count, inputs.observations)
     bounds, clamped_by = _bound(spec, before, floor)
-    shadow = _shadow(spec, before, bounds.after)
-    wanted = shadow.after if shadow else bounds.after
-    after_rules = [combined.step, *pace.steps, *filter(None, (not_empty,)), bounds, *filter(None, (shadow,))]
+    gate = _gpu_gate(spec, before, bounds.after, inputs.gpu_limit)
+    gated = gate.after if gate else bounds.after
+    shadow = _shadow(spec, before, gated)
+    wanted = shadow.after if shadow else gated
+    optional = [not_empty, bounds, gate, shadow]
+    after_rules = [combined.step, *filter(None, (spares,)), *pace.steps, *filter(None, optional)]
     seen = inputs.observations
     evaluation = Evaluation(
         before=before,
         wanted=wanted,
         observations=tuple(seen[signal.id] for signal in spec.signals if signal.id in seen),
         steps=(*(one.step for one in outcomes), *after_rules),
-        effective=_effective(combined, wanted),
-        limited_by=_limit(combined, pace, not_empty, clamped_by, shadow),
-        asked=combined.step.after,
+        effective=_effective(combined, before, wanted),
+        limited_by=_limit(combined, pace, not_empty, clamped_by, gate, shadow),
+        asked=asked,
     )
     keep = longest(spec.up, spec.pace_down)
-    kept = memory.noted(inputs.now, combined.step.after, before, wanted, keep)
+    kept = memory.noted(inputs.now, asked, before, wanted, keep)
     bursts = {one.rule: one.burst for one in outcomes if one.burst is not None}
     return Result(evaluation, kept, bursts)
 
@@ -113,6 +120,34 @@ def _combined(
     if asleep is not None:
         return Combined(asleep, Code.INACTIVE)
     return combine(spec.combine, before, outcomes, unknown_replicas)
+
+
+def _spares(spec: EndpointSpec, working: int) -> Step:
+    """Rules go by the replicas without the spares; the spares come on top of what they want."""
+    after = working + spec.warm_spares
+    return Step(Stage.SPARES, Code.WARM_SPARES, working, after, f"{spec.warm_spares} warm spares on top")
+
+
+def _gpu_gate(spec: EndpointSpec, before: int, asked: int, limit: int | None) -> Step | None:
+    """What GPUs there are has to say to more replicas. It takes none away: whoever is there has its GPUs.
+
+    What repairs a count below min_replicas is not held back: those replicas wait for their GPUs.
+    """
+    if asked <= max(before, spec.min_replicas) or spec.gpu_gate not in ASKS_FOR_ROOM:
+        return None
+    if not spec.template.gpu_count or (limit is not None and limit >= asked):
+        return None
+    if limit is None:
+        return _gate(spec, Code.GPUS_UNKNOWN, before, asked, before, "nobody knows how many GPUs are free")
+    text = f"GPUs are there for {limit}"
+    code = Code.CAPPED_BY_GPUS if spec.gpu_gate is GpuGate.CAP else Code.GPUS_SHORT
+    return _gate(spec, code, before, asked, limit, text)
+
+
+def _gate(spec: EndpointSpec, code: Code, before: int, asked: int, limit: int, text: str) -> Step:
+    caps = spec.gpu_gate is GpuGate.CAP
+    after = max(before, spec.min_replicas, limit) if caps else asked
+    return Step(Stage.GPU, code, asked, after, text if caps else f"{text}; the rest would wait")
 
 
 def _zero_gate(
@@ -167,16 +202,23 @@ def _shadow(spec: EndpointSpec, before: int, after: int) -> Step | None:
 
 
 def _limit(
-    combined: Combined, pace: Paced, not_empty: Step | None, clamped_by: Code | None, shadow: Step | None
+    combined: Combined,
+    pace: Paced,
+    not_empty: Step | None,
+    clamped_by: Code | None,
+    gate: Step | None,
+    shadow: Step | None,
 ) -> Code | None:
     """The last thing that held the count back."""
     if shadow is not None:
         return shadow.code
+    if gate is not None and gate.after != gate.before:
+        return gate.code
     return clamped_by or (not_empty.code if not_empty else None) or pace.limited_by or combined.limited_by
 
 
-def _effective(combined: Combined, wanted: int) -> frozenset[str]:
+def _effective(combined: Combined, before: int, wanted: int) -> frozenset[str]:
     """Rules that asked for what the combination took, if the count moved their way at all."""
-    before, asked = combined.step.before, combined.step.after
-    moved = (asked > before and wanted > before) or (asked < before and wanted < before)
+    own, asked = combined.step.before, combined.step.after
+    moved = (asked > own and wanted > before) or (asked < own and wanted < before)
     return combined.taken if moved else frozenset()

@@ -1,7 +1,7 @@
 """Evaluations that are only asked about: nothing is stored, and nothing is changed."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from gpuscale.api.autoscaler import v1 as api
@@ -9,7 +9,7 @@ from gpuscale.autoscaler import endpoint_changes, replica_store, store
 from gpuscale.autoscaler.decisions import Outcome, compose
 from gpuscale.autoscaler.hub import AdapterHub
 from gpuscale.autoscaler.model import Endpoint, EndpointSpec
-from gpuscale.autoscaler.planning import startup_seconds
+from gpuscale.autoscaler.planning import nodes_of, startup_seconds
 from gpuscale.autoscaler.remembered import Remembered
 from gpuscale.autoscaler.replicas import Moment, Replica, ReplicaState
 from gpuscale.autoscaler.sources import SignalSources
@@ -97,12 +97,17 @@ class Evaluations:
             past=self._past(endpoint_id).with_samples(endpoint.spec, samples),
             last_changes=changes,
             startup=startup_seconds(kept, at),
+            gpu_limit=self._gpu_limit(spec or endpoint.spec, rows),
         )
         granted = sum(one.granted for one in rows)
         if spec is None:
             return endpoint, live, granted
         changed = Endpoint(endpoint_id, spec, endpoint.etag, endpoint.desired, at.wall, at.wall)
         return changed, replaced_spec(endpoint.spec, spec, live), granted
+
+    def _gpu_limit(self, spec: EndpointSpec, rows: Sequence[Replica]) -> int | None:
+        room = self._sources.more(spec, nodes_of(spec.template, self._hub.facts()))
+        return None if room is None else sum(one.granted for one in rows) + room
 
 
 def _found(connection: Connection, endpoint_id: str) -> tuple[Endpoint, list[Replica], dict[str, float]]:

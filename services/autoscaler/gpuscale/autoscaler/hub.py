@@ -25,7 +25,7 @@ from gpuscale.autoscaler.replicas import (
 from gpuscale.autoscaler.store import Connection
 from gpuscale.autoscaler.wakes import Wakes
 from gpuscale.common.clock import Clock
-from gpuscale.common.errors import AbortedError
+from gpuscale.common.errors import AbortedError, FailedPreconditionError, NotFoundError
 from gpuscale.common.logs import get_logger
 from gpuscale.common.names import adapter_name, replica_name
 from gpuscale.common.store import Store
@@ -142,6 +142,33 @@ class AdapterHub:
             return False
         return self._clock.now() - self._seen[adapter].now <= SILENT
 
+    async def forget(self, adapter: str) -> list[str]:
+        """Give an adapter up that never comes back: its replicas end without its word; returns their names.
+
+        Raises:
+            FailedPreconditionError: it is connected.
+            NotFoundError: it was never heard of, and has no replicas.
+            UnavailableError: it cannot be stored; nothing changed.
+        """
+        name = adapter_name(adapter)
+        if adapter in self._sessions:
+            raise FailedPreconditionError(
+                f"{name} is connected: it can tell itself what becomes of its replicas",
+                reason="ADAPTER_CONNECTED",
+                metadata={"name": name},
+            )
+        lost = await self._store.write(partial(_give_up, adapter=adapter, at=self._moment()))
+        if not lost and adapter not in self._known:
+            raise NotFoundError(f"there is no {name}", metadata={"name": name})
+        if (
+            adapter not in self._sessions
+        ):  # it may have come back meanwhile; what it still runs is stopped then
+            self._known.pop(adapter, None)
+            self._seen.pop(adapter, None)
+        _log.warning("adapter forgotten", adapter=adapter, replicas=len(lost))
+        self._wakes.call_each({replica.endpoint for replica in lost})
+        return [replica_name(replica.endpoint, replica.id) for replica in lost]
+
     def views(self) -> list[AdapterView]:
         """Every adapter to show, by id."""
         return [
@@ -176,6 +203,16 @@ def _apply(
             replica_store.save_replica(connection, after)
             changed.append(after)
     return changed
+
+
+def _give_up(connection: Connection, adapter: str, at: Moment) -> list[Replica]:
+    """End the replicas of an adapter that nobody hears of any more."""
+    reason = f"adapter {adapter} was given up by an operator; whether it runs on is unknown"
+    lost = [
+        ended(one, ReplicaState.FAILED, reason, at) for one in replica_store.of_adapter(connection, adapter)
+    ]
+    replica_store.save_replicas(connection, lost)
+    return lost
 
 
 def _after_report(

@@ -2,16 +2,20 @@
 
 Stabilization and rate limits are those of the HorizontalPodAutoscaler (kubernetes: horizontal.go): up, the count follows
 the least that was asked for all through its window; down, the most. Limits hold against the count at the beginning of
-their period. What is not known since a restart allows no reduction: the window has to fill first.
+their period. A window may learn (our own): it doubles while what was given up is needed again. What is not known since a restart allows no reduction: the window has to fill first.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from gpuscale.autoscaler.model import Code, Stage, Step
-from gpuscale.autoscaler.rules import Pace, RateLimit
+from gpuscale.autoscaler.rules import LONGEST_LEARNT, Pace, RateLimit
+
+REGRET_SECONDS = 1800.0
+"""Seconds for which it counts that replicas were given up too early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,10 @@ class Paced:
     limited_by: Code | None = None
 
 
-def paced(up: Pace, down: Pace, before: int, asked: int, memory: Memory, now: float) -> Paced:
-    """How far the count goes towards `asked`."""
+def paced(
+    up: Pace, down: Pace, before: int, asked: int, memory: Memory, now: float, startup: float | None = None
+) -> Paced:
+    """How far the count goes towards `asked`; `startup`: seconds that replicas take to be ready."""
     if asked == before:
         return Paced(before)
     pace, way = (up, "up") if asked > before else (down, "down")
@@ -60,7 +66,7 @@ def paced(up: Pace, down: Pace, before: int, asked: int, memory: Memory, now: fl
     if left > 0:
         text = f"the last change {way} was too short ago: {left:.1f} s more"
         return _held(asked, before, Code.ENDPOINT_COOLDOWN, text)
-    stable = _stabilized(pace, before, asked, memory, now)
+    stable = _stabilized(pace.window(startup, regrets(memory, now)), before, asked, memory, now)
     limit = _limit(pace, before, stable.count, memory, now)
     return Paced(limit.count, (*stable.steps, *limit.steps), limit.limited_by or stable.limited_by)
 
@@ -68,11 +74,21 @@ def paced(up: Pace, down: Pace, before: int, asked: int, memory: Memory, now: fl
 def longest(up: Pace, down: Pace) -> float:
     """Seconds of the past that the paces look at."""
     periods = [limit.period for pace in (up, down) for limit in pace.limits]
-    return max(up.stabilization or 0.0, down.stabilization or 0.0, up.cooldown, down.cooldown, *periods, 0.0)
+    learnt = REGRET_SECONDS if up.startups or down.startups else 0.0
+    windows = [pace.stabilization or 0.0 for pace in (up, down)]
+    return max(learnt, *windows, up.cooldown, down.cooldown, *periods, 0.0)
 
 
-def _stabilized(pace: Pace, before: int, asked: int, memory: Memory, now: float) -> Paced:
-    window = pace.stabilization or 0.0
+def regrets(memory: Memory, now: float) -> int:
+    """How often lately replicas were asked for that had been given up shortly before."""
+    recent = [one for one in memory.changes if one[0] > now - REGRET_SECONDS]
+    return sum(
+        earlier < 0 < later and at - since <= LONGEST_LEARNT
+        for (since, earlier), (at, later) in pairwise(recent)
+    )
+
+
+def _stabilized(window: float, before: int, asked: int, memory: Memory, now: float) -> Paced:
     recent = [count for at, count in memory.asked if at > now - window]
     if asked > before:
         count = max(before, min((asked, *recent)))

@@ -12,13 +12,14 @@ from uuid import uuid4
 
 from gpuscale.autoscaler import decision_log, decision_store, replica_store, store
 from gpuscale.autoscaler.decisions import Outcome, afterwards, compose
-from gpuscale.autoscaler.engine import Result, evaluate
 from gpuscale.autoscaler.model import Code, Endpoint, Evaluation, Observation, Stage, Step
+from gpuscale.autoscaler.pace import Memory
 from gpuscale.autoscaler.planning import Plan, crash_delay, plan, startup_seconds
 from gpuscale.autoscaler.policies.outcome import Inputs
 from gpuscale.autoscaler.remembered import Remembered
 from gpuscale.autoscaler.replicas import Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.store import Connection
+from gpuscale.autoscaler.whatif import Question, asked
 
 _ID_LENGTH = 12
 
@@ -33,6 +34,7 @@ class Facts:
         observations: what the endpoint's signals show, by id.
         past: what is remembered of the endpoint.
         evaluate: whether rules are read, or only the number wanted is acted on.
+        room: how many more replicas there are GPUs for; None where nobody asked, or knows.
         etag: of the spec that the readings were gathered for.
     """
 
@@ -42,6 +44,7 @@ class Facts:
     past: Remembered
     evaluate: bool
     etag: str
+    room: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Pass:
         decision: id of the decision that was stored with it, if one was; it is complete unless replicas are pending.
         owing: whether reservations of replicas that ended are still to be released.
         past: what is to be remembered of the endpoint.
+        question: what the evaluation went by.
     """
 
     endpoint: Endpoint
@@ -71,6 +75,7 @@ class Pass:
     decision: int | None
     owing: bool
     past: Remembered
+    question: Question | None = None
 
 
 def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | None:
@@ -82,18 +87,20 @@ def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | N
     if endpoint.deleting and all(one.ended and not one.owes_release for one in kept):
         _remove(connection, endpoint_id)
         return None
+    kept = _renounced(connection, endpoint, kept, facts.at)
     rows = [one for one in kept if not one.ended]
     if len(kept) - len(rows) > replica_store.KEPT:
         replica_store.prune(connection, endpoint_id)
     silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live
-    result = _evaluate(connection, endpoint, kept, silent, facts)
+    question = _question(connection, endpoint, kept, silent, facts)
+    result = asked(question) if question else None
     evaluation = result.evaluation if result else None
     if evaluation is not None and evaluation.wanted != endpoint.desired:
         endpoint = replace(endpoint, desired=evaluation.wanted)
         store.save_endpoint(connection, endpoint)
         store.save_rule_changes(connection, endpoint_id, evaluation.effective, facts.at.now)
     delay = crash_delay(kept, facts.at.now)
-    planned = plan(endpoint.desired, rows, silent)
+    planned = plan(endpoint.desired, rows, silent, endpoint.spec.template)
     steps = _steps(rows, planned, silent, delay)
     live = _carry_out(connection, endpoint, rows, planned, delay, facts.at)
     granted = sum(one.granted for one in live)
@@ -106,7 +113,7 @@ def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | N
     if changed or (evaluation and not any(one.state is ReplicaState.PENDING for one in live)):
         outcome = Outcome(granted, steps)
         decision = compose(endpoint, evaluation, outcome) if evaluation else afterwards(endpoint, outcome)
-        noted = decision_log.record(connection, decision, facts.at.wall)
+        noted = decision_log.record(connection, decision, facts.at.wall, question)
     return Pass(
         endpoint=endpoint,
         evaluation=evaluation,
@@ -118,13 +125,17 @@ def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | N
         decision=noted,
         owing=any(one.owes_release for one in kept),
         past=replace(facts.past, memory=result.memory, bursts=result.bursts) if result else facts.past,
+        question=question,
     )
 
 
-def _evaluate(
+def _question(
     connection: Connection, endpoint: Endpoint, kept: Sequence[Replica], silent: frozenset[str], facts: Facts
-) -> Result | None:
-    """Read the rules. A spec that changed since its signals were read waits for the pass that this change asks for."""
+) -> Question | None:
+    """What the rules go by; None where they are not read.
+
+    A spec that changed since its signals were read waits for the pass that this change asks for.
+    """
     if not facts.evaluate or endpoint.deleting or endpoint.etag != facts.etag:
         return None
     rows = [one for one in kept if not one.ended]
@@ -138,9 +149,29 @@ def _evaluate(
         last_changes=store.rule_changes(connection, endpoint.id),
         bursts=facts.past.bursts,
         startup=startup_seconds(kept, facts.at),
+        gpu_limit=None if facts.room is None else sum(one.granted for one in rows) + facts.room,
     )
     unknown = sum(1 for one in rows if one.adapter in silent)
-    return evaluate(endpoint.spec, inputs, facts.past.memory, unknown)
+    memory = facts.past.memory
+    return Question(endpoint.spec, inputs, Memory(facts.at.now) if memory is None else memory, unknown)
+
+
+def _renounced(
+    connection: Connection, endpoint: Endpoint, kept: Sequence[Replica], at: Moment
+) -> list[Replica]:
+    """The replicas, after those were asked to stop that nobody was told of and that the spec has another template for.
+
+    Nobody may have the template that they wait for, and they would hold up the ones that take their place.
+    """
+    reason = "its endpoint has another template by now"
+    after: list[Replica] = []
+    for one in kept:
+        if one.state is ReplicaState.PENDING and one.template != endpoint.spec.started_from:
+            after.append(asked_to_stop(one, reason, at))
+            replica_store.save_replica(connection, after[-1])
+        else:
+            after.append(one)
+    return after
 
 
 def _carry_out(
@@ -165,7 +196,7 @@ def _carry_out(
 def _decided(endpoint: Endpoint, at: Moment) -> Replica:
     request_id = str(uuid4())
     return Replica(
-        endpoint.id, request_id.replace("-", "")[:_ID_LENGTH], request_id, endpoint.spec.template, at.wall
+        endpoint.id, request_id.replace("-", "")[:_ID_LENGTH], request_id, endpoint.spec.started_from, at.wall
     )
 
 

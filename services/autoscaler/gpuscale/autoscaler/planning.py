@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import itemgetter
+from types import MappingProxyType
 
 from gpuscale.autoscaler.model import ReplicaTemplate
 from gpuscale.autoscaler.replicas import Goal, Moment, Replica, ReplicaState
@@ -30,11 +32,16 @@ class Plan:
     held: int = 0
 
 
-def plan(wanted: int, replicas: Iterable[Replica], silent: Collection[str]) -> Plan:
+def plan(
+    wanted: int,
+    replicas: Iterable[Replica],
+    silent: Collection[str],
+    template: ReplicaTemplate | None = None,
+) -> Plan:
     """Compare the replicas aimed at with the number wanted.
 
-    Victims, in this order: those that nobody was told of, starting, leaving by themselves, newest. `silent` holds the
-    ids of adapters that have not been heard of.
+    Victims, in this order: those that nobody was told of, the last tier, starting, leaving by themselves, newest. `silent`
+    holds the ids of adapters that have not been heard of; `template` has the tiers.
     """
     aimed_at = [replica for replica in replicas if replica.aimed_at]
     pending = [replica for replica in aimed_at if replica.state is ReplicaState.PENDING]
@@ -46,7 +53,7 @@ def plan(wanted: int, replicas: Iterable[Replica], silent: Collection[str]) -> P
     known = heard if wanted else [replica for replica in aimed_at if replica.adapter]
     cancelled = _newest_first(pending)[:excess]
     spare = min(excess - len(cancelled), max(0, len(known) - wanted))
-    stopped = _victims(known)[:spare]
+    stopped = _victims(known, template)[:spare]
     return Plan(stop=(*cancelled, *stopped), held=excess - len(cancelled) - spare)
 
 
@@ -57,8 +64,13 @@ def _newest_first(replicas: Iterable[Replica]) -> list[Replica]:
 _STOPS_FIRST = {ReplicaState.STARTING: 0, ReplicaState.DRAINING: 1}
 
 
-def _victims(replicas: Iterable[Replica]) -> list[Replica]:
-    return sorted(_newest_first(replicas), key=lambda replica: _STOPS_FIRST.get(replica.state, 2))
+def _victims(replicas: Iterable[Replica], template: ReplicaTemplate | None) -> list[Replica]:
+    def order(replica: Replica) -> tuple[int, int]:
+        tier = 0 if template is None else template.tier(replica.adapter)
+        behind = -tier if tier is not None else -len(template.tiers if template else ())
+        return behind, _STOPS_FIRST.get(replica.state, 2)
+
+    return sorted(_newest_first(replicas), key=order)
 
 
 def crash_delay(replicas: Iterable[Replica], now: float) -> float:
@@ -105,34 +117,57 @@ class AdapterFacts:
     live: bool
 
 
-def candidates(
-    template: ReplicaTemplate, adapters: Sequence[AdapterFacts], loads: Mapping[str, int]
-) -> list[AdapterFacts]:
-    """Adapters that can run a replica of `template`, the one with the fewest replicas first, then by id.
+NO_LOADS: Mapping[str, int] = MappingProxyType({})
 
-    `loads` holds the replicas of each adapter. GPUs need an adapter that is bound to a node.
+
+def candidates(
+    template: ReplicaTemplate,
+    adapters: Sequence[AdapterFacts],
+    loads: Mapping[str, int],
+    own: Mapping[str, int] = NO_LOADS,
+) -> list[AdapterFacts]:
+    """Adapters that can run a replica of `template`, by tier, the one with the fewest replicas first, then by id.
+
+    `loads` holds the replicas of each adapter, `own` those of the endpoint alone. GPUs need an adapter that is bound to a
+    node.
     """
+    most = {tier.adapter: tier.max_replicas for tier in template.tiers}
+    places = {adapter.id: template.tier(adapter.id) for adapter in adapters}
     able = [
         adapter
         for adapter in adapters
         if adapter.live
         and template.template in adapter.templates
-        and template.adapter in {"", adapter.id}
+        and places[adapter.id] is not None
         and (template.gpu_count == 0 or adapter.node)
-        and (adapter.max_replicas == 0 or loads.get(adapter.id, 0) < adapter.max_replicas)
+        and _room(adapter.max_replicas, loads.get(adapter.id, 0))
+        and _room(most.get(adapter.id, 0), own.get(adapter.id, 0))
     ]
-    return sorted(able, key=lambda adapter: (loads.get(adapter.id, 0), adapter.id))
+    return sorted(able, key=lambda one: (places[one.id] or 0, loads.get(one.id, 0), one.id))
+
+
+def nodes_of(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> set[str]:
+    """Nodes whose GPUs replicas of `template` can use, however many replicas there are by now."""
+    return {one.node for one in candidates(template, adapters, NO_LOADS) if one.node}
+
+
+def _room(most: int, count: int) -> bool:
+    return most == 0 or count < most
+
+
+def by_tier(template: ReplicaTemplate, able: Iterable[AdapterFacts]) -> list[list[AdapterFacts]]:
+    """Candidates in groups that are tried one after another: one group for each tier that has some."""
+    return [list(group) for _, group in groupby(able, key=lambda adapter: template.tier(adapter.id))]
 
 
 def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> str:
     """Why no adapter can run a replica of `template`, in words."""
-    named = [adapter for adapter in adapters if template.adapter in {"", adapter.id}]
+    named = [adapter for adapter in adapters if template.tier(adapter.id) is not None]
     live = [adapter for adapter in named if adapter.live]
     able = [adapter for adapter in live if template.template in adapter.templates]
     if not live:
-        return (
-            f"adapter {template.adapter} is not connected" if template.adapter else "no adapter is connected"
-        )
+        wanted = template.adapter or ", ".join(tier.adapter for tier in template.tiers)
+        return f"adapter {wanted} is not connected" if wanted else "no adapter is connected"
     if not able:
         return f"no adapter that is connected has the template {template.template}"
     if template.gpu_count and not any(adapter.node for adapter in able):

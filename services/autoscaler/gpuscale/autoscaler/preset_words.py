@@ -41,7 +41,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
         "utilization": "share of its slots that a replica is to be busy with (0.8)",
         "window": "seconds of arrivals that count (60)",
         "tolerance": "share by which the count may be off without a change (0.15)",
-        "stabilization": "seconds of the past whose most is kept (200)",
+        "stabilization": "seconds of the past whose most is kept (200, and up to ten start-up times while it learns)",
         "tick": "seconds from one evaluation to the next (5)",
     },
     "distributedfunsearch": _FUNSEARCH,

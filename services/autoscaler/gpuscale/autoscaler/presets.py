@@ -74,6 +74,8 @@ WAITING = "waiting"
 BUSY = "busy"
 ALL = "all"
 ARRIVING = "arriving"
+KEPT = Pace(200.0, startups=10.0)
+"""Our own: longer, up to ten start-up times, while what was given up is needed again."""
 HPA_UP = Pace(0.0, (RateLimit(15.0, replicas=4), RateLimit(15.0, percent=100.0)))
 """kubernetes: four more, or twice as many, in 15 s, whichever is more."""
 HPA_DOWN = Pace(300.0, (RateLimit(15.0, percent=100.0),))
@@ -100,7 +102,8 @@ def gpuscale(wish: Wish) -> EndpointSpec:
     """Our default: works off what waits within half of the goal, and keeps up with what comes.
 
     The other half of the goal is left for noticing and starting. The time that a piece of work takes is learnt from
-    what arrives and what is in hand, where it is not stated.
+    what arrives and what is in hand, where it is not stated. Where replicas that were given up are needed again,
+    they are kept for longer, for that costs a start and the work that waits for it.
     """
     kind = DrainRule(
         wish.stated("deadline", wish.goal / 2),
@@ -118,7 +121,9 @@ def gpuscale(wish: Wish) -> EndpointSpec:
             kind = replace(kind, rate_signal=ARRIVING)
             signals = (*signals, _work(wish, ARRIVING, QueueCount.RATE_IN))
     spec = _spec(wish, wish.stated("tick", 5.0), signals, Rule("drain", WAITING, kind))
-    return replace(spec, down=Pace(wish.stated("stabilization", 200.0)))
+    if "stabilization" in wish.parameters:
+        return replace(spec, down=Pace(wish.parameters["stabilization"]))
+    return replace(spec, down=KEPT)
 
 
 def distributedfunsearch(wish: Wish) -> EndpointSpec:
@@ -200,9 +205,17 @@ def opengris_capability(wish: Wish) -> EndpointSpec:
 
 
 def opengris_fixed_elastic(wish: Wish) -> EndpointSpec:
-    """OpenGRIS fixed_elastic: vanilla beside a primary group that is started once and never stopped."""
+    """OpenGRIS fixed_elastic: vanilla beside a primary group that is started once and never stopped.
+
+    Where the template has tiers the primary group is on the first: what is above it goes to the next, and goes first.
+    """
     primary = round(wish.stated("primary_worker_groups", 1.0))
-    return replace(opengris_vanilla(wish), min_replicas=max(wish.min_replicas, primary))
+    spec = replace(opengris_vanilla(wish), min_replicas=max(wish.min_replicas, primary))
+    if not wish.template.tiers:
+        return spec
+    first, *others = wish.template.tiers
+    pinned = replace(first, max_replicas=first.max_replicas or primary)
+    return replace(spec, template=replace(wish.template, tiers=(pinned, *others)))
 
 
 def opengris_no(wish: Wish) -> EndpointSpec:

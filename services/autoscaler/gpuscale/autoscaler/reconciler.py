@@ -12,12 +12,15 @@ from functools import partial
 
 from gpuscale.autoscaler import decision_log, replica_store, store
 from gpuscale.autoscaler.acting import AGAIN, RETRY, Actor, Refusal
+from gpuscale.autoscaler.decision_file import DecisionFile
 from gpuscale.autoscaler.decisions import Outcome, afterwards, compose, sameness
 from gpuscale.autoscaler.followers import Followers
+from gpuscale.autoscaler.histories import Histories
 from gpuscale.autoscaler.hub import AdapterHub
 from gpuscale.autoscaler.leases import LeaseKeeper
-from gpuscale.autoscaler.model import Code, Endpoint, Observation, Stage, Step
+from gpuscale.autoscaler.model import Code, Decision, Endpoint, Observation, Stage, Step
 from gpuscale.autoscaler.passes import Facts, Pass, run_pass
+from gpuscale.autoscaler.planning import nodes_of
 from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
 from gpuscale.autoscaler.remembered import Remembered
 from gpuscale.autoscaler.replicas import Moment, Replica, ReplicaState
@@ -48,6 +51,8 @@ class Rooms:
     keeper: LeaseKeeper
     uses: WatcherUses
     followers: Followers
+    file: DecisionFile
+    histories: Histories
 
 
 class Reconciler:
@@ -94,6 +99,7 @@ class Reconciler:
                 del self._loops[endpoint_id]
                 self._rooms.uses.set(endpoint_id, frozenset())
                 self._rooms.sources.forget(endpoint_id)
+                self._rooms.histories.forget(endpoint_id)
                 self._wakes.forget(endpoint_id)
                 return
             wait = wanted or 0.0
@@ -110,6 +116,8 @@ class EndpointLoop:
         self._past = Remembered()
         self._asked = True
         self._last_news = ""
+        self._last_written = ""
+        self._granted = 0, 0.0
         self._wanted: int | None = None
 
     @property
@@ -161,11 +169,18 @@ class EndpointLoop:
         rooms = self._rooms
         at = Moment(rooms.clock.now(), rooms.clock.wall())
         observations: dict[str, Observation] = {}
+        room: int | None = None
         if endpoint is not None:
             rooms.sources.keep(endpoint.id, replicas)
             samples = rooms.sources.sample(endpoint, replicas)
             self._past = self._past.with_samples(endpoint.spec, samples)
             observations = self._past.observations(endpoint.spec, samples, at.now)
+            nodes = nodes_of(endpoint.spec.template, rooms.hub.facts())
+            granted = sum(one.granted for one in replicas)
+            if granted != self._granted[0]:
+                self._granted = granted, at.now
+            room = rooms.sources.more(endpoint.spec, nodes, self._granted[1])
+            rooms.histories.note(endpoint.id, endpoint.spec, at.now)
         return Facts(
             at=at,
             live=frozenset(facts.id for facts in rooms.hub.facts() if facts.live),
@@ -173,6 +188,7 @@ class EndpointLoop:
             past=self._past,
             evaluate=self._asked,
             etag=endpoint.etag if endpoint else "",
+            room=room,
         )
 
     async def _note(
@@ -186,13 +202,23 @@ class EndpointLoop:
             decision = compose(passed.endpoint, passed.evaluation, outcome)
         elif passed.decision is None and (news == last or not (outcome.steps or self.waiting)):
             return after
-        if passed.decision is None:
-            wall = self._rooms.clock.wall()
-            await self._rooms.store.write(partial(decision_log.record, decision=decision, wall=wall))
-        elif after is not passed.live:
-            work = partial(decision_log.amend, decision_id=passed.decision, decision=decision)
-            await self._rooms.store.write(work)
+        await self._record(passed, decision, complete=after is passed.live)
         return after
+
+    async def _record(self, passed: Pass, decision: Decision, *, complete: bool) -> None:
+        """Store a decision, or complete the one that the pass stored; what is news goes to the file too."""
+        decision_id, wall = passed.decision, self._rooms.clock.wall()
+        if decision_id is None:
+            added = partial(decision_log.record, decision=decision, wall=wall, question=passed.question)
+            decision_id = await self._rooms.store.write(added)
+        elif not complete:
+            amended = partial(
+                decision_log.amend, decision_id=decision_id, decision=decision, question=passed.question
+            )
+            await self._rooms.store.write(amended)
+        if sameness(decision) != self._last_written:
+            self._last_written = sameness(decision)
+            self._rooms.file.put(decision_log.shown(decision, decision_id, wall))
 
     def _pause(self, passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) -> float:
         """Seconds until the next look; few where more replicas are to be decided than may wait at a time."""

@@ -13,6 +13,8 @@ from enum import Enum
 
 STEP_COOLDOWN = 300.0
 """Cooldown of a rule that steps, where it states none; a proportional one has none."""
+LONGEST_LEARNT = 600.0
+"""Most seconds that a stabilization window grows to by itself."""
 PROPORTIONAL_STABILIZATION = 60.0
 """Stabilization down of an endpoint with a proportional rule, where it states none."""
 
@@ -247,13 +249,25 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast the count may go one way."""
+    """How fast the count may go one way.
+
+    `startups`: the window of a reduction doubles with each time that replicas which were given up were needed again soon
+    (`pace.regrets`), until it is so many times as long as replicas take to start, or `LONGEST_LEARNT`: what is needed again
+    and again, and takes long to get back, is kept.
+    """
 
     stabilization: float | None = None
     limits: tuple[RateLimit, ...] = ()
     strictest: bool = False
     disabled: bool = False
     cooldown: float = 0.0
+    startups: float = 0.0
+
+    def window(self, startup: float | None, regrets: int) -> float:
+        """Seconds of its stabilization window, where replicas take `startup` seconds to be ready."""
+        stated = self.stabilization or 0.0
+        longest = min(LONGEST_LEARNT, self.startups * (startup or 0.0))
+        return max(stated, min(longest, stated * 2.0**regrets))
 
 
 UNPACED = Pace()

@@ -11,10 +11,10 @@ from gpuscale.autoscaler.model import (
     QueueSignal,
     Signal,
 )
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState
+from gpuscale.autoscaler.queues.model import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.series import Aggregation, Series, aggregate
 
-_RATES = frozenset({QueueCount.RATE_IN, QueueCount.RATE_OUT})
+_RATES = frozenset({QueueCount.RATE_IN, QueueCount.RATE_OUT, QueueCount.OLDEST_AGE})
 _MINDS_SILENCE = frozenset({OnMissing.HOLD, OnMissing.LAST})
 """With these, sources that are silent are no smaller matter than a signal that is: with the others they are left out."""
 
@@ -59,9 +59,7 @@ def queue_sample(source: QueueSignal, reading: QueueReading | None) -> Sample:
         problem = f"queue {reading.state.value}" + (f": {reading.message}" if reading.message else "")
         return Sample(at=reading.observed_at, problem=problem)
     if source.count in _RATES and reading.rates is not None:
-        rates = reading.rates
-        rate = rates.published if source.count is QueueCount.RATE_IN else rates.delivered
-        return Sample((rate,), min(reading.observed_at, rates.at), proven_empty=reading.total == 0)
+        return _rate_sample(source.count, reading, reading.rates, reading.observed_at)
     value = _count(source.count, reading)
     if value is None:
         what = "the broker does not tell the unacknowledged messages; its management API would"
@@ -69,6 +67,18 @@ def queue_sample(source: QueueSignal, reading: QueueReading | None) -> Sample:
             what = "rates are not known; a watcher reads them that says so, from the management API"
         return Sample(at=reading.observed_at, problem=what)
     return Sample((value,), reading.observed_at, proven_empty=reading.total == 0)
+
+
+def _rate_sample(count: QueueCount, reading: QueueReading, rates: Rates, observed_at: float) -> Sample:
+    at = min(observed_at, rates.at)
+    if count is not QueueCount.OLDEST_AGE:
+        rate = rates.published if count is QueueCount.RATE_IN else rates.delivered
+        return Sample((rate,), at, proven_empty=reading.total == 0)
+    if rates.oldest_age is None:
+        return Sample(
+            at=at, problem="no message waits, or the one that does has no timestamp of its publisher"
+        )
+    return Sample((rates.oldest_age,), at, proven_empty=reading.total == 0)
 
 
 def observe(signal: Signal, sample: Sample, now: float, history: Series | None = None) -> Observation:

@@ -7,9 +7,13 @@ from gpuscale.autoscaler.gathering.fleet_metrics import FleetMetrics
 from gpuscale.autoscaler.gathering.polling import Poller
 from gpuscale.autoscaler.gathering.prometheus import Values, prometheus_sample
 from gpuscale.autoscaler.gathering.reported import ReportedMetrics
+from gpuscale.autoscaler.gathering.room import Shape, room_of, shape_of
 from gpuscale.autoscaler.gathering.waiting import Counts, waiting_sample
 from gpuscale.autoscaler.model import (
+    ASKS_FOR_ROOM,
+    DEFAULT_MAX_AGE,
     Endpoint,
+    EndpointSpec,
     GpuSignal,
     HostSignal,
     PrometheusSignal,
@@ -35,6 +39,7 @@ class SignalSources:
         fleet: readings of GPUs and hosts.
         prometheus: what asks each Prometheus server, by its name in the settings.
         waiting: what asks the allocator for the requests that wait.
+        room: what asks the allocator how many more replicas there are GPUs for.
         clock: what ages are counted on.
     """
 
@@ -43,6 +48,7 @@ class SignalSources:
     fleet: FleetMetrics
     prometheus: Mapping[str, Poller[str, Values]]
     waiting: Poller[None, Counts]
+    room: Poller[Shape, int]
     clock: Clock
 
     def sample(self, endpoint: Endpoint, replicas: Sequence[Replica]) -> dict[str, Sample]:
@@ -57,6 +63,18 @@ class SignalSources:
         return {
             signal.id: self._sample(endpoint.id, signal, ready, period) for signal in endpoint.spec.signals
         }
+
+    def more(self, spec: EndpointSpec, nodes: set[str], since: float = 0.0) -> int | None:
+        """How many more replicas there are GPUs for, on some nodes; None where nobody wants to know, or knows.
+
+        What was asked before `since` does not count: GPUs that were granted after that would count twice.
+        """
+        if spec.gpu_gate not in ASKS_FOR_ROOM or not spec.template.gpu_count:
+            return None
+        if not nodes:
+            return 0
+        period = min(spec.period, DEFAULT_MAX_AGE) / 2
+        return room_of(self.room.ask(shape_of(spec.template, nodes), period), self.clock.now(), since)
 
     def keep(self, endpoint_id: str, replicas: Sequence[Replica]) -> None:
         """Forget what replicas of an endpoint reported, but for these, which have not ended."""

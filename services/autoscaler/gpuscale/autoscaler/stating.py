@@ -56,6 +56,7 @@ class Stated:
     last_changes: Mapping[str, float] | None = None
     startup: float | None = None
     wall: datetime | None = None
+    gpu_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Live:
     past: Remembered = field(default_factory=lambda: Remembered(memory=ALWAYS))
     last_changes: Mapping[str, float] = field(default_factory=dict[str, float])
     startup: float | None = None
+    gpu_limit: int | None = None
 
 
 def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Question:
@@ -100,6 +102,7 @@ def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Ques
         last_changes=live.last_changes if stated.last_changes is None else stated.last_changes,
         bursts=live.past.bursts,
         startup=live.startup if stated.startup is None else stated.startup,
+        gpu_limit=live.gpu_limit if stated.gpu_limit is None else stated.gpu_limit,
     )
     unknown = live.unknown if stated.unknown is None else stated.unknown
     return Question(spec, inputs, Memory(at.now) if memory is None else memory, unknown)

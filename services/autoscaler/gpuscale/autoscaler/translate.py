@@ -3,7 +3,7 @@
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.autoscaler.model import EndpointSpec, ReplicaTemplate
+from gpuscale.autoscaler.model import AdapterTier, EndpointSpec, GpuGate, ReplicaTemplate
 from gpuscale.autoscaler.rules import BoundMode, Combine, ScalingMode
 from gpuscale.autoscaler.translate_rules import (
     BOUND_MODES,
@@ -20,6 +20,8 @@ from gpuscale.common import validation
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 from gpuscale.common.names import ADAPTER, adapter_name, parse
 from gpuscale.common.wire import optional_seconds, to_duration
+
+_GATES = {autoscaler_api.GpuGate.Value(f"GPU_GATE_{one.name}"): one for one in GpuGate}
 
 
 def spec_from_wire(wire: autoscaler_api.EndpointSpec, path: str = SPEC) -> EndpointSpec:
@@ -55,6 +57,8 @@ def spec_from_wire(wire: autoscaler_api.EndpointSpec, path: str = SPEC) -> Endpo
         down=pace_from_wire(wire.down),
         mode=MODES.get(wire.mode, ScalingMode.ACTIVE),
         bound_mode=BOUND_MODES.get(wire.bound_mode, BoundMode.CLAMP),
+        warm_spares=wire.warm_spares,
+        gpu_gate=_GATES.get(wire.gpu_gate, GpuGate.RESERVE),
     )
 
 
@@ -69,6 +73,7 @@ def spec_to_wire(spec: EndpointSpec) -> autoscaler_api.EndpointSpec:
         paused=spec.paused,
         up=pace_to_wire(spec.up),
         down=pace_to_wire(spec.down),
+        warm_spares=spec.warm_spares,
     )
     if spec.combine is not Combine.SAFEST:
         wire.combine = autoscaler_api.Combine.Value(f"COMBINE_{spec.combine.name}")
@@ -76,6 +81,8 @@ def spec_to_wire(spec: EndpointSpec) -> autoscaler_api.EndpointSpec:
         wire.mode = autoscaler_api.ScalingMode.Value(f"SCALING_MODE_{spec.mode.name}")
     if spec.bound_mode is not BoundMode.CLAMP:
         wire.bound_mode = autoscaler_api.BoundMode.Value(f"BOUND_MODE_{spec.bound_mode.name}")
+    if spec.gpu_gate is not GpuGate.RESERVE:
+        wire.gpu_gate = autoscaler_api.GpuGate.Value(f"GPU_GATE_{spec.gpu_gate.name}")
     if spec.tick is not None:
         wire.tick.CopyFrom(to_duration(spec.tick))
     return wire
@@ -117,6 +124,13 @@ def template_from_wire(wire: autoscaler_api.ReplicaTemplate, path: str = SPEC) -
         ),
         lease_ttl=optional_seconds(wire, "lease_ttl"),
         drain_timeout=optional_seconds(wire, "drain_timeout"),
+        tiers=tuple(
+            AdapterTier(
+                parse(ADAPTER, tier.adapter, f"{path}.template.tiers[{place}].adapter")["adapter"],
+                tier.max_replicas,
+            )
+            for place, tier in enumerate(wire.tiers)
+        ),
     )
 
 
@@ -131,4 +145,8 @@ def template_to_wire(template: ReplicaTemplate) -> autoscaler_api.ReplicaTemplat
         max_utilization_percent=template.max_utilization_percent,
         lease_ttl=None if template.lease_ttl is None else to_duration(template.lease_ttl),
         drain_timeout=None if template.drain_timeout is None else to_duration(template.drain_timeout),
+        tiers=[
+            autoscaler_api.AdapterTier(adapter=adapter_name(one.adapter), max_replicas=one.max_replicas)
+            for one in template.tiers
+        ],
     )

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest.report import Report
+from gpuscale.autoscaler.backtest.shared import Part
 from gpuscale.autoscaler.backtest.simulate import LONGEST_TAIL, MOST_EVALUATIONS
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Setting
@@ -29,13 +30,17 @@ _TEMPLATE = ReplicaTemplate("worker", gpu_count=1)
 _WATCHER = "queue"
 
 
-def job_from_wire(wire: api.BacktestRequest) -> Job:
-    """The run that a request asks for.
+def job_from_wire(wire: api.BacktestRequest, history: Sequence[Request] = ()) -> Job:
+    """The run that a request asks for; `history`: the workload of the endpoint that it names.
 
     Raises:
         InvalidArgumentError: there is no policy or arrival, arrivals without order, or a policy that contradicts itself.
     """
-    requests = _requests(wire)
+    common = list(history) if history else _requests(wire, "")
+    workloads = [_workload(one, index, common) for index, one in enumerate(wire.policies)]
+    requests = common or [one for each in workloads for one in each]
+    if not requests:
+        raise InvalidArgumentError("arrivals must be set", field="arrivals")
     goal = optional_seconds(wire, "goal")
     slots = wire.slots if wire.HasField("slots") else 1
     most = wire.max_gpus if wire.HasField("max_gpus") else None
@@ -50,11 +55,15 @@ def job_from_wire(wire: api.BacktestRequest) -> Job:
     )
     setting = Setting(slots, _cold_start(wire), most, kills=wire.kills)
     specs = _specs(wire.policies, default)
+    longest = max(one[-1].arrival for one in workloads)
     for index, spec in enumerate(specs):
-        _require_few(spec, requests[-1].arrival, f"policies[{index}]")
-    policies = [(spec, replace(setting, gpus_each=max(1, spec.template.gpu_count))) for spec in specs]
+        _require_few(spec, longest, f"policies[{index}]")
+    parts = [
+        Part(spec, one, replace(setting, gpus_each=max(1, spec.template.gpu_count)))
+        for spec, one in zip(specs, workloads, strict=True)
+    ]
     begin = to_datetime(wire.begin_time) if wire.HasField("begin_time") else _MONDAY
-    return Job(policies, requests, default.goal, begin)
+    return Job(parts, default.goal, begin, shared=wire.shared_gpus)
 
 
 def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.BacktestReport:
@@ -86,15 +95,21 @@ def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.Backtes
     )
 
 
-def _requests(wire: api.BacktestRequest) -> list[Request]:
-    if not wire.arrivals:
+def _workload(wire: api.BacktestPolicy, index: int, common: list[Request]) -> list[Request]:
+    """The requests of one policy: its own, or those of the run."""
+    path = f"policies[{index}].workload."
+    found = _requests(wire.workload, path) if wire.HasField("workload") else common
+    if not found:
         raise InvalidArgumentError("arrivals must be set", field="arrivals")
+    return found
+
+
+def _requests(wire: api.BacktestRequest | api.Workload, path: str) -> list[Request]:
     if len(wire.service_seconds) != len(wire.arrivals):
-        raise InvalidArgumentError(
-            "service_seconds must have as many items as arrivals", field="service_seconds"
-        )
+        field = f"{path}service_seconds"
+        raise InvalidArgumentError(f"{field} must have as many items as arrivals", field=field)
     if any(later < earlier for earlier, later in pairwise(wire.arrivals)):
-        raise InvalidArgumentError("arrivals must be in order", field="arrivals")
+        raise InvalidArgumentError(f"{path}arrivals must be in order", field=f"{path}arrivals")
     return [Request(*pair) for pair in zip(wire.arrivals, wire.service_seconds, strict=True)]
 
 

@@ -34,6 +34,7 @@ def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) 
         None if past is None else _rule_changes(past, spec, now),
         optional_seconds(wire, "startup"),
         to_datetime(wire.time) if wire.HasField("time") else None,
+        wire.gpu_limit if wire.HasField("gpu_limit") else None,
     )
 
 

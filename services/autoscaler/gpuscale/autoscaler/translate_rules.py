@@ -84,6 +84,7 @@ def pace_from_wire(wire: api.Pace) -> Pace:
         strictest=wire.strictest,
         disabled=wire.disabled,
         cooldown=seconds(wire.cooldown),
+        startups=wire.startups,
     )
 
 
@@ -97,6 +98,7 @@ def pace_to_wire(pace: Pace) -> api.Pace | None:
         strictest=pace.strictest,
         disabled=pace.disabled,
         cooldown=to_duration(pace.cooldown) if pace.cooldown else None,
+        startups=pace.startups,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.autoscaler.model import Decision, Endpoint, Observation, Step
+from gpuscale.autoscaler.model import Decision, Endpoint, Evaluation, Observation, Step
 from gpuscale.autoscaler.replicas import Replica, ReplicaState, shown_state
 from gpuscale.autoscaler.translate import spec_to_wire
 from gpuscale.common.names import adapter_name, endpoint_name, replica_name
@@ -87,7 +87,7 @@ def replica_to_wire(replica: Replica, *, silent: bool) -> autoscaler_api.Replica
 def decision_body(decision: Decision) -> autoscaler_api.Decision:
     """The message of a decision, but for its name, its times and its count."""
     return autoscaler_api.Decision(
-        observations=[_observation(one) for one in decision.observations],
+        observations=[observation_to_wire(one) for one in decision.observations],
         steps=[_step(one) for one in decision.steps],
         before=decision.before,
         wanted=decision.wanted,
@@ -98,7 +98,19 @@ def decision_body(decision: Decision) -> autoscaler_api.Decision:
     )
 
 
-def _observation(one: Observation) -> autoscaler_api.Observation:
+def evaluation_to_wire(evaluation: Evaluation) -> autoscaler_api.Decision:
+    """The part of a decision that is evaluated: without what was done about it."""
+    return autoscaler_api.Decision(
+        observations=[observation_to_wire(one) for one in evaluation.observations],
+        steps=[_step(one) for one in evaluation.steps],
+        before=evaluation.before,
+        wanted=evaluation.wanted,
+        limited_by=evaluation.limited_by or "",
+    )
+
+
+def observation_to_wire(one: Observation) -> autoscaler_api.Observation:
+    """The message of an observation."""
     return autoscaler_api.Observation(
         signal=one.signal,
         value=one.value,

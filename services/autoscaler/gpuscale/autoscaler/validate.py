@@ -12,7 +12,7 @@ from itertools import combinations
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from gpuscale.autoscaler.gathering.metric_names import GPU_METRICS, HOST_METRICS
-from gpuscale.autoscaler.model import EndpointSpec, GpuSignal, HostSignal, Signal
+from gpuscale.autoscaler.model import EndpointSpec, GpuSignal, HostSignal, ReplicaTemplate, Signal
 from gpuscale.autoscaler.policies import formula
 from gpuscale.autoscaler.rules import (
     WITHOUT_SIGNAL,
@@ -38,6 +38,9 @@ def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
     found = list(_crossed(path, spec.min_replicas, spec.max_replicas))
     if not spec.template.template:
         found.append(FieldViolation(f"{path}.template.template", "must be set"))
+    found += _tiers(f"{path}.template", spec.template)
+    if spec.warm_spares > spec.max_replicas:
+        found.append(FieldViolation(f"{path}.warm_spares", "must be at most max_replicas"))
     found += _repeated(f"{path}.signals", [signal.id for signal in spec.signals])
     found += _repeated(f"{path}.rules", [rule.id for rule in spec.rules])
     for index, signal in enumerate(spec.signals):
@@ -53,6 +56,16 @@ def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
 def _crossed(path: str, least: int | None, most: int | None) -> Iterator[FieldViolation]:
     if least is not None and most is not None and least > most:
         yield FieldViolation(f"{path}.max_replicas", "must be at least min_replicas")
+
+
+def _tiers(path: str, template: ReplicaTemplate) -> Iterator[FieldViolation]:
+    if template.tiers and template.adapter:
+        yield FieldViolation(f"{path}.tiers", "must be left out where adapter is set")
+    adapters = [tier.adapter for tier in template.tiers]
+    for place, adapter in enumerate(adapters):
+        if adapter in adapters[:place]:
+            text = "must differ from the adapters before it"
+            yield FieldViolation(f"{path}.tiers[{place}].adapter", text)
 
 
 def _repeated(path: str, ids: Sequence[str]) -> Iterator[FieldViolation]:

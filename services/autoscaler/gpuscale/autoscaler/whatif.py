@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from gpuscale.autoscaler.engine import Result, evaluate
 from gpuscale.autoscaler.model import Code, EndpointSpec, Stage, Step
-from gpuscale.autoscaler.pace import Memory
+from gpuscale.autoscaler.pace import Memory, regrets
 from gpuscale.autoscaler.policies.outcome import Inputs
 from gpuscale.autoscaler.rules import ForecastRule, Pace, Rule, ScalingMode, ScheduleRule
 
@@ -60,11 +60,12 @@ class Answer:
 
 def answer(question: Question) -> Answer:
     """Evaluate, and ask further."""
-    result = _asked(question)
+    result = asked(question)
     return Answer(result, tuple(_alternatives(question, result)), _next_change(question, result))
 
 
-def _asked(question: Question) -> Result:
+def asked(question: Question) -> Result:
+    """The evaluation of a question."""
     return evaluate(question.spec, question.inputs, question.memory, question.unknown_replicas)
 
 
@@ -77,7 +78,7 @@ def _alternatives(question: Question, result: Result) -> Iterator[Alternative]:
         if other is None:
             continue
         changed, text = other
-        wanted = _asked(changed).evaluation.wanted
+        wanted = asked(changed).evaluation.wanted
         if wanted != result.evaluation.wanted:
             yield Alternative(step.code, text, wanted)
     yield from _with_none_holding(question, result)
@@ -89,7 +90,7 @@ def _with_none_holding(question: Question, result: Result) -> Iterator[Alternati
     if len(holding) < 2:
         return
     rules = tuple(replace(one, disabled=one.disabled or one.id in holding) for one in question.spec.rules)
-    wanted = _asked(replace(question, spec=replace(question.spec, rules=rules))).evaluation.wanted
+    wanted = asked(replace(question, spec=replace(question.spec, rules=rules))).evaluation.wanted
     if wanted != result.evaluation.wanted:
         yield Alternative(Code.HELD, f"none of {', '.join(sorted(holding))} held", wanted)
 
@@ -99,13 +100,11 @@ def _without(question: Question, step: Step) -> tuple[Question, str] | None:
     spec = question.spec
     if step.stage is Stage.RULE:
         return _without_limit_of_rule(question, step)
+    if step.stage in {Stage.BOUNDS, Stage.GPU}:
+        return _without_bound(question, step.code)
     match step.code:
         case Code.PAUSED:
             return replace(question, spec=replace(spec, paused=False)), "it were not paused"
-        case Code.SHADOWED:
-            return replace(
-                question, spec=replace(spec, mode=ScalingMode.ACTIVE)
-            ), "it were not in shadow mode"
         case Code.INACTIVE:
             awake = tuple(replace(one, activation_threshold=0.0) for one in spec.signals)
             return replace(
@@ -115,6 +114,20 @@ def _without(question: Question, step: Step) -> tuple[Question, str] | None:
             return replace(question, unknown_replicas=0), "every replica were heard of"
         case Code.FLOOR:
             return _without_rules(question, ScheduleRule, ForecastRule), "no schedule or forecast kept more"
+        case _:
+            return _without_pace(question, step.code)
+
+
+def _without_bound(question: Question, code: Code) -> tuple[Question, str] | None:
+    """The question without what bounds the count, at either end."""
+    spec = question.spec
+    match code:
+        case Code.SHADOWED:
+            active = replace(spec, mode=ScalingMode.ACTIVE)
+            return replace(question, spec=active), "it were not in shadow mode"
+        case Code.CAPPED_BY_GPUS | Code.GPUS_UNKNOWN:
+            inputs = replace(question.inputs, gpu_limit=NO_BOUND)
+            return replace(question, inputs=inputs), "there were GPUs for all of them"
         case Code.NOT_PROVEN_EMPTY:
             seen = question.inputs.observations
             empty = {name: replace(one, proven_empty=True) for name, one in seen.items()}
@@ -128,7 +141,7 @@ def _without(question: Question, step: Step) -> tuple[Question, str] | None:
                 question, spec=replace(spec, min_replicas=0)
             ), f"min_replicas were not {spec.min_replicas}"
         case _:
-            return _without_pace(question, step.code)
+            return None
 
 
 def _without_pace(question: Question, code: Code) -> tuple[Question, str] | None:
@@ -137,7 +150,7 @@ def _without_pace(question: Question, code: Code) -> tuple[Question, str] | None
     match code:
         case Code.STABILIZED_UP | Code.STABILIZED_DOWN:
             text = "there were no stabilization window"
-            up, down = (replace(one, stabilization=0.0) for one in (spec.up, spec.pace_down))
+            up, down = (replace(one, stabilization=0.0, startups=0.0) for one in (spec.up, spec.pace_down))
         case Code.RATE_LIMITED_UP | Code.RATE_LIMITED_DOWN:
             text = "there were no rate limits"
             up, down = (replace(one, limits=()) for one in (spec.up, spec.pace_down))
@@ -192,7 +205,7 @@ def _next_change(question: Question, result: Result) -> NextChange | None:
     inputs = replace(question.inputs, before=evaluation.wanted, last_changes=changes, bursts=result.bursts)
     after = replace(question, inputs=inputs, memory=result.memory)
     for wait in _waits(after)[:MOST_MOMENTS]:
-        wanted = _asked(_aged(after, wait + _ROUNDING)).evaluation.wanted
+        wanted = asked(_aged(after, wait + _ROUNDING)).evaluation.wanted
         if wanted != evaluation.wanted:
             return NextChange(wait, wanted)
     return None
@@ -204,12 +217,12 @@ def _waits(question: Question) -> list[float]:
     last = question.inputs.last_changes
     ends = [now + spec.period, *(last[rule.id] + rule.rest for rule in spec.rules if rule.id in last)]
     for pace in (spec.up, spec.pace_down):
-        ends += _ends(pace, memory)
+        window = pace.window(question.inputs.startup, regrets(memory, now))
+        ends += _ends(pace, memory, window)
     return sorted({end - now for end in ends if end > now})
 
 
-def _ends(pace: Pace, memory: Memory) -> Iterator[float]:
-    window = pace.stabilization or 0.0
+def _ends(pace: Pace, memory: Memory, window: float) -> Iterator[float]:
     yield memory.since + window
     yield from (at + window for at, _ in memory.asked)
     for at, _ in memory.changes:

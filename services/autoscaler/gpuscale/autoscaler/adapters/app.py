@@ -8,6 +8,7 @@ from importlib.metadata import version
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.connection import AutoscalerConnection
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.replica import Workshop
@@ -24,12 +25,16 @@ STOP_GRACE = 5.0
 
 @asynccontextmanager
 async def open_process_adapter(
-    settings: AdapterSettings, *, autoscaler: grpc.aio.Channel, clock: Clock
+    settings: AdapterSettings,
+    *,
+    autoscaler: grpc.aio.Channel,
+    clock: Clock,
+    agent: grpc.aio.Channel | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...]]:
     """Run replicas for the autoscaler until the block ends; it serves nothing itself.
 
     At the end every replica is asked to finish, and after `STOP_GRACE` seconds killed. The caller holds the lock on
-    `settings.data_dir` and owns the channel.
+    `settings.data_dir` and owns the channels; `agent` leads to the node's agent, which admits work on its GPUs.
 
     Raises:
         FailedPreconditionError: what was started before cannot be read.
@@ -39,6 +44,7 @@ async def open_process_adapter(
         journal=Journal(settings.data_dir / "replicas"),
         logs=ReplicaLogs(settings.data_dir / "logs", settings.replica_log_max_bytes),
         clock=clock,
+        admission=Admission(agent, required=settings.require_admission),
         changed=changed.set,
     )
     templates = {name: table.template(name) for name, table in settings.templates.items()}

@@ -4,16 +4,16 @@ One small file for each replica, replaced as a whole: written beside, flushed to
 there before the process is started, its pid right after. Blocking; call it in a thread.
 """
 
-import json
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from gpuscale.autoscaler.adapters.health import Probe
 from gpuscale.autoscaler.adapters.procfs import ProcessId
 from gpuscale.common.errors import FailedPreconditionError
 
@@ -44,6 +44,8 @@ class Record:
         failed: whether it ended by itself or could not be started; of one that ended.
         exit_code: negative for the signal that ended it; None where unknown.
         reason: why it ended as it did; may be empty.
+        probe: how it is asked whether it is well; None where it counts as ready once it lives.
+        ready: whether its probe has succeeded before.
     """
 
     replica: str
@@ -54,6 +56,8 @@ class Record:
     failed: bool = False
     exit_code: int | None = None
     reason: str = ""
+    probe: Probe | None = None
+    ready: bool = False
 
 
 _RECORD: TypeAdapter[Record] = TypeAdapter(Record)
@@ -86,7 +90,7 @@ class Journal:
         """
         path = self._path(record.replica)
         beside = path.with_name(f"{path.name}.new")
-        data = json.dumps(asdict(record)).encode()
+        data = _RECORD.dump_json(record)
         with beside.open("wb") as file:
             file.write(data)
             file.flush()

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import AsyncExitStack
 
 from gpuscale.autoscaler.adapters.app import open_process_adapter
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
@@ -28,10 +29,14 @@ async def serve(settings: AdapterSettings, stop: asyncio.Event) -> None:
         GpuscaleError: the data directory, or what stands in it, cannot be used.
     """
     with DirectoryLock(settings.data_dir):
-        async with (
-            settings.open_channel(settings.autoscaler_address) as autoscaler,
-            open_process_adapter(settings, autoscaler=autoscaler, clock=SystemClock()),
-        ):
+        async with AsyncExitStack() as stack:
+            autoscaler = await stack.enter_async_context(settings.open_channel(settings.autoscaler_address))
+            agent = None
+            if settings.agent_address:
+                agent = await stack.enter_async_context(settings.open_channel(settings.agent_address))
+            await stack.enter_async_context(
+                open_process_adapter(settings, autoscaler=autoscaler, agent=agent, clock=SystemClock())
+            )
             _log.info("running", adapter=settings.adapter_id, autoscaler=settings.autoscaler_address)
             await stop.wait()
 

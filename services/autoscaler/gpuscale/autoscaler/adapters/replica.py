@@ -1,27 +1,36 @@
 """The life of one replica on this host: from the intent to start it until nothing of it is left.
 
     STARTING ── lived for READY_AFTER ──> READY ── asked to stop ──> DRAINING ── ended ──> STOPPED
-        └────────── ended by itself, or could not be started ──────────────────────────> FAILED
+        │       or its probe succeeded      │
+        └───────────────────────────────────┴── ended by itself, or given up ──────────> FAILED
+
+Given up is one that cannot be started, whose fence the node's agent refuses, or whose probe fails too often.
 
 A step stands in the journal before the next one begins, so that after a crash of the adapter the next run goes on from
 there: it adopts the process, and never starts a second one.
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gpuscale.autoscaler.adapters import procfs
+from gpuscale.autoscaler.adapters.admission import Admission
+from gpuscale.autoscaler.adapters.health import Health, Probe, Verdict
 from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.autoscaler.adapters.probing import ask
 from gpuscale.autoscaler.adapters.process import WorkerProcess
 from gpuscale.autoscaler.adapters.replica_logs import ReplicaLogs
-from gpuscale.autoscaler.adapters.templates import Launch
+from gpuscale.autoscaler.adapters.templates import Launch, probe_environment
 from gpuscale.autoscaler.replicas import ENDED, ReplicaReport, ReplicaState
 from gpuscale.common import failpoints
 from gpuscale.common.clock import Clock
 from gpuscale.common.logs import get_logger
 
 READY_AFTER = 0.2
+GIVEN_UP_GRACE = 5.0
+"""Seconds that a replica has to end which was given up, before it is killed."""
 
 _log = get_logger(__name__)
 
@@ -34,12 +43,14 @@ class Workshop:
         journal: what was started.
         logs: where replicas write to.
         clock: seconds since boot, and the boot's id.
+        admission: asked before anything is started on GPUs.
         changed: called after every change that is to be reported.
     """
 
     journal: Journal
     logs: ReplicaLogs
     clock: Clock
+    admission: Admission
     changed: Callable[[], None]
 
 
@@ -54,6 +65,7 @@ class LocalReplica:
         self._drain_timeout: float | None = None
         self._kill_at: float | None = None
         self._killed = False
+        self._given_up = ""
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         if record.phase is Phase.ENDED:
@@ -92,8 +104,12 @@ class LocalReplica:
         try:
             await asyncio.to_thread(self._workshop.journal.write, self._record)
             await failpoints.hit_async("adapter.start.after_intent")
+            refusal = await self._workshop.admission.refusal(launch.gpu_uuids, launch.fence)
             if self._stop_asked:
                 await self._end(failed=False, reason="it was asked to stop before it was started")
+                return
+            if refusal:
+                await self._end(failed=True, reason=refusal)
                 return
             process = await WorkerProcess.start(launch, self._workshop.logs.path(replica))
         except OSError as error:
@@ -102,6 +118,10 @@ class LocalReplica:
         await failpoints.hit_async("adapter.start.after_spawn")
         _log.info("replica started", replica=replica, pid=process.id.pid, argv=list(launch.argv))
         await self._save(replace(self._record, phase=Phase.RUNNING, process=process.id))
+        await failpoints.hit_async("adapter.start.after_record")
+        self._given_up = await self._workshop.admission.refusal(
+            launch.gpu_uuids, launch.fence, process.id.pid
+        )
         await self._live(process)
 
     async def adopt(self) -> None:
@@ -121,18 +141,71 @@ class LocalReplica:
     async def _live(self, process: WorkerProcess) -> None:
         process.ended.add_done_callback(lambda _: self._wake.set())
         self._workshop.changed()
-        await self._until(lambda: process.ended.done() or self._stop_asked, READY_AFTER)
-        if not process.ended.done() and not self._stop_asked:
-            self._set(ReplicaState.READY)
-        await self._until(lambda: process.ended.done() or self._stop_asked)
+
+        def over() -> bool:
+            return process.ended.done() or self._stop_asked or bool(self._given_up)
+
+        if self._record.probe is not None:
+            await self._watch(self._record.probe, over)
+        else:
+            await self._until(over, READY_AFTER)
+            if not over():
+                self._set(ReplicaState.READY)
+        await self._until(over)
         if not process.ended.done():
-            await self._drain(process)
+            await (self._drain(process) if self._stop_asked else self._put_down(process))
         code = await process.ended
         asked = self._record.asked_to_stop_at is not None
         await self._clean_up(process.id)
-        await self._end(
-            failed=not asked, exit_code=code, reason=_reason(code, asked=asked, killed=self._killed)
-        )
+        reason = _reason(code, asked=asked, killed=self._killed)
+        if self._given_up and not asked:
+            reason = self._given_up
+        await self._end(failed=not asked, exit_code=code, reason=reason)
+
+    async def _watch(self, probe: Probe, over: Callable[[], bool]) -> None:
+        """Ask it until it is over: READY at the first success, given up after too many failures in a row."""
+        clock, timing = self._workshop.clock, probe.timing
+        health = Health(timing, clock.now(), ready=self._record.ready)
+        await self._until(over, 0.0 if self._record.ready else timing.initial_delay)
+        while not over():
+            problem = await self._ask(probe, over)
+            if over():
+                return
+            match health.answered(problem, clock.now()):
+                case Verdict.READY:
+                    await self._save(replace(self._record, ready=True))
+                    self._set(ReplicaState.READY)
+                case Verdict.UNHEALTHY:
+                    self._given_up = f"its probe failed {timing.failures} times in a row: {problem}"
+                    return
+                case Verdict.GOES_ON:
+                    pass
+            self._say(f"its probe fails: {problem}" if problem else "")
+            await self._until(over, timing.period)
+
+    async def _ask(self, probe: Probe, over: Callable[[], bool]) -> str:
+        """Ask once; cut short where it is over meanwhile."""
+        asking = asyncio.ensure_future(ask(probe, probe_environment(self._record.replica, os.environ)))
+        asking.add_done_callback(lambda _: self._wake.set())
+        try:
+            await self._until(lambda: over() or asking.done())
+            return asking.result() if asking.done() else ""
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    def _say(self, reason: str) -> None:
+        """Why it stands as it does, for whoever looks; not worth a write to the disk."""
+        if reason != self._record.reason:
+            self._record = replace(self._record, reason=reason)
+            self._workshop.changed()
+
+    async def _put_down(self, process: WorkerProcess) -> None:
+        """End one that was given up: it may hang, so it is not waited for as one that drains."""
+        _log.warning("replica given up", replica=self._record.replica, why=self._given_up)
+        process.terminate()
+        await self._until(process.ended.done, GIVEN_UP_GRACE)
+        process.kill()
 
     async def _drain(self, process: WorkerProcess) -> None:
         """Ask it to finish, once, and wait; kill it if that takes longer than it may."""
@@ -221,7 +294,9 @@ def _state(record: Record) -> ReplicaState:
         case Phase.INTENT:
             return ReplicaState.STARTING
         case Phase.RUNNING:
-            return ReplicaState.READY if record.asked_to_stop_at is None else ReplicaState.DRAINING
+            if record.asked_to_stop_at is not None:
+                return ReplicaState.DRAINING
+            return ReplicaState.READY if record.ready or record.probe is None else ReplicaState.STARTING
         case Phase.ENDED:
             return ReplicaState.FAILED if record.failed else ReplicaState.STOPPED
 

@@ -6,9 +6,62 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gpuscale.autoscaler.adapters.templates import Template, check_environment, parse_command
+from gpuscale.autoscaler.adapters.health import ProbeKind, Timing
+from gpuscale.autoscaler.adapters.templates import (
+    ProbeTemplate,
+    Template,
+    check_environment,
+    parse_address,
+    parse_command,
+)
 from gpuscale.common.names import is_id, to_id
 from gpuscale.common.settings import ProgramSettings, UpstreamSettings
+
+_DEFAULT = Timing()
+
+
+class ProbeSettings(BaseModel):
+    """One table [templates.NAME.probe]: how a replica is asked whether it is well; one of exec, tcp and http."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    exec: tuple[str, ...] | None = None
+    """A program and its arguments, as in `command`; it is well where this ends with 0."""
+    tcp: str | None = None
+    """HOST:PORT, which takes a connection."""
+    http: str | None = None
+    """http:// URL, which a GET is answered on with a status of 200 to 399."""
+    initial_delay: float = Field(_DEFAULT.initial_delay, ge=0, le=3600)
+    """Seconds from its start to the first question."""
+    period: float = Field(_DEFAULT.period, ge=0.1, le=3600)
+    """Seconds from an answer to the next question."""
+    timeout: float = Field(_DEFAULT.timeout, ge=0.1, le=60)
+    """Seconds that an answer may take."""
+    failures: int = Field(_DEFAULT.failures, ge=1, le=1000)
+    """Failures in a row after which it is ended, as FAILED."""
+    start_timeout: float = Field(_DEFAULT.start_timeout, ge=0, le=86_400)
+    """Seconds from its start for which failures do not count as long as it was never well."""
+
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        self.template()
+        return self
+
+    def template(self) -> ProbeTemplate:
+        """The probe that this table describes.
+
+        Raises:
+            ValueError: not exactly one way to ask is set, or it is of no use.
+        """
+        timing = Timing(self.initial_delay, self.period, self.timeout, self.failures, self.start_timeout)
+        ways = {ProbeKind.EXEC: self.exec, ProbeKind.TCP: self.tcp, ProbeKind.HTTP: self.http}
+        match [(kind, way) for kind, way in ways.items() if way is not None]:
+            case [(kind, str(address))]:
+                return ProbeTemplate(kind, (parse_address(kind, address),), timing)
+            case [(kind, tuple(command))]:
+                return ProbeTemplate(kind, parse_command(command), timing)
+            case _:
+                raise ValueError("set one of exec, tcp and http")
 
 
 class TemplateSettings(BaseModel):
@@ -25,7 +78,9 @@ class TemplateSettings(BaseModel):
     pass_env: tuple[str, ...] = ()
     """Variables to hand on from the adapter's own environment, such as one with a password."""
     ready: Literal["started"] = "started"
-    """When a replica counts as ready: once its process has lived for a moment."""
+    """When a replica without a probe counts as ready: once its process has lived for a moment."""
+    probe: ProbeSettings | None = None
+    """When a replica counts as ready, and as failed although its process lives."""
 
     @field_validator("command")
     @classmethod
@@ -40,7 +95,8 @@ class TemplateSettings(BaseModel):
 
     def template(self, name: str) -> Template:
         """The template that this table describes."""
-        return Template(name, parse_command(self.command), self.working_dir, self.env, self.pass_env)
+        probe = self.probe.template() if self.probe else None
+        return Template(name, parse_command(self.command), self.working_dir, self.env, self.pass_env, probe)
 
 
 class AdapterSettings(UpstreamSettings, ProgramSettings):
@@ -57,6 +113,12 @@ class AdapterSettings(UpstreamSettings, ProgramSettings):
         16 * 1024 * 1024,
         ge=4096,
         description="size at which a replica's log is rotated; one older part is kept",
+    )
+    agent_address: str = Field(
+        "", description="address of this node's agent, which admits work on its GPUs; not asked when empty"
+    )
+    require_admission: bool = Field(
+        default=False, description="start nothing on GPUs while the agent does not answer"
     )
     templates: dict[str, TemplateSettings] = Field(
         default_factory=dict[str, TemplateSettings], description="command templates by name"

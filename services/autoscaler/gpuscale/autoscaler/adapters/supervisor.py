@@ -128,7 +128,8 @@ class Supervisor:
             self._add(self._ended(order.replica, str(error), failed=True))
             _log.warning("replica refused", replica=order.replica, why=str(error))
             return
-        replica = self._add(Record(order.replica, Phase.INTENT, self._workshop.clock.boot_id))
+        intent = Record(order.replica, Phase.INTENT, self._workshop.clock.boot_id, probe=prepared.probe)
+        replica = self._add(intent)
         self._tasks.start(order.replica, replica.start(prepared))
 
     def _template(self, name: str) -> Template:

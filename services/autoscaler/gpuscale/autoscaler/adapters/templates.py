@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpuscale.autoscaler.adapters.health import Probe, ProbeKind, Timing
 from gpuscale.common.names import is_id
 
 BUILTIN = frozenset({"python", "replica", "endpoint", "gpu_uuids", "gpu_count"})
@@ -38,6 +39,15 @@ class Placeholder:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeTemplate:
+    """A health probe whose placeholders are not filled in yet: arguments of a program, or one address."""
+
+    kind: ProbeKind
+    target: tuple[tuple[str | Placeholder, ...], ...]
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
 class Template:
     """A command template, checked.
 
@@ -47,6 +57,7 @@ class Template:
         working_dir: where it is started; None for where the adapter runs.
         env: variables set for it.
         pass_env: variables handed on from the adapter's own environment, which must have them.
+        probe: how it is asked whether it is well; None where it counts as ready once it lives.
     """
 
     name: str
@@ -54,6 +65,7 @@ class Template:
     working_dir: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     pass_env: tuple[str, ...] = ()
+    probe: ProbeTemplate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +89,29 @@ class ReplicaOrder:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is to be started: arguments, the whole environment, and the working directory."""
+    """What is to be started: arguments, the whole environment, the working directory, the GPUs, and how it is asked."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     working_dir: Path | None
+    gpu_uuids: tuple[str, ...] = ()
+    fence: int = 0
+    probe: Probe | None = None
+
+
+def parse_address(kind: ProbeKind, address: str) -> tuple[str | Placeholder, ...]:
+    """The address that a probe asks, split into texts and placeholders.
+
+    Raises:
+        ValueError: it is neither HOST:PORT nor an http:// URL, whichever it must be.
+    """
+    if kind is ProbeKind.HTTP and not address.startswith("http://"):
+        raise ValueError("must begin with http://")
+    if kind is ProbeKind.TCP and not address.rpartition(":")[0]:
+        raise ValueError("must be HOST:PORT")
+    if not address.isprintable() or " " in address:
+        raise ValueError("must hold printable characters and no space")
+    return _parse(address)
 
 
 def parse_command(command: Iterable[str]) -> tuple[tuple[str | Placeholder, ...], ...]:
@@ -133,7 +163,18 @@ def launch(template: Template, order: ReplicaOrder, python: str, environment: Ma
         argv=tuple(_fill(argument, values, template.name) for argument in template.command),
         env=_environment(template, order, environment),
         working_dir=template.working_dir,
+        gpu_uuids=order.gpu_uuids,
+        fence=order.fence,
+        probe=_probe(template, values),
     )
+
+
+def probe_environment(replica: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that a probe runs: nothing of the template's, which may hold passwords."""
+    return {
+        **{name: environment[name] for name in INHERITED if name in environment},
+        "GPUSCALE_REPLICA": replica,
+    }
 
 
 def _parse(argument: str) -> tuple[str | Placeholder, ...]:
@@ -152,7 +193,9 @@ def _parse(argument: str) -> tuple[str | Placeholder, ...]:
 
 
 def _values(template: Template, order: ReplicaOrder, python: str) -> dict[str, str]:
-    used = {part.name for argument in template.command for part in argument if isinstance(part, Placeholder)}
+    asked = template.probe.target if template.probe else ()
+    arguments = (*template.command, *asked)
+    used = {part.name for argument in arguments for part in argument if isinstance(part, Placeholder)}
     for name, value in order.parameters.items():
         if name in BUILTIN:
             raise LaunchRefusedError(f"parameter {name} is set by the adapter")
@@ -188,6 +231,13 @@ def _fill(argument: tuple[str | Placeholder, ...], values: Mapping[str, str], te
             raise LaunchRefusedError(f"parameter {part.name} of template {template} must not begin with '-'")
         filled += value
     return filled
+
+
+def _probe(template: Template, values: Mapping[str, str]) -> Probe | None:
+    if template.probe is None:
+        return None
+    target = tuple(_fill(part, values, template.name) for part in template.probe.target)
+    return Probe(template.probe.kind, target, template.probe.timing)
 
 
 def _environment(template: Template, order: ReplicaOrder, environment: Mapping[str, str]) -> dict[str, str]:

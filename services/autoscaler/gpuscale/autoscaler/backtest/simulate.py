@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from gpuscale.autoscaler.backtest.report import Moment, Report, Timeline, measure
 from gpuscale.autoscaler.backtest.trace import Request
-from gpuscale.autoscaler.backtest.world import Setting, World
+from gpuscale.autoscaler.backtest.world import Pool, Setting, World
 from gpuscale.autoscaler.engine import evaluate
 from gpuscale.autoscaler.model import EndpointSpec, HostSignal, PushedSignal, QueueCount, QueueSignal, Signal
 from gpuscale.autoscaler.policies.outcome import Inputs
@@ -51,35 +51,75 @@ def run(
     Raises:
         StoppedError: it was told to.
     """
-    replay = _Replay(spec, setting, begin)
-    position, next_tick = 0, 0.0
-    last = requests[-1].arrival
-    while position < len(requests) or not replay.world.settled:
-        if position < len(requests) and requests[position].arrival <= next_tick:
-            replay.world.arrive(requests[position])
-            position += 1
-            continue
-        if next_tick > last + LONGEST_TAIL:
-            break
-        if stopped():
+    replay = Replay(spec, requests, setting, begin)
+    while not replay.over:
+        if replay.ticks_next and stopped():
             raise StoppedError
-        replay.tick(next_tick)
-        next_tick += spec.period
-    return measure(replay.world, len(requests), goal, last, replay.timeline.moments)
+        replay.step()
+    return replay.report(goal)
 
 
-class _Replay:
-    """A world and what is remembered of its endpoint."""
+class Replay:
+    """An endpoint's policy on a workload: a world, and what is remembered of the endpoint.
 
-    def __init__(self, spec: EndpointSpec, setting: Setting, begin: datetime) -> None:
-        self.world = World(setting, spec.min_replicas)
+    Args:
+        spec: the endpoint, evaluated at its own tick.
+        requests: in the order of arrival; not empty.
+        setting: what replicas are like.
+        begin: the time of day at the first second.
+        pool: GPUs that it shares with others; those of its setting where it shares none.
+    """
+
+    def __init__(
+        self,
+        spec: EndpointSpec,
+        requests: Sequence[Request],
+        setting: Setting,
+        begin: datetime,
+        pool: Pool | None = None,
+    ) -> None:
+        self.world = World(setting, spec.min_replicas, pool)
         self.timeline = Timeline()
         self._spec = spec
+        self._requests = requests
         self._begin = begin
+        self._position, self._next_tick = 0, 0.0
         self._past = Remembered()
         self._changes: dict[str, float] = {}
         self._ticked = (0.0, 0, 0)
         self._start_up = setting.cold_start(1)
+
+    @property
+    def ticks_next(self) -> bool:
+        """Whether an evaluation comes before the next request."""
+        done = self._position == len(self._requests)
+        return done or self._requests[self._position].arrival > self._next_tick
+
+    @property
+    def due(self) -> float:
+        """When the next request or evaluation comes."""
+        return self._next_tick if self.ticks_next else self._requests[self._position].arrival
+
+    @property
+    def over(self) -> bool:
+        """Whether all is done, or will not be done in reasonable time."""
+        all_came = self._position == len(self._requests)
+        too_late = self._next_tick > self._requests[-1].arrival + LONGEST_TAIL
+        return all_came and (self.world.settled or too_late)
+
+    def step(self) -> None:
+        """Let the next request come, or evaluate."""
+        if self.ticks_next:
+            self.tick(self._next_tick)
+            self._next_tick += self._spec.period
+        else:
+            self.world.arrive(self._requests[self._position])
+            self._position += 1
+
+    def report(self, goal: float) -> Report:
+        """The figures of the run."""
+        last = self._requests[-1].arrival
+        return measure(self.world, len(self._requests), goal, last, self.timeline.moments)
 
     def tick(self, moment: float) -> None:
         """Evaluate the policy, and do what it says."""
@@ -108,6 +148,8 @@ class _Replay:
     def _sample(self, signal: Signal) -> Sample:
         world, source = self.world, signal.source
         match source:
+            case QueueSignal(count=QueueCount.OLDEST_AGE) if not world.waiting:
+                return Sample(at=world.now, problem="no message waits")
             case QueueSignal(count=count):
                 return Sample((self._count(count),), world.now, proven_empty=world.settled)
             case PushedSignal(metric) if metric == ARRIVAL_RATE:
@@ -133,3 +175,5 @@ class _Replay:
                 return (world.arrived - arrived) / gap if gap > 0 else 0.0
             case QueueCount.RATE_OUT:
                 return (world.taken - taken) / gap if gap > 0 else 0.0
+            case QueueCount.OLDEST_AGE:
+                return world.oldest_age

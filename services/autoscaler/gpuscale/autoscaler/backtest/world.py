@@ -8,6 +8,7 @@ the world is one that kills.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,11 +68,39 @@ class Tally:
     changes: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
 
 
-class World:
-    """An endpoint at work. Time only goes on through `advance`."""
+class Pool:
+    """GPUs that several worlds share. What becomes free goes to the first of them that is short."""
 
-    def __init__(self, setting: Setting, replicas: int) -> None:
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._held = 0
+        self._worlds: list[World] = []
+
+    def join(self, world: World) -> None:
+        """Let a world take part; those that came before it are served first."""
+        self._worlds.append(world)
+
+    def take(self, gpus: int) -> bool:
+        """Hold some more, if they are free."""
+        if self._most is not None and self._held + gpus > self._most:
+            return False
+        self._held += gpus
+        return True
+
+    def give(self, gpus: int) -> None:
+        """Let some go."""
+        self._held -= gpus
+        for world in self._worlds:
+            world.match()
+
+
+class World:
+    """An endpoint at work. Time only goes on through `advance` and `wait`."""
+
+    def __init__(self, setting: Setting, replicas: int, pool: Pool | None = None) -> None:
         self.setting = setting
+        self._pool = Pool(setting.max_gpus) if pool is None else pool
+        self._pool.join(self)
         self.now = 0.0
         self.wanted = replicas
         self.tally = Tally()
@@ -83,14 +112,19 @@ class World:
         self._events: list[tuple[float, int, _Replica, Request | None]] = []
         self._sequence = 0
         self._starts = 0
-        for _ in range(replicas):  # those that there are at the beginning are ready
-            self._start(0.0)
+        while self.granted < replicas and self._pool.take(setting.gpus_each):
+            self._start(0.0)  # those that there are at the beginning are ready
         self.tally.changes.append((0.0, replicas))
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._queue)
+
+    @property
+    def oldest_age(self) -> float:
+        """Seconds since the oldest request of the queue came; 0 where it is empty."""
+        return self.now - self._queue[0][0].arrival if self._queue else 0.0
 
     @property
     def taken(self) -> int:
@@ -124,7 +158,16 @@ class World:
         if wanted != self.wanted:
             self.wanted = wanted
             self.tally.changes.append((self.now, wanted))
-        self._match()
+        self.match()
+
+    @property
+    def next_event(self) -> float:
+        """When something happens next by itself; infinity where nothing does."""
+        return self._events[0][0] if self._events else math.inf
+
+    def wait(self, moment: float) -> None:
+        """Let time go on to `moment`, up to which nothing happens by itself."""
+        self._pass(moment)
 
     def advance(self, moment: float) -> None:
         """Let time go on to `moment`, with everything that becomes ready or done on the way."""
@@ -148,19 +191,15 @@ class World:
             self.tally.pending_seconds += gap * max(0, self.wanted - self.granted)
             self.now = moment
 
-    def _match(self) -> None:
+    def match(self) -> None:
         """Start or stop replicas towards the count wanted, as far as there are GPUs."""
         while self.granted > self.wanted:
             staying = [one for one in self._replicas if not one.leaving]
             # Those on their way up first, then the least busy, then the newest.
             self._stop(min(staying, key=lambda one: (one.ready_at <= self.now, one.busy, -one.number)))
-        while self.granted < self.wanted and self._room():
+        while self.granted < self.wanted and self._pool.take(self.setting.gpus_each):
             self._starts += 1
             self._start(self.setting.cold_start(self._starts))
-
-    def _room(self) -> bool:
-        most = self.setting.max_gpus
-        return most is None or (len(self._replicas) + 1) * self.setting.gpus_each <= most
 
     def _start(self, delay: float) -> None:
         self.granted += 1
@@ -185,7 +224,7 @@ class World:
     def _remove(self, replica: _Replica) -> None:
         replica.gone = True
         self._replicas.remove(replica)
-        self._match()
+        self._pool.give(self.setting.gpus_each)
 
     def _push(self, at: float, replica: _Replica, request: Request | None) -> None:
         self._sequence += 1

@@ -9,6 +9,7 @@ from gpuscale.autoscaler.gathering.fleet_metrics import FleetMetrics
 from gpuscale.autoscaler.gathering.polling import Poller
 from gpuscale.autoscaler.gathering.prometheus import PrometheusServer, PrometheusSettings
 from gpuscale.autoscaler.gathering.reported import ReportedMetrics
+from gpuscale.autoscaler.gathering.room import Room
 from gpuscale.autoscaler.gathering.waiting import WaitingRequests
 from gpuscale.autoscaler.queues.model import QueueReading
 from gpuscale.autoscaler.sources import SignalSources
@@ -47,11 +48,13 @@ async def open_sources(
             fleet=FleetMetrics(fleet, clock),
             prometheus={name: Poller(server.fetch, clock) for name, server in servers.items()},
             waiting=Poller(WaitingRequests(allocator).fetch, clock),
+            room=Poller(Room(allocator).fetch, clock),
             clock=clock,
         )
         scope = await stack.enter_async_context(TaskScope())
         scope.spawn("follow the fleet", sources.fleet.run())
         scope.spawn("count waiting requests", sources.waiting.run())
+        scope.spawn("ask for room", sources.room.run())
         for name, poller in sources.prometheus.items():
             scope.spawn(f"queries of prometheus {name}", poller.run())
         yield sources

@@ -43,6 +43,7 @@ class Inputs:
         last_changes: when each rule last changed the count, by id.
         bursts: what panic rules remember, by id.
         startup: seconds that replicas took to get ready lately; None where none has.
+        gpu_limit: most replicas that there are GPUs for, those that hold some included; None where nobody knows.
     """
 
     before: int
@@ -54,6 +55,7 @@ class Inputs:
     last_changes: Mapping[str, float] = field(default_factory=dict[str, float])
     bursts: Mapping[str, Burst] = field(default_factory=dict[str, Burst])
     startup: float | None = None
+    gpu_limit: int | None = None
 
     def history(self, signal: str) -> Series:
         """The series of a signal; an empty one where nothing was seen of it."""

@@ -7,11 +7,12 @@ single queue in this way it returns no counts (rabbitmq/rabbitmq-server#10314), 
 
 import asyncio
 from collections.abc import Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from gpuscale.autoscaler.queues.brokers import Broker, VirtualHostError
 from gpuscale.autoscaler.queues.model import QueueFailure, QueueState, Totals
@@ -21,7 +22,8 @@ TIMEOUT = 5.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
-class _Queue(BaseModel):
+@dataclass(frozen=True, slots=True)
+class _Queue:
     """A queue as the API lists it; one whose node is down has no counts."""
 
     name: str
@@ -29,32 +31,56 @@ class _Queue(BaseModel):
     messages_unacknowledged: int | None = None
 
 
-class _Rate(BaseModel):
+@dataclass(frozen=True, slots=True)
+class _Rate:
     rate: float = 0.0
 
 
-class _Stats(BaseModel):
+_NO_RATE = _Rate()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stats:
     """A queue that nobody has used for a while, or ever, has no details: its rates are 0."""
 
-    publish_details: _Rate = _Rate()
-    deliver_get_details: _Rate = _Rate()
+    publish_details: _Rate = _NO_RATE
+    deliver_get_details: _Rate = _NO_RATE
 
 
-class _Measured(BaseModel):
+_NO_STATS = _Stats()
+
+
+@dataclass(frozen=True, slots=True)
+class _QueueStatistics:
     """A queue with its statistics; where the broker collects none, there is not even the count of messages."""
 
     name: str
     messages: int | None = None
-    message_stats: _Stats = _Stats()
+    consumers: int = 0
+    message_stats: _Stats = _NO_STATS
+    head_message_timestamp: int | str | None = None
+    """Seconds since 1970; null or an empty text where no message waits, or the one that does has no timestamp."""
 
 
 _QUEUES = TypeAdapter(list[_Queue])
-_MEASURED = TypeAdapter(list[_Measured])
+_MEASURED = TypeAdapter(list[_QueueStatistics])
 _TOTALS = {"disable_stats": "true", "enable_queue_totals": "true"}
-_RATES = {
-    "columns": "name,messages,message_stats.publish_details.rate,message_stats.deliver_get_details.rate"
+_STATISTICS = {
+    "columns": (
+        "name,messages,consumers,message_stats.publish_details.rate,message_stats.deliver_get_details.rate,"
+        "head_message_timestamp"
+    )
 }
 T = TypeVar("T")
+
+
+class Measured(NamedTuple):
+    """A queue's consumers, messages a second that go in and out, and the timestamp of the one at its head."""
+
+    consumers: int
+    published: float
+    delivered: float
+    head_timestamp: int | None
 
 
 class ManagementClient:
@@ -83,21 +109,28 @@ class ManagementClient:
             VirtualHostError: the API cannot tell.
         """
         queues = await self._list(virtual_host, _TOTALS, _QUEUES)
-        return {queue.name: _totals(queue) for queue in queues}
+        return {
+            queue.name: Totals(queue.messages_ready, queue.messages_unacknowledged)
+            if queue.messages_ready is not None and queue.messages_unacknowledged is not None
+            else None
+            for queue in queues
+        }
 
-    async def rates(self, virtual_host: str) -> dict[str, tuple[float, float]]:
-        """Messages a second that are published to each queue and delivered from it, by its name.
+    async def statistics(self, virtual_host: str) -> dict[str, Measured]:
+        """What the broker has measured of each queue, by its name.
 
-        They are the broker's own statistics, which are some seconds old; a queue that these do not know is left out.
+        These statistics are some seconds old; a queue that they do not know is left out.
 
         Raises:
             VirtualHostError: the API cannot tell.
         """
-        queues = await self._list(virtual_host, _RATES, _MEASURED)
+        queues = await self._list(virtual_host, _STATISTICS, _MEASURED)
         return {
-            queue.name: (
+            queue.name: Measured(
+                queue.consumers,
                 queue.message_stats.publish_details.rate,
                 queue.message_stats.deliver_get_details.rate,
+                None if isinstance(head := queue.head_message_timestamp, str) else head,
             )
             for queue in queues
             if queue.messages is not None
@@ -147,9 +180,3 @@ class ManagementClient:
 
     def _error(self, state: QueueState, what: str) -> VirtualHostError:
         return VirtualHostError(QueueFailure(state, f"the management API of broker {self._name} {what}"))
-
-
-def _totals(queue: _Queue) -> Totals | None:
-    if queue.messages_ready is None or queue.messages_unacknowledged is None:
-        return None
-    return Totals(queue.messages_ready, queue.messages_unacknowledged)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from typing import NamedTuple
 
 DEFAULT_INTERVAL = 1.0
 DEFAULT_VIRTUAL_HOST = "/"
@@ -37,11 +38,19 @@ class QueueState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Messages published to a queue and delivered from it a second, and when that was read, in seconds since boot."""
+    """What the broker's own statistics tell of a queue.
+
+    Attributes:
+        published: messages a second that go in.
+        delivered: messages a second that come out.
+        at: when that was read, in seconds since boot.
+        oldest_age: seconds that the message at its head had waited then; None where that is not known or none waits.
+    """
 
     published: float
     delivered: float
     at: float
+    oldest_age: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,7 @@ def combined(readings: Sequence[QueueReading]) -> QueueReading:
     lost = next((one for one in readings if one.state is not QueueState.OK), None)
     if lost is not None:
         return QueueReading(lost.state, observed_at=observed_at, message=lost.message, queue_count=count)
-    rates = [one.rates for one in readings if one.rates is not None]
+    rates = [(one.rates, one.ready) for one in readings if one.rates is not None]
     return QueueReading(
         QueueState.OK,
         _total(one.ready for one in readings),
@@ -131,17 +140,22 @@ def _total(counts: Iterable[int | None]) -> int | None:
     return total
 
 
-def _added(rates: Sequence[Rates]) -> Rates:
+def _added(rates: Sequence[tuple[Rates, int | None]]) -> Rates:
+    """The rates of queues, each with its ready messages; the oldest message is known where that of each that has one is."""
+    ages = [one.oldest_age for one, ready in rates if ready != 0]
+    known = [age for age in ages if age is not None]
     return Rates(
-        math.fsum(one.published for one in rates),
-        math.fsum(one.delivered for one in rates),
-        min(one.at for one in rates),
+        math.fsum(one.published for one, _ in rates),
+        math.fsum(one.delivered for one, _ in rates),
+        min(one.at for one, _ in rates),
+        max(known) if known and len(known) == len(ages) else None,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class QueueTarget:
+class QueueTarget(NamedTuple):
     """What is read of a broker: a queue by its name, or all whose names match a pattern.
+
+    A tuple, since it is looked up several times for every queue of every sweep, and a tuple's hash costs least.
 
     Attributes:
         broker: its configured name.

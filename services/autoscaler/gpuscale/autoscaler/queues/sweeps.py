@@ -69,7 +69,9 @@ class BrokerSweeps:
     async def _sweep(self) -> None:
         now = asyncio.get_running_loop().time()
         due = [target for target, at in self._next.items() if at <= now]
-        self._next.update({target: next_sweep(now, self._intervals[target]) for target in due})
+        intervals = {self._intervals[target] for target in due}
+        following = {interval: next_sweep(now, interval) for interval in intervals}
+        self._next.update({target: following[self._intervals[target]] for target in due})
         await self._close_unused()
         hosts = {target.virtual_host for target in due}
         some = asyncio.Semaphore(MAX_VIRTUAL_HOSTS_AT_ONCE)

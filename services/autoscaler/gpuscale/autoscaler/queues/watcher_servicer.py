@@ -107,6 +107,7 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
 def to_status(reading: QueueReading, now: float) -> api.QueueWatcherStatus:
     """The status of a reading; `now` is seconds since boot. Counts that are unknown stay unset."""
     age = None if reading.observed_at is None else wire.to_duration(max(0.0, now - reading.observed_at))
+    oldest = reading.rates.oldest_age if reading.rates else None
     return api.QueueWatcherStatus(
         state=_STATES[reading.state],
         ready_count=reading.ready,
@@ -116,6 +117,7 @@ def to_status(reading: QueueReading, now: float) -> api.QueueWatcherStatus:
         deliver_rate=reading.rates.delivered if reading.rates else None,
         queue_count=None if reading.observed_at is None else reading.queue_count,
         age=age,
+        oldest_message_age=None if oldest is None else wire.to_duration(oldest),
         message=reading.message,
     )
 

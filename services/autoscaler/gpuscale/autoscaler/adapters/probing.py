@@ -1,0 +1,74 @@
+"""Asks a replica whether it is well, in one of three ways. See `health`."""
+
+import asyncio
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from gpuscale.autoscaler.adapters.health import Probe, ProbeKind
+
+HTTP_PORT = 80
+_MAX_STATUS_LINE = 4096
+_WELL = range(200, 400)
+
+
+async def ask(probe: Probe, env: Mapping[str, str]) -> str:
+    """Ask once, for as long as the probe may take; returns why the replica is not well, or nothing.
+
+    Args:
+        probe: how.
+        env: the whole environment of a program that is run for it.
+    """
+    try:
+        async with asyncio.timeout(probe.timing.timeout):
+            match probe.kind:
+                case ProbeKind.EXEC:
+                    return await _run(probe.target, env)
+                case ProbeKind.TCP:
+                    return await _connect(probe.target[0])
+                case ProbeKind.HTTP:
+                    return await _get(probe.target[0])
+    except TimeoutError:
+        return f"no answer within {probe.timing.timeout:g} s"
+    except (OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+        reason = error.strerror if isinstance(error, OSError) else ""
+        return reason or str(error) or type(error).__name__
+
+
+async def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> str:
+    nothing = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdin=nothing, stdout=nothing, stderr=nothing, env=env
+    )
+    try:
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return "" if code == 0 else f"the program ended with {code}"
+
+
+async def _connect(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    writer.close()
+    return ""
+
+
+async def _get(url: str) -> str:
+    """One request by hand: a client that knows all of HTTP costs more than the replicas of a host are worth asking."""
+    parts = urlsplit(url)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    reader, writer = await asyncio.open_connection(
+        parts.hostname, parts.port or HTTP_PORT, limit=_MAX_STATUS_LINE
+    )
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
+        await writer.drain()
+        words = (await reader.readuntil(b"\n")).split(maxsplit=2)
+    finally:
+        writer.close()
+    if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+        return "the answer is not HTTP"
+    status = int(words[1])
+    return "" if status in _WELL else f"HTTP status {status}"

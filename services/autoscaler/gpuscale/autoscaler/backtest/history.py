@@ -1,0 +1,115 @@
+"""What an endpoint's queues were like, kept to be run again, and the workload that follows from it. Pure; in memory only.
+
+Arrivals are measured where the broker tells them. Else they are reckoned: what came is what left and the growth of what is
+there, and what is in hand leaves after its service time (Little's law), which follows from the rates where it is not stated.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from gpuscale.autoscaler.backtest.trace import Request
+
+SPACING = 30.0
+"""Least seconds between two readings that are kept."""
+KEPT = 2_880
+"""Readings that are kept of an endpoint: those of a day."""
+UNKNOWN = -1.0
+"""In place of a rate that nobody told."""
+_WIDTH = 5
+"""Numbers of a reading."""
+
+
+class NoWorkloadError(Exception):
+    """No workload follows from a history; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """All queues of an endpoint at a moment: messages ready and in hand, and how many a second came and were delivered."""
+
+    at: float
+    ready: float
+    unacked: float
+    published: float = UNKNOWN
+    delivered: float = UNKNOWN
+
+
+class History:
+    """The last readings of an endpoint's queues, in a ring of numbers."""
+
+    def __init__(self) -> None:
+        self._numbers = array("d")
+        self._next = 0
+        self._last = float("-inf")
+
+    def note(self, reading: Reading) -> None:
+        """Keep a reading, unless the last is too young for another."""
+        if reading.at - self._last < SPACING:
+            return
+        self._last = reading.at
+        numbers = (reading.at, reading.ready, reading.unacked, reading.published, reading.delivered)
+        if len(self._numbers) < KEPT * _WIDTH:
+            self._numbers.extend(numbers)
+            return
+        start = self._next * _WIDTH
+        self._numbers[start : start + _WIDTH] = array("d", numbers)
+        self._next = (self._next + 1) % KEPT
+
+    def readings(self) -> list[Reading]:
+        """What is kept, oldest first."""
+        rows = [self._numbers[place : place + _WIDTH] for place in range(0, len(self._numbers), _WIDTH)]
+        return [Reading(*row) for row in (*rows[self._next :], *rows[: self._next])]
+
+
+def workload(readings: Sequence[Reading], service: float | None = None) -> list[Request]:
+    """The requests that a history tells of, evenly spread between its readings.
+
+    Args:
+        readings: oldest first.
+        service: seconds that a request takes; None to learn it.
+
+    Raises:
+        NoWorkloadError: it is too short, tells of no arrivals, or not how long they take.
+    """
+    if len(readings) < 2:
+        raise NoWorkloadError(f"less than {2 * SPACING:g} s were seen of it")
+    each = _learnt(readings) if service is None else service
+    found = list(_requests(readings, each))
+    if not found:
+        raise NoWorkloadError("nothing arrived in all that was seen of it")
+    return found
+
+
+def _learnt(readings: Sequence[Reading]) -> float:
+    """Messages in hand by messages delivered a second."""
+    told = [one for one in readings if one.delivered >= 0]
+    delivered = sum(one.delivered for one in told)
+    busy = sum(one.unacked for one in told)
+    if delivered <= 0 or busy <= 0:
+        raise NoWorkloadError("its watchers tell no rates, so the time of a request has to be stated")
+    return busy / delivered
+
+
+def _requests(readings: Sequence[Reading], service: float) -> Iterator[Request]:
+    begin, owed = readings[0].at, 0.0
+    for _ in range(int(readings[0].ready + readings[0].unacked)):
+        yield Request(0.0, service)
+    for one, other in pairwise(readings):
+        gap = other.at - one.at
+        came = _arrived(one, other, gap, service)
+        count = int(came + owed)
+        owed += came - count
+        for number in range(count):
+            yield Request(one.at - begin + gap * (number + 0.5) / count, service)
+
+
+def _arrived(one: Reading, other: Reading, gap: float, service: float) -> float:
+    if one.published >= 0 and other.published >= 0:
+        return gap * (one.published + other.published) / 2
+    growth = other.ready + other.unacked - one.ready - one.unacked
+    left = gap * (one.unacked + other.unacked) / 2 / service if service > 0 else 0.0
+    return max(0.0, growth + left)

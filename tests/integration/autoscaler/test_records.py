@@ -1,0 +1,137 @@
+"""What is kept of an endpoint's evaluations: inputs to evaluate them again, lines in a file, and a workload to run again."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import grpc
+import pytest
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.backtest import history
+from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.wire import to_duration
+from tests.support import autoscaler_app
+from tests.support.asking_autoscaler import Asking, asking
+from tests.support.autoscaler_app import TIMEOUT, FakeWatchers, reason, scaling
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+async def asked(tmp_path: Path) -> AsyncIterator[Asking]:
+    async with asking(tmp_path, FakeWatchers(SystemClock())) as found:
+        yield found
+
+
+async def decided(asked: Asking) -> api.Decision:
+    """The first decision of an endpoint whose queue is long."""
+    asked.autoscaler.watchers.queues["jobs"] = (50, 2)
+    endpoint = scaling(low=1)
+    endpoint.spec.tick.CopyFrom(to_duration(0.5))
+    await asked.autoscaler.create(endpoint)
+
+    async def some() -> bool:
+        return bool(await asked.autoscaler.history())
+
+    await eventually(some)
+    return (await asked.autoscaler.history())[-1]
+
+
+async def verify(asked: Asking, name: str) -> api.VerifyDecisionResponse:
+    return await asked.decisions.VerifyDecision(api.VerifyDecisionRequest(name=name), timeout=TIMEOUT)
+
+
+async def test_every_stored_evaluation_comes_to_the_same_again(asked: Asking) -> None:
+    await decided(asked)
+    for one in await asked.autoscaler.history():
+        assert not one.HasField("inputs"), "a list is short"
+        got = await asked.decisions.GetDecision(api.GetDecisionRequest(name=one.name), timeout=TIMEOUT)
+        assert got.decision.inputs.signals[0].value == 52.0
+        verdict = await verify(asked, one.name)
+        assert verdict.equal, verdict.differences
+        assert verdict.decision.wanted == one.wanted
+
+
+async def test_a_persons_order_cannot_be_evaluated_again(asked: Asking) -> None:
+    await decided(asked)
+    await asked.autoscaler.set_replicas(2)
+    orders = [one for one in await asked.autoscaler.history() if one.steps[0].code == "SET"]
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await verify(asked, orders[0].name)
+    assert reason(refused.value) == ("FAILED_PRECONDITION", "DECISION_WITHOUT_INPUTS")
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:
+        await verify(asked, "endpoints/e/decisions/0000000000099999")
+    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_decisions_are_written_to_a_file_when_they_are_news(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+
+    def settings(**fields: object) -> AutoscalerSettings:
+        return AutoscalerSettings.model_validate({**fields, "decisions_file": path})
+
+    with patch.object(autoscaler_app, "AutoscalerSettings", settings):
+        async with asking(tmp_path / "data", FakeWatchers(SystemClock())) as asked:
+            await decided(asked)
+            await eventually(path.exists)
+            await asked.autoscaler.set_replicas(2)
+            await eventually(lambda: any("SET" in codes(one) for one in lines(path)))
+    written = lines(path)
+    assert written[0]["before"] == 1
+    assert len({one["name"] for one in written}) <= len(written)
+    assert all("inputs" not in one for one in written)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def codes(line: dict[str, Any]) -> list[str]:
+    return [step["code"] for step in line["steps"]]
+
+
+async def test_a_backtest_runs_on_what_arrived_at_an_endpoint(
+    asked: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "SPACING", 0.2)
+    await decided(asked)
+    policy = api.BacktestPolicy(name="two", spec=api.EndpointSpec(min_replicas=2, max_replicas=2))
+    request = api.BacktestRequest(
+        policies=[policy], endpoint="endpoints/e", service_time=to_duration(2), goal=to_duration(60)
+    )
+
+    async def found() -> api.BacktestResponse:
+        return await asked.backtests.Backtest(request, timeout=60)
+
+    response = await eventually(found, timeout=30, retry_on=(grpc.aio.AioRpcError,))
+    assert response.reports[0].request_count >= 52, "those that were there at first, at least"
+    request.ClearField("service_time")
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:
+        await found()
+    assert reason(unknown.value) == ("FAILED_PRECONDITION", "NO_HISTORY"), (
+        "the watcher tells no rates to learn it from"
+    )
+    request.endpoint = "endpoints/other"
+    with pytest.raises(grpc.aio.AioRpcError) as missing:
+        await found()
+    assert missing.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_endpoints_with_workloads_of_their_own_share_gpus(asked: Asking) -> None:
+    work = api.Workload(arrivals=[0, 0, 300], service_seconds=[60, 60, 1])
+    policies = [
+        api.BacktestPolicy(name=name, preset=api.PresetWish(preset="hpa", min_replicas=0), workload=work)
+        for name in ("first", "second")
+    ]
+    request = api.BacktestRequest(policies=policies, max_gpus=2, shared_gpus=True, goal=to_duration(5))
+    found = await asked.backtests.Backtest(request, timeout=60)
+    first, second = found.reports
+    assert second.wait_p99_seconds > first.wait_p99_seconds + 30
+    assert found.work_gpu_hours == pytest.approx(2 * 121 / 3600)
+    request.policies[1].workload.service_seconds.pop()
+    with pytest.raises(grpc.aio.AioRpcError) as wrong:
+        await asked.backtests.Backtest(request, timeout=60)
+    assert "policies[1].workload.service_seconds" in (wrong.value.details() or "")
