@@ -257,11 +257,12 @@ def fail(context: grpc.ServicerContext, error: errors.GpuscaleError) -> NoReturn
 
 
 class World:
-    """What the canned services have, and the requests they got; `refuse` makes a method fail."""
+    """What the canned services have, and the requests they got; `refuse` makes a method fail, `overrides` answer otherwise."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.refuse: dict[str, errors.GpuscaleError] = {}
+        self.overrides: dict[str, Any] = {}
         self.things: dict[str, Any] = {
             thing.name: thing for thing in (NODE, RESERVATION, ENDPOINT, WATCHER, REPLICA, DECISION, ADAPTER)
         }
@@ -296,7 +297,7 @@ class Service(grpc.GenericRpcHandler):
 
         def handle(request: Any, context: grpc.ServicerContext) -> Any:
             self._world.answer(method, request, context)
-            return self._responses[method](request, context)
+            return self._world.overrides.get(method, self._responses[method])(request, context)
 
         return grpc.unary_unary_rpc_method_handler(
             handle, self._requests[method].FromString, lambda response: response.SerializeToString()
@@ -307,18 +308,20 @@ def service(world: World) -> Service:
     """Every unary method that the CLI calls."""
     a, s, m = allocator_api, autoscaler_api, monitor_api
 
-    def changed(endpoint: Any, **status: int) -> Any:
-        copy = s.Endpoint()
-        copy.CopyFrom(endpoint)
-        copy.etag = endpoint.etag + "+"
+    def changed(thing: Any, *, only_checked: bool = False, **status: int) -> Any:
+        copy = type(thing)()
+        copy.CopyFrom(thing)
+        copy.etag = thing.etag + "+"
         for field, value in status.items():
             setattr(copy.status, field, value)
-        world.things[copy.name] = copy
+        if not only_checked:
+            world.things[copy.name] = copy
         return copy
 
-    def created(thing: Any, etag: str) -> Any:
+    def created(thing: Any, etag: str, *, only_checked: bool) -> Any:
         thing.etag = etag
-        world.things[thing.name] = thing
+        if not only_checked:
+            world.things[thing.name] = thing
         return thing
 
     def deleted(name: str, context: grpc.ServicerContext) -> None:
@@ -345,10 +348,19 @@ def service(world: World) -> Service:
         "DrainNode": lambda r, c: a.DrainNodeResponse(cordon=CORDON, reservations=[RESERVATION]),
         "ListCordons": lambda r, c: a.ListCordonsResponse(cordons=[CORDON]),
         "ListQuotas": lambda r, c: a.ListQuotasResponse(quotas=[QUOTA]),
+        "SetQuota": lambda r, c: a.SetQuotaResponse(quota=r.quota),
+        "DeleteQuota": lambda r, c: a.DeleteQuotaResponse(),
         "ListEndpoints": lambda r, c: s.ListEndpointsResponse(endpoints=world.all(s.Endpoint)),
         "GetEndpoint": lambda r, c: s.GetEndpointResponse(endpoint=world.get(r.name, c)),
-        "CreateEndpoint": lambda r, c: s.CreateEndpointResponse(endpoint=created(r.endpoint, "e1")),
-        "UpdateEndpoint": lambda r, c: s.UpdateEndpointResponse(endpoint=changed(r.endpoint)),
+        "CreateEndpoint": lambda r, c: s.CreateEndpointResponse(
+            endpoint=created(r.endpoint, "e1", only_checked=r.validate_only)
+        ),
+        "UpdateEndpoint": lambda r, c: s.UpdateEndpointResponse(
+            endpoint=changed(r.endpoint, only_checked=r.validate_only)
+        ),
+        "UpdateQueueWatcher": lambda r, c: s.UpdateQueueWatcherResponse(
+            queue_watcher=changed(r.queue_watcher, only_checked=r.validate_only)
+        ),
         "DeleteEndpoint": lambda r, c: (deleted(r.name, c), s.DeleteEndpointResponse())[1],
         "SetReplicas": lambda r, c: s.SetReplicasResponse(
             endpoint=changed(world.get(r.name, c), desired_replicas=r.replicas)
@@ -359,7 +371,7 @@ def service(world: World) -> Service:
         ),
         "GetQueueWatcher": lambda r, c: s.GetQueueWatcherResponse(queue_watcher=world.get(r.name, c)),
         "CreateQueueWatcher": lambda r, c: s.CreateQueueWatcherResponse(
-            queue_watcher=created(r.queue_watcher, "w1")
+            queue_watcher=created(r.queue_watcher, "w1", only_checked=r.validate_only)
         ),
         "DeleteQueueWatcher": lambda r, c: (deleted(r.name, c), s.DeleteQueueWatcherResponse())[1],
         "ListDecisions": lambda r, c: s.ListDecisionsResponse(decisions=world.all(s.Decision)),
@@ -387,6 +399,7 @@ def service(world: World) -> Service:
             ],
             work_gpu_hours=1.5,
         ),
+        "ForgetAdapter": lambda r, c: s.ForgetAdapterResponse(replicas=["endpoints/jobs/replicas/r1"]),
         "ListAdapters": lambda r, c: s.ListAdaptersResponse(adapters=world.all(s.Adapter)),
     }
     modules = (a, s, m)

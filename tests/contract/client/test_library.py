@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import gpuscale.client
 from gpuscale.client import GpuscaleError
 from gpuscale.common import errors
@@ -29,6 +31,9 @@ SCRIPT = '''\
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import NotFoundError, connect, connect_async, pages, pages_async
+from gpuscale.client import wait_ready, wait_ready_async, watch, watch_async
+from gpuscale.client.worker import Worker
+from gpuscale.testing import FakeServer
 
 
 def main() -> None:
@@ -39,6 +44,15 @@ def main() -> None:
         for update in client.fleet.WatchNodes(monitor_api.WatchNodesRequest()):
             reveal_type(update.full)
         reveal_type(client.reserve(2, "me", ttl=60, min_memory_bytes=8 << 30).fence)
+        with client.reserve(gpus=2, min_memory="8GiB") as lease:
+            reveal_type(lease)
+            reveal_type(lease.cuda_visible_devices)
+            reveal_type(lease.lost.is_set())
+            reveal_type(lease.env())
+            reveal_type(lease.gpus[0].uuid)
+        reveal_type(wait_ready(client, "endpoints/jobs", timeout=5).status.ready_replicas)
+        for news in watch(client.allocator.WatchReservations, allocator_api.WatchReservationsRequest()):
+            reveal_type(news.reservations[0].fence)
         try:
             client.allocator.GetReservation(allocator_api.GetReservationRequest(name="reservations/x"))
         except NotFoundError as error:
@@ -52,18 +66,50 @@ async def amain() -> None:
             reveal_type(page.nodes[0].agent_version)
         async for update in client.fleet.WatchNodes(monitor_api.WatchNodesRequest()):
             reveal_type(update.nodes[0].name)
-        reveal_type((await client.reserve(1, "me")).remaining)
+        reveal_type((await client.reserve(1, "me")).reservation.remaining)
+        async with client.reserve(gpus=1) as lease:
+            reveal_type(lease)
+        reveal_type((await wait_ready_async(client, "endpoints/jobs")).etag)
+        async for news in watch_async(client.fleet.WatchNodes, monitor_api.WatchNodesRequest()):
+            reveal_type(news.removed[0])
+
+
+def test_mine() -> None:
+    with FakeServer(gpus=2) as server, server.connect() as client:
+        reveal_type(client)
+        reveal_type(server.reservations[0].holder)
+
+
+def work() -> None:
+    with Worker() as worker:
+        worker.admit()
+        reveal_type(worker.draining.is_set())
+        reveal_type(worker.fence)
 '''
 REVEALED = [
     "str",
     "float",
     "bool",
     "int",
+    "gpuscale.client.lease.Lease",
+    "str",
+    "bool",
+    "dict[str, str]",
+    "str",
+    "int",
+    "int",
     "float | None",
     "gpuscale.api.allocator.v1.allocator_service_pb2.ListReservationsResponse",
     "str",
     "str",
     "google.protobuf.duration_pb2.Duration",
+    "gpuscale.client.async_lease.AsyncLease",
+    "str",
+    "str",
+    "gpuscale.client.client.Client",
+    "str",
+    "bool",
+    "int | None",
 ]
 WRONG = {
     "client.fleet.GetNode(monitor_api.ListNodesRequest())": "incompatible type",
@@ -89,15 +135,22 @@ def test_all_is_what_is_public() -> None:
     assert public == set(gpuscale.client.__all__)
 
 
-def test_it_imports_nothing_heavy() -> None:
-    program = f"import sys, gpuscale.client; print([name for name in {HEAVY!r} if name in sys.modules])"
+def test_it_and_what_is_for_its_users_tests_import_nothing_heavy() -> None:
+    mine = "gpuscale.client, gpuscale.client.worker, gpuscale.testing"
+    program = f"import sys, {mine}; print([name for name in {HEAVY!r} if name in sys.modules])"
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert ran.stdout == "[]\n"
 
 
-def mypy(folder: Path, script: str) -> list[str]:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What mypy has found out about the library, so that it does so once."""
+    return tmp_path_factory.mktemp("mypy")
+
+
+def mypy(folder: Path, cache: Path, script: str) -> list[str]:
     """What mypy --strict says about a user's script, outside of the repository."""
     path = folder / "script.py"
     path.write_text(script)
@@ -108,7 +161,7 @@ def mypy(folder: Path, script: str) -> list[str]:
         "--strict",
         "--no-error-summary",
         "--cache-dir",
-        str(folder / "cache"),
+        str(cache),
     ]
     ran = subprocess.run(
         [*command, path.name], cwd=folder, capture_output=True, text=True, timeout=300, check=False
@@ -116,16 +169,16 @@ def mypy(folder: Path, script: str) -> list[str]:
     return ran.stdout.splitlines()
 
 
-def test_types_reach_the_user(tmp_path: Path) -> None:
-    lines = mypy(tmp_path, SCRIPT)
+def test_types_reach_the_user(tmp_path: Path, cache: Path) -> None:
+    lines = mypy(tmp_path, cache, SCRIPT)
     assert [line.partition('"')[2].rstrip('"') for line in lines if "Revealed type" in line] == REVEALED
     assert [line for line in lines if "error:" in line] == []
 
 
-def test_mistakes_are_found(tmp_path: Path) -> None:
+def test_mistakes_are_found(tmp_path: Path, cache: Path) -> None:
     body = "".join(f"    {line}\n" for line in WRONG)
     head = "from gpuscale.api.monitor import v1 as monitor_api\nfrom gpuscale.client import Client\n\n\n"
-    lines = mypy(tmp_path, f"{head}def main(client: Client) -> None:\n{body}")
+    lines = mypy(tmp_path, cache, f"{head}def main(client: Client) -> None:\n{body}")
     first = head.count("\n") + 2
     for number, complaint in enumerate(WRONG.values(), first):
         assert any(line.startswith(f"script.py:{number}: error") and complaint in line for line in lines), (

@@ -160,6 +160,15 @@ def test_nothing_listens() -> None:
     assert caught.value.reason == "UNAVAILABLE"
 
 
+def test_a_closed_client(address: str) -> None:
+    client = connect(address)
+    client.close()
+    with pytest.raises(CancelledCallError, match="closed"):
+        client.fleet.ListNodes(LIST)
+    with pytest.raises(CancelledCallError, match="closed"):
+        client.fleet.WatchNodes(WATCH)
+
+
 def test_address_and_token_come_from_the_environment(
     address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -176,6 +185,5 @@ def test_address_and_token_come_from_the_environment(
 
 def test_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     with canned_gateway() as (address, world), connect(address) as client:
-        reservation = client.reserve(2, "me", ttl=60, min_memory_bytes=8 << 30)
-    assert reservation.fence == 41
+        assert client.reserve(2, "me", ttl=60, min_memory_bytes=8 << 30).fence == 41
     assert world.requests[0].ask.gpu_count == 2

@@ -139,6 +139,14 @@ async def test_server_stream(chain: Chain) -> None:
     assert numbers == list(range(100))
 
 
+async def test_a_frame_arrives_before_the_next_is_sent(chain: Chain) -> None:
+    """Streams are forwarded unbuffered: the one message of a stream that then hangs is there, however small."""
+    call: Any = chain.through.unary_stream(SERVER_STREAM)(b"1 4 hang", timeout=20)
+    assert await call.read() == (0).to_bytes(4, "big")
+    assert not chain.upstream.cancelled.is_set()
+    call.cancel()
+
+
 async def test_streams_in_both_directions(chain: Chain) -> None:
     """Each message is echoed before the next is sent; the upstream ends the call while the caller still could write."""
     call: Any = chain.through.stream_stream(BOTH_STREAMS)(timeout=10)

@@ -63,7 +63,7 @@ def test_every_field_of_the_contract_can_be_said() -> None:
             "host_memory_bytes": 5,
             "nodes": ["nodes/a"],
             "excluded_nodes": ["nodes/b"],
-            "gpus": ["nodes/a/gpus/g"],
+            "only_gpus": ["nodes/a/gpus/g"],
             "excluded_gpus": ["nodes/a/gpus/h"],
             "node_labels": {"zone": "x"},
             "apart_from": {"job": "y"},

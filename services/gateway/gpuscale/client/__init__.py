@@ -4,9 +4,14 @@ It needs gRPC and protobuf and nothing else: no database driver, no broker libra
 """
 
 from gpuscale.client.asks import AskOptions, ReserveOptions, ask, reserve_request
+from gpuscale.client.async_lease import AsyncLease, AsyncReserving
 from gpuscale.client.client import AsyncClient, Client
 from gpuscale.client.connection import connect, connect_async, read_token
+from gpuscale.client.held import LostReservationError
+from gpuscale.client.lease import Lease
 from gpuscale.client.paging import pages, pages_async
+from gpuscale.client.waiting import wait_ready, wait_ready_async
+from gpuscale.client.watching import watch, watch_async
 from gpuscale.common.channel import ClientTls
 from gpuscale.common.errors import (
     AbortedError,
@@ -32,6 +37,8 @@ __all__ = [
     "AlreadyExistsError",
     "AskOptions",
     "AsyncClient",
+    "AsyncLease",
+    "AsyncReserving",
     "CancelledCallError",
     "Client",
     "ClientTls",
@@ -41,6 +48,8 @@ __all__ = [
     "GpuscaleError",
     "InternalError",
     "InvalidArgumentError",
+    "Lease",
+    "LostReservationError",
     "NotFoundError",
     "OutOfRangeError",
     "PermissionDeniedError",
@@ -56,4 +65,8 @@ __all__ = [
     "pages_async",
     "read_token",
     "reserve_request",
+    "wait_ready",
+    "wait_ready_async",
+    "watch",
+    "watch_async",
 ]

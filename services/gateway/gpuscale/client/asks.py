@@ -1,10 +1,13 @@
 """What GPUs are wanted, in the words of Python: what is absent or None is left to the server."""
 
+import getpass
+import platform
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.sizes import parse_size
 from gpuscale.common.wire import to_duration
 
 
@@ -13,6 +16,8 @@ class AskOptions(TypedDict, total=False):
 
     min_memory_bytes: int | None
     """Least free memory of each GPU."""
+    min_memory: str
+    """The same as people write it, such as `8GiB`; one of the two."""
     max_utilization_percent: float | None
     """Each GPU must be used less than this; 100 admits any."""
     allow_unknown_utilization: bool
@@ -33,7 +38,7 @@ class AskOptions(TypedDict, total=False):
     """Only these nodes, as `nodes/{node}`."""
     excluded_nodes: Sequence[str]
     """None of these nodes."""
-    gpus: Sequence[str]
+    only_gpus: Sequence[str]
     """Only these GPUs, as `nodes/{node}/gpus/{gpu}`."""
     excluded_gpus: Sequence[str]
     """None of these GPUs."""
@@ -77,7 +82,7 @@ def ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
 
     Raises:
         TypeError: an option that there is not; it would be lost in silence.
-        ValueError: a policy, strategy or set that there is not.
+        ValueError: a policy, strategy or set that there is not, or no size.
     """
     _refuse_unknown(options, AskOptions)
     return _ask(gpu_count, options)
@@ -86,7 +91,7 @@ def ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
 def _ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
     return allocator_api.Ask(
         gpu_count=gpu_count,
-        min_memory_bytes=options.get("min_memory_bytes"),
+        min_memory_bytes=_min_memory(options),
         max_utilization_percent=options.get("max_utilization_percent"),
         allow_unknown_utilization=options.get("allow_unknown_utilization", False),
         gpu_milli=options.get("gpu_milli"),
@@ -97,7 +102,7 @@ def _ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
         host_memory_bytes=options.get("host_memory_bytes", 0),
         nodes=options.get("nodes", ()),
         excluded_nodes=options.get("excluded_nodes", ()),
-        gpus=options.get("gpus", ()),
+        gpus=options.get("only_gpus", ()),
         excluded_gpus=options.get("excluded_gpus", ()),
         node_labels=options.get("node_labels", {}),
         apart_from=options.get("apart_from", {}),
@@ -115,7 +120,7 @@ def reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> all
 
     Raises:
         TypeError: an option that there is not; it would be lost in silence.
-        ValueError: a policy, strategy or set that there is not.
+        ValueError: a policy, strategy or set that there is not, or no size.
     """
     _refuse_unknown(options, ReserveOptions)
     ttl, wait = options.get("ttl"), options.get("wait")
@@ -131,6 +136,20 @@ def reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> all
         preemptible=options.get("preemptible", False),
         may_preempt=options.get("may_preempt", False),
     )
+
+
+def default_holder() -> str:
+    """Who holds what nobody is named for: USER@HOST."""
+    return f"{getpass.getuser()}@{platform.node()}"
+
+
+def _min_memory(options: AskOptions) -> int | None:
+    written, counted = options.get("min_memory"), options.get("min_memory_bytes")
+    if written is None:
+        return counted
+    if counted is not None:
+        raise TypeError("min_memory and min_memory_bytes exclude each other")
+    return parse_size(written)
 
 
 def _refuse_unknown(options: Mapping[str, object], kind: type) -> None:

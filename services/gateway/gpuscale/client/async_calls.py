@@ -5,37 +5,52 @@ differently when it is cancelled or written to, and they must be known before th
 those of the generated stubs; here, underneath them, they are `Any`.
 """
 
-from collections.abc import AsyncIterator, Generator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
+from gpuscale.client.sync_calls import Explain
+from gpuscale.common.errors import CancelledCallError, UnavailableError
 from gpuscale.common.status import rpc_errors
+
+
+@asynccontextmanager
+async def _errors(explain: Explain) -> AsyncGenerator[None]:
+    """Errors of the tree, and why nothing answers where that can be found out."""
+    try:
+        with rpc_errors():
+            yield
+    except UnavailableError as error:
+        raise await asyncio.to_thread(explain, error) from error.__cause__
 
 
 class AsyncCalls(grpc.aio.Channel):
     """A channel whose calls raise errors of the tree; `timeout` seconds for a unary call that names none. Streams last."""
 
-    def __init__(self, channel: grpc.aio.Channel, timeout: float) -> None:
+    def __init__(self, channel: grpc.aio.Channel, timeout: float, explain: Explain) -> None:
         self._channel = channel
         self._timeout = timeout
+        self._explain = explain
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         """As of the channel, with a deadline."""
-        return _Method(self._channel.unary_unary(*args, **kwargs), self._timeout)
+        return _Method(self._channel.unary_unary(*args, **kwargs), self._timeout, self._explain)
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
         """As of the channel."""
-        return _Method(self._channel.unary_stream(*args, **kwargs), None)
+        return _Method(self._channel.unary_stream(*args, **kwargs), None, self._explain)
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
         """As of the channel."""
-        return _Method(self._channel.stream_unary(*args, **kwargs), None)
+        return _Method(self._channel.stream_unary(*args, **kwargs), None, self._explain)
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
         """As of the channel."""
-        return _Method(self._channel.stream_stream(*args, **kwargs), None)
+        return _Method(self._channel.stream_stream(*args, **kwargs), None, self._explain)
 
     async def close(self, grace: float | None = None) -> None:
         """As of the channel."""
@@ -68,19 +83,28 @@ class AsyncCalls(grpc.aio.Channel):
 class _Method:
     """A method of a stub."""
 
-    def __init__(self, method: Any, timeout: float | None) -> None:
+    def __init__(self, method: Any, timeout: float | None, explain: Explain) -> None:
         self._method = method
         self._timeout = timeout
+        self._explain = explain
 
     def __call__(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> "_Call":
-        return _Call(self._method(*args, timeout=self._timeout if timeout is None else timeout, **kwargs))
+        timeout = self._timeout if timeout is None else timeout
+        try:
+            call = self._method(*args, timeout=timeout, **kwargs)
+        except grpc.aio.UsageError as error:
+            if "closed" not in str(error).lower():
+                raise
+            raise CancelledCallError("the client was closed") from error
+        return _Call(call, self._explain)
 
 
 class _Call:
     """A call under way: awaited, read or written to, it raises errors of the tree. All else is the call's own."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, explain: Explain) -> None:
         self._call = call
+        self._explain = explain
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
@@ -89,12 +113,12 @@ class _Call:
         return self._response().__await__()
 
     async def _response(self) -> Any:
-        with rpc_errors():
+        async with _errors(self._explain):
             return await self._call
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         try:
-            with rpc_errors():
+            async with _errors(self._explain):
                 async for response in self._call:
                     yield response
         finally:
@@ -102,10 +126,10 @@ class _Call:
 
     async def read(self) -> Any:
         """The next response, or `grpc.aio.EOF`."""
-        with rpc_errors():
+        async with _errors(self._explain):
             return await self._call.read()
 
     async def write(self, request: Any) -> None:
         """Send a request of the stream."""
-        with rpc_errors():
+        async with _errors(self._explain):
             await self._call.write(request)

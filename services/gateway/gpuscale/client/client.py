@@ -3,11 +3,13 @@
     with connect() as client:
         for page in pages(client.fleet.ListNodes, monitor_api.ListNodesRequest()):
             print([node.name for node in page.nodes])
-        reservation = client.reserve(2, "training", min_memory_bytes=8 << 30, ttl=60)
+        with client.reserve(gpus=2, min_memory="8GiB") as lease:
+            subprocess.run(["python", "train.py"], env=lease.env(), check=True)
 
 Every call raises errors of the tree (`GpuscaleError`); a unary call without a timeout of its own gets the client's.
 """
 
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -16,7 +18,11 @@ import grpc
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client.asks import ReserveOptions, reserve_request
+from gpuscale.client.asks import ReserveOptions, default_holder, reserve_request
+from gpuscale.client.async_lease import AsyncLease, AsyncReserving
+from gpuscale.client.held import timer_of
+from gpuscale.client.lease import Lease
+from gpuscale.client.retries import retrying, retrying_async
 from gpuscale.common.channel import RPC_TIMEOUT
 
 if TYPE_CHECKING:
@@ -33,10 +39,12 @@ if TYPE_CHECKING:
     from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import QueueWatcherServiceAsyncStub
     from gpuscale.api.autoscaler.v1.rule_service_pb2_grpc import RuleServiceAsyncStub
     from gpuscale.api.monitor.v1.agent_service_pb2_grpc import AgentServiceAsyncStub
+    from gpuscale.api.monitor.v1.driver_service_pb2_grpc import DriverServiceAsyncStub
     from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceAsyncStub
     from gpuscale.api.monitor.v1.health_service_pb2_grpc import HealthServiceAsyncStub
     from gpuscale.api.monitor.v1.history_service_pb2_grpc import HistoryServiceAsyncStub
     from gpuscale.api.monitor.v1.recording_service_pb2_grpc import RecordingServiceAsyncStub
+    from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceAsyncStub
 
 
 def reserve_timeout(options: ReserveOptions) -> float | None:
@@ -52,6 +60,8 @@ class Client:
         self._channel = channel
         self.address = address
         self.agent = monitor_api.AgentServiceStub(channel)
+        self.work = monitor_api.WorkServiceStub(channel)
+        self.driver = monitor_api.DriverServiceStub(channel)
         self.fleet = monitor_api.FleetServiceStub(channel)
         self.recordings = monitor_api.RecordingServiceStub(channel)
         self.history = monitor_api.HistoryServiceStub(channel)
@@ -69,18 +79,27 @@ class Client:
         self.presets = autoscaler_api.PresetServiceStub(channel)
         self.backtests = autoscaler_api.BacktestServiceStub(channel)
 
-    def reserve(
-        self, gpu_count: int, holder: str, **options: Unpack[ReserveOptions]
-    ) -> allocator_api.Reservation:
-        """Reserve GPUs, all or none; each member's are of one node.
+    def reserve(self, gpus: int = 1, holder: str = "", **options: Unpack[ReserveOptions]) -> Lease:
+        """Reserve GPUs, all or none; each member's are of one node. A call without an answer is repeated, with one id.
+
+        Args:
+            gpus: how many, of each member.
+            holder: who will hold them; USER@HOST when not given.
+            options: which GPUs will do, and how they are asked for.
 
         Raises:
             ResourceExhaustedError: no room now (reason NO_CAPACITY), or none came in time (WAIT_TIMEOUT).
             FailedPreconditionError: more than any node has (reason UNSATISFIABLE).
             GpuscaleError: anything else that went wrong.
         """
-        request = reserve_request(gpu_count, holder, options)
-        return self.allocator.Reserve(request, timeout=reserve_timeout(options)).reservation
+        request = reserve_request(gpus, holder or default_holder(), options)
+
+        def attempt() -> Lease:
+            sent = time.monotonic()
+            granted = self.allocator.Reserve(request, timeout=reserve_timeout(options)).reservation
+            return Lease(self.allocator, granted, timer_of(request, granted, sent, time.monotonic()))
+
+        return retrying(attempt)
 
     def close(self) -> None:
         """Close the channel; calls that are under way end with CancelledCallError."""
@@ -102,6 +121,8 @@ class AsyncClient:
         self._channel = channel
         self.address = address
         self.agent: AgentServiceAsyncStub = monitor_api.AgentServiceStub(channel)
+        self.work: WorkServiceAsyncStub = monitor_api.WorkServiceStub(channel)
+        self.driver: DriverServiceAsyncStub = monitor_api.DriverServiceStub(channel)
         self.fleet: FleetServiceAsyncStub = monitor_api.FleetServiceStub(channel)
         self.recordings: RecordingServiceAsyncStub = monitor_api.RecordingServiceStub(channel)
         self.history: HistoryServiceAsyncStub = monitor_api.HistoryServiceStub(channel)
@@ -119,18 +140,23 @@ class AsyncClient:
         self.presets: PresetServiceAsyncStub = autoscaler_api.PresetServiceStub(channel)
         self.backtests: BacktestServiceAsyncStub = autoscaler_api.BacktestServiceStub(channel)
 
-    async def reserve(
-        self, gpu_count: int, holder: str, **options: Unpack[ReserveOptions]
-    ) -> allocator_api.Reservation:
-        """Reserve GPUs, all or none; each member's are of one node.
+    def reserve(self, gpus: int = 1, holder: str = "", **options: Unpack[ReserveOptions]) -> AsyncReserving:
+        """Reserve GPUs, as `Client.reserve`: `async with` keeps them, `await` leaves that to the caller.
 
-        Raises:
+        Raises (once awaited or entered):
             ResourceExhaustedError: no room now (reason NO_CAPACITY), or none came in time (WAIT_TIMEOUT).
             FailedPreconditionError: more than any node has (reason UNSATISFIABLE).
             GpuscaleError: anything else that went wrong.
         """
-        request = reserve_request(gpu_count, holder, options)
-        return (await self.allocator.Reserve(request, timeout=reserve_timeout(options))).reservation
+        request = reserve_request(gpus, holder or default_holder(), options)
+
+        async def attempt() -> AsyncLease:
+            sent = time.monotonic()
+            response = await self.allocator.Reserve(request, timeout=reserve_timeout(options))
+            granted = response.reservation
+            return AsyncLease(self.allocator, granted, timer_of(request, granted, sent, time.monotonic()))
+
+        return AsyncReserving(lambda: retrying_async(attempt))
 
     async def close(self) -> None:
         """Close the channel; calls that are under way end with CancelledCallError."""

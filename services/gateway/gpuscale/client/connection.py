@@ -1,11 +1,15 @@
 """How a client finds its server and says who it is."""
 
 import os
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuscale.client.async_calls import AsyncCalls
 from gpuscale.client.client import AsyncClient, Client
+from gpuscale.client.contexts import Context, find_context
+from gpuscale.client.diagnosis import explained
 from gpuscale.client.sync_calls import SyncCalls
 from gpuscale.common.channel import RPC_TIMEOUT, ClientTls, open_channel, open_sync_channel
 from gpuscale.common.errors import FailedPreconditionError
@@ -31,30 +35,39 @@ DEFAULT_ADDRESS = "127.0.0.1:7070"
 def connect(
     address: str | None = None,
     *,
+    context: str | None = None,
     token: str | None = None,
     tls: ClientTls | None = None,
     timeout: float = RPC_TIMEOUT,
+    dial_timeout: float | None = None,
 ) -> Client:
     """A sync client of a gateway, or of a single service. No call is made yet.
 
+    What is not given comes from the environment: GPUSCALE_ADDRESS, GPUSCALE_TOKEN_FILE, GPUSCALE_CA_FILE,
+    GPUSCALE_CERT_FILE and GPUSCALE_KEY_FILE. What is not there either comes from the context (`gpuscale.client.contexts`):
+    the one that is named, or else, where no address was given in either way, the current one.
+
     Args:
-        address: HOST:PORT; GPUSCALE_ADDRESS or 127.0.0.1:7070 when not given.
-        token: the bearer token to send; what the file named by GPUSCALE_TOKEN_FILE holds when not given.
-        tls: files of TLS; plaintext when not given.
+        address: HOST:PORT; 127.0.0.1:7070 where nothing says another.
+        context: name of the context.
+        token: the bearer token to send, instead of a file with one.
+        tls: files of TLS; plain text where nothing says an authority.
         timeout: seconds for each unary call that names no timeout itself.
+        dial_timeout: seconds that one attempt to connect may take; 5 when not given.
 
     Raises:
-        FailedPreconditionError: the token file or a file of TLS cannot be read (TOKEN_FILE, TLS_FILES), or the token
-            would travel in plain text (INSECURE_TRANSPORT).
+        FailedPreconditionError: a file cannot be read (CONTEXTS, TOKEN_FILE, TLS_FILES), there is no such context
+            (CONTEXTS), or the token would travel in plain text (INSECURE_TRANSPORT).
     """
-    address = address or default_address()
-    channel = open_sync_channel(address, tls=tls, token=_token(token))
-    return Client(SyncCalls(channel, timeout), address)
+    way = _way(address, context, token, tls)
+    channel = open_sync_channel(way.address, tls=way.tls, token=way.token, dial_timeout=dial_timeout)
+    return Client(SyncCalls(channel, timeout, partial(explained, way.address, way.tls)), way.address)
 
 
 def connect_async(
     address: str | None = None,
     *,
+    context: str | None = None,
     token: str | None = None,
     tls: ClientTls | None = None,
     timeout: float = RPC_TIMEOUT,
@@ -62,17 +75,43 @@ def connect_async(
     """`connect`, for the running event loop.
 
     Raises:
-        FailedPreconditionError: the token file or a file of TLS cannot be read (TOKEN_FILE, TLS_FILES), or the token
-            would travel in plain text (INSECURE_TRANSPORT).
+        FailedPreconditionError: as `connect`.
     """
-    address = address or default_address()
-    channel = open_channel(address, tls=tls, token=_token(token))
-    return AsyncClient(AsyncCalls(channel, timeout), address)
+    way = _way(address, context, token, tls)
+    channel = open_channel(way.address, tls=way.tls, token=way.token)
+    return AsyncClient(AsyncCalls(channel, timeout, partial(explained, way.address, way.tls)), way.address)
 
 
-def default_address() -> str:
-    """GPUSCALE_ADDRESS, or where `gpuscalectl up` listens."""
-    return os.environ.get("GPUSCALE_ADDRESS") or DEFAULT_ADDRESS
+@dataclass(frozen=True)
+class _Way:
+    """How a server is reached."""
+
+    address: str
+    token: SecretStr | None
+    tls: ClientTls | None
+
+
+def _way(address: str | None, context: str | None, token: str | None, tls: ClientTls | None) -> _Way:
+    address = address or os.environ.get("GPUSCALE_ADDRESS")
+    # The token of the current context is not for just any server that somebody names.
+    found = find_context(context) if context or not address else Context()
+    path = _file("TOKEN_FILE") or found.token_file
+    secret = token or (read_token(path) if path else None)
+    return _Way(
+        address or found.address or DEFAULT_ADDRESS,
+        SecretStr(secret) if secret else None,
+        tls or _tls_of_environment() or found.tls,
+    )
+
+
+def _tls_of_environment() -> ClientTls | None:
+    ca_file = _file("CA_FILE")
+    return ClientTls(ca_file, _file("CERT_FILE"), _file("KEY_FILE")) if ca_file else None
+
+
+def _file(name: str) -> Path | None:
+    path = os.environ.get(f"GPUSCALE_{name}")
+    return Path(path) if path else None
 
 
 def read_token(path: Path) -> str:
@@ -87,9 +126,3 @@ def read_token(path: Path) -> str:
         # The text of a decoding error would show bytes of the file.
         message = f"cannot read the token file {path}: {type(error).__name__}"
         raise FailedPreconditionError(message, reason="TOKEN_FILE") from None
-
-
-def _token(given: str | None) -> SecretStr | None:
-    path = os.environ.get("GPUSCALE_TOKEN_FILE")
-    token = given or (read_token(Path(path)) if path else None)
-    return SecretStr(token) if token else None

@@ -2,11 +2,15 @@
 
 import asyncio
 import sys
+from contextlib import AsyncExitStack
 
+from gpuscale.common.call_watching import CallMeter
 from gpuscale.common.logs import get_logger
+from gpuscale.common.metrics_http import serve_metrics
 from gpuscale.common.program import run_program
 from gpuscale.common.server import Server
 from gpuscale.gateway.app import open_gateway
+from gpuscale.gateway.metrics import render
 from gpuscale.gateway.settings import GatewaySettings
 
 PROGRAM = "gpuscale-gateway"
@@ -26,13 +30,19 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     Raises:
         GpuscaleError: the address or a file of TLS cannot be used.
     """
-    server = Server(settings.server_options(), settings.authenticator())
+    meter = CallMeter() if settings.metrics_listen else None
+    options, authenticator = settings.server_options(), settings.authenticator()
+    server = Server(options, authenticator, meter)
     address = server.bind()
-    async with open_gateway(settings) as (forwarder, services):
+    async with AsyncExitStack() as stack:
+        forwarder, services = await stack.enter_async_context(open_gateway(settings))
         server.add_generic(forwarder, services)
-        async with server:
-            _log.info("serving", address=address)
-            await stop.wait()
+        await stack.enter_async_context(server)
+        if meter is not None:
+            page = serve_metrics(settings.metrics_listen, options, authenticator, render(meter))
+            _log.info("metrics are served", address=await stack.enter_async_context(page))
+        _log.info("serving", address=address)
+        await stop.wait()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""Reserved GPUs for a block of code of an event loop: kept in the background, given back at its end.
+
+async with client.reserve(gpus=2, min_memory="8GiB") as lease:
+    await train(lease.gpu_uuids)
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Generator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.client.held import REFUSALS, Held
+from gpuscale.client.lease_timer import LeaseTimer
+from gpuscale.common.errors import GpuscaleError
+
+if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceAsyncStub
+
+_log = logging.getLogger(__name__)
+
+
+class AsyncLease(Held):
+    """GPUs that were reserved. `AsyncReserving` keeps the lease in its block.
+
+    Attributes:
+        lost: set as soon as the GPUs are lost, before they can be another's.
+    """
+
+    def __init__(
+        self,
+        allocator: "AllocatorServiceAsyncStub",
+        reservation: allocator_api.Reservation,
+        timer: LeaseTimer,
+    ) -> None:
+        super().__init__(reservation, timer)
+        self.lost = asyncio.Event()
+        self._allocator = allocator
+
+    async def renew(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """Start the lease anew. In a block that is done in the background.
+
+        Raises:
+            FailedPreconditionError: it has ended (RESERVATION_ENDED).
+            GpuscaleError: anything else that went wrong.
+        """
+        sent = time.monotonic()
+        response = await self._allocator.RenewReservation(self._renewal(), timeout=timeout)
+        self._heed(response.reservation, sent)
+
+    async def release(self) -> None:
+        """Give the GPUs back now; once more is harmless.
+
+        Raises:
+            GpuscaleError: that failed, and the lease runs out by itself.
+        """
+        await self._allocator.ReleaseReservation(self._release())
+
+    async def keep(self) -> None:
+        """Renew until the GPUs are lost; cancel it to end it."""
+        timer = self._timer
+        while not timer.lost:
+            await asyncio.sleep(timer.wait(time.monotonic()))
+            if not timer.is_over(time.monotonic()):
+                await self._try_to_renew()
+        self.lost.set()
+
+    async def _try_to_renew(self) -> None:
+        try:
+            await self.renew(self._timer.patience(time.monotonic()))
+        except REFUSALS as error:
+            self._timer.refused(error.message)
+        except GpuscaleError as error:
+            _log.info("%s was not renewed, trying again: %s", self.name, error.message)
+            self._timer.unanswered(time.monotonic())
+
+
+class AsyncReserving:
+    """A reservation to be made: awaited, it is a lease that nobody keeps; as a block, one that is kept and given back."""
+
+    def __init__(self, reserve: Callable[[], Awaitable[AsyncLease]]) -> None:
+        self._reserve = reserve
+        self._kept: tuple[AsyncLease, asyncio.Task[None]] | None = None
+
+    def __await__(self) -> Generator[object, None, AsyncLease]:
+        return self._reserve().__await__()
+
+    async def __aenter__(self) -> AsyncLease:
+        lease = await self._reserve()
+        self._kept = lease, asyncio.create_task(lease.keep(), name=f"keep {lease.name}")
+        return lease
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._kept is None:
+            return
+        lease, keeper = self._kept
+        keeper.cancel()
+        await asyncio.wait((keeper,))
+        try:
+            await lease.release()
+        except GpuscaleError as problem:
+            if not lease.lost_reason:
+                _log.warning("%s was not given back, its lease runs out: %s", lease.name, problem.message)
+        if error is None:
+            lease.check()
+        elif lease.lost_reason:
+            error.add_note(f"{lease.name} was lost: {lease.lost_reason}")

@@ -1,0 +1,115 @@
+"""What the holder of GPUs knows and passes on, and the error that says that they are not its own any more."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.client.lease_timer import LeaseTimer
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from gpuscale.common.wire import seconds, to_datetime
+
+REFUSALS = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
+"""Errors of a renewal after which no further one can succeed."""
+
+
+class LostReservationError(FailedPreconditionError):
+    """The GPUs are not the holder's any more, or will not be in a moment: stop using them."""
+
+    default_reason = "LEASE_LOST"
+
+
+class Held:
+    """GPUs that are held under a lease."""
+
+    def __init__(self, reservation: allocator_api.Reservation, timer: LeaseTimer) -> None:
+        self._reservation = reservation
+        self._timer = timer
+
+    @property
+    def reservation(self) -> allocator_api.Reservation:
+        """The reservation as it was granted, or renewed last."""
+        return self._reservation
+
+    @property
+    def name(self) -> str:
+        """`reservations/{reservation}`."""
+        return self._reservation.name
+
+    @property
+    def fence(self) -> int:
+        """Fence of the grant: whoever shows the higher one holds the GPU."""
+        return self._reservation.fence
+
+    @property
+    def gpus(self) -> Sequence[allocator_api.ReservedGpu]:
+        """The GPUs, in the order they were chosen."""
+        return self._reservation.gpus
+
+    @property
+    def gpu_uuids(self) -> list[str]:
+        """UUIDs of the GPUs."""
+        return [gpu.uuid for gpu in self._reservation.gpus]
+
+    @property
+    def cuda_visible_devices(self) -> str:
+        """The value of CUDA_VISIBLE_DEVICES: UUIDs, never an index."""
+        return ",".join(self.gpu_uuids)
+
+    @property
+    def lost_reason(self) -> str:
+        """Why the GPUs are lost; empty while they are held."""
+        return self._timer.lost
+
+    def env(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
+        """An environment for what uses the GPUs; `gpuscale.client.worker` reads what it says.
+
+        Args:
+            base: further variables; those of this process when absent.
+        """
+        return {
+            **(os.environ if base is None else base),
+            "CUDA_VISIBLE_DEVICES": self.cuda_visible_devices,
+            "GPUSCALE_GPU_UUIDS": self.cuda_visible_devices,
+            "GPUSCALE_RESERVATION": self.name,
+            "GPUSCALE_FENCE": str(self.fence),
+        }
+
+    def check(self) -> None:
+        """Go on if the GPUs are still held.
+
+        Raises:
+            LostReservationError: they are not.
+        """
+        if self._timer.lost:
+            raise LostReservationError(
+                f"{self.name} is lost: {self._timer.lost}", metadata={"name": self.name}
+            )
+
+    def _heed(self, renewed: allocator_api.Reservation, sent: float) -> None:
+        """Count the lease anew from when its renewal was sent."""
+        self._reservation = renewed
+        early = 0.0
+        if renewed.HasField("revoke_time"):
+            # Both times are of the server's clock, so their distance is right whatever this host's says.
+            left = to_datetime(renewed.expire_time) - to_datetime(renewed.revoke_time)
+            early = max(0.0, left.total_seconds())
+        self._timer.renewed(sent, early)
+
+    def _renewal(self) -> allocator_api.RenewReservationRequest:
+        return allocator_api.RenewReservationRequest(name=self.name, fence=self.fence)
+
+    def _release(self) -> allocator_api.ReleaseReservationRequest:
+        return allocator_api.ReleaseReservationRequest(name=self.name, fence=self.fence)
+
+
+def timer_of(
+    request: allocator_api.ReserveRequest, granted: allocator_api.Reservation, sent: float, now: float
+) -> LeaseTimer:
+    """The timer of a grant. One that waited in the queue may have been granted at any moment up to `now`."""
+    waited = request.HasField("wait")
+    return LeaseTimer(seconds(granted.ttl), now if waited else sent, renew_at_once=waited)

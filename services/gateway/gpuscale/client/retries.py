@@ -1,0 +1,51 @@
+"""Repeating a call that had no answer. Only for calls that may be repeated: those with a request_id, and reads."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from gpuscale.common.backoff import Backoff
+from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
+
+ATTEMPTS = 4
+"""Times that a call is made at most. With the waits between, a service that is started anew is back by then."""
+_FIRST_WAIT = 0.25
+_UNANSWERED = (UnavailableError, DeadlineExceededError)
+
+Answer = TypeVar("Answer")
+
+
+def retrying(call: Callable[[], Answer]) -> Answer:
+    """The answer of a call, which is made again while there is none.
+
+    Raises:
+        GpuscaleError: the last attempt failed, or an earlier one with an answer.
+    """
+    waits = Backoff(initial=_FIRST_WAIT, cap=2.0)
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return call()
+        except _UNANSWERED as error:
+            time.sleep(_wait(error, waits))
+    return call()
+
+
+async def retrying_async(call: Callable[[], Awaitable[Answer]]) -> Answer:
+    """`retrying`, for the running event loop.
+
+    Raises:
+        GpuscaleError: the last attempt failed, or an earlier one with an answer.
+    """
+    waits = Backoff(initial=_FIRST_WAIT, cap=2.0)
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return await call()
+        except _UNANSWERED as error:
+            await asyncio.sleep(_wait(error, waits))
+    return await call()
+
+
+def _wait(error: GpuscaleError, waits: Backoff) -> float:
+    """Seconds until the next attempt: what the server says, or a little longer each time."""
+    return waits.next() if error.retry_after is None else min(2.0, error.retry_after)

@@ -1,0 +1,86 @@
+"""Waiting until an endpoint has the replicas that it is to have."""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.client.retries import retrying, retrying_async
+from gpuscale.common.errors import DeadlineExceededError
+
+if TYPE_CHECKING:
+    from gpuscale.client.client import AsyncClient, Client
+
+PERIOD = 0.5
+"""Seconds between two looks at an endpoint."""
+
+
+def wait_ready(
+    client: "Client", endpoint: str, *, replicas: int | None = None, timeout: float = 300.0
+) -> autoscaler_api.Endpoint:
+    """Wait until an endpoint has as many READY replicas as are wanted.
+
+    Args:
+        client: of the gateway, or of the autoscaler.
+        endpoint: `endpoints/{endpoint}`.
+        replicas: how many; as many as the endpoint desires when not given, which may be none.
+        timeout: seconds to wait.
+
+    Returns:
+        The endpoint, as it is then.
+
+    Raises:
+        DeadlineExceededError: that did not come about in time (reason NOT_READY); the message says how it stands.
+        GpuscaleError: the endpoint cannot be read, or is not there.
+    """
+    deadline = time.monotonic() + timeout
+    request = autoscaler_api.GetEndpointRequest(name=endpoint)
+    while True:
+        found = retrying(lambda: client.endpoints.GetEndpoint(request)).endpoint
+        if _is_ready(found, replicas):
+            return found
+        time.sleep(_pause(found, deadline))
+
+
+async def wait_ready_async(
+    client: "AsyncClient",
+    endpoint: str,
+    *,
+    replicas: int | None = None,
+    timeout: float = 300.0,  # noqa: ASYNC109
+) -> autoscaler_api.Endpoint:
+    """`wait_ready` for an async client.
+
+    Raises:
+        DeadlineExceededError: that did not come about in time (reason NOT_READY); the message says how it stands.
+        GpuscaleError: the endpoint cannot be read, or is not there.
+    """
+    deadline = time.monotonic() + timeout
+    request = autoscaler_api.GetEndpointRequest(name=endpoint)
+    while True:
+        found = (await retrying_async(lambda: client.endpoints.GetEndpoint(request))).endpoint
+        if _is_ready(found, replicas):
+            return found
+        await asyncio.sleep(_pause(found, deadline))
+
+
+def _is_ready(endpoint: autoscaler_api.Endpoint, replicas: int | None) -> bool:
+    status = endpoint.status
+    return status.ready_replicas >= (status.desired_replicas if replicas is None else replicas)
+
+
+def _pause(endpoint: autoscaler_api.Endpoint, deadline: float) -> float:
+    """Seconds until the next look.
+
+    Raises:
+        DeadlineExceededError: there is no time for one.
+    """
+    left = deadline - time.monotonic()
+    if left <= 0:
+        status = endpoint.status
+        raise DeadlineExceededError(
+            f"{endpoint.name} has {status.ready_replicas} of {status.desired_replicas} replicas ready: {status.summary}",
+            reason="NOT_READY",
+            metadata={"name": endpoint.name},
+        )
+    return min(PERIOD, left)

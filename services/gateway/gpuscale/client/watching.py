@@ -1,0 +1,82 @@
+"""Streams that go on: a Watch method is called again when its server goes away and comes back.
+
+Every Watch method begins with all there is, the last message of that round marked `full`, so that nothing is missed: a
+reader that drops, at each `full`, what that round did not name is never wrong.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Protocol, TypeVar
+
+from gpuscale.common.backoff import Backoff
+from gpuscale.common.errors import UnavailableError
+
+Request = TypeVar("Request")
+Message = TypeVar("Message")
+Message_co = TypeVar("Message_co", covariant=True)
+
+_FIRST_WAIT = 0.5
+_LONGEST_WAIT = 10.0
+
+
+class Stream(Protocol[Message_co]):
+    """What a Watch method of a sync stub returns."""
+
+    def __iter__(self) -> Iterator[Message_co]: ...
+
+    def cancel(self) -> object:
+        """End it."""
+
+
+class AsyncStream(Protocol[Message_co]):
+    """What a Watch method of an async stub returns."""
+
+    def __aiter__(self) -> AsyncIterator[Message_co]: ...
+
+    def cancel(self) -> object:
+        """End it."""
+
+
+def watch(method: Callable[[Request], Stream[Message]], request: Request) -> Iterator[Message]:
+    """Every message of a Watch method, over restarts of its server; the round with all there is comes again then.
+
+        for update in watch(client.fleet.WatchNodes, monitor_api.WatchNodesRequest()):
+            for node in update.nodes:
+                print(node.name)
+
+    Raises:
+        GpuscaleError: the stream failed for another reason than that nothing answers.
+    """
+    waits = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
+    while True:
+        stream = method(request)
+        try:
+            for message in stream:
+                waits.reset()
+                yield message
+        except UnavailableError:
+            time.sleep(waits.next())
+        finally:
+            stream.cancel()
+
+
+async def watch_async(
+    method: Callable[[Request], AsyncStream[Message]], request: Request
+) -> AsyncIterator[Message]:
+    """`watch` for an async client.
+
+    Raises:
+        GpuscaleError: the stream failed for another reason than that nothing answers.
+    """
+    waits = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
+    while True:
+        stream = method(request)
+        try:
+            async for message in stream:
+                waits.reset()
+                yield message
+        except UnavailableError:
+            await asyncio.sleep(waits.next())
+        finally:
+            stream.cancel()

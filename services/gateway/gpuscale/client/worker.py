@@ -1,0 +1,105 @@
+"""For programs that gpuscale starts as replicas: what they were given, when to end, and when they are ready.
+
+    with Worker() as worker:
+        worker.admit()
+        worker.ready()
+        while not worker.draining.is_set():
+            do_one_piece_of_work()
+
+A replica that is to end gets SIGTERM: it takes no more work, finishes what it has, and ends with 0.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self, TypeAlias
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client.connection import connect
+
+AGENT_VARIABLE = "GPUSCALE_WORK_ADDRESS"
+"""Names the address of this host's agent, which admits work."""
+READY_VARIABLE = "GPUSCALE_READY_FILE"
+"""Names a file that is to be there once the worker can work, for a probe to look at."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+
+
+class Worker:
+    """This process as a replica, or as what `gpuscalectl run` and `Lease.env` start.
+
+    In its block SIGTERM and SIGINT set `draining` and do nothing else. It must be entered in the main thread.
+
+    Attributes:
+        replica: name of the replica; empty where it is none.
+        endpoint: name of its endpoint; empty where it has none.
+        reservation: name of its reservation; empty where it is not said.
+        gpu_uuids: the GPUs that are its own.
+        fence: fence of their reservation; None where it has none.
+        draining: set once it is to take no more work.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: that of the process when absent.
+
+        Raises:
+            ValueError: GPUSCALE_FENCE is no number.
+        """
+        found = os.environ if environment is None else environment
+        self.replica = found.get("GPUSCALE_REPLICA", "")
+        self.endpoint = found.get("GPUSCALE_ENDPOINT", "")
+        self.reservation = found.get("GPUSCALE_RESERVATION", "")
+        self.gpu_uuids = [uuid for uuid in found.get("GPUSCALE_GPU_UUIDS", "").split(",") if uuid]
+        fence = found.get("GPUSCALE_FENCE", "")
+        self.fence = int(fence) if fence else None
+        self.draining = threading.Event()
+        self._agent = found.get(AGENT_VARIABLE, "")
+        self._ready_file = found.get(READY_VARIABLE, "")
+        self._before: dict[signal.Signals, _Handler] = {}
+
+    def admit(self, agent: str | None = None) -> None:
+        """Have the agent of this host admit this process under its fence, before it touches a GPU.
+
+        Args:
+            agent: address of the agent; what GPUSCALE_WORK_ADDRESS says when absent. Without either, without GPUs or
+                without a fence there is nothing to admit.
+
+        Raises:
+            FailedPreconditionError: the reservation is over, another's work was admitted since (reason FENCE_TOO_LOW):
+                end without touching the GPUs.
+            GpuscaleError: the agent does not answer, or does not know the GPUs.
+        """
+        address = agent or self._agent
+        if not address or self.fence is None or not self.gpu_uuids:
+            return
+        request = monitor_api.AdmitWorkRequest(gpu_uuids=self.gpu_uuids, fence=self.fence, pid=os.getpid())
+        with connect(address) as client:
+            client.work.AdmitWork(request)
+
+    def ready(self) -> None:
+        """Say that work can begin: makes the file that GPUSCALE_READY_FILE names.
+
+        Raises:
+            OSError: the file cannot be made.
+        """
+        if self._ready_file:
+            Path(self._ready_file).touch(mode=0o600)
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._drain)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._ready_file:
+            Path(self._ready_file).unlink(missing_ok=True)
+
+    def _drain(self, _number: int, _frame: FrameType | None) -> None:
+        self.draining.set()

@@ -1,0 +1,80 @@
+"""Each role may call each method that the contract gives it, and no other, on a real server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from gpuscale.api.types.v1 import options_pb2
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.channel import open_channel
+from gpuscale.common.server import Server, ServerOptions
+from tests.support.contract import Rpc, rpcs
+from tests.support.tokens import bearer, write_tokens
+
+RPCS = rpcs()
+ROLES = {"viewer": 1, "agent": 2, "operator": 3, "admin": 4}
+
+
+class Everything(grpc.GenericRpcHandler):
+    """Answers every method of the contract with nothing, without looking at the request."""
+
+    def __init__(self) -> None:
+        self.kinds = {rpc.path: rpc for rpc in RPCS}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        rpc = self.kinds.get(handler_call_details.method)
+        if rpc is None:
+            return None
+        if rpc.client_streaming:
+            return grpc.stream_stream_rpc_method_handler(nothing)
+        if rpc.server_streaming:
+            return grpc.unary_stream_rpc_method_handler(nothing)
+        return grpc.unary_unary_rpc_method_handler(empty)
+
+
+async def nothing(request: Any, context: Any) -> AsyncIterator[bytes]:
+    return
+    yield b""
+
+
+async def empty(request: Any, context: Any) -> bytes:
+    return b""
+
+
+async def status(channel: grpc.aio.Channel, rpc: Rpc, metadata: Any) -> grpc.StatusCode:
+    """How a call ends."""
+    call: Any
+    if rpc.client_streaming:
+        call = channel.stream_stream(rpc.path)(iter(()), timeout=60, metadata=metadata)
+    elif rpc.server_streaming:
+        call = channel.unary_stream(rpc.path)(b"", timeout=60, metadata=metadata)
+    else:
+        call = channel.unary_unary(rpc.path)(b"", timeout=60, metadata=metadata)
+    found: grpc.StatusCode = await call.code()
+    return found
+
+
+@pytest.mark.parametrize("name", [*ROLES, "nobody"])
+async def test_a_role_may_call_what_the_contract_gives_it(tmp_path: Path, name: str) -> None:
+    tokens = write_tokens(tmp_path / "tokens.toml", **{role: role for role in ROLES})
+    server = Server(ServerOptions(), Authenticator(tokens_file=tokens))
+    server.add_generic(Everything(), {rpc.path.split("/")[1] for rpc in RPCS})
+    address = server.bind()
+    wrong: list[str] = []
+    async with server, open_channel(address) as channel:
+        for rpc in RPCS:
+            needed = int(rpc.method.GetOptions().Extensions[options_pb2.role])
+            assert needed in ROLES.values(), f"{rpc.path} has no role"
+            expected = grpc.StatusCode.UNAUTHENTICATED
+            if name in ROLES:
+                allowed = ROLES[name] >= needed
+                expected = grpc.StatusCode.OK if allowed else grpc.StatusCode.PERMISSION_DENIED
+            if (found := await status(channel, rpc, bearer(name))) is not expected:
+                wrong.append(f"{rpc.path}: {found.name}, not {expected.name}")
+    assert wrong == []
+    assert len(RPCS) > 50

@@ -1,0 +1,243 @@
+"""Reserved GPUs for a block of code: kept, given back, and said to be lost before they are another's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client import (
+    AlreadyExistsError,
+    AsyncReserving,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    Lease,
+    LostReservationError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+    lease_timer,
+)
+from gpuscale.testing import FakeServer
+from tests.support.waiting import eventually, eventually_sync
+
+State = api.Reservation.State
+REQUEST_ID = "00000000-0000-4000-8000-000000000001"
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases are renewed every 0.1 s, so that no test waits for one."""
+    monkeypatch.setattr(lease_timer, "LONGEST_PAUSE", 0.1)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer(gpus=4) as running:
+        yield running
+
+
+def test_a_block_holds_gpus_and_gives_them_back(server: FakeServer) -> None:
+    with server.connect() as client:
+        with client.reserve(gpus=2, min_memory="8GiB") as lease:
+            [held] = server.reservations
+            assert held.state == State.STATE_ACTIVE
+            assert lease.cuda_visible_devices == ",".join(gpu.uuid for gpu in held.gpus)
+            lease.check()
+        [ended] = server.reservations
+    assert ended.state == State.STATE_RELEASED
+    assert "@" in ended.holder
+
+
+def test_a_program_is_told_its_gpus(server: FakeServer) -> None:
+    with server.connect() as client, client.reserve(2, "me") as lease:
+        shows = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['GPUSCALE_FENCE'])"
+        ran = subprocess.run(
+            [sys.executable, "-c", shows], env=lease.env(), capture_output=True, text=True, check=True
+        )
+        assert ran.stdout.split() == [lease.cuda_visible_devices, str(lease.fence)]
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+        assert lease.env({}).keys() == {
+            "CUDA_VISIBLE_DEVICES",
+            "GPUSCALE_GPU_UUIDS",
+            "GPUSCALE_RESERVATION",
+            "GPUSCALE_FENCE",
+        }
+
+
+def test_gpus_are_given_back_when_the_block_fails(server: FakeServer) -> None:
+    with server.connect() as client, pytest.raises(KeyError), client.reserve(1):
+        raise KeyError
+    assert server.reservations[0].state == State.STATE_RELEASED
+
+
+def test_a_lease_is_renewed_in_the_background(server: FakeServer) -> None:
+    with server.connect() as client, client.reserve(1, ttl=5) as lease:
+        first = lease.reservation
+        eventually_sync(lambda: lease.reservation is not first, timeout=30)
+        assert server.reservations[0].remaining.seconds >= 3
+
+
+def hold_until_lost(lease: Lease, lose: Callable[[], None]) -> None:
+    """A block that ends when it is told that the GPUs are lost."""
+    with lease:
+        lose()
+        assert lease.lost.wait(30)
+        with pytest.raises(LostReservationError):
+            lease.check()
+
+
+@pytest.mark.parametrize("how", ["lose", "expire", "cancel"])
+def test_a_lost_reservation_is_told_within_its_lease(server: FakeServer, how: str) -> None:
+    with server.connect() as client:
+        lease = client.reserve(1, ttl=5)
+        with pytest.raises(LostReservationError) as caught:
+            hold_until_lost(lease, lambda: getattr(server, how)(lease.name))
+    assert caught.value.reason == "LEASE_LOST"
+    assert isinstance(caught.value, FailedPreconditionError)
+    assert server.reservations[0].end_reason in caught.value.message
+
+
+def test_an_allocator_that_is_gone_loses_the_lease_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_timer, "MARGIN", 0.9)
+    server = FakeServer(gpus=1)
+    with server:
+        client = server.connect()
+        lease = client.reserve(1, ttl=5)
+    with client, pytest.raises(LostReservationError, match="not renewed in time"):
+        hold_until_lost(lease, lambda: None)
+
+
+def test_a_client_that_is_closed_loses_its_leases(
+    monkeypatch: pytest.MonkeyPatch, server: FakeServer
+) -> None:
+    """Nobody renews them any more, and the holder must learn it."""
+    monkeypatch.setattr(lease_timer, "MARGIN", 0.9)
+    client = server.connect()
+    with pytest.raises(LostReservationError):
+        hold_until_lost(client.reserve(1, ttl=5), client.close)
+
+
+async def test_an_async_client_that_is_closed_loses_its_leases(
+    monkeypatch: pytest.MonkeyPatch, server: FakeServer
+) -> None:
+    monkeypatch.setattr(lease_timer, "MARGIN", 0.9)
+    client = server.connect_async()
+    lease = await client.reserve(1, ttl=5)
+    await client.close()
+    async with asyncio.timeout(30):
+        await lease.keep()
+    assert lease.lost.is_set()
+
+
+def fail_when_lost(lease: Lease, server: FakeServer) -> None:
+    with lease:
+        server.lose(lease.name)
+        assert lease.lost.wait(30)
+        raise ZeroDivisionError
+
+
+def test_an_error_of_the_block_keeps_its_own_face(server: FakeServer) -> None:
+    with server.connect() as client, pytest.raises(ZeroDivisionError) as caught:
+        fail_when_lost(client.reserve(1, ttl=5), server)
+    assert any("was lost" in note for note in caught.value.__notes__)
+
+
+def test_a_call_without_an_answer_is_repeated_and_reserves_once(server: FakeServer) -> None:
+    server.fail("Reserve", UnavailableError("starting", retry_after=0.01), times=2)
+    with server.connect() as client, client.reserve(1):
+        assert len(server.reservations) == 1
+
+
+def test_a_refusal_is_not_repeated(server: FakeServer) -> None:
+    server.fail("Reserve", ResourceExhaustedError("quota", reason="QUOTA_EXCEEDED"))
+    with server.connect() as client, pytest.raises(ResourceExhaustedError):
+        client.reserve(1)
+    assert server.reservations == []
+
+
+async def test_a_block_of_an_event_loop(server: FakeServer) -> None:
+    async with server.connect_async() as client:
+        async with client.reserve(gpus=2, holder="me") as lease:
+            assert len(lease.gpu_uuids) == 2
+            assert server.reservations[0].state == State.STATE_ACTIVE
+        assert server.reservations[0].state == State.STATE_RELEASED
+        before = len(asyncio.all_tasks())
+        with pytest.raises(KeyError):
+            async with client.reserve(1):
+                raise KeyError
+        assert server.reservations[1].state == State.STATE_RELEASED
+        await eventually(lambda: len(asyncio.all_tasks()) <= before)
+
+
+async def test_a_lost_reservation_in_an_event_loop(server: FakeServer) -> None:
+    async def hold(reserving: AsyncReserving) -> None:
+        async with reserving as lease:
+            server.lose(lease.name)
+            async with asyncio.timeout(30):
+                await lease.lost.wait()
+
+    async with server.connect_async() as client:
+        with pytest.raises(LostReservationError):
+            await hold(client.reserve(1, ttl=5))
+        one = await client.reserve(1)
+        await one.renew()
+        await one.release()
+    assert server.reservations[-1].state == State.STATE_RELEASED
+
+
+async def test_a_block_that_is_cancelled_gives_back(server: FakeServer) -> None:
+    async with server.connect_async() as client:
+        entered = asyncio.Event()
+
+        async def block() -> None:
+            async with client.reserve(1):
+                entered.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(block())
+        await entered.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert server.reservations[0].state == State.STATE_RELEASED
+
+
+def test_what_the_fake_server_refuses(server: FakeServer) -> None:
+    """The same errors, with the same reasons, as the real allocator gives."""
+    with server.connect() as client:
+        client.reserve(3, "me", request_id=REQUEST_ID)
+        assert client.reserve(3, "me", request_id=REQUEST_ID).fence == 1
+        refusals = (
+            (AlreadyExistsError, "REQUEST_ID_REUSED", lambda: client.reserve(1, "me", request_id=REQUEST_ID)),
+            (ResourceExhaustedError, "NO_CAPACITY", lambda: client.reserve(2)),
+            (ResourceExhaustedError, "WAIT_TIMEOUT", lambda: client.reserve(2, wait=0.1)),
+            (FailedPreconditionError, "UNSATISFIABLE", lambda: client.reserve(5)),
+            (FailedPreconditionError, "UNSATISFIABLE", lambda: client.reserve(1, min_memory="81GiB")),
+            (InvalidArgumentError, "INVALID_ARGUMENT", lambda: client.reserve(0)),
+        )
+        for kind, reason, call in refusals:
+            with pytest.raises(kind) as caught:
+                call()
+            assert caught.value.reason == reason
+        get = api.GetReservationRequest(name="reservations/none")
+        with pytest.raises(NotFoundError):
+            client.allocator.GetReservation(get)
+
+
+def test_waiting_for_room_on_the_fake_server(server: FakeServer) -> None:
+    with server.connect() as client:
+        first = client.reserve(4)
+        second = client.allocator.Reserve.future(
+            api.ReserveRequest(
+                request_id=REQUEST_ID, holder="b", ask=api.Ask(gpu_count=4), wait={"seconds": 30}
+            ),
+            timeout=60,
+        )
+        first.release()
+        assert second.result().reservation.fence == 2

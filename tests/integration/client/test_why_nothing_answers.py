@@ -1,0 +1,111 @@
+"""What is wrong with TLS is named by its cause, to sync and async callers, and to people at the command line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client import ClientTls, UnavailableError, connect, connect_async
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.server import ServerOptions
+from tests.support.certificates import Authority
+from tests.support.cli import run_cli
+from tests.support.ports import free_port
+from tests.support.throwaway import serve
+
+GET = api.GetReservationRequest(name="reservations/r")
+ADMIN = "spiffe://example.org/gpuscale/admin/m"
+
+
+@dataclass
+class Site:
+    """Two authorities, of which servers trust the first."""
+
+    folder: Path
+    ours: Authority
+    other: Authority
+
+    def foreign(self) -> ClientTls:
+        theirs = self.other.client(ADMIN, "foreign")
+        return ClientTls(self.ours.file, theirs.cert_file, theirs.key_file)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path, Authority(tmp_path), Authority(tmp_path, "other"))
+
+
+@asynccontextmanager
+async def server(site: Site, kind: str) -> AsyncIterator[str]:
+    """The address of a server: `plain`, `tls`, `expired`, or `mtls`, which wants client certificates."""
+    authenticator = Authenticator(accept_certificates=kind == "mtls")
+    tls = {
+        "plain": lambda: None,
+        "tls": site.ours.server,
+        "expired": lambda: site.ours.expired_server(),
+        "mtls": lambda: site.ours.server(client_ca=site.ours),
+    }[kind]()
+    async with serve(options=ServerOptions(tls=tls), authenticator=authenticator) as served:
+        yield served.address
+
+
+CASES = [
+    ("tls", "other", "UNKNOWN_AUTHORITY", "is not of the authority in"),
+    ("expired", "trust", "CERTIFICATE_EXPIRED", "has expired"),
+    ("tls", "plain", "TLS_SERVER", "speaks TLS"),
+    ("plain", "trust", "PLAINTEXT_SERVER", "does not speak TLS"),
+    ("mtls", "trust", "CLIENT_CERTIFICATE", "wants a client certificate"),
+    ("mtls", "expired client", "CLIENT_CERTIFICATE", "it has expired"),
+    ("mtls", "foreign client", "CLIENT_CERTIFICATE", "it is not of"),
+]
+
+
+def caller(site: Site, kind: str) -> ClientTls | None:
+    if kind == "plain":
+        return None
+    if kind == "expired client":
+        return site.ours.client(ADMIN, valid=False)
+    if kind == "foreign client":
+        return site.foreign()
+    return (site.ours if kind == "trust" else site.other).trust()
+
+
+@pytest.mark.parametrize(("serving", "calling", "reason", "said"), CASES)
+async def test_the_cause_is_named(site: Site, serving: str, calling: str, reason: str, said: str) -> None:
+    tls = caller(site, calling)
+    async with server(site, serving) as address:
+        async with connect_async(address, tls=tls) as client:
+            with pytest.raises(UnavailableError) as caught:
+                await client.allocator.GetReservation(GET)
+        assert (caught.value.reason, said in caught.value.message) == (reason, True)
+        assert address in caught.value.message
+
+        def sync() -> None:
+            with connect(address, tls=tls) as client:
+                client.allocator.GetReservation(GET)
+
+        with pytest.raises(UnavailableError, match=said):
+            await asyncio.to_thread(sync)
+
+
+async def test_the_command_line_says_it_too(site: Site) -> None:
+    async with server(site, "tls") as address:
+        ran = await asyncio.to_thread(
+            run_cli, "--address", address, "--ca-file", str(site.other.file), "get", "nodes"
+        )
+    assert (ran.code, ran.out) == (7, "")
+    assert "is not of the authority in" in ran.err
+    assert "gpuscalectl up" not in ran.err  # something answers there, so starting it would not help
+
+
+def test_nobody_at_all_is_left_to_grpc(site: Site) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with connect(address, tls=site.ours.trust()) as client, pytest.raises(UnavailableError) as caught:
+        client.allocator.GetReservation(GET)
+    assert caught.value.reason == "UNAVAILABLE"
