@@ -1,19 +1,17 @@
-"""`gpuscalectl top`: everything on one screen, again and again or once."""
+"""`gpuscalectl top`: everything on one screen, live on a terminal, or once."""
 
 import sys
-import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.options import duration
 from gpuscale.cli.output import to_dict, write_lines
 from gpuscale.cli.session import Session, session_of
+from gpuscale.cli.terminal import TERMINAL
+from gpuscale.common.errors import GpuscaleError
 
 if TYPE_CHECKING:
     from gpuscale.client import Client
-
-_CLEAR = "\x1b[H\x1b[2J"
 
 
 def top(
@@ -21,21 +19,24 @@ def top(
     once: Annotated[
         bool, typer.Option("--once", help="Print one screen and end; so it is without a terminal.")
     ] = False,
-    interval: Annotated[
-        float, typer.Option(parser=duration, metavar="DURATION", help="Time between two screens.")
-    ] = 2.0,
 ) -> None:
-    """Nodes, GPUs with bars, reservations and endpoints on one screen; Ctrl-C ends it."""
+    """GPUs, reservations, endpoints, decisions and health on one screen; q ends it, its foot tells the other keys."""
     session = session_of(context)
-    live = not once and session.output.human and sys.stdout.isatty()
-    with session.connect() as client:
-        _show(session, client, clear=live)
-        while live:
-            time.sleep(interval)
-            _show(session, client, clear=True)
+    if once or not session.output.human or not sys.stdout.isatty():
+        with session.connect() as client:
+            _show(session, client)
+        return
+    try:
+        from gpuscale.dashboard.terminal import Top
+    except ModuleNotFoundError as error:
+        message = f"the live screen is not installed ({error.name} is missing): pip install 'gpuscale[cli]', or top --once"
+        raise GpuscaleError(message, reason="NOT_INSTALLED") from error
+    with session.connect():
+        pass  # where nothing answers, that is said in a line and not on a screen of its own
+    Top(session.connect_async, ascii_only=TERMINAL.ascii).run()
 
 
-def _show(session: Session, client: "Client", *, clear: bool) -> None:
+def _show(session: Session, client: "Client") -> None:
     from gpuscale.cli import resources
     from gpuscale.cli.views.top import screen
 
@@ -47,7 +48,5 @@ def _show(session: Session, client: "Client", *, clear: bool) -> None:
         session.output.write_data({key: [to_dict(item) for item in items] for key, items in listed})
         return
     lines = screen(session.output, nodes, reservations, endpoints, resources.holders(reservations))
-    if clear:
-        sys.stdout.write(_CLEAR)
     write_lines(lines)
     sys.stdout.flush()

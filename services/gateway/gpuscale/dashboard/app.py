@@ -1,0 +1,90 @@
+"""Opens the dashboard: its socket, its client of the gateway, the feed, and the web server, all on one loop."""
+
+import socket
+import ssl
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import uvicorn
+
+from gpuscale.client import ClientTls, connect_async, read_token
+from gpuscale.common.bind import ListenAddress, bind_error, check_exposure, parse_listen
+from gpuscale.common.clock import SystemClock
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.metrics_tls import FollowedCertificate
+from gpuscale.common.tls import ServerTls
+from gpuscale.dashboard.facts import Facts
+from gpuscale.dashboard.feed import Feed
+from gpuscale.dashboard.frame import Site
+from gpuscale.dashboard.settings import DashboardSettings
+from gpuscale.dashboard.signing_in import Visitors
+from gpuscale.dashboard.web import WebServer, application
+
+STOP_SECONDS = 2
+"""Seconds for requests to finish; browsers keep their sockets open for as long as they may."""
+
+
+@asynccontextmanager
+async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
+    """The dashboard, until the end of the block; yields its URL.
+
+    Raises:
+        FailedPreconditionError: ADDRESS_IN_USE; BIND_FAILED; INSECURE_BIND where other hosts could look unasked;
+            TLS_FILES or TOKEN_FILE where a file cannot be used.
+        InvalidArgumentError: the address to listen on is none.
+    """
+    address, server_tls = parse_listen(settings.listen), settings.server_tls()
+    check_exposure(address, tls=server_tls is not None, insecure_allow_remote=settings.insecure_allow_remote)
+    if not (address.loopback or settings.sign_in or settings.insecure_allow_remote):
+        message = f"{address} can be reached from other hosts: set sign_in, or insecure_allow_remote"
+        raise FailedPreconditionError(message, reason="INSECURE_BIND")
+    tls = ClientTls(settings.ca_file, settings.cert_file, settings.key_file) if settings.ca_file else None
+    connect = partial(connect_async, settings.gateway_address, tls=tls)
+    token = read_token(settings.token_file) if settings.token_file is not None else None
+    visitors: Visitors | None = None
+    if settings.sign_in:
+        visitors = Visitors(lambda shown: connect(token=shown), SystemClock(), secure=server_tls is not None)
+    context = _context_factory(server_tls)
+    with _bind(address) as bound:
+        facts = Facts()
+        async with connect(token=token) as client, Feed(client, facts).running(), TaskScope() as scope:
+            site = Site(facts, client, settings.gateway_address, visitors.hands if visitors else _nobody)
+            config = uvicorn.Config(
+                application(site, visitors),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=STOP_SECONDS,
+                ssl_context_factory=context,
+            )
+            server = WebServer(config)
+            serving = scope.start("web server", server.serve(sockets=[bound]))
+            try:
+                yield f"http{'s' if context else ''}://{ListenAddress(address.host, bound.getsockname()[1])}/"
+            finally:
+                server.should_exit = True
+                await serving
+
+
+def _nobody() -> None:
+    """Nobody signs in: nobody acts."""
+
+
+def _bind(address: ListenAddress) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server((address.host, address.port), family=family)
+    except OSError as error:
+        raise bind_error(address) from error
+
+
+def _context_factory(
+    tls: ServerTls | None,
+) -> Callable[[uvicorn.Config, Callable[[], ssl.SSLContext]], ssl.SSLContext] | None:
+    """What gives uvicorn its TLS: the certificate is read again when its files change."""
+    if tls is None:
+        return None
+    followed = FollowedCertificate(tls)
+    return lambda _config, _default: followed.context

@@ -1,0 +1,154 @@
+"""What the dashboard knows of everything, as the services last said. Pure: a feed writes it, pages read it.
+
+Pages compare `version` with the one they drew last, so that a page nothing changed for costs nothing. A number that was
+not read is None, never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """One GPU to show: its place, its state, its latest reading, and who holds it.
+
+    `held_milli` counts thousandths of the GPU that are reserved, by all of `holders` together.
+    """
+
+    name: str
+    node: str
+    uuid: str
+    index: int
+    model: str
+    state: str
+    simulated: bool
+    reading: types_api.GpuReading
+    holders: tuple[str, ...] = ()
+    held_milli: int = 0
+
+    @property
+    def utilization(self) -> float | None:
+        """Percent of the time in which something ran on it."""
+        return self.reading.utilization_percent if self.reading.HasField("utilization_percent") else None
+
+    @property
+    def memory_used(self) -> int | None:
+        """Bytes in use."""
+        return self.reading.memory_used_bytes if self.reading.HasField("memory_used_bytes") else None
+
+    @property
+    def memory_total(self) -> int | None:
+        """Bytes it has."""
+        return self.reading.memory_total_bytes if self.reading.HasField("memory_total_bytes") else None
+
+    @property
+    def memory_percent(self) -> float | None:
+        """Share of the memory that is in use."""
+        used, total = self.memory_used, self.memory_total
+        return 100.0 * used / total if used is not None and total else None
+
+    @property
+    def temperature(self) -> float | None:
+        """Degrees Celsius."""
+        return self.reading.temperature_celsius if self.reading.HasField("temperature_celsius") else None
+
+    @property
+    def power(self) -> float | None:
+        """Watts drawn."""
+        return self.reading.power_watts if self.reading.HasField("power_watts") else None
+
+    @property
+    def power_limit(self) -> float | None:
+        """Watts it may draw."""
+        return self.reading.power_limit_watts if self.reading.HasField("power_limit_watts") else None
+
+    @property
+    def power_percent(self) -> float | None:
+        """Share of the limit that is drawn."""
+        power, limit = self.power, self.power_limit
+        return 100.0 * power / limit if power is not None and limit else None
+
+    @property
+    def label(self) -> str:
+        """`node/index`: what people call it."""
+        return f"{self.node}/{self.index}"
+
+
+@dataclass(slots=True)
+class Facts:
+    """The latest of everything, by resource name."""
+
+    version: int = 0
+    problems: dict[str, str] = field(default_factory=dict[str, str])
+    nodes: dict[str, monitor_api.Node] = field(default_factory=dict[str, monitor_api.Node])
+    reservations: Sequence[allocator_api.Reservation] = ()
+    endpoints: Sequence[autoscaler_api.Endpoint] = ()
+    replicas: Sequence[autoscaler_api.Replica] = ()
+    recordings: Sequence[monitor_api.Recording] = ()
+    events: dict[str, monitor_api.HealthEvent] = field(default_factory=dict[str, monitor_api.HealthEvent])
+
+    def changed(self) -> None:
+        """Something was written: pages draw anew."""
+        self.version += 1
+
+    def heard(self, source: str) -> None:
+        """What tells of `source` answers."""
+        if self.problems.pop(source, None) is not None:
+            self.changed()
+
+    def lost(self, source: str, problem: str) -> None:
+        """It does not answer: what is shown of `source` is the last that was heard."""
+        if self.problems.get(source) != problem:
+            self.problems[source] = problem
+            self.changed()
+
+    def gpus(self) -> list[GpuFacts]:
+        """Every GPU, by node and index, with its holders."""
+        held = _holders(self.reservations)
+        return [gpu for name in sorted(self.nodes) for gpu in _gpus_of(self.nodes[name], held)]
+
+    def replicas_of(self, endpoint: str) -> list[autoscaler_api.Replica]:
+        """Replicas of `endpoints/{endpoint}`."""
+        return [one for one in self.replicas if one.name.startswith(f"{endpoint}/")]
+
+
+def _holders(
+    reservations: Iterable[allocator_api.Reservation],
+) -> Mapping[str, tuple[tuple[str, ...], int]]:
+    """Holders and reserved thousandths of each GPU, by UUID."""
+    found: dict[str, tuple[tuple[str, ...], int]] = {}
+    for one in reservations:
+        if one.state != allocator_api.Reservation.STATE_ACTIVE:
+            continue
+        for gpu in one.gpus:
+            names, milli = found.get(gpu.uuid, ((), 0))
+            found[gpu.uuid] = ((*names, one.holder), milli + (gpu.milli or 1000))
+    return found
+
+
+def _gpus_of(node: monitor_api.Node, held: Mapping[str, tuple[tuple[str, ...], int]]) -> Iterator[GpuFacts]:
+    online = node.state == monitor_api.NodeState.NODE_STATE_ONLINE
+    for gpu in sorted(node.snapshot.gpus, key=lambda one: (one.index, one.uuid)):
+        holders, milli = held.get(gpu.uuid, ((), 0))
+        state = types_api.GpuState.Name(gpu.state).removeprefix("GPU_STATE_")
+        if not online:
+            state = monitor_api.NodeState.Name(node.state).removeprefix("NODE_STATE_")
+        yield GpuFacts(
+            name=gpu.name or f"{node.name}/gpus/{gpu.uuid.lower()}",
+            node=node.name.removeprefix("nodes/"),
+            uuid=gpu.uuid,
+            index=gpu.index,
+            model=gpu.model,
+            state=f"QUARANTINED: {gpu.quarantine}" if gpu.quarantine else state,
+            simulated=gpu.simulated,
+            holders=holders,
+            held_milli=milli,
+            reading=gpu.reading,
+        )

@@ -1,0 +1,124 @@
+"""Fills the facts: watches what can be watched, asks each second for the rest. Without an answer it goes on trying."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client import AsyncClient, GpuscaleError, pages_async
+from gpuscale.common.backoff import Backoff
+from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.wire import to_duration
+from gpuscale.dashboard.facts import Facts
+
+INTERVAL = 0.5
+"""Least seconds between two updates of the nodes."""
+ASK_INTERVAL = 1.0
+"""Seconds between two questions for what is not watched."""
+_PAGE = 1000
+
+
+class Feed:
+    """The tasks that keep `facts` up to date.
+
+    Args:
+        client: of the gateway.
+        facts: what is written.
+    """
+
+    def __init__(self, client: AsyncClient, facts: Facts) -> None:
+        self._client = client
+        self._facts = facts
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Run until the end of the block."""
+        async with TaskScope() as scope:
+            for source, work in (
+                ("nodes", self._watch_nodes),
+                ("health events", self._watch_health),
+                ("reservations", self._ask_reservations),
+                ("endpoints", self._ask_endpoints),
+                ("recordings", self._ask_recordings),
+            ):
+                scope.spawn(source, self._again(source, work))
+            yield
+
+    async def _again(self, source: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do it again and again, whatever the services answer."""
+        backoff = Backoff(initial=0.5, cap=5.0)
+        while True:
+            try:
+                await work()
+            except GpuscaleError as error:
+                self._facts.lost(source, error.message)
+                await asyncio.sleep(backoff.next())
+            else:
+                self._facts.heard(source)
+                backoff.reset()
+                await asyncio.sleep(ASK_INTERVAL)
+
+    async def _watch_nodes(self) -> None:
+        """Until the stream ends; its first round is everything there is."""
+        first: dict[str, monitor_api.Node] | None = {}
+        request = monitor_api.WatchNodesRequest(min_interval=to_duration(INTERVAL))
+        async for update in self._client.fleet.WatchNodes(request):
+            nodes = self._facts.nodes if first is None else first
+            nodes.update((node.name, node) for node in update.nodes)
+            if first is not None and update.full:
+                self._facts.nodes, first = first, None
+            for name in update.removed:
+                nodes.pop(name, None)
+            self._facts.heard("nodes")
+            self._facts.changed()
+
+    async def _watch_health(self) -> None:
+        first: dict[str, monitor_api.HealthEvent] | None = {}
+        async for update in self._client.health.WatchHealth(monitor_api.WatchHealthRequest()):
+            events = self._facts.events if first is None else first
+            events.update((event.name, event) for event in update.health_events)
+            if first is not None and update.full:
+                self._facts.events, first = first, None
+            self._facts.heard("health events")
+            self._facts.changed()
+
+    async def _ask_reservations(self) -> None:
+        request = allocator_api.ListReservationsRequest(page_size=_PAGE)
+        found = [
+            one
+            async for page in pages_async(self._client.allocator.ListReservations, request)
+            for one in page.reservations
+        ]
+        if found != self._facts.reservations:
+            self._facts.reservations = found
+            self._facts.changed()
+
+    async def _ask_endpoints(self) -> None:
+        request = autoscaler_api.ListEndpointsRequest(page_size=_PAGE)
+        endpoints = [
+            one
+            async for page in pages_async(self._client.endpoints.ListEndpoints, request)
+            for one in page.endpoints
+        ]
+        asked = autoscaler_api.ListReplicasRequest(page_size=_PAGE)
+        replicas = [
+            one
+            async for page in pages_async(self._client.endpoints.ListReplicas, asked)
+            for one in page.replicas
+        ]
+        if (endpoints, replicas) != (self._facts.endpoints, self._facts.replicas):
+            self._facts.endpoints, self._facts.replicas = endpoints, replicas
+            self._facts.changed()
+
+    async def _ask_recordings(self) -> None:
+        request = monitor_api.ListRecordingsRequest(page_size=_PAGE)
+        found = [
+            one
+            async for page in pages_async(self._client.recordings.ListRecordings, request)
+            for one in page.recordings
+        ]
+        if found != self._facts.recordings:
+            self._facts.recordings = found
+            self._facts.changed()

@@ -1,0 +1,77 @@
+"""One endpoint: replicas and signals over time, every decision with its reason, and the replicas there are."""
+
+from datetime import UTC, datetime
+
+from nicegui import ui
+
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.client import GpuscaleError
+from gpuscale.dashboard import charts, rows
+from gpuscale.dashboard.acting import Hands
+from gpuscale.dashboard.frame import Chart, Site, Table, Tiles, live, page
+
+REFRESH = 1.0
+"""Seconds between two questions for the decisions."""
+KEPT = 200
+"""Decisions that are shown."""
+DECISIONS = {name: heading for name, heading in rows.DECISIONS.items() if name != "endpoint"}
+
+
+def build(site: Site, endpoint: str) -> None:
+    """Make the page of `endpoints/{endpoint}`."""
+    name = f"endpoints/{endpoint}"
+    with page(site, f"Endpoint {endpoint}"):
+        head = ui.label(endpoint).classes("text-h6")
+        why = ui.label().mark("why")
+        tiles = Tiles("desired", "granted", "starting", "ready", "draining", "min to max")
+        hands = site.hands()
+        if hands is not None:
+            with ui.row().classes("items-center"):
+                order = ui.number("replicas", value=0, min=0, precision=0).props("dense")
+                ui.button("order", on_click=lambda: _order(hands, found(), order.value)).props(
+                    "dense no-caps"
+                )
+        with ui.element("div").classes("gs-charts"):
+            empty = charts.scaling(autoscaler_api.Endpoint(), (), datetime.now(UTC))
+            counts = Chart(empty)
+            read = Chart(charts.signals(()))
+        ui.label("Decisions").classes("text-subtitle1")
+        decided = Table(DECISIONS, key="name", length=10, empty="nothing was decided yet")
+        ui.label("Replicas").classes("text-subtitle1")
+        replicas = Table(rows.REPLICAS, key="name", empty="there is no replica")
+
+    def found() -> autoscaler_api.Endpoint | None:
+        return next((one for one in site.facts.endpoints if one.name == name), None)
+
+    def show() -> None:
+        one = found()
+        if one is None:
+            why.text = "there is no such endpoint (any more)"
+            return
+        head.text = endpoint + (" · paused" if one.spec.paused else "")
+        why.text = one.status.summary
+        tiles.show(**rows.endpoint_figures(one))
+        now = datetime.now(UTC)
+        replicas.show([rows.replica_row(each, now) for each in site.facts.replicas_of(name)])
+
+    async def refresh() -> None:
+        one = found()
+        if one is None:
+            return
+        request = autoscaler_api.ListDecisionsRequest(parent=name, page_size=KEPT)
+        try:
+            decisions = (await site.client.decisions.ListDecisions(request)).decisions
+        except GpuscaleError as error:
+            why.text = f"the decisions cannot be read: {error.message}"
+            return
+        counts.show(charts.scaling(one, decisions, datetime.now(UTC)))
+        read.show(charts.signals(decisions))
+        decided.show([rows.decision_row(each) for each in decisions])
+
+    live(site.facts, show)
+    ui.timer(REFRESH, refresh)
+
+
+async def _order(hands: Hands, one: autoscaler_api.Endpoint | None, replicas: float | None) -> None:
+    if one is not None and replicas is not None:
+        await hands.set_replicas(one, int(replicas))

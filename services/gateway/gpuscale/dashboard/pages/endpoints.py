@@ -1,0 +1,11 @@
+"""Endpoints: how many replicas each has and wants, and why, in one line."""
+
+from gpuscale.dashboard import rows
+from gpuscale.dashboard.frame import Site, Table, live, page
+
+
+def build(site: Site) -> None:
+    """Make the page."""
+    with page(site, "Endpoints"):
+        table = Table(rows.ENDPOINTS, key="name", links=("name",), empty="there is no endpoint")
+    live(site.facts, lambda: table.show([rows.endpoint_row(one) for one in site.facts.endpoints]))

@@ -1,0 +1,245 @@
+"""What tables and figures show of each kind of thing, in a browser and in a terminal alike. Pure.
+
+A row is a mapping from the column's id to what its cell shows; what is not known is `-`, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TypeAlias
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.dashboard import words
+from gpuscale.dashboard.facts import GpuFacts
+
+Row: TypeAlias = Mapping[str, object]
+Columns: TypeAlias = Mapping[str, str]
+"""Headings by id."""
+
+GPUS: Columns = {
+    "gpu": "GPU",
+    "model": "model",
+    "state": "state",
+    "util": "utilization",
+    "memory": "memory",
+    "temperature": "temperature",
+    "power": "power",
+    "held": "reserved by",
+}
+RESERVATIONS: Columns = {
+    "name": "reservation",
+    "holder": "holder",
+    "state": "state",
+    "gpus": "GPUs",
+    "where": "where",
+    "used": "used",
+    "left": "time left",
+    "priority": "priority",
+    "tenant": "tenant",
+}
+ENDPOINTS: Columns = {
+    "name": "endpoint",
+    "desired": "desired",
+    "granted": "granted",
+    "ready": "ready",
+    "starting": "starting",
+    "draining": "draining",
+    "bounds": "min to max",
+    "why": "why",
+}
+DECISIONS: Columns = {
+    "time": "time (UTC)",
+    "endpoint": "endpoint",
+    "change": "change",
+    "granted": "granted",
+    "limit": "limited by",
+    "why": "why",
+}
+REPLICAS: Columns = {
+    "name": "replica",
+    "state": "state",
+    "node": "node",
+    "gpus": "GPUs",
+    "age": "age",
+    "reason": "reason",
+}
+HEALTH: Columns = {
+    "severity": "severity",
+    "check": "check",
+    "where": "where",
+    "message": "what happened",
+    "action": "what to do",
+    "since": "since",
+    "count": "times",
+}
+SEVERITIES = ("critical", "warning", "info")
+"""Worst first."""
+IDLE_PERCENT = 1.0
+"""A GPU below this utilization does nothing."""
+
+
+def gpu_row(gpu: GpuFacts) -> Row:
+    """What a table shows of a GPU."""
+    simulated = gpu.simulated and "simulated" not in gpu.model.lower()
+    return {
+        "uuid": gpu.uuid,
+        "gpu": gpu.label,
+        "gpu_to": f"/gpus/{gpu.node}/{gpu.uuid}",
+        "model": gpu.model + (" (simulated)" if simulated else ""),
+        "state": gpu.state.lower(),
+        "util": words.number(gpu.utilization, "%"),
+        "memory": f"{words.size(gpu.memory_used)} / {words.size(gpu.memory_total)}",
+        "temperature": words.number(gpu.temperature, "°C"),
+        "power": f"{words.number(gpu.power)} / {words.number(gpu.power_limit, 'W')}",
+        "held": ", ".join(gpu.holders),
+    }
+
+
+def matches(row: Row, text: str) -> bool:
+    """Whether every word of the filter is in something that the row shows."""
+    shown = " ".join(str(cell) for cell in row.values()).lower()
+    return all(part in shown for part in text.lower().split())
+
+
+def fleet_figures(nodes: Sequence[monitor_api.Node], gpus: Sequence[GpuFacts]) -> dict[str, str]:
+    """How much there is, and how much of it is used; means are over the GPUs that can be read."""
+    online = sum(node.state == monitor_api.NodeState.NODE_STATE_ONLINE for node in nodes)
+    used = [gpu.memory_used for gpu in gpus if gpu.memory_used is not None]
+    total = [gpu.memory_total for gpu in gpus if gpu.memory_total is not None]
+    power = [gpu.power for gpu in gpus if gpu.power is not None]
+    return {
+        "nodes_online": f"{online} / {len(nodes)}",
+        "GPUs": str(len(gpus)),
+        "reserved": f"{sum(gpu.held_milli for gpu in gpus) / 1000:g}",
+        "mean_utilization": words.number(mean(gpu.utilization for gpu in gpus), "%"),
+        "memory_in_use": f"{words.size(sum(used) if used else None)} / {words.size(sum(total) if total else None)}",
+        "power": words.number(sum(power) if power else None, "W"),
+    }
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuFacts]) -> Row:
+    """What a table shows of a reservation; `gpus` by UUID, for what is used of it."""
+    where = [f"{gpu.node.removeprefix('nodes/')}/{gpu.index}" for gpu in one.gpus]
+    return {
+        "name": one.name.removeprefix("reservations/"),
+        "holder": one.holder,
+        "state": words.word(one, "state"),
+        "gpus": f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else words.UNKNOWN,
+        "where": ", ".join(where),
+        "used": _used([gpus[gpu.uuid] for gpu in one.gpus if gpu.uuid in gpus]),
+        "left": words.length(one.remaining) if one.HasField("remaining") else words.UNKNOWN,
+        "priority": one.priority,
+        "tenant": one.tenant,
+    }
+
+
+def _used(gpus: Sequence[GpuFacts]) -> str:
+    """Utilization and memory of GPUs together; of those that can be read."""
+    busy, memory = mean(gpu.utilization for gpu in gpus), mean(gpu.memory_percent for gpu in gpus)
+    if busy is None and memory is None:
+        return words.UNKNOWN
+    read = [gpu.utilization for gpu in gpus if gpu.utilization is not None]
+    idle = " · idle" if read and max(read) < IDLE_PERCENT else ""
+    return f"{words.number(busy, '%')} busy, {words.number(memory, '%')} memory{idle}"
+
+
+def reservation_figures(
+    reservations: Sequence[allocator_api.Reservation], gpus: Sequence[GpuFacts]
+) -> dict[str, str]:
+    """How much is reserved, and how much of that does nothing."""
+    state = allocator_api.Reservation.State
+    held = [gpu for gpu in gpus if gpu.held_milli]
+    idle = [gpu for gpu in held if gpu.utilization is not None and gpu.utilization < IDLE_PERCENT]
+    return {
+        "holding": str(sum(one.state == state.STATE_ACTIVE for one in reservations)),
+        "waiting": str(sum(one.state == state.STATE_PENDING for one in reservations)),
+        "GPUs_reserved": f"{sum(gpu.held_milli for gpu in held) / 1000:g}",
+        "GPUs_reserved_and_idle": f"{sum(gpu.held_milli for gpu in idle) / 1000:g}",
+    }
+
+
+def endpoint_row(one: autoscaler_api.Endpoint) -> Row:
+    """What a table shows of an endpoint."""
+    name, paused = one.name.removeprefix("endpoints/"), " · paused" if one.spec.paused else ""
+    return {
+        "name": name,
+        "name_to": f"/endpoints/{name}",
+        "desired": one.status.desired_replicas,
+        "granted": one.status.granted_replicas,
+        "ready": one.status.ready_replicas,
+        "starting": one.status.starting_replicas,
+        "draining": one.status.draining_replicas,
+        "bounds": f"{one.spec.min_replicas} to {one.spec.max_replicas}{paused}",
+        "why": one.status.summary,
+    }
+
+
+def endpoint_figures(one: autoscaler_api.Endpoint) -> dict[str, str]:
+    """How many replicas an endpoint has, in each state."""
+    return {
+        "desired": str(one.status.desired_replicas),
+        "granted": str(one.status.granted_replicas),
+        "starting": str(one.status.starting_replicas),
+        "ready": str(one.status.ready_replicas),
+        "draining": str(one.status.draining_replicas),
+        "min_to_max": f"{one.spec.min_replicas} to {one.spec.max_replicas}",
+    }
+
+
+def decision_row(one: autoscaler_api.Decision) -> Row:
+    """What a table shows of a decision; one that was made again and again is one row."""
+    times = f" ({one.count} times, until {words.clock(one.last_time)})" if one.count > 1 else ""
+    return {
+        "name": one.name,
+        "endpoint": one.name.split("/")[1] if "/" in one.name else one.name,
+        "time": words.clock(one.create_time) + times,
+        "change": f"{one.before} → {one.wanted}" if one.before != one.wanted else f"{one.wanted}",
+        "granted": one.granted,
+        "limit": one.limited_by,
+        "why": one.summary,
+    }
+
+
+def replica_row(one: autoscaler_api.Replica, now: datetime) -> Row:
+    """What a table shows of a replica."""
+    return {
+        "name": one.name.rsplit("/", 1)[-1],
+        "state": words.word(one, "state"),
+        "node": one.node.removeprefix("nodes/"),
+        "gpus": ", ".join(one.gpu_uuids),
+        "age": words.ago(one.create_time, now),
+        "reason": one.reason,
+    }
+
+
+def health_rows(events: Iterable[monitor_api.HealthEvent], now: datetime) -> list[Row]:
+    """What a table shows of the events that last, worst first."""
+    lasting = [one for one in events if not one.HasField("resolved_time")]
+    return sorted((_health_row(one, now) for one in lasting), key=_rank)
+
+
+def _rank(row: Row) -> tuple[int, str]:
+    severity = str(row["severity"])
+    return SEVERITIES.index(severity) if severity in SEVERITIES else -1, str(row["name"])
+
+
+def _health_row(one: monitor_api.HealthEvent, now: datetime) -> Row:
+    return {
+        "name": one.name,
+        "severity": words.word(one, "severity"),
+        "check": words.word(one, "check"),
+        "where": f"{one.node.removeprefix('nodes/')} {one.uuid}".strip(),
+        "message": one.message,
+        "action": words.word(one, "recommended_action"),
+        "since": words.ago(one.start_time, now),
+        "count": one.count,
+    }

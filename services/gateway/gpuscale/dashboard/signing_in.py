@@ -1,0 +1,134 @@
+"""The door: visitors show a bearer token before they see anything, where the settings say so.
+
+The token is tried on the gateway itself, so that whoever may call the gateway may look, and nobody else; it is kept in the
+memory of this program, and the browser gets a random secret in a cookie that scripts cannot read.
+"""
+
+import secrets
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+
+from fastapi import FastAPI, Request
+from nicegui import ui
+from starlette.datastructures import Headers
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client import GpuscaleError
+from gpuscale.common.clock import Clock
+from gpuscale.dashboard.acting import Connect, Hands
+from gpuscale.dashboard.sessions import LENGTH, Sessions
+
+COOKIE = "gpuscale_session"
+PATH = "/sign-in"
+LONGEST_FORM = 16_384
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>sign in · gpuscale</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>body {{ font: 16px system-ui, sans-serif; max-width: 24rem; margin: 15vh auto; padding: 0 1rem }}
+input, button {{ font: inherit; width: 100%; box-sizing: border-box; padding: .5rem; margin-top: .5rem }}
+p {{ color: #b3261e }}</style>
+<h1>gpuscale</h1><form method="post" action="/sign-in"><label>Token
+<input name="token" type="password" autocomplete="current-password" autofocus required></label>
+<button>Sign in</button></form><p role="alert">{problem}</p></html>"""
+
+
+def secret_of(headers: Headers) -> str:
+    """The secret in a visitor's cookie; empty where there is none."""
+    try:
+        cookie = SimpleCookie(headers.get("cookie", ""))
+    except CookieError:
+        return ""
+    return cookie[COOKIE].value if COOKIE in cookie else ""
+
+
+@dataclass(frozen=True)
+class Visitors:
+    """How visitors are let in, and what they may do then.
+
+    Attributes:
+        connect: makes a client of the gateway that sends a token.
+        clock: what the length of a session is measured by.
+        secure: whether cookies are for HTTPS only.
+        sessions: those that are signed in.
+    """
+
+    connect: Connect
+    clock: Clock
+    secure: bool
+    sessions: Sessions = field(default_factory=Sessions)
+
+    def token(self, headers: Headers) -> str | None:
+        """The token of whoever sent these headers; None for somebody who is not signed in."""
+        return self.sessions.token(secret_of(headers), self.clock.now())
+
+    def hands(self) -> Hands | None:
+        """To act for the visitor whose page is being made."""
+        token = self.token(ui.context.client.request.headers)
+        return Hands(self.connect, token) if token is not None else None
+
+    async def try_token(self, token: str) -> None:
+        """Make one call with it.
+
+        Raises:
+            GpuscaleError: the gateway refuses it, or does not answer.
+        """
+        async with self.connect(token) as client:
+            await client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
+
+
+class Door:
+    """Lets nobody past who is not signed in: neither to a page nor to the socket that fills it."""
+
+    def __init__(self, app: ASGIApp, visitors: Visitors) -> None:
+        self._app = app
+        self._visitors = visitors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or one socket."""
+        if scope["type"] == "lifespan" or scope.get("path") == PATH or self._signed_in(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await RedirectResponse(PATH, status_code=303)(scope, receive, send)
+
+    def _signed_in(self, scope: Scope) -> bool:
+        return self._visitors.token(Headers(scope=scope)) is not None
+
+
+def add_door(app: FastAPI, visitors: Visitors) -> None:
+    """Put the door in front of `app`."""
+
+    async def show() -> Response:
+        return HTMLResponse(_PAGE.format(problem=""))
+
+    async def sign_in(request: Request) -> Response:
+        if int(request.headers.get("content-length") or LONGEST_FORM + 1) > LONGEST_FORM:
+            return HTMLResponse(_PAGE.format(problem="That is no token."), status_code=413)
+        token = (await request.form()).get("token")
+        if not isinstance(token, str) or not token.strip():
+            return HTMLResponse(_PAGE.format(problem="A token is needed."), status_code=400)
+        try:
+            await visitors.try_token(token.strip())
+        except GpuscaleError as error:
+            text = f"That did not work: {type(error).__name__.removesuffix('Error')}."
+            return HTMLResponse(_PAGE.format(problem=text), status_code=403)
+        secret = secrets.token_urlsafe(32)
+        visitors.sessions.begin(secret, token.strip(), visitors.clock.now())
+        answer = RedirectResponse("/", status_code=303)
+        answer.set_cookie(
+            COOKIE, secret, max_age=int(LENGTH), httponly=True, samesite="strict", secure=visitors.secure
+        )
+        return answer
+
+    async def sign_out(request: Request) -> Response:
+        visitors.sessions.end(secret_of(request.headers))
+        answer = RedirectResponse(PATH, status_code=303)
+        answer.delete_cookie(COOKIE)
+        return answer
+
+    app.get(PATH)(show)
+    app.post(PATH)(sign_in)
+    app.post("/sign-out")(sign_out)
+    app.add_middleware(Door, visitors=visitors)

@@ -1,0 +1,241 @@
+"""The same in a terminal: `gpuscalectl top`, made with Textual."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from typing import ClassVar
+
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import DataTable, Footer, Input, Sparkline, Static, TabbedContent, TabPane
+
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.client import AsyncClient, GpuscaleError
+from gpuscale.dashboard import rows
+from gpuscale.dashboard.facts import Facts
+from gpuscale.dashboard.feed import Feed
+from gpuscale.dashboard.rows import Columns, Row
+
+LOOK = 0.5
+"""Seconds between two looks at what changed."""
+KEPT = 120
+"""Points of the line of the mean utilization."""
+SHOWN = 1_000
+"""Rows of a table; the filter finds the others."""
+LATEST = 100
+"""Decisions that are shown."""
+TABLES: dict[str, Columns] = {
+    "gpus": rows.GPUS,
+    "reservations": rows.RESERVATIONS,
+    "endpoints": rows.ENDPOINTS,
+    "decisions": rows.DECISIONS,
+    "health": rows.HEALTH,
+}
+
+
+class Top(App[None]):
+    """The whole fleet on one screen.
+
+    Args:
+        connect: makes the client of the gateway.
+        ascii_only: draw nothing but ASCII.
+    """
+
+    CSS = """
+    Screen { overflow: hidden; }
+    TabbedContent, TabPane, ContentSwitcher { height: 1fr; padding: 0; }
+    #head { height: 1; padding: 0 1; }
+    #load { height: 2; margin: 0 1; }
+    #problem { height: auto; padding: 0 1; color: $error; display: none; }
+    #filter { display: none; }
+    DataTable { height: 1fr; }
+    """
+    TITLE = "gpuscale"
+    ENABLE_COMMAND_PALETTE = False
+    AUTO_FOCUS = "#table-gpus"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(Binding(str(number), f"show('{name}')", name) for number, name in enumerate(TABLES, 1)),
+        Binding("s", "sort", "sort by next"),
+        Binding("r", "reverse", "reverse"),
+        Binding("slash", "filter", "filter"),
+        Binding("p,space", "pause", "pause"),
+        Binding("escape", "clear", "clear", show=False),
+        Binding("q", "quit", "quit"),
+    ]
+
+    def __init__(self, connect: Callable[[], AsyncClient], *, ascii_only: bool = False) -> None:
+        super().__init__()
+        self._connect = connect
+        self._ascii = ascii_only
+        self._facts = Facts()
+        self._stack = AsyncExitStack()
+        self._client: AsyncClient | None = None
+        self._tables: dict[str, DataTable[str]] = {}
+        self._decisions: Sequence[autoscaler_api.Decision] = ()
+        self._load: deque[float] = deque(maxlen=KEPT)
+        self._sorted: dict[str, tuple[int, bool]] = {}
+        self._shown: dict[str, list[tuple[str, ...]]] = {}
+        self._drawn = -1
+        self._paused = False
+
+    def compose(self) -> ComposeResult:
+        """The widgets."""
+        yield Static(id="head")
+        yield Static(id="problem")
+        if not self._ascii:
+            yield Sparkline([], id="load")
+        with TabbedContent(id="tabs"):
+            for name in TABLES:
+                self._tables[name] = DataTable(id=f"table-{name}", cursor_type="row", zebra_stripes=True)
+                with TabPane(name, id=name):
+                    yield self._tables[name]
+        # Disabled while it is not shown, so that no key goes there.
+        yield Input(placeholder="words that a row must show; Esc to clear", id="filter", disabled=True)
+        yield Footer()
+
+    async def on_mount(self) -> None:
+        """Connect, and begin to look."""
+        for name, columns in TABLES.items():
+            self._tables[name].add_columns(*columns.values())
+        self._client = await self._stack.enter_async_context(self._connect())
+        await self._stack.enter_async_context(Feed(self._client, self._facts).running())
+        self.set_interval(LOOK, self._look)
+        self.set_interval(2 * LOOK, self._ask)
+
+    async def on_unmount(self) -> None:
+        """End the feed, and close the client."""
+        await self._stack.aclose()
+
+    def action_show(self, name: str) -> None:
+        """Go to a table."""
+        self.query_one("#tabs", TabbedContent).active = name
+        self._tables[name].focus()
+        self._redraw()
+
+    def action_sort(self) -> None:
+        """Sort by the next column; after the last one, as it came."""
+        name = self._active
+        column, reverse = self._sorted.get(name, (-1, False))
+        self._sorted[name] = (column + 1 if column + 1 < len(TABLES[name]) else -1, reverse)
+        self._redraw()
+
+    def action_reverse(self) -> None:
+        """Turn the order around."""
+        column, reverse = self._sorted.get(self._active, (-1, False))
+        self._sorted[self._active] = (column, not reverse)
+        self._redraw()
+
+    def action_pause(self) -> None:
+        """Stop, or go on: the screen stays as it is, for reading."""
+        self._paused = not self._paused
+        self._redraw()
+
+    def action_filter(self) -> None:
+        """Ask for words."""
+        field = self.query_one("#filter", Input)
+        field.display, field.disabled = True, False
+        field.focus()
+
+    def action_clear(self) -> None:
+        """Show all rows again."""
+        field = self.query_one("#filter", Input)
+        field.value = ""
+        field.display, field.disabled = False, True
+        self._tables[self._active].focus()
+
+    def on_input_changed(self) -> None:
+        """The words changed."""
+        self._redraw()
+
+    def on_input_submitted(self) -> None:
+        """Back to the table."""
+        self._tables[self._active].focus()
+
+    def on_tabbed_content_tab_activated(self) -> None:
+        """Another table is looked at."""
+        self._redraw()
+
+    @property
+    def _active(self) -> str:
+        return self.query_one("#tabs", TabbedContent).active or next(iter(TABLES))
+
+    async def _ask(self) -> None:
+        """Ask for what is not watched, while it is looked at."""
+        if self._paused or self._active != "decisions" or self._client is None:
+            return
+        request = autoscaler_api.ListDecisionsRequest(page_size=LATEST)
+        try:
+            self._decisions = (await self._client.decisions.ListDecisions(request)).decisions
+        except GpuscaleError as error:
+            self._facts.lost("decisions", error.message)
+        else:
+            self._facts.heard("decisions")
+            self._facts.changed()
+
+    def _look(self) -> None:
+        if self._drawn != self._facts.version and not self._paused:
+            self._redraw()
+
+    def _redraw(self) -> None:
+        facts = self._facts
+        self._drawn = facts.version
+        gpus = facts.gpus()
+        figures = rows.fleet_figures(list(facts.nodes.values()), gpus)
+        load = rows.mean(gpu.utilization for gpu in gpus)
+        words = "  ".join(f"{figure} {word.replace('_', ' ')}" for word, figure in figures.items())
+        self.query_one("#head", Static).update(("PAUSED  " if self._paused else "") + words)
+        problem = self.query_one("#problem", Static)
+        problem.update("; ".join(f"{source}: {text}" for source, text in sorted(facts.problems.items())))
+        problem.display = bool(facts.problems)
+        if load is not None and not self._paused and not self._ascii:
+            self._load.append(load)
+            self.query_one("#load", Sparkline).data = list(self._load)
+        self._fill(self._active)
+
+    def _rows(self, name: str) -> list[Row]:
+        facts = self._facts
+        if name == "gpus":
+            return [rows.gpu_row(gpu) for gpu in facts.gpus()]
+        if name == "reservations":
+            by_uuid = {gpu.uuid: gpu for gpu in facts.gpus()}
+            return [rows.reservation_row(one, by_uuid) for one in facts.reservations]
+        if name == "endpoints":
+            return [rows.endpoint_row(one) for one in facts.endpoints]
+        if name == "decisions":
+            return [rows.decision_row(one) for one in self._decisions]
+        return rows.health_rows(facts.events.values(), datetime.now(UTC))
+
+    def _fill(self, name: str) -> None:
+        """Show the rows of a table; the cursor stays where it is, and nothing is drawn where nothing changed."""
+        text = self.query_one("#filter", Input).value
+        cells = [self._cells(name, row) for row in self._rows(name) if rows.matches(row, text)]
+        column, reverse = self._sorted.get(name, (-1, False))
+        if column >= 0:
+            cells.sort(key=lambda row: sort_key(row[column]))
+        if reverse:
+            cells.reverse()
+        cells = cells[:SHOWN]
+        if cells == self._shown.get(name):
+            return
+        self._shown[name] = cells
+        table = self._tables[name]
+        cursor = table.cursor_row
+        table.clear()
+        table.add_rows(cells)
+        table.move_cursor(row=min(cursor, max(0, len(cells) - 1)), animate=False)
+
+    def _cells(self, name: str, row: Row) -> tuple[str, ...]:
+        shown = tuple(str(row[column]) for column in TABLES[name])
+        if not self._ascii:
+            return shown
+        return tuple(cell.replace("→", "->").encode("ascii", "replace").decode() for cell in shown)
+
+
+def sort_key(cell: str) -> tuple[bool, float, str]:
+    """Numbers by their value, before words by the alphabet."""
+    head = cell.split(" ", 1)[0]
+    try:
+        return (False, float(head), cell)
+    except ValueError:
+        return (True, 0.0, cell)

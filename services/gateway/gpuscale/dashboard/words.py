@@ -1,0 +1,70 @@
+"""Numbers and times as people read them. Pure. What is not known is `-`, never 0."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.common.wire import seconds, to_datetime
+
+UNKNOWN = "-"
+_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_SPANS = (("d", 86400), ("h", 3600), ("min", 60))
+
+
+def number(value: float | None, unit: str = "", digits: int = 0) -> str:
+    """`37 %`."""
+    return UNKNOWN if value is None else f"{value:.{digits}f}{unit and ' ' + unit}"
+
+
+def size(count: float | None) -> str:
+    """`79.2 GiB`."""
+    if count is None:
+        return UNKNOWN
+    for unit, worth in _UNITS:
+        if count >= worth:
+            return f"{count / worth:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def span(length: float) -> str:
+    """`2 h 5 min`: at most the two largest parts."""
+    left, parts = max(0, round(length)), list[str]()
+    for unit, worth in _SPANS:
+        if left >= worth:
+            parts.append(f"{left // worth} {unit}")
+            left %= worth
+    if len(parts) < 2:
+        parts.append(f"{left} s")
+    return " ".join(parts[:2])
+
+
+def length(duration: Duration) -> str:
+    """A Duration."""
+    return span(seconds(duration))
+
+
+def clock(time: Timestamp) -> str:
+    """`14:05:09`, or with its date where there was none."""
+    return to_datetime(time).strftime("%Y-%m-%d %H:%M:%S") if time.seconds else UNKNOWN
+
+
+def ago(time: Timestamp, now: datetime) -> str:
+    """How long ago, by this host's clock."""
+    return span((now - to_datetime(time)).total_seconds()) if time.seconds else UNKNOWN
+
+
+def word(message: Message, field: str) -> str:
+    """The value of an enum field as words, `reset required` of GPU_STATE_RESET_REQUIRED.
+
+    A value that only a newer server knows is its number.
+    """
+    enum = message.DESCRIPTOR.fields_by_name[field].enum_type
+    value: object = getattr(message, field)
+    found = enum.values_by_number.get(value) if enum is not None and isinstance(value, int) else None
+    if enum is None or found is None:
+        return str(value)
+    return found.name.removeprefix(enum.values[0].name.removesuffix("UNSPECIFIED")).lower().replace("_", " ")

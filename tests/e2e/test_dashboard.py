@@ -1,0 +1,204 @@
+"""The dashboard in a real browser, over a real `up`: it loads, it lives, and it lets in whom it should."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.client import connect
+from gpuscale.common.wire import to_duration
+from tests.support.browser import chromium, page_of
+from tests.support.ports import free_port
+from tests.support.tokens import token, write_tokens
+from tests.support.up import Up, ctl_environment
+from tests.support.waiting import eventually_sync
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+PICTURES = os.environ.get("GPUSCALE_PICTURES", "")
+"""Where a picture of each page is kept; nowhere when empty."""
+CONFIG = """
+[templates.sleep]
+command = ["/bin/sleep", "1000"]
+"""
+
+
+@contextmanager
+def dashboard(gateway: str, *arguments: str) -> Iterator[str]:
+    """Run it; yields its URL. It ends within 10 s of SIGTERM, with exit code 0."""
+    address = f"127.0.0.1:{free_port()}"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "gpuscale.dashboard.main"),
+            *("--gateway-address", gateway, "--listen", address, *arguments),
+        ],
+        env=ctl_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        assert "serving" in process.stderr.readline()
+        yield f"http://{address}"
+        process.send_signal(signal.SIGTERM)
+        _, noise = process.communicate(timeout=10)
+        assert (process.returncode, noise) == (0, "")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    folder = tmp_path_factory.mktemp("dashboard")
+    config = folder / "gpuscale.toml"
+    config.write_text(CONFIG)
+    with Up(folder, simulate=8, arguments=("--config", str(config))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def site(up: Up) -> Iterator[str]:
+    """The dashboard of an `up` with an endpoint and a recording."""
+    spec = autoscaler_api.EndpointSpec(
+        min_replicas=2,
+        max_replicas=4,
+        tick=to_duration(1),
+        template=autoscaler_api.ReplicaTemplate(template="sleep", gpu_count=1),
+    )
+    with connect(up.address) as client:
+        endpoint = autoscaler_api.Endpoint(name="endpoints/chat", spec=spec)
+        request = autoscaler_api.CreateEndpointRequest(endpoint=endpoint, request_id=str(uuid.uuid4()))
+        client.endpoints.CreateEndpoint(request)
+    with dashboard(up.address) as url:
+        yield url
+
+
+def keep_picture(page: Page, name: str) -> None:
+    if PICTURES:
+        page.wait_for_timeout(1500)  # a picture of a few points says more than one of none
+        page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=True)
+
+
+def tile(page: Page, word: str) -> str:
+    """The figure above a word."""
+    return page.locator(".gs-tile", has_text=word).locator(".gs-number").first.inner_text()
+
+
+PAGES = {
+    "fleet": ("/", "nodes online"),
+    "reservations": ("/reservations", "GPUs reserved and idle"),
+    "endpoints": ("/endpoints", "chat"),
+    "endpoint": ("/endpoints/chat", "Decisions"),
+    "recordings": ("/recordings", "nothing was recorded"),
+    "health": ("/health", "nothing is wrong"),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_loads_without_complaint_and_fits_a_phone(browser: Browser, site: str, name: str) -> None:
+    path, text = PAGES[name]
+    with page_of(browser) as page:
+        started = time.monotonic()
+        page.goto(site + path)
+        page.get_by_text(text).first.wait_for()
+        print(f"\n{name}: {time.monotonic() - started:.2f} s")
+        keep_picture(page, name)
+        page.set_viewport_size({"width": 390, "height": 800})
+        eventually_sync(lambda: page.evaluate("document.scrollingElement.scrollWidth") <= 390, timeout=10)
+
+
+def test_a_reservation_is_seen_without_loading_the_page_again(browser: Browser, up: Up, site: str) -> None:
+    with page_of(browser) as page, connect(up.address) as client:
+        page.goto(site)
+        eventually_sync(lambda: tile(page, "reserved") == "2", timeout=30)
+        with client.reserve(gpus=3):
+            started = time.monotonic()
+            eventually_sync(lambda: tile(page, "reserved") == "5", timeout=30)
+            print(f"\nseen after {time.monotonic() - started:.2f} s")
+        eventually_sync(lambda: tile(page, "reserved") == "2", timeout=30)
+
+
+def test_a_gpu_has_charts_of_what_it_read(browser: Browser, site: str) -> None:
+    with page_of(browser) as page:
+        page.goto(site)
+        page.locator("a[href^='/gpus/']").first.click()
+        page.get_by_text("a point each").wait_for()
+        assert page.locator("canvas").count() == 4
+        keep_picture(page, "gpu")
+
+
+def test_the_filter_finds_by_holder(browser: Browser, site: str) -> None:
+    with page_of(browser) as page:
+        page.goto(site)
+        page.get_by_placeholder("filter").fill("chat")
+        eventually_sync(lambda: tile(page, "GPUs") == "2", timeout=30)
+
+
+def test_an_endpoint_says_why(browser: Browser, site: str) -> None:
+    with page_of(browser) as page:
+        page.goto(f"{site}/endpoints/chat")
+        eventually_sync(lambda: tile(page, "ready") == "2", timeout=60)
+        page.get_by_text("stays at 2").first.wait_for()
+        assert page.locator("tbody tr").count() >= 3
+
+
+def test_it_says_when_nothing_answers(browser: Browser, tmp_path: Path) -> None:
+    with Up(tmp_path, simulate=1) as one, dashboard(one.address) as url, page_of(browser) as page:
+        page.goto(url)
+        page.get_by_text("live", exact=False).first.wait_for()
+        one.kill()
+        page.get_by_text("· connection lost").wait_for()
+        assert tile(page, "GPUs") == "1", "what was heard last stays"
+
+
+def test_a_visitor_signs_in_and_acts_as_far_as_the_role_goes(browser: Browser, tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens.toml", vera="viewer", otto="operator")
+    shown = tmp_path / "vera"
+    shown.write_text(token("vera"))
+    flags = ("--tokens-file", str(tokens))
+    with (
+        Up(tmp_path, simulate=2, arguments=flags) as up,
+        dashboard(up.address, "--sign-in", "--token-file", str(shown)) as url,
+        connect(up.address, token=token("otto")) as client,
+    ):
+        lease = client.reserve(gpus=1, holder="somebody", ttl=600.0)
+        with page_of(browser, expected="403") as page:
+            page.goto(f"{url}/reservations")
+            assert page.url == f"{url}/sign-in"
+            page.get_by_label("Token").fill("guessed")
+            with page.expect_response(lambda answer: answer.status == 403):
+                page.get_by_role("button").click()
+            page.get_by_text("Unauthenticated").wait_for()
+            page.get_by_label("Token").fill(token("vera"))
+            page.get_by_role("button").click()
+            page.get_by_role("link", name="Reservations").click()
+            page.get_by_role("button", name="release").click()
+            page.get_by_role("button", name="Yes").click()
+            page.get_by_text("role", exact=False).first.wait_for()
+            assert lease.name
+            page.get_by_role("button", name="sign out").click()
+            page.get_by_label("Token").fill(token("otto"))
+            page.get_by_role("button").click()
+            page.get_by_role("link", name="Reservations").click()
+            page.get_by_role("button", name="release").click()
+            page.get_by_role("button", name="Yes").click()
+            eventually_sync(lambda: tile(page, "holding") == "0", timeout=30)

@@ -1,0 +1,34 @@
+"""`gpuscalectl top` over a real `up`."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from textual.widgets import DataTable, Static
+
+from gpuscale.client import connect, connect_async
+from gpuscale.dashboard.terminal import Top
+from tests.support.up import Up
+from tests.support.waiting import eventually
+
+PICTURES = os.environ.get("GPUSCALE_PICTURES", "")
+"""Where a picture of the screen is kept; nowhere when empty."""
+
+
+async def test_the_screen_shows_the_gpus_of_this_machine_and_who_holds_them(tmp_path: Path) -> None:
+    with await asyncio.to_thread(Up, tmp_path, simulate=8) as up, connect(up.address) as client:
+        await asyncio.to_thread(client.reserve, 2, "training")
+        top = Top(lambda: connect_async(up.address))
+        async with top.run_test(size=(150, 24)) as pilot:
+            table = top.query_one("#table-gpus", DataTable)
+            await eventually(lambda: table.row_count == 8, timeout=30)
+            await eventually(
+                lambda: [row[-1] for row in map(table.get_row_at, range(8))].count("training") == 2
+            )
+            assert not top.query_one("#problem", Static).display
+            head = top.query_one("#head", Static)
+            assert "8 GPUs" in str(head.render())
+            assert head.region.y == 0, "the figures stay on the screen"
+            if PICTURES:
+                await pilot.pause(20.0)  # long enough for the line to have a form
+                top.save_screenshot("top.svg", path=PICTURES)

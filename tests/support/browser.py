@@ -1,0 +1,59 @@
+"""A real browser, headless: Debian's Chromium, driven by Playwright."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+# The machine has no screen and may have no network: nothing but the page is asked for.
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Start it; skips the test where there is none, but fails in CI."""
+    program = shutil.which("chromium")
+    if program is None:
+        reason = "Chromium is not installed (Debian: chromium; tools/install_test_servers.sh)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def page_of(browser: Browser, *, width: int = 1280, height: int = 800, expected: str = "") -> Iterator[Page]:
+    """A page of its own, as of a new visitor; whatever the browser complains of, but for what is `expected`, fails."""
+    complaints: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": height}, ignore_https_errors=True)
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
+    page.on(
+        "console",
+        lambda message: complaints.append(message.text) if message.type in {"error", "warning"} else None,
+    )
+    page.on("requestfailed", lambda request: complaints.append(f"not loaded: {request.url}"))
+    try:
+        yield page
+    finally:
+        context.close()
+    assert [one for one in complaints if not expected or expected not in one] == []

@@ -1,0 +1,85 @@
+"""What the dashboard makes of the services' messages."""
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.dashboard import rows
+from gpuscale.dashboard.facts import Facts
+
+ONLINE, STALE = monitor_api.NodeState.NODE_STATE_ONLINE, monitor_api.NodeState.NODE_STATE_STALE
+ACTIVE = allocator_api.Reservation.STATE_ACTIVE
+
+
+def node(
+    name: str, *gpus: types_api.Gpu, state: "monitor_api.NodeState.ValueType" = ONLINE
+) -> monitor_api.Node:
+    return monitor_api.Node(name=f"nodes/{name}", state=state, snapshot=types_api.Snapshot(gpus=gpus))
+
+
+def gpu(uuid: str, index: int = 0, **reading: float) -> types_api.Gpu:
+    read = types_api.GpuReading(**reading)
+    return types_api.Gpu(
+        uuid=uuid, index=index, model="H100", state=types_api.GpuState.GPU_STATE_OK, reading=read
+    )
+
+
+def held(uuid: str, holder: str, milli: int = 0) -> allocator_api.Reservation:
+    reserved = allocator_api.ReservedGpu(uuid=uuid, node="nodes/a", milli=milli)
+    return allocator_api.Reservation(name="reservations/r", holder=holder, state=ACTIVE, gpus=[reserved])
+
+
+def facts(*nodes: monitor_api.Node, reservations: tuple[allocator_api.Reservation, ...] = ()) -> Facts:
+    return Facts(nodes={one.name: one for one in nodes}, reservations=reservations)
+
+
+def test_gpus_come_by_node_and_index() -> None:
+    known = facts(node("b", gpu("B0")), node("a", gpu("A1", 1), gpu("A0", 0)))
+    assert [one.label for one in known.gpus()] == ["a/0", "a/1", "b/0"]
+
+
+def test_shares_of_a_gpu_add_up_and_a_whole_one_is_a_thousand() -> None:
+    known = facts(
+        node("a", gpu("A"), gpu("B", 1)),
+        reservations=(held("A", "x", 500), held("A", "y", 250), held("B", "z")),
+    )
+    assert [(one.holders, one.held_milli) for one in known.gpus()] == [(("x", "y"), 750), (("z",), 1000)]
+
+
+def test_a_gpu_of_a_node_that_is_not_heard_of_shows_that() -> None:
+    [one] = facts(node("a", gpu("A"), state=STALE)).gpus()
+    assert one.state == "STALE"
+
+
+def test_what_was_not_read_is_unknown_and_not_zero() -> None:
+    known = facts(node("a", gpu("A"), gpu("B", 1, utilization_percent=40)))
+    first, second = known.gpus()
+    assert (first.utilization, first.memory_percent, first.power) == (None, None, None)
+    assert rows.gpu_row(first)["util"] == "-"
+    assert rows.gpu_row(second)["util"] == "40 %"
+    assert rows.fleet_figures(list(known.nodes.values()), known.gpus())["mean_utilization"] == "40 %"
+
+
+def test_idle_reserved_gpus_are_counted_only_where_they_can_be_read() -> None:
+    known = facts(
+        node("a", gpu("A", 0, utilization_percent=0), gpu("B", 1), gpu("C", 2, utilization_percent=70)),
+        reservations=(held("A", "x"), held("B", "x"), held("C", "x")),
+    )
+    shown = rows.reservation_figures(known.reservations, known.gpus())
+    assert (shown["GPUs_reserved"], shown["GPUs_reserved_and_idle"]) == ("3", "1")
+
+
+def test_only_news_makes_a_new_version() -> None:
+    known = Facts()
+    known.heard("nodes")
+    assert known.version == 0
+    known.lost("nodes", "nothing answers")
+    known.lost("nodes", "nothing answers")
+    assert (known.version, known.problems) == (1, {"nodes": "nothing answers"})
+    known.heard("nodes")
+    assert (known.version, known.problems) == (2, {})
+
+
+def test_the_filter_needs_every_word() -> None:
+    [one] = facts(node("a", gpu("A")), reservations=(held("A", "team/job"),)).gpus()
+    assert rows.matches(rows.gpu_row(one), "h100 JOB")
+    assert not rows.matches(rows.gpu_row(one), "h100 other")

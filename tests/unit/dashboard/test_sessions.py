@@ -1,0 +1,27 @@
+"""Sessions end by themselves, and there are never too many."""
+
+from gpuscale.dashboard.sessions import LENGTH, MOST, Sessions
+
+
+def test_a_session_is_known_by_its_secret_until_its_time_is_over() -> None:
+    sessions = Sessions()
+    sessions.begin("secret", "token", 100.0)
+    assert sessions.token("secret", 100.0 + LENGTH - 1) == "token"
+    assert sessions.token("secret", 100.0 + LENGTH) is None
+    assert sessions.token("guess", 100.0) is None
+
+
+def test_whoever_signs_out_is_out() -> None:
+    sessions = Sessions()
+    sessions.begin("secret", "token", 0.0)
+    sessions.end("secret")
+    sessions.end("secret")
+    assert sessions.token("secret", 0.0) is None
+
+
+def test_the_oldest_makes_room() -> None:
+    sessions = Sessions()
+    for number in range(MOST + 1):
+        sessions.begin(str(number), "token", 0.0)
+    assert sessions.token("0", 0.0) is None
+    assert sessions.token("1", 0.0) == sessions.token(str(MOST), 0.0) == "token"

@@ -1,0 +1,45 @@
+"""Numbers and times as people read them."""
+
+from datetime import UTC, datetime
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.dashboard import words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (59.6, "1 min 0 s"),
+        (61, "1 min 1 s"),
+        (7500, "2 h 5 min"),
+        (90_000, "1 d 1 h"),
+        (-3, "0 s"),
+    ],
+)
+def test_a_span_has_at_most_two_parts(seconds: float, text: str) -> None:
+    assert words.span(seconds) == text
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    assert words.number(None, "%") == words.size(None) == words.clock(Timestamp()) == "-"
+    assert words.ago(Timestamp(), datetime.now(UTC)) == "-"
+
+
+def test_sizes_have_binary_units() -> None:
+    assert [words.size(count) for count in (0, 1023, 1 << 10, 80 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "80.0 GiB",
+    ]
+
+
+def test_an_enum_is_words_and_a_value_from_the_future_its_number() -> None:
+    node = monitor_api.Node(state=monitor_api.NodeState.NODE_STATE_ONLINE)
+    assert words.word(node, "state") == "online"
+    node = monitor_api.Node.FromString(b"\x10\x63")  # field 2, value 99
+    assert words.word(node, "state") == "99"
