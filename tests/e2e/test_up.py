@@ -73,7 +73,7 @@ def test_it_is_there_at_once(up: Up) -> None:
     lines = up.banner.splitlines()
     assert lines[0].endswith(f" is up at {up.address}")
     assert lines[1:] == [
-        "  dashboard  not installed",
+        f"  dashboard  gpuscalectl --address {up.address} dashboard",
         f"  data       {up.folder / 'data'}",
         "  GPUs       4 SIMULATED: no hardware stands behind them",
     ]

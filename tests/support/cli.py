@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,16 +22,26 @@ class Ran:
     err: str
 
 
-def run_cli(*arguments: str, stdin: str = "", environment: Mapping[str, str] | None = None) -> Ran:
-    """Run one command as its own process would."""
+class _Keyboard(io.StringIO):
+    """Standard input at which a person sits."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run_cli(
+    *arguments: str, stdin: str = "", environment: Mapping[str, str] | None = None, person: bool = False
+) -> Ran:
+    """Run one command as its own process would; `person`: somebody types what is on standard input."""
     with pytest.MonkeyPatch.context() as patch:
         out, err = io.StringIO(), io.StringIO()
         patch.setattr(sys, "argv", ["gpuscalectl", *arguments])
-        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        patch.setattr(sys, "stdin", _Keyboard(stdin) if person else io.StringIO(stdin))
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
-        for name in ("GPUSCALE_ADDRESS", "GPUSCALE_TOKEN_FILE"):
-            patch.delenv(name, raising=False)
+        for name in [name for name in os.environ if name.startswith("GPUSCALE_")]:
+            patch.delenv(name)
+        patch.setenv("GPUSCALE_CONTEXTS", os.devnull)
         for name, value in (environment or {}).items():
             patch.setenv(name, value)
         code = 0

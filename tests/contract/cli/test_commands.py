@@ -51,6 +51,10 @@ COMMANDS: list[tuple[str, ...]] = [
     ("get", "cordons"),
     ("get", "cordons", "host-1"),
     ("get", "quotas"),
+    ("get", "quotas", "vision"),
+    ("set", "quota", "vision", "--gpus", "2.5", "--weight", "2"),
+    ("set", "quota", "vision", "--no-limit"),
+    ("delete", "quota", "vision", "--yes"),
     ("cordon", "host-1", "--reason", "fan"),
     ("uncordon", "host-1"),
     ("drain", "host-1", "--grace", "5m"),
@@ -59,10 +63,14 @@ COMMANDS: list[tuple[str, ...]] = [
     ("apply", "-f", "-"),
     ("delete", "endpoint", "jobs", "--yes"),
     ("delete", "watcher", "jobs", "-y"),
+    ("forget", "adapter", "process-1", "--yes"),
     ("scale", "endpoint", "jobs", "--replicas", "4", "--current-replicas", "3"),
     ("explain", "endpoint", "jobs"),
     ("explain", "decision", "jobs/d1"),
     ("explain", "exit-codes"),
+    ("explain", "endpoint.spec"),
+    ("wait", "endpoint", "jobs", "--for", "status.desired_replicas=3"),
+    ("events", "--since", "100000d"),
     ("evaluate", "endpoint", "jobs", "--signal", "depth=50@3s", "--signal", "other=?", "--changed", "up=4m"),
     ("create", "rule", "jobs/up", "--set", "signal=depth", "--set", "step.comparator=>"),
     ("get", "rules"),
@@ -76,9 +84,15 @@ COMMANDS: list[tuple[str, ...]] = [
     ("top", "--once"),
 ]
 READS = [
-    command for command in COMMANDS if command[0] not in {"apply", "delete", "scale", "update", "create"}
+    command
+    for command in COMMANDS
+    if command[0] not in {"apply", "delete", "forget", "scale", "set", "update", "create"}
 ]
-ASKS = [command for command in COMMANDS if command != ("explain", "exit-codes")]
+ASKS = [
+    command
+    for command in COMMANDS
+    if command not in {("explain", "exit-codes"), ("explain", "endpoint.spec")}
+]
 EACH = pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 EACH_READ = pytest.mark.parametrize("command", READS, ids=" ".join)
 EACH_THAT_ASKS = pytest.mark.parametrize("command", ASKS, ids=" ".join)
@@ -106,6 +120,9 @@ keda   20 messages each.
 jobs   default   jobs   OK   12   -   -   1s   -
 """,
     ("delete", "watcher", "jobs", "-y"): "watchers/jobs deleted\n",
+    ("forget", "adapter", "process-1", "--yes"): (
+        "adapters/process-1 is forgotten; replicas that ended with it: endpoints/jobs/replicas/r1\n"
+    ),
     ("get", "quotas"): """\
 TENANT   GPUS HELD   LIMIT   WEIGHT   WAITING
 vision   1.5         8       1        2
@@ -259,6 +276,7 @@ def test_what_is_not_there_is_3(ctl: Any, noun: str) -> None:
         ("scale", "endpoint", "jobs"),
         ("get", "nodes", "A/B"),
         ("delete", "endpoint", "jobs"),
+        ("forget", "adapter", "process-1"),
         ("apply", "-f", "/no/such/file"),
         ("--request-timeout", "never", "get", "nodes"),
         ("--token-file", "/no/such/file", "get", "nodes"),
@@ -292,8 +310,12 @@ def test_errors_of_the_server(ctl: Any, world: canned.World, error: errors.Gpusc
     world.refuse["Reserve"] = error
     ran = ctl("reserve", "--gpus", "2", "-o", "json")
     assert (ran.code, ran.out) == (code, "")
-    assert f"error: {error.message}" in ran.err
-    assert ("gpu_count: wrong" in ran.err) == (code == 2)
+    found = json.loads(ran.err)["error"]
+    assert (found["message"], found["reason"], found["exitCode"]) == (error.message, error.reason, code)
+    assert found.get("fields") == ([{"field": "gpu_count", "description": "wrong"}] if code == 2 else None)
+    in_words = ctl("reserve", "--gpus", "2").err
+    assert f"error: {error.message}" in in_words
+    assert ("gpu_count: wrong" in in_words) == (code == 2)
 
 
 def test_reserve_sends_what_was_typed(ctl: Any, world: canned.World) -> None:
@@ -421,6 +443,20 @@ def test_delete_asks_nobody_without_a_terminal(ctl: Any, world: canned.World) ->
     assert "endpoints/jobs" not in world.things
 
 
+@pytest.mark.parametrize(
+    ("answer", "code", "left"), [("y\n", 0, False), ("n\n", 1, True), ("\n", 1, True), ("", 130, True)]
+)
+def test_delete_asks_a_person(
+    gateway: tuple[str, canned.World], answer: str, code: int, *, left: bool
+) -> None:
+    """The question goes to standard error: standard output stays the payload."""
+    ran = run_cli("--address", gateway[0], "delete", "endpoint", "jobs", stdin=answer, person=True)
+    assert ran.code == code
+    assert ("endpoints/jobs" in gateway[1].things) is left
+    assert "Delete endpoints/jobs?" in ran.err
+    assert ran.out == ("" if left else "endpoints/jobs is deleted once its replicas have finished\n")
+
+
 def test_explain_says_why(ctl: Any) -> None:
     out = ctl("explain", "endpoint", "jobs").out
     assert "endpoints/jobs: 3 desired, 2 granted, 2 ready; bounds 0-4" in out
@@ -431,7 +467,7 @@ def test_explain_says_why(ctl: Any) -> None:
     assert "3 -> 2   NO_CAPACITY      one GPU missing" in out
     assert "evaluated now: 3 -> 4 wanted: from 3 to 4: max_replicas is 4" in out
     assert "would be 6 if max_replicas were not 4" in out
-    assert "may go to 3 in 43s, if signals stay as they are" in out
+    assert "to 3 in 43s, if signals stay as they are" in out
 
 
 def test_the_allocator_away_does_not_hide_the_gpus(ctl: Any, world: canned.World) -> None:
@@ -447,5 +483,5 @@ def test_an_empty_list_is_a_list(ctl: Any, world: canned.World) -> None:
     world.things.clear()
     assert json.loads(ctl("get", "nodes", "-o", "json").out) == {"nodes": []}
     ran = ctl("get", "nodes")
-    assert ran.err == "none\n"
+    assert ran.err.startswith("none: no agent reports")
     assert ctl("get", "nodes", "--no-headers").out == ""

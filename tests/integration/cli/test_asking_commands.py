@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gpuscale.common.clock import SystemClock
 from tests.support.asking_autoscaler import Asking, asking
@@ -63,6 +64,8 @@ async def test_a_preset_is_shown_applied_asked_about_and_explained(asked: Asking
     assert "1 -> 1 wanted" in asked_by_file
     explained = await ctl(asked, "explain", "endpoint", "jobs")
     assert "evaluated now: " in explained
+    verified = await ctl(asked, "explain", "endpoint", "jobs", "--verify")
+    assert verified.splitlines()[-1].startswith("verified: ")
     assert len(explained.splitlines()) <= 24
 
 
@@ -120,3 +123,31 @@ async def test_rules_are_created_changed_and_deleted_one_by_one(asked: Asking) -
     assert [one["rule"]["threshold"]["upAbove"] for one in other] == [50.0]
     await ctl(asked, "delete", "rule", "jobs/big", "--yes")
     assert "jobs/big" not in await ctl(asked, "get", "rules")
+
+
+async def test_tiers_are_typed_with_a_preset(asked: Asking) -> None:
+    shown = await ctl(
+        asked,
+        *("preset", "show", "opengris_fixed_elastic", "--watcher", "jobs", "--gpus", "0"),
+        *("--tier", "primary", "--tier", "elastic=5", "--set", "primary_worker_groups=2"),
+    )
+    tiers = yaml.safe_load(shown)["spec"]["template"]["tiers"]
+    assert tiers == [
+        {"adapter": "adapters/primary", "maxReplicas": 2},
+        {"adapter": "adapters/elastic", "maxReplicas": 5},
+    ]
+    assert "created" in await ctl(asked, "apply", "-f", "-", stdin=shown)
+
+
+async def test_policies_share_gpus_and_have_traces_of_their_own(asked: Asking, trace: str) -> None:
+    arguments = ("backtest", "--preset", "hpa", "--preset", "knative", "--trace", trace, *LOAD)
+    alone = json.loads(await ctl(asked, *arguments, "-o", "json"))["reports"]
+    shared = json.loads(
+        await ctl(asked, *arguments, "--share-gpus", "--trace-of", f"knative={trace}", "-o", "json")
+    )["reports"]
+    waits = [sum(one["waitP99Seconds"] for one in reports) for reports in (alone, shared)]
+    assert waits[1] > waits[0], "they are in each other's way"
+    history = await asyncio.to_thread(
+        run_cli, "--address", asked.autoscaler.address, "backtest", "--preset", "hpa", "--history", "nobody"
+    )
+    assert "endpoints/nobody" in history.err

@@ -15,6 +15,7 @@ from tests.support.monitor import RunningFleet, running_agent, running_fleet
 from tests.support.waiting import eventually
 
 ONLINE = api.NodeState.NODE_STATE_ONLINE
+OFFLINE = api.NodeState.NODE_STATE_OFFLINE
 SLEEP = (sys.executable, "-c", "import sys, time; print('done'); time.sleep(0.9); sys.exit(3)")
 
 
@@ -104,6 +105,62 @@ async def test_history_shows_trends_and_points(fleet: RunningFleet) -> None:
     assert "POWER_WATTS" in points.out.splitlines()[1]
     wrong = await ctl(fleet, "history", uuid, "--metric", "colour")
     assert (wrong.code, "power_watts" in wrong.err) == (2, True)
+
+
+async def test_history_is_asked_by_kind_and_a_unit_may_be_left_out(fleet: RunningFleet) -> None:
+    uuid = (await fleet.node("alpha")).snapshot.gpus[0].uuid
+    asked = ("--since", "10m", "--metric", "utilization")
+    for name in (uuid, f"alpha/{uuid.lower()}"):
+        gpu = await ctl(fleet, "history", "gpu", name, *asked)
+        assert (gpu.code, "UTILIZATION_PERCENT" in gpu.out) == (0, True), gpu.err
+    node = await ctl(fleet, "history", "node", "alpha", *asked, "-o", "json")
+    [trend] = json.loads(node.out)["trends"]
+    assert (trend["name"], trend["stats"]["metric"]) == ("nodes/alpha", "METRIC_UTILIZATION_PERCENT")
+    assert set(trend["stats"]) >= {"min", "max", "mean", "sampleCount"}
+    for wrong in (("gpu", "alpha"), ("node", uuid)):
+        assert (await ctl(fleet, "history", *wrong)).code == 2
+
+
+async def test_a_recording_is_started_shown_in_the_known_structure_stopped_and_deleted(
+    fleet: RunningFleet,
+) -> None:
+    gpu = (await fleet.node("alpha")).snapshot.gpus[1]
+    began = await ctl(
+        fleet, "start", "recording", "night", "--gpu", gpu.uuid, "--interval", "0.25s", "--for", "1h"
+    )
+    assert (began.code, "RUNNING" in began.out) == (0, True), began.err
+
+    async def sampled() -> dict[str, Any] | None:
+        ran = await ctl(fleet, "get", "recording", "night", "-o", "json")
+        found: dict[str, Any] = json.loads(ran.out)
+        return found if found["sample_count"] >= 2 else None
+
+    found = await eventually(sampled)
+    assert found is not None
+    assert set(found) == {"monitoring_duration_seconds", "sample_count", "gpu_stats"}
+    assert list(found["gpu_stats"]) == [str(gpu.index)]
+    assert found["gpu_stats"][str(gpu.index)]["name"] == gpu.model
+    stopped = await ctl(fleet, "stop", "recording", "night", "-o", "json")
+    last = json.loads(stopped.out)
+    assert last["gpu_stats"][str(gpu.index)]["utilization"]["samples"] >= 2
+    assert json.loads((await ctl(fleet, "get", "rec", "night", "-o", "json")).out) == last
+    shown = await ctl(fleet, "get", "recordings", "night")
+    assert [line.split()[0] for line in shown.out.splitlines()] == ["NAME", "night", "NODE", "alpha"]
+    again = await ctl(fleet, "start", "recording", "night", "--gpu", gpu.uuid)
+    assert again.code == 4, "there is one of that name"
+    assert (await ctl(fleet, "delete", "recording", "night", "--yes")).code == 0
+    assert (await ctl(fleet, "get", "recording", "night")).code == 3
+
+
+async def test_a_node_is_forgotten_once_it_is_offline(fleet: RunningFleet) -> None:
+    streaming = await ctl(fleet, "forget", "node", "alpha")
+    assert (streaming.code, "streams" in streaming.err) == (4, True)
+    async with running_agent(fleet.address, node="beta", simulated_gpu_count=0):
+        await fleet.until("beta", ONLINE)
+    await fleet.until("beta", OFFLINE)
+    gone = await ctl(fleet, "forget", "node", "beta", "-o", "name")
+    assert (gone.code, gone.out) == (0, "nodes/beta\n"), gone.err
+    assert (await ctl(fleet, "forget", "nodes/beta")).code == 3
 
 
 async def test_get_health_says_when_nothing_is_wrong(fleet: RunningFleet) -> None:

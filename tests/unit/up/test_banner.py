@@ -14,7 +14,7 @@ def test_banner() -> None:
     assert first.startswith("gpuscale ")
     assert first.endswith(" is up at 127.0.0.1:7070")
     assert rest == [
-        "  dashboard  not installed",
+        "  dashboard  gpuscalectl dashboard",
         "  data       /data",
         "  GPUs       2 SIMULATED: no hardware stands behind them",
     ]

@@ -1,56 +1,192 @@
-"""`gpuscalectl apply`: create or change queue watchers and endpoints until they are as files say."""
+"""`gpuscalectl apply` and `diff`: queue watchers and endpoints as files say, and what that would change."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.output import Format, to_dict, write_lines
-from gpuscale.cli.session import note, session_of
-from gpuscale.common.errors import InvalidArgumentError, NotFoundError
+from gpuscale.cli.change import Yes, confirm
+from gpuscale.cli.exit_codes import ExitCode
+from gpuscale.cli.output import Format, dump_yaml, to_dict, write_lines
+from gpuscale.cli.session import Session, note, session_of
+from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from gpuscale.api.autoscaler.v1 import Endpoint, QueueWatcher
-    from gpuscale.cli.manifests import Resource
+    from gpuscale.cli.manifests import Declared, Resource
+    from gpuscale.cli.planning import Step
     from gpuscale.client import Client
 
 SUFFIXES = frozenset({".yaml", ".yml", ".json"})
+DIFFERS = 1
+"""Exit code of `diff` where something differs; more where it cannot be told, as of `diff` itself."""
+
+
+class DryRun(StrEnum):
+    """Who says what would be done."""
+
+    CLIENT = "client"
+    SERVER = "server"
+
+
+Files = Annotated[
+    list[str],
+    typer.Option(
+        "--file", "-f", metavar="FILE", help="A YAML file, a folder of them, or - for standard input."
+    ),
+]
+Prune = Annotated[
+    bool, typer.Option("--prune", help="Delete watchers and endpoints that the files do not name.")
+]
 
 
 def apply(
     context: typer.Context,
-    file: Annotated[
-        list[str],
+    file: Files,
+    prune: Prune = False,
+    dry_run: Annotated[
+        DryRun | None,
         typer.Option(
-            "--file", "-f", metavar="FILE", help="A YAML file, a folder of them, or - for standard input."
+            help="Change nothing: only read the files (client), or let the server check too (server)."
         ),
-    ],
+    ] = None,
+    yes: Yes = False,
 ) -> None:
     """Create or change queue watchers and endpoints until they are as the files say."""
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.manifests import parse
+    from gpuscale.cli import planning
 
-    # All files are read before anything is changed. Endpoints read watchers, so these come first.
-    wanted = [resource for name in file for text, source in read(name) for resource in parse(text, source)]
-    wanted.sort(key=lambda resource: isinstance(resource, api.Endpoint))
+    wanted = _read_all(file)
+    if prune and not wanted:
+        raise InvalidArgumentError("the files name nothing, and --prune would delete everything")
     session = session_of(context)
-    applied: dict[str, list[dict[str, object]]] = {"queueWatchers": [], "endpoints": []}
+    if dry_run is DryRun.CLIENT:
+        if session.output.human:
+            write_lines([f"{one.resource.name} fits the contract (dry run)" for one in wanted])
+        _write(session, [one.resource for one in wanted])
+        return
     with session.connect() as client:
-        for resource in wanted:
-            result, what = _apply(client, resource)
-            # Data is written at the end; if one of them fails, what was done before is still said.
-            (write_lines if session.output.human else _notes)([f"{result.name} {what}"])
-            applied["endpoints" if isinstance(result, api.Endpoint) else "queueWatchers"].append(
-                to_dict(result)
-            )
-    if session.output.format is Format.NAME:
-        write_lines([str(item["name"]) for items in applied.values() for item in items])
-    elif not session.output.human:
-        session.output.write_data(applied)
-    if not wanted:
+        steps = planning.plan(client, wanted, prune=prune)
+        _tell_plan(session, steps)
+        doomed = [step.name for step in steps if step.action is planning.Action.DELETE]
+        if doomed and dry_run is None:
+            confirm(", ".join(doomed), yes=yes)
+        _write(session, _taken(session, client, steps, dry_run=dry_run is not None))
+    if not steps:
         note("nothing to apply")
+
+
+def _taken(session: Session, client: "Client", steps: "Sequence[Step]", *, dry_run: bool) -> "list[Resource]":
+    """Take the steps; each is said at once, so that what was done is known when a later one fails."""
+    from gpuscale.cli import planning
+
+    done: list[Resource] = []
+    for step in steps:
+        after, action = planning.take(client, step, dry_run=dry_run)
+        done.append(after)
+        said = f"{after.name} {action}{' (dry run)' if dry_run else ''}"
+        (write_lines if session.output.human else _notes)([said])
+    return done
+
+
+def _write(session: Session, done: "Sequence[Resource]") -> None:
+    """Write the resources, for a program; a person has read what became of each."""
+    from gpuscale.api.autoscaler import v1 as api
+
+    output = session.output
+    if output.human:
+        return
+    if output.format is Format.NAME:
+        write_lines([resource.name for resource in done])
+        return
+    data: dict[str, list[dict[str, object]]] = {"queueWatchers": [], "endpoints": []}
+    for resource in done:
+        data["endpoints" if isinstance(resource, api.Endpoint) else "queueWatchers"].append(to_dict(resource))
+    output.write_data(data)
+
+
+_SIGNS = {"created": "+", "configured": "~", "deleted": "-"}
+
+
+def _tell_plan(session: Session, steps: "Sequence[Step]") -> None:
+    """Say what is about to be done, to a person."""
+    from gpuscale.cli import planning
+
+    changing = [step for step in steps if step.action is not planning.Action.KEEP]
+    if not session.output.human or not changing:
+        return
+    counts = {action: sum(step.action is action for step in steps) for action in planning.Action}
+    note("plan: " + ", ".join(f"{count} {action}" for action, count in counts.items() if count))
+    for step in changing:
+        note(f"  {_SIGNS[step.action]} {step.name}")
+        if step.action is planning.Action.CONFIGURE and step.wanted is not None:
+            for line in planning.changes(step.before, step.wanted.resource):
+                note(f"      {line}")
+
+
+def diff(context: typer.Context, file: Files, prune: Prune = False) -> None:
+    """Say what apply would change; nothing is changed. Exit code 0 where nothing would, 1 where something would."""
+    from gpuscale.cli import planning
+    from gpuscale.cli.faults import report
+
+    session = session_of(context)
+    try:
+        wanted = _read_all(file)
+        with session.connect() as client:
+            steps = planning.plan(client, wanted, prune=prune)
+            found = [
+                (step, _after(client, step)) for step in steps if step.action is not planning.Action.KEEP
+            ]
+    except GpuscaleError as error:
+        # 1 says that something differs.
+        raise typer.Exit(max(report(error), ExitCode.USAGE)) from error
+    differing = [(step, lines) for step, after in found if (lines := _diff_lines(step, after))]
+    if session.output.human:
+        write_lines([line for _, lines in differing for line in lines])
+    else:
+        records = [
+            {"name": step.name, "action": str(step.action), "diff": lines} for step, lines in differing
+        ]
+        session.output.write_data({"changes": records})
+    if differing:
+        raise typer.Exit(DIFFERS)
+
+
+def _after(client: "Client", step: "Step") -> "Resource | None":
+    """The resource as the server would have it then."""
+    from gpuscale.cli import planning
+
+    return None if step.wanted is None else planning.take(client, step, dry_run=True)[0]
+
+
+def _diff_lines(step: "Step", after: "Resource | None") -> list[str]:
+    import difflib
+
+    from gpuscale.cli import planning
+
+    one, other = (_yaml(planning.manifest(each)) for each in (step.before, after))
+    lines = difflib.unified_diff(one, other, f"live/{step.name}", f"file/{step.name}", lineterm="")
+    return list(lines)
+
+
+def _yaml(data: object) -> list[str]:
+    import io
+
+    text = io.StringIO()
+    if data:
+        dump_yaml(data, text)
+    return text.getvalue().splitlines()
+
+
+def _read_all(files: Sequence[str]) -> "list[Declared]":
+    """All files are read, and held against the contract, before anybody is asked to change anything."""
+    from gpuscale.cli.manifests import declared
+    from gpuscale.cli.planning import check
+
+    wanted = [one for name in files for text, source in read(name) for one in declared(text, source)]
+    check(wanted)
+    return wanted
 
 
 def _notes(lines: list[str]) -> None:
@@ -77,44 +213,3 @@ def read(name: str) -> Iterator[tuple[str, str]]:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise InvalidArgumentError(f"{each}: {reason}") from error
-
-
-def _apply(client: "Client", wanted: "Resource") -> "tuple[Resource, str]":
-    from gpuscale.api.autoscaler import v1 as api
-
-    return _endpoint(client, wanted) if isinstance(wanted, api.Endpoint) else _watcher(client, wanted)
-
-
-def _endpoint(client: "Client", wanted: "Endpoint") -> "tuple[Endpoint, str]":
-    from uuid import uuid4
-
-    from gpuscale.api.autoscaler import v1 as api
-
-    try:
-        existing = client.endpoints.GetEndpoint(api.GetEndpointRequest(name=wanted.name)).endpoint
-    except NotFoundError:
-        new = api.CreateEndpointRequest(endpoint=wanted, request_id=str(uuid4()))
-        return client.endpoints.CreateEndpoint(new).endpoint, "created"
-    if existing.spec == wanted.spec:
-        return existing, "unchanged"
-    changed = api.Endpoint(name=wanted.name, spec=wanted.spec, etag=wanted.etag or existing.etag)
-    updated = client.endpoints.UpdateEndpoint(api.UpdateEndpointRequest(endpoint=changed)).endpoint
-    return updated, "unchanged" if updated.etag == existing.etag else "configured"
-
-
-def _watcher(client: "Client", wanted: "QueueWatcher") -> "tuple[QueueWatcher, str]":
-    from uuid import uuid4
-
-    from gpuscale.api.autoscaler import v1 as api
-
-    watchers = client.queue_watchers
-    try:
-        existing = watchers.GetQueueWatcher(api.GetQueueWatcherRequest(name=wanted.name)).queue_watcher
-    except NotFoundError:
-        new = api.CreateQueueWatcherRequest(queue_watcher=wanted, request_id=str(uuid4()))
-        return watchers.CreateQueueWatcher(new).queue_watcher, "created"
-    if existing.spec == wanted.spec:
-        return existing, "unchanged"
-    changed = api.QueueWatcher(name=wanted.name, spec=wanted.spec, etag=wanted.etag or existing.etag)
-    updated = watchers.UpdateQueueWatcher(api.UpdateQueueWatcherRequest(queue_watcher=changed)).queue_watcher
-    return updated, "unchanged" if updated.etag == existing.etag else "configured"

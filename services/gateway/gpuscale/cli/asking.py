@@ -135,7 +135,7 @@ class Asking:
             host_memory_bytes=self.host_memory,
             nodes=[full_name(NODE, name) for name in self.node or ()],
             excluded_nodes=[full_name(NODE, name) for name in self.exclude_node or ()],
-            gpus=[full_name(GPU, name.lower()) for name in self.gpu or ()],
+            only_gpus=[full_name(GPU, name.lower()) for name in self.gpu or ()],
             excluded_gpus=[full_name(GPU, name.lower()) for name in self.exclude_gpu or ()],
             node_labels=dict(map(pair, self.node_label or ())),
             apart_from=dict(map(pair, self.apart_from or ())),

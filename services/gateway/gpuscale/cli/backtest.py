@@ -32,6 +32,17 @@ def backtest(
         list[str] | None,
         typer.Option(metavar="NAME", help="A preset, beside those in files; `all` for every one."),
     ] = None,
+    share_gpus: Annotated[
+        bool,
+        typer.Option(
+            "--share-gpus",
+            help="Run all policies at once, beside each other on --max-gpus; the first come first.",
+        ),
+    ] = False,
+    trace_of: Annotated[
+        list[str] | None,
+        typer.Option(metavar="POLICY=FILE", help="A trace for one policy alone; may be repeated."),
+    ] = None,
     plot: Annotated[
         str, typer.Option(metavar="FILE", help="Draw replicas and queue as SVG; - for bars below the table.")
     ] = "",
@@ -44,9 +55,11 @@ def backtest(
         raise InvalidArgumentError("there is no policy: pass --file, or --preset")
     policies = _policies(file or [])
     request = workload.request()
+    request.shared_gpus = share_gpus
     session = session_of(context)
     with session.connect() as client:
         policies += [_preset(name) for name in preset_names(client, preset or [])]
+        _give_traces(policies, trace_of or [])
         found = run(client, request, policies)
     if plot and plot != BARS:
         _write(Path(plot), svg(found))
@@ -64,6 +77,17 @@ def _policies(files: list[str]) -> "list[BacktestPolicy]":
     from gpuscale.cli.policies import parse_policies
 
     return [one for name in files for text, source in read(name) for one in parse_policies(text, source)]
+
+
+def _give_traces(policies: "list[BacktestPolicy]", typed: list[str]) -> None:
+    from gpuscale.cli.workload import read_workload
+
+    by_name = {policy.name: policy for policy in policies}
+    for text in typed:
+        name, _, file = text.partition("=")
+        if name not in by_name or not file:
+            raise typer.BadParameter(f"{text!r} names no policy and trace; write it like POLICY=FILE")
+        by_name[name].workload.CopyFrom(read_workload(file))
 
 
 def _preset(name: str) -> "BacktestPolicy":

@@ -9,11 +9,13 @@ from gpuscale.cli.asking import Asking
 from gpuscale.cli.exit_codes import ExitCode
 from gpuscale.cli.options import duration, size
 from gpuscale.cli.output import write_lines
+from gpuscale.cli.progress import REPEAT, Progress
 from gpuscale.cli.session import Session, session_of
 from gpuscale.cli.typed import takes
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import CheckAvailabilityResponse, EstimateRequirementsResponse
+    from gpuscale.api.allocator.v1 import Ask, CheckAvailabilityResponse, EstimateRequirementsResponse
+    from gpuscale.client import Client
 
 rank_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -37,19 +39,34 @@ def check(
 ) -> None:
     """Say whether there is room, and which GPUs it would be; nothing is reserved. Exit code 5 where there is none."""
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.common.wire import to_duration
 
     session = session_of(context)
     ask = asking.message()
     with session.connect() as client:
         if wait:
-            client.capacity.WaitForAvailability(
-                api.WaitForAvailabilityRequest(ask=ask, timeout=to_duration(wait)), timeout=wait + _SLACK
-            )
+            _wait(client, ask, wait)
         found = client.capacity.CheckAvailability(api.CheckAvailabilityRequest(ask=ask))
     _write_check(session, found)
     if not found.available:
         raise typer.Exit(ExitCode.NO_CAPACITY)
+
+
+def _wait(client: "Client", ask: "Ask", wait: float) -> None:
+    """Wait for room, and say in between why there is none."""
+    from gpuscale.api.allocator import v1 as api
+    from gpuscale.common.wire import to_duration
+
+    progress = Progress()
+    try:
+        while (left := wait - progress.elapsed) > 0:
+            part = min(left, REPEAT)
+            request = api.WaitForAvailabilityRequest(ask=ask, timeout=to_duration(part))
+            found = client.capacity.WaitForAvailability(request, timeout=part + _SLACK)
+            if found.available:
+                return
+            progress.tell(found.message)
+    finally:
+        progress.end()
 
 
 def _write_check(session: Session, found: "CheckAvailabilityResponse") -> None:

@@ -8,6 +8,7 @@ import typer
 from gpuscale.cli.options import Name
 from gpuscale.cli.output import Format, write_lines
 from gpuscale.cli.session import note, session_of
+from gpuscale.cli.terminal import ask
 from gpuscale.common.errors import InvalidArgumentError
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -49,8 +50,8 @@ def confirm(name: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise InvalidArgumentError(f"{name} is not deleted: pass --yes where nobody can be asked")
-    if not typer.confirm(f"Delete {name}?", err=True):
+        raise InvalidArgumentError(f"nobody can be asked whether to delete {name}: pass --yes")
+    if not ask(f"Delete {name}?"):
         note("nothing deleted")
         raise typer.Exit(1)
 

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 NOT_FOUND, NOT_RUN = 127, 126
 """Exit codes of a command that is not there, and of one that cannot be run."""
+STDERR = 2
+"""Where a command's standard output goes, while that of `gpuscalectl` is data."""
 OF_SIGNAL = 128
 """Added to the number of the signal that ended a command."""
 

@@ -58,6 +58,7 @@ _BY_REASON: Mapping[str, ExitCode] = {
     "WAIT_TIMEOUT": ExitCode.NO_CAPACITY,
     "QUOTA_EXCEEDED": ExitCode.NO_CAPACITY,
     # Files and addresses that were typed.
+    "CONTEXTS": ExitCode.USAGE,
     "TOKEN_FILE": ExitCode.USAGE,
     "TLS_FILES": ExitCode.USAGE,
     "INSECURE_TRANSPORT": ExitCode.USAGE,

@@ -8,11 +8,25 @@ from gpuscale.cli.exit_codes import MEANINGS
 from gpuscale.cli.options import Name
 from gpuscale.cli.output import write_lines
 from gpuscale.cli.session import session_of
+from gpuscale.common.errors import FailedPreconditionError
 
 if TYPE_CHECKING:
-    from gpuscale.api.autoscaler.v1 import Decision, DecisionStep, Endpoint, Observation
+    from gpuscale.api.autoscaler.v1 import (
+        Decision,
+        DecisionStep,
+        Endpoint,
+        Observation,
+        VerifyDecisionResponse,
+    )
+    from gpuscale.client import Client
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify", help="Evaluate it again from what was stored with it; another result is an error."
+    ),
+]
 
 
 @app.command("endpoint")
@@ -20,11 +34,12 @@ def explain_endpoint(
     context: typer.Context,
     name: Name,
     last: Annotated[int, typer.Option(min=1, help="How many decisions, newest first.")] = 1,
+    verify: Verify = False,
 ) -> None:
     """Why an endpoint has the replicas it has, what would change that, and when it may change."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli import resources
-    from gpuscale.cli.views.asking import evaluation_lines
+    from gpuscale.cli.views.asking import outlook_lines
     from gpuscale.cli.views.autoscaler import DECISIONS
 
     session = session_of(context)
@@ -33,8 +48,10 @@ def explain_endpoint(
         decisions = resources.decisions(client, endpoint=endpoint.name, limit=last)
         # Asked now, for a decision of a while ago does not say what holds the count back since.
         now = client.decisions.Evaluate(api.EvaluateRequest(name=endpoint.name))
+        verdict = verified(client, decisions[0]) if verify and decisions else None
     if not session.output.human:
         session.output.write_list(decisions, DECISIONS)
+        _require_equal(verdict)
         return
     lines = _endpoint_lines(endpoint)
     for decision in decisions:
@@ -42,11 +59,13 @@ def explain_endpoint(
     if not decisions:
         lines += ["", "No decision yet."]
     asked = f"{now.decision.before} -> {now.decision.wanted} wanted"
-    write_lines([*lines, "", f"evaluated now: {asked}: {now.decision.summary}", *evaluation_lines(now)])
+    lines += ["", f"evaluated now: {asked}: {now.decision.summary}", *outlook_lines(endpoint, now)]
+    write_lines([*lines, *verdict_lines(verdict)])
+    _require_equal(verdict)
 
 
 @app.command("decision")
-def explain_decision(context: typer.Context, name: Name) -> None:
+def explain_decision(context: typer.Context, name: Name, verify: Verify = False) -> None:
     """One decision, step by step. NAME is ENDPOINT/DECISION."""
     from gpuscale.cli import resources
     from gpuscale.cli.views.autoscaler import DECISIONS
@@ -54,10 +73,12 @@ def explain_decision(context: typer.Context, name: Name) -> None:
     session = session_of(context)
     with session.connect() as client:
         [decision] = resources.decisions(client, [name])
+        verdict = verified(client, decision) if verify else None
     if session.output.human:
-        write_lines(decision_lines(decision))
+        write_lines([*decision_lines(decision), *verdict_lines(verdict)])
     else:
         session.output.write_one(decision, DECISIONS)
+    _require_equal(verdict)
 
 
 @app.command("exit-codes")
@@ -70,6 +91,30 @@ def explain_exit_codes(context: typer.Context) -> None:
         output.write_data(
             {"exitCodes": [{"code": code.value, "meaning": text} for code, text in MEANINGS.items()]}
         )
+
+
+def verified(client: "Client", decision: "Decision") -> "VerifyDecisionResponse":
+    """What a stored decision comes to when it is evaluated again."""
+    from gpuscale.api.autoscaler import v1 as api
+
+    return client.decisions.VerifyDecision(api.VerifyDecisionRequest(name=decision.name))
+
+
+def verdict_lines(verdict: "VerifyDecisionResponse | None") -> list[str]:
+    """Whether it came to the same, and what did not; nothing where nobody asked."""
+    if verdict is None:
+        return []
+    if verdict.equal:
+        return ["verified: evaluated again from its stored inputs, it comes to the same"]
+    return [
+        "evaluated again from its stored inputs, it differs:",
+        *(f"  {one}" for one in verdict.differences),
+    ]
+
+
+def _require_equal(verdict: "VerifyDecisionResponse | None") -> None:
+    if verdict is not None and not verdict.equal:
+        raise FailedPreconditionError("the decision cannot be had again", reason="DECISION_DIFFERS")
 
 
 def _endpoint_lines(endpoint: "Endpoint") -> list[str]:

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
+_HINTS = {
+    "nodes": "none: no agent reports to this fleet yet; on each GPU host: gpuscale-agent --fleet-address HOST:PORT",
+    "reservations": "none; reserve GPUs with: gpuscalectl reserve --gpus 1",
+    "endpoints": "none; make one with: gpuscalectl preset show keda --watcher NAME | gpuscalectl apply -f -",
+    "queueWatchers": "none; what one looks like: gpuscalectl explain watcher.spec",
+}
+"""What to do where there is nothing yet."""
 Ended = Annotated[bool, typer.Option("--all", "-a", help="Ended ones too.")]
 OfEndpoint = Annotated[
     str, typer.Option("--endpoint", "-e", metavar="NAME", help="Only those of this endpoint.")
@@ -31,8 +38,7 @@ def _write(context: typer.Context, items: "Sequence[M]", view: "View[M]", typed:
         output.write_one(items[0], view)
         return
     output.write_list(items, view)
-    if not items and output.human:
-        note("none")
+    output.note_none(items, _HINTS.get(view.key, "none"))
 
 
 @app.command()
@@ -162,14 +168,3 @@ def cordons(context: typer.Context, name: Names = None) -> None:
     with session_of(context).connect() as client:
         found = resources.cordons(client, name or ())
     _write(context, found, CORDONS, name)
-
-
-@app.command()
-def quotas(context: typer.Context) -> None:
-    """Tenants: what each holds, may hold, and waits for."""
-    from gpuscale.cli import resources
-    from gpuscale.cli.views.capacity import QUOTAS
-
-    with session_of(context).connect() as client:
-        found = resources.quotas(client)
-    _write(context, found, QUOTAS, None)

@@ -6,8 +6,9 @@ that `--help` is there at once.
 
 import os
 import sys
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import typer
 
@@ -15,33 +16,48 @@ from gpuscale.cli import (
     apply,
     backtest,
     capacity,
+    certs,
     change,
+    completion,
+    config,
     evaluate,
+    events,
     explain,
+    explain_field,
+    forget,
+    forgetting,
     get,
+    global_options,
     maintenance,
     observed,
     preset,
+    quotas,
     record,
+    recordings,
     reserve,
     rules,
     run,
+    tokens,
     top,
     tune,
+    wait,
+    watching,
     why,
 )
-from gpuscale.cli.arguments import normalise
-from gpuscale.cli.exit_codes import exit_code
-from gpuscale.cli.options import duration
-from gpuscale.cli.output import Format, Output
-from gpuscale.cli.session import Session, note
-from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
+from gpuscale.cli.arguments import format_of, normalise
+from gpuscale.cli.faults import USAGE_ERRORS, report, report_interrupt, report_usage
+from gpuscale.cli.formats import Form
+from gpuscale.cli.global_options import PROGRAM
+from gpuscale.cli.output import Output
+from gpuscale.cli.session import Session
+from gpuscale.cli.terminal import TERMINAL
+from gpuscale.common.errors import GpuscaleError
 
-PROGRAM = "gpuscalectl"
 EPILOG = "What is common to all commands, such as -o, --no-headers and --address: gpuscalectl --help"
 
 app = typer.Typer(
     name=PROGRAM,
+    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -50,7 +66,14 @@ app = typer.Typer(
 app.add_typer(get.app, name="get", help="Show nodes, GPUs, reservations, endpoints and the rest.")
 app.add_typer(explain.app, name="explain", help="Say why.")
 app.add_typer(change.scale_app, name="scale", help="Set how many replicas an endpoint aims at.")
-app.add_typer(change.delete_app, name="delete", help="Delete an endpoint, a rule or a queue watcher.")
+app.add_typer(
+    change.delete_app,
+    name="delete",
+    help="Delete an endpoint, a rule, a queue watcher, a quota or a recording.",
+)
+app.add_typer(forget.app, name="forget", help="Give up an adapter or a node that will never come back.")
+forget.app.command("node")(forgetting.forget_node)
+app.add_typer(config.app, name="config", help="Servers by name: contexts.")
 app.command()(top.top)
 app.command()(reserve.reserve)
 app.command()(reserve.renew)
@@ -62,37 +85,44 @@ app.add_typer(capacity.rank_app, name="rank", help="Rank nodes by how idle they 
 app.command()(maintenance.cordon)
 app.command()(maintenance.uncordon)
 app.command()(maintenance.drain)
+explain.app.command("field")(explain_field.explain_field)
 explain.app.command("reservation")(why.explain_reservation)
 explain.app.command("placement")(why.explain_placement)
 app.command(context_settings={"allow_interspersed_args": False})(record.record)
+app.add_typer(recordings.start_app, name="start", help="Begin to record what GPUs do.")
+app.add_typer(recordings.stop_app, name="stop", help="End a recording.")
+change.delete_app.command("recording")(recordings.delete_recording)
 app.command()(observed.history)
 get.app.command()(observed.recordings)
 get.app.command()(observed.health)
 app.command()(apply.apply)
+app.command()(apply.diff)
+app.command()(wait.wait)
+app.command()(events.events)
 app.add_typer(preset.app, name="preset", help="Known systems' policies, as manifests.")
 app.add_typer(evaluate.app, name="evaluate", help="Say what an endpoint would scale to; nothing is changed.")
 app.add_typer(rules.create_app, name="create", help="Add a rule to an endpoint.")
 app.add_typer(rules.update_app, name="update", help="Change a rule of an endpoint.")
 get.app.command("rules")(rules.get_rules)
+get.app.command("quotas")(quotas.get_quotas)
+app.add_typer(quotas.set_app, name="set", help="Set the quota of a tenant.")
+change.delete_app.command("quota")(quotas.delete_quota)
 change.delete_app.command("rule")(rules.delete_rule)
+app.command()(completion.completion)
+app.add_typer(tokens.app, name="token", help="Tokens of a server, in its tokens file.")
+app.add_typer(certs.app, name="certs", help="An authority of your own, and certificates of it.")
 app.command()(backtest.backtest)
 app.command()(tune.tune)
 
 
-for group in (
-    app,
-    get.app,
-    explain.app,
-    preset.app,
-    evaluate.app,
-    rules.create_app,
-    rules.update_app,
-    capacity.rank_app,
-    change.scale_app,
-    change.delete_app,
-):
-    for registered in group.registered_commands:
+for group in (app, *(one.typer_instance for one in app.registered_groups)):
+    for registered in group.registered_commands if group is not None else ():
         registered.epilog = EPILOG
+
+get.app.callback()(watching.options)
+for registered in get.app.registered_commands:
+    if registered.callback is not None:
+        registered.callback = watching.repeated(registered.callback)
 
 
 @app.command(
@@ -109,81 +139,89 @@ def up(context: typer.Context) -> None:
     raise typer.Exit(run_up(context.args))
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        sys.stdout.write(f"{PROGRAM} {version('gpuscale')}\n")
-        raise typer.Exit
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def dashboard(context: typer.Context) -> None:
+    """Serve what the services know to browsers; --help after it tells its own options."""
+    try:
+        from gpuscale.dashboard.main import main as run_dashboard
+    except ModuleNotFoundError as error:
+        message = (
+            f"the dashboard is not installed ({error.name} is missing): pip install 'gpuscale[dashboard]'"
+        )
+        raise GpuscaleError(message, reason="NOT_INSTALLED") from error
+    chosen = context.find_root().params.get("address")
+    address = ["--gateway-address", str(chosen)] if chosen else []
+    raise typer.Exit(run_dashboard([*address, *context.args]))
 
 
 @app.callback()
 def options(
     context: typer.Context,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Where to connect; $GPUSCALE_ADDRESS or 127.0.0.1:7070.",
-            show_default=False,
-        ),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Bearer token to send; $GPUSCALE_TOKEN_FILE.", show_default=False),
-    ] = None,
-    ca_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Authority of the server, PEM; switches TLS on.", show_default=False
-        ),
-    ] = None,
-    cert_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Client certificate, PEM.", show_default=False)
-    ] = None,
-    key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Key of the client certificate, PEM.", show_default=False),
-    ] = None,
-    request_timeout: Annotated[
-        float, typer.Option(parser=duration, metavar="DURATION", help="Time that one call may take.")
-    ] = 10.0,
-    output: Annotated[
-        Format, typer.Option("--output", "-o", help="What to write to standard output.")
-    ] = Format.TABLE,
-    no_headers: Annotated[bool, typer.Option("--no-headers", help="Tables without headings.")] = False,
-    _version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end."),
-    ] = False,
+    address: global_options.Address = None,
+    token_file: global_options.TokenFile = None,
+    ca_file: global_options.CaFile = None,
+    cert_file: global_options.CertFile = None,
+    key_file: global_options.KeyFile = None,
+    context_name: global_options.ContextName = None,
+    request_timeout: global_options.RequestTimeout = 10.0,
+    dial_timeout: global_options.DialTimeout = 5.0,
+    output: global_options.OutputForm = Form(),
+    no_headers: global_options.NoHeaders = False,
+    only_ascii: global_options.OnlyAscii = False,
+    verbose: global_options.Verbose = False,
+    _version: global_options.Version = False,
 ) -> None:
     """See every GPU, reserve GPUs, and scale workers from queue depth onto GPUs that are truly there.
 
     The options below may stand anywhere on the line.
     """
+    TERMINAL.ascii, TERMINAL.verbose = only_ascii, verbose
     context.obj = Session(
         address=address,
         token_file=token_file,
+        context=context_name,
         request_timeout=request_timeout,
+        dial_timeout=dial_timeout,
         ca_file=ca_file,
         cert_file=cert_file,
         key_file=key_file,
-        output=Output(output, headers=not no_headers),
+        output=Output(output.format, headers=not no_headers, form=output),
     )
 
 
+@cache
+def root() -> Any:
+    """The tree of commands, made once: that takes longer than most commands."""
+    return typer.main.get_command(app)
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code, of the one table (or that of a command which it runs)."""
+    TERMINAL.reset()
+    if arguments[:1] == [completion.ENTRY]:
+        from gpuscale.cli.completing import complete
+
+        return complete(root(), arguments[1:])
+    TERMINAL.json = format_of(arguments) in {"json", "jsonl"}
+    try:
+        ended = root().main(args=normalise(arguments), prog_name=PROGRAM, standalone_mode=False)
+    except GpuscaleError as error:
+        return report(error)
+    except USAGE_ERRORS as error:
+        return report_usage(error)
+    except KeyboardInterrupt:
+        return report_interrupt()
+    return ended if isinstance(ended, int) else 0
+
+
 def main() -> None:
-    """Run one command and end the process with a code of the one table."""
+    """Run one command and end the process with its exit code."""
     # What the core of gRPC would write to stderr, errors say better. Read when gRPC is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    try:
-        app(args=normalise(sys.argv[1:]), prog_name=PROGRAM)
-    except GpuscaleError as error:
-        note(f"error: {error.message}")
-        if isinstance(error, InvalidArgumentError):
-            for violation in error.violations:
-                note(f"  {violation.field}: {violation.description}")
-        sys.exit(exit_code(error))
+    sys.exit(run_command(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ value comes from the contract, never from the look of the text: a queue named `n
 
 import difflib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     Field = FieldDescriptor | UpbFieldDescriptor
 
-__all__ = ["ManifestError", "Resource", "fill", "parse"]
+__all__ = ["Declared", "ManifestError", "Resource", "declared", "fill", "parse"]
 
 Resource = api.Endpoint | api.QueueWatcher
 
@@ -51,24 +52,37 @@ _SCALARS: Mapping[int, str] = {
 }
 
 
+@dataclass(frozen=True)
+class Declared:
+    """A resource, and the part of a document that it was read from."""
+
+    resource: Resource
+    tree: Tree
+
+
 def parse(text: str, source: str) -> list[Resource]:
     """The resources of all documents of a text; `source` is what to call it in complaints.
 
     Raises:
         ManifestError: it is not YAML, or not what the contract allows.
     """
-    return [resource for document in read_documents(text, source) for resource in _resources(document)]
+    return [one.resource for one in declared(text, source)]
 
 
-def _resources(document: Tree) -> Iterator[Resource]:
+def declared(text: str, source: str) -> list[Declared]:
+    """`parse`, with where each stands."""
+    return [one for document in read_documents(text, source) for one in _resources(document)]
+
+
+def _resources(document: Tree) -> Iterator[Declared]:
     """The resources of a document: one, or whole lists as `get -o yaml` prints them."""
     entries = _entries(document).entries
     if not entries or any(key.text not in _LISTS for key, _ in entries):
-        yield _resource(document, "")
+        yield Declared(_resource(document, ""), document)
         return
     for key, items in entries:
         for item in _items(items):
-            yield _resource(item, _LISTS[key.text])
+            yield Declared(_resource(item, _LISTS[key.text]), item)
 
 
 def _resource(document: Tree, kind: str) -> Resource:

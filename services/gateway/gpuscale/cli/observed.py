@@ -8,18 +8,28 @@ import typer
 
 from gpuscale.cli.options import Names, duration
 from gpuscale.cli.session import note, session_of
-from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
     from gpuscale.api.monitor import v1 as monitor_api
     from gpuscale.client import Client
 
-RECORDING = "recordings/{recording}"
+KINDS = {
+    "gpu": "gpu",
+    "gpus": "gpu",
+    "node": "node",
+    "nodes": "node",
+    "endpoint": "endpoint",
+    "endpoints": "endpoint",
+}
+"""What `history` may be asked of by kind."""
 _UUID = r"[A-Za-z]+-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
 Last = Annotated[
     float,
-    typer.Option("--last", parser=duration, metavar="DURATION", help="How far back, such as 10m, 6h or 7d."),
+    typer.Option(
+        "--since", "--last", parser=duration, metavar="DURATION", help="How far back, such as 10m, 6h or 7d."
+    ),
 ]
 Metrics = Annotated[
     list[str] | None,
@@ -28,24 +38,25 @@ Metrics = Annotated[
 
 
 def recordings(context: typer.Context, name: Names = None) -> None:
-    """Recordings of GPUs: how many samples, over which time."""
-    from gpuscale.cli.views.observed import RECORDED_GPUS, RECORDINGS
+    """Recordings of GPUs: how many samples, over which time. One alone with its figures, as `record` prints them."""
+    from gpuscale.cli.recorded import write
+    from gpuscale.cli.views.observed import RECORDINGS
 
-    output = session_of(context).output
-    with session_of(context).connect() as client:
+    session, output = session_of(context), session_of(context).output
+    with session.connect() as client:
         found = _recordings(client, name or ())
     if name and len(name) == 1:
-        output.write_one(found[0], RECORDINGS)
         if output.human:
-            output.write_list(found[0].gpus, RECORDED_GPUS)
+            output.write_one(found[0], RECORDINGS)
+        write(session, found[0])
         return
     output.write_list(found, RECORDINGS)
-    if not found and output.human:
-        note("none")
+    output.note_none(found)
 
 
 def _recordings(client: "Client", typed: Sequence[str]) -> "list[monitor_api.Recording]":
     from gpuscale.api.monitor import v1 as api
+    from gpuscale.cli.recorded import RECORDING
     from gpuscale.cli.resources import full_name
     from gpuscale.client import pages
 
@@ -74,13 +85,12 @@ def health(
         listed = pages(client.health.ListHealthEvents, request)
         found = [event for page in listed for event in page.health_events]
     session.output.write_list(found, HEALTH)
-    if not found and session.output.human:
-        note("nothing is wrong")
+    session.output.note_none(found, "nothing is wrong")
 
 
 def history(
     context: typer.Context,
-    name: Annotated[list[str], typer.Argument(metavar="NODE|GPU...", show_default=False)],
+    name: Annotated[list[str], typer.Argument(metavar="[gpu|node|endpoint] NAME...", show_default=False)],
     last: Last = 600.0,
     step: Annotated[
         float | None, typer.Option(parser=duration, metavar="DURATION", help="Time from point to point.")
@@ -88,16 +98,19 @@ def history(
     metric: Metrics = None,
     points: Annotated[bool, typer.Option("--points", help="Every point, not the trend.")] = False,
 ) -> None:
-    """What nodes and GPUs did: minimum, mean, maximum and trend of each metric, or every point."""
+    """What nodes and GPUs did: minimum, mean, maximum and trend of each metric, or every point.
+
+    A name is that of a node, NODE/UUID, or the UUID alone; of an endpoint the GPUs that its replicas have now are shown.
+    """
     from gpuscale.api.monitor import v1 as api
     from gpuscale.cli.views.observed import SERIES, TRENDS
     from gpuscale.common.wire import to_duration
 
     session = session_of(context)
-    names, uuids = named(name)
     span = api.HistorySpan(last=to_duration(last))
     metrics = [_metric(one) for one in metric or ()]
     with session.connect() as client:
+        names, uuids = _subjects(client, name)
         if not points:
             asked = api.QueryTrendsRequest(names=names, uuids=uuids, metrics=metrics, span=span)
             session.output.write_list(client.history.QueryTrends(asked).trends, TRENDS)
@@ -112,6 +125,37 @@ def history(
         session.output.write_list(answer.series, SERIES)
     for missing in answer.not_kept:
         note(f"no history is kept of {missing}")
+
+
+def _subjects(client: "Client", typed: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(resource names, UUIDs) of what was typed, perhaps after its kind.
+
+    Raises:
+        InvalidArgumentError: a name is not one of that kind.
+        NotFoundError: no replica of an endpoint has a GPU.
+    """
+    kind = KINDS.get(typed[0]) if len(typed) > 1 else None
+    if kind == "endpoint":
+        return [], _gpus_of(client, typed[1:])
+    names, uuids = named(typed if kind is None else typed[1:])
+    if (kind == "node" and (uuids or any("/gpus/" in name for name in names))) or (
+        kind == "gpu" and any("/gpus/" not in name for name in names)
+    ):
+        raise InvalidArgumentError(f"{' '.join(typed[1:])} is no {kind}")
+    return names, uuids
+
+
+def _gpus_of(client: "Client", endpoints: Sequence[str]) -> list[str]:
+    """UUIDs of the GPUs that replicas of endpoints have, each once."""
+    from gpuscale.cli import resources
+
+    found: dict[str, None] = {}
+    for endpoint in endpoints:
+        uuids = [uuid for one in resources.replicas(client, endpoint=endpoint) for uuid in one.gpu_uuids]
+        if not uuids:
+            raise NotFoundError(f"no replica of {endpoint} has a GPU now")
+        found |= dict.fromkeys(uuids)
+    return list(found)
 
 
 def is_uuid(typed: str) -> bool:
@@ -136,11 +180,13 @@ def named(typed: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _metric(typed: str) -> "monitor_api.Metric.ValueType":
-    """The metric of a name in any case."""
+    """The metric of a name in any case; its unit may be left out where the rest says it."""
     from gpuscale.api.monitor import v1 as api
 
     known = {key.removeprefix("METRIC_").lower(): value for key, value in api.Metric.items() if value}
-    found = known.get(typed.lower())
+    wanted = typed.lower()
+    alike = [key for key in known if key == wanted or key.rpartition("_")[0] == wanted]
+    found = known[alike[0]] if len(alike) == 1 else known.get(wanted)
     if found is None:
         raise InvalidArgumentError(f"{typed!r} is no metric; there are {', '.join(known)}")
     return found

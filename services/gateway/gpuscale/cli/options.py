@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from gpuscale.cli.formats import Form, parse_form
 from gpuscale.cli.quantities import parse_duration, parse_size
 
 
@@ -19,6 +20,14 @@ def duration(text: str | float) -> float:
     """A duration, in seconds; a usage error where it is none. A default (typer passes it too) is one already."""
     try:
         return parse_duration(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def form(text: str | Form) -> Form:
+    """A format of output; a usage error where it is none. A default (typer passes it too) is one already."""
+    try:
+        return parse_form(text) if isinstance(text, str) else text
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

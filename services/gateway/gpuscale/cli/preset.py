@@ -12,7 +12,7 @@ from gpuscale.cli.session import note, session_of
 from gpuscale.cli.typed import takes
 
 if TYPE_CHECKING:
-    from gpuscale.api.autoscaler.v1 import EndpointSpec, PresetWish
+    from gpuscale.api.autoscaler.v1 import AdapterTier, EndpointSpec, PresetWish
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -31,6 +31,18 @@ def parameter(text: str) -> tuple[str, float]:
     return name, number
 
 
+def tier(text: str) -> "AdapterTier":
+    """A tier of adapters, ADAPTER or ADAPTER=MOST; a usage error where it is neither."""
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.resources import full_name
+    from gpuscale.common import names
+
+    name, equals, most = text.partition("=")
+    if not name or (equals and not (most.isascii() and most.isdecimal())):
+        raise typer.BadParameter(f"{text!r} is no tier; write it like primary=2")
+    return api.AdapterTier(adapter=full_name(names.ADAPTER, name), max_replicas=int(most or 0))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wishing:
     """What a preset is made for, as it was typed."""
@@ -42,6 +54,14 @@ class Wishing:
     ] = ""
     template: Annotated[str, typer.Option(metavar="NAME", help="Command template of a replica.")] = "worker"
     gpus: Annotated[int, typer.Option(min=0, help="GPUs of each replica.")] = 1
+    tiers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tier",
+            metavar="ADAPTER[=MOST]",
+            help="Adapter that is filled, up to so many replicas, before the next; may be repeated.",
+        ),
+    ] = None
     min_replicas: Annotated[int, typer.Option("--min", min=0, help="Fewest replicas.")] = 1
     max_replicas: Annotated[int, typer.Option("--max", min=0, help="Most replicas.")] = 16
     slots: Annotated[
@@ -74,7 +94,9 @@ class Wishing:
             metric=self.metric,
             min_replicas=self.min_replicas,
             max_replicas=self.max_replicas,
-            template=api.ReplicaTemplate(template=self.template, gpu_count=self.gpus),
+            template=api.ReplicaTemplate(
+                template=self.template, gpu_count=self.gpus, tiers=map(tier, self.tiers or ())
+            ),
             slots=self.slots,
             goal=to_duration(self.goal),
             service_time=None if self.service_time is None else to_duration(self.service_time),

@@ -6,38 +6,15 @@ Pure: no clock, no wire types. Sizes are whole bytes; durations are seconds.
 import re
 from collections.abc import Mapping
 
-_BYTES: Mapping[str, int] = {
-    "": 1,
-    "B": 1,
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)},
-    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)},
-}
-_BYTE_UNITS = {unit.lower(): factor for unit, factor in _BYTES.items()}
+from gpuscale.common.sizes import parse_size
+
+__all__ = ["format_duration", "format_size", "parse_duration", "parse_size"]
+
 _SECONDS: Mapping[str, float] = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
-_LARGEST_SIZE = 2**63 - 1  # what an int64 of the contract holds
 _LONGEST_DURATION = 315_576_000_000.0  # what a Duration of protobuf holds: 10,000 years
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
-_SIZE = rf"{_NUMBER}\s*([A-Za-z]*)"
 _DURATION = rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?(?:{_NUMBER}ms)?"
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `8GiB`, `500MB`, `1.5TiB` or a plain number of bytes; units in any case, KB = 1000, KiB = 1024.
-
-    Raises:
-        ValueError: not a size, or more than an int64 holds.
-    """
-    found = re.fullmatch(_SIZE, text.strip())
-    factor = _BYTE_UNITS.get(found[2].lower()) if found else None
-    if found is None or factor is None:
-        raise ValueError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1024")
-    whole, _, fraction = found[1].partition(".")
-    # In whole numbers, so that nothing is lost beyond the 53 bits of a float.
-    size: int = int(whole + fraction) * factor // 10 ** len(fraction)
-    if size > _LARGEST_SIZE:
-        raise ValueError(f"{text!r} is more than {_LARGEST_SIZE} bytes")
-    return size
 
 
 def parse_duration(text: str) -> float:

@@ -9,7 +9,7 @@ import typer
 
 from gpuscale.cli.change import Yes, confirm, deleted
 from gpuscale.cli.options import Name, Names
-from gpuscale.cli.session import note, session_of
+from gpuscale.cli.session import session_of
 from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -110,13 +110,14 @@ def get_rules(
 
     session = session_of(context)
     with session.connect() as client:
-        found = _named(client, name) if name else _listed(client, endpoint, kind, signal, disabled)
+        found = (
+            _named(client, name) if name else list_rules(client, endpoint, kind, signal, disabled=disabled)
+        )
     if name and len(name) == 1:
         session.output.write_one(found[0], RULES)
         return
     session.output.write_list(found, RULES)
-    if not found and session.output.human:
-        note("none")
+    session.output.note_none(found)
 
 
 def delete_rule(context: typer.Context, name: Name, yes: Yes = False, etag: Etag = "") -> None:
@@ -136,9 +137,10 @@ def _named(client: "Client", typed: list[str]) -> "list[EndpointRule]":
     return [client.rules.GetRule(api.GetRuleRequest(name=_full(one))).rule for one in typed]
 
 
-def _listed(
-    client: "Client", endpoint: str, kind: str, signal: str, disabled: bool | None
+def list_rules(
+    client: "Client", endpoint: str = "", kind: str = "", signal: str = "", *, disabled: bool | None = None
 ) -> "list[EndpointRule]":
+    """All rules, or those of an endpoint, a kind, or that read a signal."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.resources import full_name
     from gpuscale.client import pages

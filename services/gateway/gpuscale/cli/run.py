@@ -3,22 +3,21 @@
 import os
 import subprocess
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gpuscale.cli.asking import Asking
-from gpuscale.cli.child import NOT_FOUND, NOT_RUN, OF_SIGNAL, Forwarding, exit_code
+from gpuscale.cli.child import NOT_FOUND, NOT_RUN, STDERR, Forwarding, exit_code
 from gpuscale.cli.granting import grant
 from gpuscale.cli.keeping import Keeper
+from gpuscale.cli.recorded import recording_of
 from gpuscale.cli.requesting import Requesting
 from gpuscale.cli.session import note, session_of
 from gpuscale.cli.typed import takes
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
-
-__all__ = ["NOT_FOUND", "NOT_RUN", "OF_SIGNAL", "forwarding", "run"]
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
@@ -32,25 +31,39 @@ def run(
     asking: Asking,
     requesting: Requesting,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", show_default=False)],
+    record: Annotated[
+        bool, typer.Option("--record", help="Record its GPUs, and print what they did at the end.")
+    ] = False,
 ) -> None:
     """Run a command on GPUs that are reserved while it runs: CUDA_VISIBLE_DEVICES names them by UUID.
 
-    The exit code is the command's; 128 and its number where a signal ended it. Signals are passed on.
+    The exit code is the command's; 128 and its number where a signal ended it. Signals are passed on. With --record and
+    -o json or yaml, what the command writes to standard output goes to standard error.
     """
     request = requesting.message(asking)
-    with session_of(context).connect() as client:
+    session = session_of(context)
+    stdout = STDERR if record and not session.output.human else None
+    with session.connect() as client:
         began = time.monotonic()
         reservation = grant(client, request)
         if request.HasField("wait"):
             began = time.monotonic()  # it was granted just now, whenever it was asked for
         try:
-            code = _run(client, reservation, command, began)
+            uuids = [gpu.uuid for gpu in reservation.gpus]
+            with recording_of(session, client, uuids) if record else nullcontext():
+                code = _run(client, reservation, command, began, stdout)
         finally:
             _release(client, reservation)
     raise typer.Exit(code)
 
 
-def _run(client: "Client", reservation: "Reservation", command: Sequence[str], granted_at: float) -> int:
+def _run(
+    client: "Client",
+    reservation: "Reservation",
+    command: Sequence[str],
+    granted_at: float,
+    stdout: int | None,
+) -> int:
     """Run the command until it ends; its exit code.
 
     Raises:
@@ -61,7 +74,7 @@ def _run(client: "Client", reservation: "Reservation", command: Sequence[str], g
     note(f"gpuscalectl run: {reservation.name} holds {'SIMULATED ' if simulated else ''}{uuids}")
     with Forwarding() as signals:
         try:
-            process = subprocess.Popen(command, env=_environment(reservation, uuids))
+            process = subprocess.Popen(command, env=_environment(reservation, uuids), stdout=stdout)
         except OSError as error:
             note(f"error: {command[0]}: {error.strerror}")
             return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN
@@ -83,14 +96,6 @@ def _environment(reservation: "Reservation", uuids: str) -> dict[str, str]:
         "GPUSCALE_RESERVATION": reservation.name,
         "GPUSCALE_FENCE": str(reservation.fence),
     }
-
-
-@contextmanager
-def forwarding(process: "subprocess.Popen[bytes]") -> Generator[None]:
-    """Pass signals on to a command that has started."""
-    with Forwarding() as signals:
-        signals.to(process)
-        yield
 
 
 def _release(client: "Client", reservation: "Reservation") -> None:

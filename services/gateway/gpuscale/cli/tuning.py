@@ -41,6 +41,19 @@ def grid(goal: float, slots: int) -> Mapping[str, Mapping[str, Sequence[float]]]
             "upscale_delay_s": [0.0, 30.0],
             "downscale_delay_s": [120.0, 600.0],
         },
+        "keda": {
+            "value": [slots * share for share in (0.5, 0.65, 0.8, 1.0)],
+            "cooldown_period": [60.0, 300.0],
+        },
+        "backend_ai": {
+            "scale_up_threshold": [1.0, float(slots)],
+            "step_size": [1.0, 4.0],
+            "cooldown_seconds": [15.0, 60.0],
+        },
+        "opengris_vanilla": {
+            "upper_task_ratio": [slots * share for share in (0.65, 0.8, 1.0)],
+            "lower_task_ratio": [slots * share for share in (0.3, 0.5)],
+        },
     }
 
 

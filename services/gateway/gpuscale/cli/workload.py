@@ -10,6 +10,7 @@ from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from gpuscale.api.autoscaler.v1 import BacktestPolicy, BacktestRequest, BacktestResponse
+    from gpuscale.api.autoscaler.v1 import Workload as ApiWorkload
     from gpuscale.client import Client
 
 LONGEST_CALL = 125.0
@@ -49,7 +50,21 @@ class Workload:
             help="CSV of arrival_seconds,service_seconds, or of t_s,context_tokens,generated_tokens; - for standard input.",
             show_default=False,
         ),
-    ]
+    ] = ""
+    history: Annotated[
+        str,
+        typer.Option(
+            metavar="ENDPOINT", help="In place of a trace: what arrived at this endpoint in the last day."
+        ),
+    ] = ""
+    service_time: Annotated[
+        float | None,
+        typer.Option(
+            parser=duration,
+            metavar="DURATION",
+            help="With --history: time of a request; learnt when not given.",
+        ),
+    ] = None
     goal: Annotated[
         float,
         typer.Option(
@@ -80,15 +95,18 @@ class Workload:
             InvalidArgumentError: the trace cannot be read, or is none.
         """
         from gpuscale.api.autoscaler import v1 as api
-        from gpuscale.cli.apply import read
-        from gpuscale.client.traces import ServiceModel, read_trace
+        from gpuscale.cli.resources import full_name
+        from gpuscale.common import names
         from gpuscale.common.wire import to_duration
 
-        text, _ = next(read(self.trace))
-        requests = read_trace(text.splitlines(keepends=True), ServiceModel())
+        if bool(self.trace) == bool(self.history):
+            raise InvalidArgumentError("pass --trace, or --history: one of the two")
+        trace = read_workload(self.trace) if self.trace else api.Workload()
         return api.BacktestRequest(
-            arrivals=[one.arrival for one in requests],
-            service_seconds=[one.service for one in requests],
+            arrivals=trace.arrivals,
+            service_seconds=trace.service_seconds,
+            endpoint=full_name(names.ENDPOINT, self.history) if self.history else "",
+            service_time=None if self.service_time is None else to_duration(self.service_time),
             goal=to_duration(self.goal),
             slots=self.slots,
             min_cold_start=to_duration(self.cold_start.least),
@@ -97,6 +115,23 @@ class Workload:
             max_gpus=self.max_gpus,
             kills=self.kills,
         )
+
+
+def read_workload(name: str) -> "ApiWorkload":
+    """The workload of a trace in a file.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, or is none.
+    """
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.apply import read
+    from gpuscale.client.traces import ServiceModel, read_trace
+
+    text, _ = next(read(name))
+    requests = read_trace(text.splitlines(keepends=True), ServiceModel())
+    return api.Workload(
+        arrivals=[one.arrival for one in requests], service_seconds=[one.service for one in requests]
+    )
 
 
 def run(client: "Client", request: "BacktestRequest", policies: "list[BacktestPolicy]") -> "BacktestResponse":

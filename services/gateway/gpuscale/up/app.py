@@ -4,6 +4,7 @@ The apps call each other as they would from host to host, through a unix socket 
 in the reverse order: the adapter's workers first, while there is still somebody to report to.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import grpc
 
 from gpuscale.allocator.app import open_allocator
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types.v1 import Snapshot
 from gpuscale.autoscaler.adapters.app import open_process_adapter
@@ -21,6 +23,7 @@ from gpuscale.common.channel import RPC_TIMEOUT, open_channel
 from gpuscale.common.clock import SystemClock
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.lock import DirectoryLock
+from gpuscale.common.names import node_name
 from gpuscale.common.server import Server
 from gpuscale.common.status import rpc_errors
 from gpuscale.monitor.agent.app import open_agent
@@ -30,6 +33,8 @@ from gpuscale.up.settings import AllSettings
 STOP_GRACE = 1.0
 """Seconds for calls to finish. The adapter's workers have had up to 6 before; ending every call takes at most 2.1 more
 than this, and the process has 9.5 in all."""
+PLACEABLE_INTERVAL = 0.02
+"""Seconds between two looks at whether the allocator knows this host."""
 MAX_SOCKET_PATH = 100
 """Bytes; the kernel's limit for the path of a unix socket is 108."""
 
@@ -74,8 +79,12 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
         # Once the server ends, the parts lose each other, which is no news.
         stack.callback(logs.configure, "error", settings.up.log_format)
         await server.start()
-        await stack.enter_async_context(open_process_adapter(settings.adapter, autoscaler=own, clock=clock))
-        yield Running(address, await _first_snapshot(own))
+        snapshot = await _first_snapshot(own)  # from here on the agent knows the GPUs that it admits work on
+        await _until_placeable(own, snapshot)
+        await stack.enter_async_context(
+            open_process_adapter(settings.adapter, autoscaler=own, agent=own, clock=clock)
+        )
+        yield Running(address, snapshot)
 
 
 def _socket(data_dir: Path) -> Path:
@@ -104,3 +113,15 @@ async def _first_snapshot(own: grpc.aio.Channel) -> Snapshot:
                     call.cancel()
                     return node.snapshot
     raise FailedPreconditionError("the fleet ended before it heard of this host", reason="NO_TELEMETRY")
+
+
+async def _until_placeable(own: grpc.aio.Channel, snapshot: Snapshot) -> None:
+    """Until the allocator has heard of this host too: whoever reads the banner may reserve at once."""
+    capacity = allocator_api.CapacityServiceStub(own)
+    known = not snapshot.gpus
+    async with asyncio.timeout(RPC_TIMEOUT):
+        while not known:
+            with rpc_errors():
+                ranked = await capacity.RankNodes(allocator_api.RankNodesRequest(), timeout=RPC_TIMEOUT)
+            known = any(node.name == node_name(snapshot.node) for node in ranked.nodes)
+            await asyncio.sleep(0 if known else PLACEABLE_INTERVAL)

@@ -14,7 +14,7 @@ def banner(running: Running, settings: UpSettings) -> list[str]:
     """The lines of the banner."""
     return [
         f"gpuscale {version('gpuscale')} is up at {running.address}",
-        "  dashboard  not installed",
+        f"  dashboard  gpuscalectl{_where(running)} dashboard",
         f"  data       {settings.data_dir}",
         f"  GPUs       {gpus(running.snapshot)}",
     ]
@@ -31,9 +31,13 @@ def gpus(snapshot: Snapshot) -> str:
 
 def hints(running: Running) -> list[str]:
     """What to type next, in a second shell."""
-    where = "" if running.address == DEFAULT_ADDRESS else f" --address {running.address}"
+    where = _where(running)
     return [
         f"next:  gpuscalectl{where} get gpus",
         f"       gpuscalectl{where} reserve --gpus 1 --ttl 60s",
         "Ctrl-C ends it.",
     ]
+
+
+def _where(running: Running) -> str:
+    return "" if running.address == DEFAULT_ADDRESS else f" --address {running.address}"

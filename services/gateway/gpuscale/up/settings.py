@@ -88,7 +88,7 @@ def load_all(argv: Sequence[str]) -> AllSettings:
     return AllSettings(
         up=up,
         agent=agent,
-        fleet=load_table(FleetSettings, config, secured),
+        fleet=load_table(FleetSettings, config, {**secured, **state}),
         allocator=load_table(AllocatorSettings, config, state),
         autoscaler=load_table(AutoscalerSettings, config, state),
         adapter=load_table(AdapterSettings, config, {**state, "node": agent.node}),

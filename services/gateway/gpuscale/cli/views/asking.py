@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 72
+DEFAULT_TICK = 15.0
+"""Seconds from one evaluation to the next of an endpoint that states none."""
 
 PRESETS = View[api.Preset](
     "presets",
@@ -89,6 +91,28 @@ def evaluation_lines(found: api.EvaluateResponse) -> list[str]:
     elif not lines:
         lines.append(f"  stays at {wanted} while signals stay as they are")
     return lines
+
+
+def outlook_lines(endpoint: api.Endpoint, found: api.EvaluateResponse) -> list[str]:
+    """What would change the count of an endpoint, and when it may change next."""
+    seen = found.decision.observations
+    absent = [one.signal for one in seen if one.status != api.Observation.STATUS_OK]
+    told = [one.signal for one in seen if one.status == api.Observation.STATUS_OK]
+    lines = ["what would change it:"]
+    lines += [f"  it would be {one.wanted} if {one.text}" for one in found.alternatives]
+    if absent:
+        lines.append(f"  {', '.join(absent)}: rules that need it hold until it can be had again")
+    if told and not endpoint.spec.paused:
+        lines.append(f"  other values of {', '.join(told)}, as its rules say")
+    if len(lines) == 1:
+        lines.append("  a person: gpuscalectl scale endpoint, or another spec")
+    if found.HasField("next_change"):
+        wait = format_duration(seconds(found.next_change.wait))
+        when = f"to {found.next_change.wanted} in {wait}, if signals stay as they are"
+    else:
+        tick = seconds(endpoint.spec.tick) or DEFAULT_TICK
+        when = f"when they do: they are read every {format_duration(tick)}"
+    return [*lines, f"when it may next change: {when}"]
 
 
 def _wait(value: float) -> str:

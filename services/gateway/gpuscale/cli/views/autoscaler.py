@@ -28,7 +28,7 @@ ENDPOINTS = View[api.Endpoint](
         Column("DRAINING", lambda endpoint: str(endpoint.status.draining_replicas), wide=True),
         Column("GPUS-EACH", lambda endpoint: str(endpoint.spec.template.gpu_count), wide=True),
         Column("TEMPLATE", lambda endpoint: text(endpoint.spec.template.template), wide=True),
-        Column("AGE", lambda endpoint: since(endpoint, "create_time")),
+        Column("AGE", lambda endpoint: since(endpoint, "create_time"), moving=True),
         Column("WHY", _summary),
     ),
 )
@@ -43,7 +43,7 @@ REPLICAS = View[api.Replica](
         Column("RESERVATION", lambda replica: short(replica.reservation)),
         Column("PID", lambda replica: text(str(replica.pid or ""))),
         Column("EXIT", lambda replica: number(replica, "exit_code")),
-        Column("AGE", lambda replica: since(replica, "create_time")),
+        Column("AGE", lambda replica: since(replica, "create_time"), moving=True),
         Column("ADAPTER", lambda replica: short(replica.adapter), wide=True),
         Column("UUIDS", lambda replica: text(",".join(replica.gpu_uuids)), wide=True),
         Column("WHY", lambda replica: text(replica.reason)),
@@ -69,7 +69,7 @@ WATCHERS = View[api.QueueWatcher](
         Column("READY", lambda watcher: number(watcher.status, "ready_count", "{:.0f}".format)),
         Column("UNACKED", lambda watcher: number(watcher.status, "unacked_count", "{:.0f}".format)),
         Column("CONSUMERS", lambda watcher: number(watcher.status, "consumer_count", "{:.0f}".format)),
-        Column("READ", lambda watcher: duration(watcher.status, "age")),
+        Column("READ", lambda watcher: duration(watcher.status, "age"), moving=True),
         Column("MESSAGE", lambda watcher: text(watcher.status.message)),
     ),
 )
@@ -78,13 +78,13 @@ DECISIONS = View[api.Decision](
     "decisions",
     (
         Column("NAME", lambda decision: short(decision.name)),
-        Column("LAST", lambda decision: since(decision, "last_time")),
+        Column("LAST", lambda decision: since(decision, "last_time"), moving=True),
         Column("TIMES", lambda decision: str(decision.count)),
         Column("BEFORE", lambda decision: str(decision.before)),
         Column("WANTED", lambda decision: str(decision.wanted)),
         Column("GRANTED", lambda decision: str(decision.granted)),
         Column("LIMITED-BY", lambda decision: text(decision.limited_by)),
-        Column("FIRST", lambda decision: since(decision, "create_time"), wide=True),
+        Column("FIRST", lambda decision: since(decision, "create_time"), wide=True, moving=True),
         Column("SUMMARY", lambda decision: text(decision.summary)),
     ),
 )
@@ -99,6 +99,6 @@ ADAPTERS = View[api.Adapter](
         Column("REPLICAS", lambda adapter: str(adapter.replica_count)),
         Column("MOST", lambda adapter: text(str(adapter.max_replicas or ""))),
         Column("TEMPLATES", lambda adapter: text(",".join(adapter.templates))),
-        Column("SEEN", lambda adapter: since(adapter, "last_seen_time")),
+        Column("SEEN", lambda adapter: since(adapter, "last_seen_time"), moving=True),
     ),
 )

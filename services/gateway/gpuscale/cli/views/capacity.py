@@ -26,8 +26,8 @@ CORDONS = View[allocator_api.Cordon](
     "cordons",
     (
         Column("NAME", lambda cordon: short(cordon.name)),
-        Column("AGE", lambda cordon: since(cordon, "create_time")),
-        Column("DRAINED IN", _until_drained),
+        Column("AGE", lambda cordon: since(cordon, "create_time"), moving=True),
+        Column("DRAINED IN", _until_drained, moving=True),
         Column("THERE", lambda cordon: text(", ".join(map(short, cordon.reservations)))),
         Column("BY", lambda cordon: text(cordon.author)),
         Column("REASON", lambda cordon: text(cordon.reason)),

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from gpuscale.cli.jsonpath import Field, Path
 from gpuscale.cli.quantities import format_duration, format_size
 from gpuscale.common import wire
 
@@ -17,19 +18,24 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class Column(Generic[M]):
-    """One column: its heading, the text of a cell, and whether only `-o wide` shows it."""
+    """One column: its heading, the text of a cell, and whether only `-o wide` shows it.
+
+    A moving one merely tells the time, such as an age: a watched item has not changed when nothing else has.
+    """
 
     heading: str
     cell: Callable[[M], str]
     wide: bool = False
+    moving: bool = False
 
 
 @dataclass(frozen=True)
 class View(Generic[M]):
-    """How one kind of resource is shown: its key in JSON lists, and its columns."""
+    """How one kind of resource is shown: its key in JSON lists, its columns, and where its labels are."""
 
     key: str
     columns: Sequence[Column[M]]
+    labels: Path = (Field("labels"),)
 
 
 def short(name: str) -> str:

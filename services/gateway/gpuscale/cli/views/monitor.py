@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.cli.jsonpath import parse_path
 from gpuscale.cli.views.cells import (
     ABSENT,
     Column,
@@ -44,13 +45,14 @@ NODES = View[monitor_api.Node](
             lambda node: used_of(node.snapshot.host_reading, "memory_used_bytes", "memory_total_bytes"),
         ),
         Column("LOAD", _load),
-        Column("AGE", lambda node: duration(node.snapshot, "age")),
+        Column("AGE", lambda node: duration(node.snapshot, "age"), moving=True),
         Column("HOSTNAME", lambda node: text(node.snapshot.host.hostname), wide=True),
         Column("SYSTEM", lambda node: text(node.snapshot.host.operating_system), wide=True),
         Column("DRIVER", lambda node: text(node.snapshot.host.driver_version), wide=True),
         Column("AGENT", lambda node: text(node.agent_version), wide=True),
         Column("PROBLEM", lambda node: text(node.snapshot.gpu_problem), wide=True),
     ),
+    labels=parse_path("snapshot.host.labels"),
 )
 
 
@@ -79,7 +81,7 @@ def gpus(holders: Mapping[str, str]) -> View[types_api.Gpu]:
             Column("CLOCK", lambda gpu: number(gpu.reading, "sm_clock_mhz", "{:.0f}MHz".format), wide=True),
             Column("PROCESSES", lambda gpu: str(len(gpu.reading.processes)), wide=True),
             Column("HOLDER", lambda gpu: text(holders.get(gpu.name, ""))),
-            Column("AGE", lambda gpu: duration(gpu.reading, "age")),
+            Column("AGE", lambda gpu: duration(gpu.reading, "age"), moving=True),
             Column("PCI", lambda gpu: text(gpu.pci_bus_id), wide=True),
             Column("UUID", lambda gpu: gpu.uuid),
         ),

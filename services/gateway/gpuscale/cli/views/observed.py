@@ -25,10 +25,10 @@ RECORDINGS = View[monitor_api.Recording](
         Column("STATE", lambda recording: word(recording, "state")),
         Column("GPUS", lambda recording: str(len(recording.gpus))),
         Column("SAMPLES", lambda recording: str(recording.sample_count)),
-        Column("RAN", lambda recording: duration(recording, "duration")),
+        Column("RAN", lambda recording: duration(recording, "duration"), moving=True),
         Column("INTERVAL", lambda recording: duration(recording, "interval")),
         Column("LIMIT", lambda recording: duration(recording, "max_duration"), wide=True),
-        Column("AGE", lambda recording: since(recording, "start_time")),
+        Column("AGE", lambda recording: since(recording, "start_time"), moving=True),
     ),
 )
 
@@ -78,8 +78,8 @@ HEALTH = View[monitor_api.HealthEvent](
         Column("FATAL", lambda event: "yes" if event.fatal else "no"),
         Column("CHECK", lambda event: word(event, "check")),
         Column("NODE", lambda event: event.node),
-        Column("AGE", lambda event: since(event, "start_time")),
-        Column("RESOLVED", lambda event: since(event, "resolved_time")),
+        Column("AGE", lambda event: since(event, "start_time"), moving=True),
+        Column("RESOLVED", lambda event: since(event, "resolved_time"), moving=True),
         Column("COUNT", lambda event: str(event.count), wide=True),
         Column("CLEARED", lambda event: "yes" if event.cleared else "no", wide=True),
         Column("ACTION", lambda event: word(event, "recommended_action")),

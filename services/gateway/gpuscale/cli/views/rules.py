@@ -25,7 +25,7 @@ RULES = View[api.EndpointRule](
         Column("COOLDOWN", lambda one: duration(one.rule, "cooldown")),
         Column("MIN", lambda one: number(one.rule, "min_replicas")),
         Column("MAX", lambda one: number(one.rule, "max_replicas")),
-        Column("CHANGED", lambda one: duration(one, "since_change")),
+        Column("CHANGED", lambda one: duration(one, "since_change"), moving=True),
         Column("DOES", _does),
     ),
 )

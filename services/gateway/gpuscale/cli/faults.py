@@ -1,0 +1,97 @@
+"""Where every failure of a command ends: words or one JSON object on standard error, and a code of the one table."""
+
+import difflib
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import typer
+
+from gpuscale.cli.arguments import GET_OPTIONS, GLOBAL_OPTIONS
+from gpuscale.cli.exit_codes import ExitCode, exit_code
+from gpuscale.cli.terminal import TERMINAL, note
+from gpuscale.common.errors import FieldViolation, GpuscaleError, InvalidArgumentError
+
+USAGE_ERRORS: Final[type[Exception]] = typer.BadParameter.__mro__[2]
+"""What the option parser raises; which module that class is in depends on the version of typer."""
+
+
+def report_usage(error: Any) -> int:
+    """Say what was typed wrong: how the command is used, what is wrong, and what was meant, perhaps; the exit code."""
+    context: Any = error.ctx  # None where nothing was understood yet
+    usage: str = context.get_usage() if context is not None else ""
+    message = f"{error.format_message()}{_meant(error)}"
+    if usage and message.startswith(usage):  # nothing was typed, and the message is the whole help
+        if not TERMINAL.json:
+            note(message)
+            return ExitCode.USAGE
+        message = "a command is missing"
+    if TERMINAL.json:
+        _write_json("USAGE", message, ExitCode.USAGE)
+        return ExitCode.USAGE
+    if usage:
+        note(usage)
+        note(f"more: {error.ctx.command_path} --help")
+    note(f"error: {message}")
+    return ExitCode.USAGE
+
+
+def _meant(error: Any) -> str:
+    """The option that was meant, where the parser does not know it since it may stand anywhere."""
+    typed: str = getattr(error, "option_name", "")
+    if not typed or getattr(error, "possibilities", None):
+        return ""
+    words = [*GLOBAL_OPTIONS, *(GET_OPTIONS if " get" in error.ctx.command_path else ())]
+    found = difflib.get_close_matches(typed, words, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def report(error: GpuscaleError) -> int:
+    """Say what failed; returns the exit code."""
+    code = exit_code(error)
+    violations = error.violations if isinstance(error, InvalidArgumentError) else ()
+    if TERMINAL.json:
+        _write_json(error.reason, error.message, code, violations, error.metadata, error.retry_after)
+        return code
+    note(f"error: {error.message}")
+    for violation in violations:
+        note(f"  {violation.field}: {violation.description}")
+    if error.retry_after is not None:
+        note(f"  it may go in {error.retry_after:g} s")
+    if TERMINAL.verbose:
+        facts = "".join(f", {key}={value}" for key, value in sorted(error.metadata.items()))
+        note(f"  {type(error).__name__} {error.reason}{facts}; exit code {code.value} {code.name}")
+    return code
+
+
+def report_interrupt() -> int:
+    """Say that Ctrl-C ended the command; returns the exit code."""
+    if TERMINAL.json:
+        _write_json("INTERRUPTED", "interrupted", ExitCode.INTERRUPTED)
+    else:
+        note("")
+    return ExitCode.INTERRUPTED
+
+
+def _write_json(
+    reason: str,
+    message: str,
+    code: ExitCode,
+    violations: tuple[FieldViolation, ...] = (),
+    metadata: Mapping[str, str] | None = None,
+    retry_after: float | None = None,
+) -> None:
+    error: dict[str, object] = {
+        "reason": reason,
+        "message": message,
+        "exitCode": code.value,
+        "exitName": code.name,
+    }
+    if violations:
+        error["fields"] = [{"field": one.field, "description": one.description} for one in violations]
+    if metadata:
+        error["metadata"] = dict(metadata)
+    if retry_after is not None:
+        error["retryAfterSeconds"] = retry_after
+    sys.stderr.write(json.dumps({"error": error}) + "\n")

@@ -1,0 +1,225 @@
+r"""Paths into JSON data, in the part of kubectl's JSONPath that scripts use.
+
+    .status.readyReplicas    a field, under its JSON or its contract name      [0]  [-1]  [1:3]  [*]    items of a list
+    ['a.b']                  a field whose name has dots                       [?(@.state=="READY")]    items that fit
+    {range .nodes[*]}{.name}{"\t"}{.state}{"\n"}{end}      text, once for each item
+
+Pure. What is not there gives nothing; a path that cannot be read is a ValueError that shows the rest of it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+_STEP = re.compile(
+    r"""\.?\[\s*(?:(?P<all>\*)|(?P<index>-?\d+)|(?P<from>-?\d*):(?P<to>-?\d*)|(?P<quoted>'[^']*'|"[^"]*")
+        |\?\(\s*@(?P<of>[^=!<>]*?)\s*(?P<is>==|!=|<=|>=|<|>)\s*(?P<than>'[^']*'|"[^"]*"|[^\s)]+)\s*\))\s*\]
+    |\.(?P<every>\*)|\.?(?P<field>[A-Za-z_][\w-]*)""",
+    re.VERBOSE,
+)
+_PART = re.compile(r"\{([^{}]*)\}|([^{}]+)")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a mapping."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Items:
+    """Items of a list, or all values of a mapping where the slice is whole."""
+
+    of: slice
+
+
+@dataclass(frozen=True)
+class Where:
+    """Items of a list at which a path has a value that compares so."""
+
+    path: "Path"
+    is_: str
+    than: object
+
+
+Path = tuple[Field | Items | Where, ...]
+
+
+@dataclass(frozen=True)
+class Each:
+    """Parts that are written once for each value at a path."""
+
+    path: Path
+    parts: "Template"
+
+
+Template = tuple["str | Path | Each", ...]
+
+
+def parse_path(text: str) -> Path:
+    """The steps of a path; braces, `$` and a leading dot may be left out.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    rest = text.strip().removeprefix("{").removesuffix("}").strip().removeprefix("$").removeprefix("@")
+    steps: list[Field | Items | Where] = []
+    while rest not in {"", "."}:
+        found = _STEP.match(rest)
+        if found is None:
+            raise ValueError(f"{text!r} is no path: {rest!r} cannot be read; write it like .status.state")
+        steps.append(_step(found))
+        rest = rest[found.end() :]
+    return tuple(steps)
+
+
+def _step(found: re.Match[str]) -> Field | Items | Where:
+    if found["is"]:
+        return Where(parse_path(found["of"]), found["is"], _literal(found["than"]))
+    if found["all"] or found["every"]:
+        return Items(slice(None))
+    if found["index"]:
+        index = int(found["index"])
+        return Items(slice(index, index + 1 or None))
+    if found["quoted"]:
+        return Field(found["quoted"][1:-1])
+    if found["field"]:
+        return Field(found["field"])
+    start, end = found["from"], found["to"]
+    return Items(slice(int(start) if start else None, int(end) if end else None))
+
+
+def _literal(text: str) -> object:
+    if text[0] in "'\"":
+        return text[1:-1]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def parse_template(text: str) -> Template:
+    """The parts of a text with paths in braces; a text without braces is one path.
+
+    Raises:
+        ValueError: a path cannot be read, or `range` and `end` do not pair.
+    """
+    if not {"{", "}"} & set(text):
+        return (parse_path(text),)
+    open_parts: list[tuple[Path, list[str | Path | Each]]] = [((), [])]
+    end = 0
+    for found in _PART.finditer(text):
+        if found.start() != end:
+            break
+        end = found.end()
+        _add(open_parts, found)
+    if end != len(text):
+        raise ValueError(f"{text!r}: a brace is left open at {text[end:]!r}")
+    if len(open_parts) > 1:
+        raise ValueError(f"{text!r}: a range has no {{end}}")
+    return tuple(open_parts[0][1])
+
+
+def _add(open_parts: list[tuple[Path, list[str | Path | Each]]], found: re.Match[str]) -> None:
+    inner = (found[1] or "").strip()
+    if found[1] is None:
+        open_parts[-1][1].append(found[2])
+    elif inner.startswith("range "):
+        open_parts.append((parse_path(inner.removeprefix("range ")), []))
+    elif inner == "end":
+        if len(open_parts) == 1:
+            raise ValueError("'{end}' stands without a range")
+        path, parts = open_parts.pop()
+        open_parts[-1][1].append(Each(path, tuple(parts)))
+    elif inner[:1] in {"'", '"'} and inner:
+        open_parts[-1][1].append(inner[1:-1].replace("\\n", "\n").replace("\\t", "\t"))
+    else:
+        open_parts[-1][1].append(parse_path(inner))
+
+
+def find(path: Path, data: object) -> list[object]:
+    """All values at a path; none where there is none."""
+    values = [data]
+    for step in path:
+        values = [found for value in values for found in _follow(step, value)]
+    return values
+
+
+def _follow(step: Field | Items | Where, value: object) -> Iterator[object]:
+    if isinstance(step, Field):
+        if is_mapping(value):
+            names = (step.name, camel(step.name))
+            yield from (value[name] for name in dict.fromkeys(names) if name in value)
+    elif isinstance(step, Items):
+        if is_list(value):
+            yield from value[step.of]
+        elif is_mapping(value) and step.of == slice(None):
+            yield from value.values()
+    elif is_list(value):
+        yield from (item for item in value if _fits(step, item))
+
+
+def _fits(where: Where, item: object) -> bool:
+    compare = _COMPARISONS[where.is_]
+    return any(compare(*_alike(value, where.than)) for value in find(where.path, item))
+
+
+def _alike(value: object, than: object) -> tuple[float, float] | tuple[str, str]:
+    """Two values as numbers where both are (JSON writes large whole numbers as texts), else as texts."""
+    try:
+        return float(str(value)), float(str(than))
+    except ValueError:
+        return as_text(value), as_text(than)
+
+
+_COMPARISONS: Mapping[str, Callable[[float | str, float | str], bool]] = {
+    "==": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+    "<": lambda a, b: _order(a, b) < 0,
+    "<=": lambda a, b: _order(a, b) <= 0,
+    ">": lambda a, b: _order(a, b) > 0,
+    ">=": lambda a, b: _order(a, b) >= 0,
+}
+
+
+def _order(a: float | str, b: float | str) -> int:
+    if isinstance(a, float) and isinstance(b, float):
+        return (a > b) - (a < b)
+    return (str(a) > str(b)) - (str(a) < str(b))
+
+
+def render(template: Template, data: object) -> str:
+    """The text of a template: values at a path stand side by side with a space between."""
+    parts: list[str] = []
+    for part in template:
+        if isinstance(part, str):
+            parts.append(part)
+        elif isinstance(part, Each):
+            parts += [render(part.parts, item) for item in find(part.path, data)]
+        else:
+            parts.append(" ".join(map(as_text, find(part, data))))
+    return "".join(parts)
+
+
+def as_text(value: object) -> str:
+    """A value as it is written: texts as they are, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def camel(name: str) -> str:
+    """`readyReplicas` of `ready_replicas`: the name in JSON of a field of the contract."""
+    first, *others = name.split("_")
+    return first + "".join(word[:1].upper() + word[1:] for word in others)
+
+
+def is_mapping(value: object) -> TypeGuard[Mapping[str, object]]:
+    """Whether data is a mapping; keys of JSON are texts."""
+    return isinstance(value, Mapping)
+
+
+def is_list(value: object) -> TypeGuard[Sequence[object]]:
+    """Whether data is a list."""
+    return isinstance(value, list)

@@ -1,0 +1,82 @@
+"""What every `get` has in common: `-l`, `--sort-by`, and `--watch`, which reads again and again and writes what changed."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+
+from gpuscale.cli.choosing import Chosen, Watched
+from gpuscale.cli.formats import Format
+from gpuscale.cli.options import duration
+from gpuscale.cli.selecting import parse_selector
+from gpuscale.cli.session import note, session_of
+from gpuscale.common.errors import InvalidArgumentError, UnavailableError
+
+Command = Callable[..., None]
+
+
+def options(
+    context: typer.Context,
+    selector: Annotated[
+        str,
+        typer.Option(
+            "--selector",
+            "-l",
+            metavar="KEY=VALUE,...",
+            help="Only those with this label, or field: state=READY,zone!=a,!cordoned.",
+        ),
+    ] = "",
+    sort_by: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH", help="A column or a field, such as LEFT or .fence; -LEFT begins with the most."
+        ),
+    ] = "",
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Go on, and write each that changes; Ctrl-C ends it.")
+    ] = False,
+    every: Annotated[
+        float, typer.Option(parser=duration, metavar="DURATION", help="How often --watch reads.")
+    ] = 2.0,
+) -> None:
+    """Show nodes, GPUs, reservations, endpoints and the rest."""
+    session = session_of(context)
+    if watch and session.output.format is Format.JSON:
+        raise InvalidArgumentError("--watch writes one object after the other: use -o jsonl, not -o json")
+    try:
+        conditions = parse_selector(selector) if selector else ()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--selector") from error
+    chosen = Chosen(conditions, sort_by, Watched(every) if watch else None)
+    context.obj = replace(session, output=replace(session.output, chosen=chosen))
+
+
+def repeated(command: Command) -> Command:
+    """The command, which goes on where it is watched; an answer that fails to come once is said, and asked for again."""
+
+    @wraps(command)
+    def run(**typed: Any) -> None:
+        command(**typed)
+        watched = session_of(typed["context"]).output.chosen.watched
+        away = False
+        while watched is not None:
+            sys.stdout.flush()
+            pause(watched.every)
+            try:
+                command(**typed)
+                away = False
+            except UnavailableError as error:
+                if not away:
+                    note(f"{error.message}; asking again every {watched.every:g}s")
+                away = True
+
+    return run
+
+
+def pause(seconds: float) -> None:
+    """Wait until it is time to read again."""
+    time.sleep(seconds)

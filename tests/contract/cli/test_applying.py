@@ -1,0 +1,183 @@
+"""`apply` shows its plan, checks files before it asks anybody, and says where the fault is; `diff` changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuscale.common import errors
+from tests.support import canned_gateway as canned
+from tests.support.cli import Ran, run_cli
+
+MANIFEST = """\
+kind: Endpoint
+name: jobs
+spec:
+  minReplicas: 1
+  maxReplicas: 4
+  template: {template: worker, gpuCount: 1}
+---
+kind: QueueWatcher
+name: more
+spec: {broker: default, queue: more}
+"""
+SAME = """\
+kind: Endpoint
+name: jobs
+spec: {minReplicas: 0, maxReplicas: 4, template: {template: worker, gpuCount: 1}}
+---
+kind: QueueWatcher
+name: jobs
+spec: {broker: default, queue: jobs}
+"""
+CHANGING = {"Create", "Update", "Delete"}
+
+
+@pytest.fixture
+def gateway() -> Iterator[tuple[str, canned.World]]:
+    with canned.canned_gateway() as running:
+        yield running
+
+
+@pytest.fixture
+def world(gateway: tuple[str, canned.World]) -> canned.World:
+    return gateway[1]
+
+
+@pytest.fixture
+def ctl(gateway: tuple[str, canned.World]) -> Any:
+    def run(*arguments: str, stdin: str = MANIFEST) -> Ran:
+        return run_cli("--address", gateway[0], *arguments, stdin=stdin)
+
+    return run
+
+
+def asked(world: canned.World) -> list[str]:
+    """The requests that would change something."""
+    names = [
+        type(request).__name__ for request in world.requests if not getattr(request, "validate_only", False)
+    ]
+    return [name for name in names if any(name.startswith(verb) for verb in CHANGING)]
+
+
+def test_the_plan_is_said_before_it_is_carried_out(ctl: Any) -> None:
+    ran = ctl("apply", "-f", "-")
+    assert ran.out == "watchers/more created\nendpoints/jobs configured\n"
+    assert ran.err == (
+        "plan: 1 created, 1 configured\n"
+        "  + watchers/more\n"
+        "  ~ endpoints/jobs\n"
+        "      spec.minReplicas: - -> 1\n"
+    )
+    assert ctl("apply", "-f", "-", "-o", "json").err.count("plan") == 0
+
+
+@pytest.mark.parametrize("mode", ["client", "server"])
+def test_a_dry_run_changes_nothing(ctl: Any, world: canned.World, mode: str) -> None:
+    before = dict(world.things)
+    every_way = (
+        f"{MANIFEST}---\n{MANIFEST.replace('name: jobs', 'name: new').replace('name: more', 'name: jobs')}"
+    )
+    ran = ctl("apply", "-f", "-", f"--dry-run={mode}", stdin=every_way)
+    assert ran.code == 0, ran.err
+    assert ran.out.count("(dry run)") == 4
+    assert world.things == before
+    assert asked(world) == []
+    assert (world.requests == []) == (mode == "client")
+    json.loads(ctl("apply", "-f", "-", f"--dry-run={mode}", "-o", "json").out)
+
+
+def test_diff_says_what_would_change_and_changes_nothing(ctl: Any, world: canned.World) -> None:
+    ran = ctl("diff", "-f", "-")
+    assert ran.code == 1
+    lines = ran.out.splitlines()
+    assert lines[:2] == ["--- live/watchers/more", "+++ file/watchers/more"]
+    assert "+  minReplicas: 1" in lines
+    assert asked(world) == []
+    found = json.loads(ctl("diff", "-f", "-", "-o", "json").out)["changes"]
+    assert [(one["name"], one["action"]) for one in found] == [
+        ("watchers/more", "created"),
+        ("endpoints/jobs", "configured"),
+    ]
+
+
+def test_diff_is_0_where_nothing_differs_and_more_than_1_where_it_cannot_tell(
+    ctl: Any, world: canned.World
+) -> None:
+    same = ctl("diff", "-f", "-", "--prune", stdin=SAME)
+    assert (same.code, same.out) == (0, "")
+    assert ctl("diff", "-f", "-", stdin="kind: Nothing\n").code == 2
+    world.refuse["GetEndpoint"] = errors.InternalError("incident 12")
+    assert ctl("diff", "-f", "-").code == 2
+    world.refuse["GetEndpoint"] = errors.PermissionDeniedError("no")
+    assert ctl("diff", "-f", "-").code == 8
+
+
+def test_prune_deletes_what_the_files_do_not_name(ctl: Any, world: canned.World) -> None:
+    only = "kind: QueueWatcher\nname: jobs\nspec: {broker: default, queue: jobs}\n"
+    refused = ctl("apply", "-f", "-", "--prune", stdin=only)
+    assert (refused.code, asked(world)) == (2, [])
+    assert "whether to delete endpoints/jobs: pass --yes" in refused.err
+    assert ctl("diff", "-f", "-", "--prune", stdin=only).out.splitlines()[0] == "--- live/endpoints/jobs"
+    dry = ctl("apply", "-f", "-", "--prune", "--dry-run=server", stdin=only)
+    assert dry.out == "watchers/jobs unchanged (dry run)\nendpoints/jobs deleted (dry run)\n"
+    assert asked(world) == []
+    done = ctl("apply", "-f", "-", "--prune", "--yes", stdin=only)
+    assert done.out == "watchers/jobs unchanged\nendpoints/jobs deleted\n"
+    assert asked(world) == ["DeleteEndpointRequest"]
+
+
+def test_prune_never_takes_an_empty_file_for_the_wish_to_delete_everything(
+    ctl: Any, world: canned.World
+) -> None:
+    ran = ctl("apply", "-f", "-", "--prune", "--yes", stdin="# nothing\n")
+    assert (ran.code, world.requests) == (2, [])
+    assert "would delete everything" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kind: Endpoint\nname: x\nspec:\n  maxReplicas: 200000\n", "<stdin>:4:16: spec.max_replicas "),
+        (
+            "kind: Endpoint\nname: x\nspec:\n  signals:\n  - {id: a}\n  - {id: 'Ä'}\n",
+            "<stdin>:6:10: spec.signals[1].id ",
+        ),
+        ("kind: QueueWatcher\nname: x\nspec:\n  queue: x\n", "<stdin>:4:3: spec.broker "),
+        (SAME + "---\n" + SAME, "<stdin>:9:1: endpoints/jobs stands twice"),
+        (
+            "kind: Endpoint\nname: x\nspec: {minReplica: 1}\n",
+            "<stdin>:3:8: unknown field 'minReplica'; did you mean",
+        ),
+    ],
+)
+def test_what_breaks_a_rule_is_found_in_its_file(ctl: Any, world: canned.World, text: str, said: str) -> None:
+    ran = ctl("apply", "-f", "-", "--dry-run=client", stdin=text)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+    assert world.requests == []
+
+
+def test_what_the_server_refuses_is_found_in_its_file(ctl: Any, world: canned.World, tmp_path: Path) -> None:
+    """A fault that only the server can see, such as two fields that contradict each other."""
+    world.refuse["UpdateEndpoint"] = errors.InvalidArgumentError(
+        "min_replicas is above max_replicas", field="endpoint.spec.min_replicas"
+    )
+    file = tmp_path / "jobs.yaml"
+    file.write_text(MANIFEST)
+    ran = ctl("apply", "-f", str(file))
+    assert ran.code == 2
+    assert f"error: {file}:4:16: spec.min_replicas " in ran.err
+
+
+def test_what_get_prints_is_applied_unchanged_by_every_way_back(ctl: Any) -> None:
+    for wanted in ("yaml", "json"):
+        printed = ctl("get", "endpoints", "-o", wanted).out + ("---\n" if wanted == "yaml" else "")
+        assert ctl("apply", "-f", "-", stdin=printed).out == "endpoints/jobs unchanged\n"
+        assert ctl("diff", "-f", "-", stdin=printed).code == 0
+        one = ctl("get", "qw", "jobs", "-o", wanted).out
+        assert ctl("apply", "-f", "-", stdin=one).out == "watchers/jobs unchanged\n"

@@ -1,0 +1,127 @@
+"""Tab completes commands, options, values and live names, in a real bash too; nothing is said where nobody answers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import canned_gateway as canned
+from tests.support.cli import run_cli
+from tests.support.ports import free_port
+
+BASH = shutil.which("bash")
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with canned.canned_gateway() as (address, _):
+        yield address
+
+
+@pytest.fixture
+def complete(address: str) -> Any:
+    def run(typed: str, shell: str = "bash") -> list[str]:
+        ran = run_cli("__complete", shell, *typed.split(" "), environment={"GPUSCALE_ADDRESS": address})
+        assert (ran.code, ran.err) == (0, "")
+        return ran.out.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("ge", ["get"]),
+        ("get no", ["nodes"]),
+        ("get nodes h", ["host-1"]),
+        ("get no ", ["host-1"]),
+        ("get ep -o json -w ", ["jobs"]),
+        ("get gpu GPU-", list(canned.UUIDS)),
+        ("get decisions ", ["jobs/d1"]),
+        ("get quotas ", []),
+        ("delete endpoint j", ["jobs"]),
+        ("delete rule ", ["jobs/up"]),
+        ("scale ep --replicas 3 ", ["jobs"]),
+        ("explain reservation ", ["r1"]),
+        ("renew ", ["r1"]),
+        ("drain ", ["host-1"]),
+        ("get replicas -e ", ["jobs"]),
+        ("get replicas --endpoint j", ["jobs"]),
+        ("get nodes -o js", ["json", "jsonl", "jsonpath="]),
+        ("get nodes --output = yam", ["yaml"]),
+        ("get nodes --sor", ["--sort-by"]),
+        ("get nodes --no-h", ["--no-headers"]),
+        ("reserve --gpus 1 --policy p", ["pack"]),
+        ("reserve --req", ["--request-id", "--request-timeout"]),
+        ("preset show ", ["keda"]),
+        ("run --gpus 1 -- l", []),
+        ("completion z", ["zsh"]),
+        ("bogus ", []),
+        ("", None),
+    ],
+)
+def test_what_may_stand_next(complete: Any, typed: str, found: list[str] | None) -> None:
+    got = complete(typed)
+    assert got == found if found is not None else {"get", "apply", "explain"} < set(got)
+
+
+def test_other_shells_get_whole_words_with_their_meaning(complete: Any) -> None:
+    assert complete("get nodes --output=yam", "zsh") == ["--output=yaml\t"]
+    assert complete("get nod", "fish") == ["nodes\tHosts with an agent: state, CPU, memory, load."]
+
+
+def test_contexts_are_completed(tmp_path: Path) -> None:
+    environment = {"GPUSCALE_CONTEXTS": str(tmp_path / "contexts.toml")}
+    run_cli("config", "set-context", "lab", "--address", "h:1", environment=environment)
+    for typed in ("config use-context ", "get nodes --context "):
+        assert run_cli("__complete", "bash", *typed.split(" "), environment=environment).out == "lab\n"
+
+
+def test_nobody_there_is_no_name_and_no_noise() -> None:
+    ran = run_cli("__complete", "bash", "--address", f"127.0.0.1:{free_port()}", "get", "nodes", "")
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_script_says_how_it_is_used(shell: str) -> None:
+    out = run_cli("completion", shell).out
+    assert f"gpuscalectl completion {shell}" in out
+    assert f"gpuscalectl __complete {shell} " in out
+
+
+@pytest.mark.skipif(BASH is None, reason="no bash here")
+def test_a_real_bash_completes(address: str, tmp_path: Path) -> None:
+    """The script as it is written, sourced by bash, with the program on its path."""
+    program = tmp_path / "gpuscalectl"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m gpuscale.cli.main "$@"\n')
+    program.chmod(0o700)
+    script = """
+        source <(gpuscalectl completion bash)
+        ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _gpuscalectl; echo "${COMPREPLY[*]}"; }
+        ask gpuscalectl get no
+        ask gpuscalectl get endpoints ''
+        ask gpuscalectl get nodes --output = wid
+        complete -p gpuscalectl
+    """
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUSCALE_ADDRESS": address}
+    ran = subprocess.run(
+        [str(BASH), "--norc", "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ran.stdout.splitlines() == [
+        "nodes",
+        "jobs",
+        "wide",
+        "complete -o default -F _gpuscalectl gpuscalectl",
+    ]

@@ -1,0 +1,111 @@
+"""Servers by name: the file of contexts, and what counts when several things say where the server is."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuscale.client.contexts import read_contexts
+from tests.support import canned_gateway as canned
+from tests.support.cli import Ran, run_cli
+from tests.support.ports import free_port
+
+
+@pytest.fixture
+def gateway() -> Iterator[str]:
+    with canned.canned_gateway() as (address, _):
+        yield address
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "contexts.toml"
+
+
+@pytest.fixture
+def ctl(file: Path) -> Any:
+    def run(*arguments: str, **environment: str) -> Ran:
+        return run_cli(*arguments, environment={"GPUSCALE_CONTEXTS": str(file), **environment})
+
+    return run
+
+
+def test_contexts_are_kept_and_used(ctl: Any, gateway: str, file: Path, tmp_path: Path) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    assert (
+        ctl("config", "set-context", "lab", "--address", gateway).out
+        == "lab added; the current context is lab\n"
+    )
+    assert ctl("config", "set-context", "other", "--address", nobody).code == 0
+    assert ctl("get", "nodes", "-o", "name").out == "nodes/host-1\n"
+    assert ctl("get", "nodes", "--context", "other").code == 7
+    assert ctl("get", "nodes", GPUSCALE_CONTEXT="other").code == 7
+    assert ctl("get", "nodes", "--address", nobody).code == 7
+    assert ctl("get", "nodes", "--context", "lab", GPUSCALE_CONTEXT="other").code == 0
+    assert ctl("config", "use-context", "other").out == "other is the current context\n"
+    assert ctl("get", "nodes").code == 7
+    assert ctl("config", "current-context").out == "other\n"
+    assert oct(file.stat().st_mode & 0o777) == "0o600"
+
+
+def test_what_is_not_given_stays(ctl: Any, file: Path) -> None:
+    ctl("config", "set-context", 'a"b', "--address", "h:1", "--ca-file", "/ca.pem")
+    ctl("config", "set-context", 'a"b', "--token-file", "/token")
+    [one] = read_contexts(file).by_name.values()
+    assert (one.address, str(one.ca_file), str(one.token_file)) == ("h:1", "/ca.pem", "/token")
+    listed = json.loads(ctl("config", "get-contexts", "-o", "json").out)
+    assert listed == {
+        "contexts": [
+            {"name": 'a"b', "current": "*", "address": "h:1", "token_file": "/token", "ca_file": "/ca.pem"}
+        ]
+    }
+    assert ctl("config", "get-contexts").out.splitlines()[1].split() == [
+        "*",
+        'a"b',
+        "h:1",
+        "/ca.pem",
+        "/token",
+    ]
+    assert json.loads(ctl("config", "view", "-o", "json").out)["current_context"] == 'a"b'
+
+
+def test_a_context_is_deleted(ctl: Any, file: Path) -> None:
+    ctl("config", "set-context", "lab", "--address", "h:1")
+    assert ctl("config", "delete-context", "lab").out == "lab deleted\n"
+    assert read_contexts(file) == type(read_contexts(file))("", {})
+    assert ctl("config", "current-context").code == 3
+
+
+def test_what_is_wrong_is_said(ctl: Any, file: Path) -> None:
+    ctl("config", "set-context", "lab", "--address", "h:1")
+    ran = ctl("config", "use-context", "lba")
+    assert (ran.code, "did you mean lab?" in ran.err) == (3, True)
+    assert ctl("config", "set-context", "new").code == 2
+    assert ctl("get", "nodes", "--context", "lba").code == 2
+    file.write_text("contexts = 1")
+    assert ctl("config", "get-contexts").code == 2
+
+
+def test_without_contexts_the_next_step_is_said(ctl: Any) -> None:
+    ran = ctl("config", "get-contexts")
+    assert ran.code == 0
+    assert "gpuscalectl config set-context" in ran.err
+
+
+def test_a_host_that_never_answers_is_given_up_on_in_time() -> None:
+    """The connection is taken, and nothing ever comes back: that is no late answer to a call.
+
+    The time that an attempt gets where nothing is said, 5 s, would be longer than the call may take, and the code another.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        ran = run_cli(
+            "--address", address, "--dial-timeout", "200ms", "--request-timeout", "4s", "get", "nodes"
+        )
+    assert (ran.code, ran.out) == (7, "")
+    assert "nothing answers at" in ran.err

@@ -1,0 +1,78 @@
+"""`explain` knows every field of the contract, with its comment and its bounds, as the .proto files state them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gpuscale.cli import contract_docs
+from gpuscale.cli.arguments import NOUNS
+from tests.support.cli import run_cli
+
+
+def test_a_field_is_explained_by_its_comment_and_bounds() -> None:
+    assert run_cli("explain", "endpoint.spec.min_replicas").out == (
+        "endpoint.spec.min_replicas   int32   in JSON: minReplicas\n"
+        "Fewest replicas, whatever the rules say.\n"
+        "Bounds: min 0, max 100000.\n"
+    )
+    found = json.loads(run_cli("explain", "ep.spec.minReplicas", "-o", "json").out)
+    assert (found["type"], found["jsonName"], found["bounds"]) == (
+        "int32",
+        "minReplicas",
+        "min 0, max 100000",
+    )
+
+
+@pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.plural)
+def test_every_kind_has_all_of_its_fields_explained(noun: tuple[str, ...]) -> None:
+    for name in filter(None, noun):
+        found = json.loads(run_cli("explain", name, "-o", "json").out)
+        assert found["description"]
+        assert len(found["parts"]) > 2
+        assert [part["name"] for part in found["parts"] if not part["description"]] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("ep.spec.mode", "SCALING_MODE_SHADOW"),
+        ("Ask.node_labels", "map<string, string>"),
+        ("rule.step.threshold", "double"),
+        ("endpoint.spec.rules", "Rule[]"),
+        ("reservation.ttl", "Duration"),
+    ],
+)
+def test_every_sort_of_field(path: str, said: str) -> None:
+    assert said in run_cli("explain", path).out
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("endpoint.spec.min_replica", "did you mean min_replicas?"),
+        ("endpont.spec", "did you mean endpoint?"),
+        ("endpoint.etag.x", "has no parts"),
+        ("Nothing", "there is no kind 'Nothing'"),
+    ],
+)
+def test_what_there_is_not_is_3_and_offers_the_near_miss(path: str, said: str) -> None:
+    ran = run_cli("explain", path)
+    assert (ran.code, ran.out) == (3, "")
+    assert said in ran.err
+
+
+def test_every_comment_of_the_contract_is_shipped() -> None:
+    """The generated descriptor set lags behind nothing: each field of gpuscale's own messages has its comment."""
+    contract = contract_docs._contract()
+    own = [name for name in contract.messages if name.startswith(".gpuscale.api.") and ".v1." in name]
+    assert len(own) > 100
+    missing = [
+        f"{name}.{field.name}"
+        for name in own
+        if not contract.messages[name].options.map_entry
+        for field in contract.messages[name].field
+        if not contract.comments[f"{name}.{field.name}"]
+    ]
+    assert missing == []

@@ -1,0 +1,276 @@
+"""Every `get` knows every form of output, selectors, an order, and `--watch`; every command keeps the two streams apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from gpuscale.cli import main, watching
+from gpuscale.cli.formats import Format
+from gpuscale.common import errors
+from tests.support import canned_gateway as canned
+from tests.support.cli import Ran, run_cli
+from tests.support.ports import free_port
+
+GETS = sorted(main.root().commands["get"].commands)
+UNKNOWN_TO_THE_WORLD = {"health", "recordings"}
+"""What the canned gateway does not serve."""
+LISTS = [noun for noun in GETS if noun not in UNKNOWN_TO_THE_WORLD]
+
+
+def leaves(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command that there is, by walking the tree."""
+    command = command or main.root()
+    children = getattr(command, "commands", {})
+    for name, child in children.items():
+        yield from leaves(child, (*path, name))
+    if not children:
+        yield path
+
+
+SERVERS = {("up",), ("dashboard",)}
+"""What goes on until it is stopped, and reads its arguments itself."""
+LEAVES = [path for path in leaves() if path not in SERVERS]
+GIVEN = {
+    ("run",): ("--gpus", "1", "--", "true"),
+    ("record",): ("--node", "a", "--", "true"),
+    ("history",): ("a",),
+    ("estimate",): ("x",),
+}
+"""Arguments of the commands that need some, beside a name."""
+
+
+@pytest.fixture
+def gateway() -> Iterator[tuple[str, canned.World]]:
+    with canned.canned_gateway() as running:
+        yield running
+
+
+@pytest.fixture
+def world(gateway: tuple[str, canned.World]) -> canned.World:
+    return gateway[1]
+
+
+@pytest.fixture
+def ctl(gateway: tuple[str, canned.World]) -> Any:
+    def run(*arguments: str, stdin: str = "") -> Ran:
+        return run_cli("--address", gateway[0], *arguments, stdin=stdin)
+
+    return run
+
+
+@pytest.mark.parametrize("noun", LISTS)
+def test_every_list_in_every_form(ctl: Any, noun: str) -> None:
+    listed = json.loads(ctl("get", noun, "-o", "json").out)
+    [(key, items)] = listed.items()
+    names = [item.get("name") or item["tenant"] for item in items]
+    assert names
+    lines = ctl("get", noun, "-o", "jsonl").out.splitlines()
+    assert [json.loads(line) for line in lines] == items
+    assert ctl("get", noun, "-o", "name").out.splitlines() == names
+    assert YAML(typ="safe", pure=True).load(ctl("get", noun, "-o", "yaml").out) == listed
+    field = "name" if items[0].get("name") else "tenant"
+    assert ctl("get", noun, "-o", f"jsonpath={{.{key}[*].{field}}}").out == " ".join(names) + "\n"
+    columns = ctl("get", noun, "-o", f"custom-columns=WHO:.{field},NOTHING:.nothing")
+    assert [line.split() for line in columns.out.splitlines()] == [
+        ["WHO", "NOTHING"],
+        *([name, "-"] for name in names),
+    ]
+    assert len(ctl("get", noun, "--no-headers").out.splitlines()) == len(names)
+    assert all(ctl("get", noun, "-o", each).out for each in ("table", "wide"))
+    assert {each.value for each in Format} == {
+        "json", "jsonl", "name", "yaml", "jsonpath", "custom-columns", "table", "wide"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("noun", LISTS)
+def test_every_list_can_be_selected_from_and_sorted(ctl: Any, noun: str) -> None:
+    everything = ctl("get", noun, "-o", "name").out
+    field = "tenant" if noun == "quotas" else "name"
+    assert ctl("get", noun, "-l", f"{field}!=nobody", "-o", "name").out == everything
+    assert ctl("get", noun, "-l", f"{field}=nobody", "-o", "name").out == ""
+    descending = ctl("get", noun, "--sort-by", f"-.{field}", "-o", "name").out.splitlines()
+    assert descending == sorted(everything.splitlines(), reverse=True)
+    wrong = ctl("get", noun, "--sort-by", "nme")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "--sort-by: there is no 'nme'; " in wrong.err
+
+
+def test_labels_come_before_fields_and_columns_before_paths(ctl: Any, world: canned.World) -> None:
+    world.things.update({name: _reservation(name, fence, zone) for name, fence, zone in
+                         (("a", 9, "x"), ("b", 100, "y"), ("c", 10, "x"))})  # fmt: skip
+    del world.things["reservations/r1"]
+    assert ctl("get", "res", "-l", "zone=x", "-o", "name").out.split() == ["reservations/a", "reservations/c"]
+    assert ctl("get", "res", "-l", "zone=x,holder=a", "-o", "name").out.split() == ["reservations/a"]
+    for by in ("fence", ".fence", "FENCE"):
+        assert ctl("get", "res", "--sort-by", by, "-o", "name").out.split()[-1] == "reservations/b"
+        assert ctl("get", "res", "--sort-by", f"-{by}", "-o", "name").out.split()[0] == "reservations/b"
+
+
+def _reservation(name: str, fence: int, zone: str) -> Any:
+    copy = canned.allocator_api.Reservation()
+    copy.CopyFrom(canned.RESERVATION)
+    copy.name, copy.fence, copy.holder = f"reservations/{name}", fence, name
+    copy.labels["zone"] = zone
+    return copy
+
+
+def watch(world: canned.World, monkeypatch: pytest.MonkeyPatch, *steps: Any) -> None:
+    """Let a watch make these steps between its readings, and then end by Ctrl-C."""
+    left = iter(steps)
+
+    def pause(seconds: float) -> None:
+        step = next(left, None)
+        if step is None:
+            raise KeyboardInterrupt
+        step(world)
+
+    monkeypatch.setattr(watching, "pause", pause)
+
+
+def scaled(world: canned.World) -> None:
+    copy = canned.autoscaler_api.Endpoint()
+    copy.CopyFrom(world.things["endpoints/jobs"])
+    copy.status.ready_replicas += 1
+    world.things[copy.name] = copy
+
+
+def nothing(world: canned.World) -> None:
+    """Nothing happens."""
+
+
+def deleted(world: canned.World) -> None:
+    del world.things["endpoints/jobs"]
+
+
+def test_a_watch_writes_each_change_once(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An age that goes on is no change; what is gone is said."""
+    watch(world, monkeypatch, nothing, scaled, nothing, deleted)
+    ran = ctl("get", "endpoints", "-w", "-o", "jsonl")
+    lines = [json.loads(line) for line in ran.out.splitlines()]
+    assert [line.get("status", {}).get("readyReplicas") for line in lines] == [2, 3, None]
+    assert lines[-1] == {"name": "endpoints/jobs", "deleted": True}
+    assert ran.code == 130
+
+
+def test_time_that_goes_by_is_no_change(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def older(world: canned.World) -> None:
+        copy = canned.autoscaler_api.QueueWatcher()
+        copy.CopyFrom(world.things["watchers/jobs"])
+        copy.status.age.seconds += 100
+        world.things[copy.name] = copy
+
+    watch(world, monkeypatch, older, older)
+    assert ctl("get", "watchers", "-w", "-o", "name").out == "watchers/jobs\n"
+
+
+def test_a_watched_table_has_its_headings_once(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch(world, monkeypatch, scaled, deleted)
+    out = ctl("get", "endpoints", "-w").out.splitlines()
+    assert [line.split()[0] for line in out] == ["NAME", "jobs", "jobs", "endpoints/jobs"]
+    assert out[-1] == "endpoints/jobs is gone"
+
+
+def test_a_watch_outlives_an_answer_that_fails(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(world: canned.World) -> None:
+        world.refuse["ListEndpoints"] = errors.UnavailableError("it restarts", reason="STOPPING")
+
+    def back(world: canned.World) -> None:
+        world.refuse.clear()
+        scaled(world)
+
+    watch(world, monkeypatch, away, nothing, back)
+    ran = ctl("get", "endpoints", "-w", "-o", "name")
+    assert ran.out == "endpoints/jobs\n" * 2
+    assert ran.err.count("it restarts") == 1
+
+
+def test_a_watch_of_json_is_a_stream_of_lines(ctl: Any) -> None:
+    ran = ctl("get", "endpoints", "-w", "-o", "json")
+    assert (ran.code, ran.out) == (2, "")
+    assert "use -o jsonl" in json.loads(ran.err)["error"]["message"]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("path", LEAVES, ids=" ".join)
+@pytest.mark.parametrize("more", [(), ("-v",)], ids=["quiet", "verbose"])
+def test_no_command_mixes_its_streams(
+    path: tuple[str, ...], more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nobody there, or too little said: standard output is empty or JSON, and each line of standard error is JSON."""
+    monkeypatch.chdir(tmp_path)  # some write files
+    named = GIVEN.get(path, ("x",))
+    for arguments in ((), named):
+        ran = run_cli("--address", f"127.0.0.1:{free_port()}", "-o", "json", *more, *path, *arguments)
+        if ran.out:
+            json.loads(ran.out)
+        lines = [json.loads(line) for line in ran.err.splitlines()]
+        if ran.code:
+            assert [set(line) for line in lines if "error" in line] == [{"error"}], ran.err
+            assert lines[-1]["error"]["exitCode"] == ran.code
+            assert more or len(lines) == 1
+        else:
+            assert ran.out
+
+
+@pytest.mark.parametrize("path", LEAVES, ids=" ".join)
+def test_every_command_has_help_that_says_what_it_does(path: tuple[str, ...]) -> None:
+    ran = run_cli(*path, "--help")
+    assert ran.code == 0
+    assert len([line for line in ran.out.splitlines() if line.startswith("  ")]) > 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("get nods", "Did you mean 'nodes'"),
+        ("gte nodes", "Did you mean 'get'"),
+        ("get nodes -o jsn", "did you mean json"),
+        ("get nodes --wach", "did you mean --watch"),
+        ("get nodes --no-header", "did you mean --no-headers"),
+        ("reserve --gpu-s 2", "--gpus"),
+        ("reserve --gpus two", "'--gpus'"),
+        ("reserve --gpus 1 --policy pak", "pack"),
+        ("reserve", "'--gpus'"),
+        ("scale endpoint jobs", "'--replicas'"),
+        ("reserve --gpus 1 --ttl soon", "'--ttl'"),
+        ("get endpoints -l =x", "--selector"),
+        ("get decisions --limit 0", "'--limit'"),
+    ],
+)
+def test_a_usage_error_names_the_flag_and_offers_the_near_miss(ctl: Any, typed: str, said: str) -> None:
+    ran = ctl(*typed.split())
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+    assert "more: gpuscalectl" in ran.err
+
+
+def test_verbose_says_where_and_why(ctl: Any, world: canned.World) -> None:
+    ran = ctl("get", "endpoints", "nobody", "-v")
+    assert "asking 127.0.0.1:" in ran.err
+    assert "NotFoundError NOT_FOUND; exit code 3 NOT_FOUND" in ran.err
+    assert "NotFoundError" not in ctl("get", "endpoints", "nobody").err
+
+
+def test_ascii_is_ascii(ctl: Any, world: canned.World) -> None:
+    node = canned.monitor_api.Node()
+    node.CopyFrom(canned.NODE)
+    node.snapshot.gpus[0].model = "Größe…"
+    world.things[node.name] = node
+    assert "Größe…" in ctl("get", "gpus").out
+    out = ctl("get", "gpus", "--ascii").out
+    assert out.isascii()
+    assert "Gr??e..." in out

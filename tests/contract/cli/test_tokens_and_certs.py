@@ -1,0 +1,139 @@
+"""Tokens and certificates that the CLI makes are those that servers take."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from gpuscale.cli.certificates import read_pair
+from gpuscale.common import errors
+from gpuscale.common.auth import Authenticator, Role, current_principal
+from gpuscale.common.channel import ClientTls, open_channel
+from gpuscale.common.server import ServerOptions
+from gpuscale.common.status import rpc_errors
+from gpuscale.common.tls import ServerTls
+from gpuscale.common.tokens import TokenFile
+from tests.support.cli import Ran, run_cli
+from tests.support.throwaway import Allocator, Served, serve
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "tokens.toml"
+
+
+def token(file: Path, *arguments: str) -> Ran:
+    return run_cli("token", *arguments, "--tokens-file", str(file))
+
+
+def test_a_token_is_shown_once_and_kept_as_its_digest(file: Path) -> None:
+    made = token(file, "create", "ci", "--role", "operator")
+    secret = made.out.strip()
+    assert made.code == 0
+    assert len(secret) >= 43
+    assert secret not in file.read_text() + made.err
+    principal = TokenFile(file).principal(secret)
+    assert (principal.name, principal.role) == ("ci", Role.OPERATOR)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_token_in_a_file_of_its_own_is_not_shown(file: Path, tmp_path: Path) -> None:
+    made = token(
+        file, "create", "gpu-01.example", "--role", "agent", "--write", str(tmp_path / "token"), "-o", "json"
+    )
+    secret = (tmp_path / "token").read_text().strip()
+    assert secret not in made.out + made.err
+    assert json.loads(made.out) == {"tokens": [{"name": "gpu-01.example", "role": "agent"}]}
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+    assert TokenFile(file).principal(secret).name == "gpu-01.example"
+
+
+def test_tokens_are_listed_without_what_they_are(file: Path) -> None:
+    token(file, "create", "a", "--expires-in", "90d")
+    token(file, "create", "b", "--role", "admin")
+    listed = json.loads(token(file, "list", "-o", "json").out)["tokens"]
+    assert [(one["name"], one["role"], one["state"]) for one in listed] == [
+        ("a", "viewer", "ACTIVE"),
+        ("b", "admin", "ACTIVE"),
+    ]
+    assert listed[1]["expires"] == "never"
+    assert "sha256" not in token(file, "list").out
+
+
+def test_a_revoked_token_is_gone_and_the_rest_stays_as_it_was_written(file: Path) -> None:
+    secret = token(file, "create", "old").out.strip()
+    file.write_text(
+        f"# ours\n{file.read_text()}\n# Anna's\n[tokens.anna]\nrole = 'admin'\nsha256 = '{'0' * 64}'\n"
+    )
+    assert token(file, "revoke", "old").code == 0
+    with pytest.raises(errors.UnauthenticatedError):
+        TokenFile(file).principal(secret)
+    text = file.read_text()
+    assert text.startswith("# ours\n")
+    assert "# Anna's\n[tokens.anna]\nrole = 'admin'\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "before", "code", "said"),
+    [
+        (("create", "a"), f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\n", 4, "there is a token a"),
+        (("create", "Not A Name"), "", 2, "is no name"),
+        (("create", "a", "--role", "root"), "", 2, "root"),
+        (("revoke", "a"), "", 3, "there is no token a"),
+        (("revoke", "a"), f"tokens = {{a = {{role='viewer', sha256='{'0' * 64}'}}}}\n", 4, "by hand"),
+        (("list",), "[[", 4, "no TOML"),
+    ],
+)
+def test_what_cannot_be_is_said_and_the_file_stays(
+    file: Path, arguments: tuple[str, ...], before: str, code: int, said: str
+) -> None:
+    file.write_text(before)
+    ran = token(file, *arguments)
+    assert (ran.code, ran.out) == (code, "")
+    assert said in ran.err
+    assert file.read_text() == before
+
+
+def certs(*arguments: str) -> Ran:
+    return run_cli("certs", *arguments)
+
+
+async def call(served: Served, tls: ClientTls) -> None:
+    async with open_channel(served.address, tls=tls) as channel:
+        with rpc_errors():
+            await Served(served.server, served.address, channel).release()
+
+
+async def test_certificates_serve_and_name_callers(tmp_path: Path) -> None:
+    folder = tmp_path / "pki"
+    assert certs("init", "--dir", str(folder), "--host", "127.0.0.1", "--host", "gateway.example").code == 0
+    issued = certs("issue", "alice", "--dir", str(folder), "--role", "operator", "-o", "json")
+    assert json.loads(issued.out)["certificates"][0]["name"] == "alice"
+    keys = [path for path in folder.iterdir() if path.suffix == ".key"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in keys} == {0o600}
+    seen = []
+
+    async def work(request: object, context: object) -> object:
+        seen.append(current_principal())
+        return Allocator.answer()
+
+    server = ServerTls(folder / "server.crt", folder / "server.key", folder / "ca.crt")
+    options, authenticator = ServerOptions(tls=server), Authenticator(accept_certificates=True)
+    client = ClientTls(folder / "ca.crt", folder / "alice.crt", folder / "alice.key")
+    async with serve(Allocator(work), options=options, authenticator=authenticator) as served:
+        await call(served, client)
+        before = read_pair(folder, "server").certificate.serial_number
+        assert certs("init", "--dir", str(folder), "--host", "127.0.0.1").code == 0
+        assert read_pair(folder, "server").certificate.serial_number != before
+        await call(served, client)
+    assert [(one.name, one.role) for one in seen] == [("alice", Role.OPERATOR)] * 2
+
+
+def test_an_authority_is_needed_to_issue(tmp_path: Path) -> None:
+    ran = certs("issue", "alice", "--dir", str(tmp_path))
+    assert (ran.code, ran.out) == (4, "")
+    assert "ca.crt" in ran.err
+    assert certs("issue", "ca", "--dir", str(tmp_path)).code == 2

@@ -1,0 +1,195 @@
+"""`wait` ends when things are as they should be, and says why they are not yet; `events` tells what happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.cli import events, progress, wait
+from gpuscale.common import errors
+from tests.support import canned_gateway as canned
+from tests.support.cli import Ran, run_cli
+
+EVER = "100000d"
+
+
+@pytest.fixture
+def gateway() -> Iterator[tuple[str, canned.World]]:
+    with canned.canned_gateway() as running:
+        yield running
+
+
+@pytest.fixture
+def world(gateway: tuple[str, canned.World]) -> canned.World:
+    return gateway[1]
+
+
+@pytest.fixture
+def ctl(gateway: tuple[str, canned.World]) -> Any:
+    def run(*arguments: str) -> Ran:
+        return run_cli("--address", gateway[0], *arguments)
+
+    return run
+
+
+def endpoint(world: canned.World, **status: Any) -> None:
+    """Let the endpoint stand so."""
+    copy = canned.autoscaler_api.Endpoint()
+    copy.CopyFrom(world.things["endpoints/jobs"])
+    for field, value in status.items():
+        setattr(copy.status, field, value)
+    world.things[copy.name] = copy
+
+
+def script(monkeypatch: pytest.MonkeyPatch, module: Any, *steps: Any) -> None:
+    """Let each pause of a command be one of these steps; Ctrl-C after the last."""
+    left = iter(steps)
+
+    def pause(seconds: float) -> None:
+        step = next(left, None)
+        if step is None:
+            raise KeyboardInterrupt
+        step()
+
+    monkeypatch.setattr(module, "pause", pause)
+
+
+def test_an_endpoint_is_waited_for_until_it_is_ready(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, wait, lambda: None, lambda: endpoint(world, ready_replicas=3))
+    ran = ctl("wait", "ep", "jobs")
+    assert (ran.code, ran.out) == (0, "endpoints/jobs ready\n")
+    lines = ran.err.splitlines()
+    assert len(lines) == 1, "what has not changed is not said again"
+    assert lines[0].startswith("waiting ")
+    assert "jobs for ready: 2 of 3 replicas ready: wants 3, 2 fit on the GPUs there are" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "then"),
+    [
+        ("endpoint jobs --for=status.ready_replicas=3", {"ready_replicas": 3}),
+        ("endpoints/jobs --for=status.desiredReplicas=7", {"desired_replicas": 7}),
+        ("ep jobs --for=deleted", None),
+    ],
+)
+def test_any_field_can_be_waited_for(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch, typed: str, then: dict[str, int] | None
+) -> None:
+    script(monkeypatch, wait, lambda: endpoint(world, **then) if then else world.things.pop("endpoints/jobs"))
+    ran = ctl("wait", *typed.split(), "-o", "json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert (found == {"deleted": [typed.split()[0 if "/" in typed else 1]]}) == (then is None)
+
+
+@pytest.mark.parametrize(
+    "noun", ["node host-1", "gpu " + canned.UUIDS[0], "rsv r1", "rep jobs/p1", "qw jobs"]
+)
+def test_other_kinds_have_a_state_that_is_ready(ctl: Any, noun: str) -> None:
+    assert ctl("wait", *noun.split()).code == 0
+
+
+def test_a_wait_that_is_over_is_6_and_says_why(ctl: Any) -> None:
+    ran = ctl("wait", "endpoint", "jobs", "--timeout", "0s", "-o", "json")
+    assert (ran.code, ran.out) == (6, "")
+    error = json.loads(ran.err)["error"]
+    assert error["reason"] == "NOT_READY"
+    assert "2 of 3 replicas ready: wants 3" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        ("endpoint nobody", 3, "not found"),
+        ("endpoint jobs --for status.redyReplicas=1", 2, "did you mean readyReplicas?"),
+        ("endpoint jobs --for =", 2, "--for"),
+        ("quota x", 2, "cannot be waited for"),
+        ("endpoint", 2, "NAME"),
+    ],
+)
+def test_what_cannot_be_waited_for(ctl: Any, typed: str, code: int, said: str) -> None:
+    ran = ctl("wait", *typed.split())
+    assert (ran.code, ran.out) == (code, "")
+    assert said in ran.err
+
+
+def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    told = progress.Progress()
+    told.tell("first")
+    told.tell("second", " (more)")
+    told.end()
+    assert capsys.readouterr().err == "\r\x1b[Kwaiting 0ms, first\r\x1b[Kwaiting 0ms, second (more)\n"
+
+
+def test_what_happened_is_one_list_by_time(ctl: Any, world: canned.World) -> None:
+    """A service that does not answer is said, and does not hide what the others know."""
+    ended = canned.allocator_api.Reservation()
+    ended.CopyFrom(canned.RESERVATION)
+    ended.name, ended.state, ended.end_reason = (
+        "reservations/r0",
+        canned.allocator_api.Reservation.STATE_LOST,
+        "gone",
+    )
+    ended.create_time.CopyFrom(Timestamp(seconds=1_600_000_000))
+    ended.end_time.CopyFrom(Timestamp(seconds=1_650_000_000))
+    world.things[ended.name] = ended
+    ran = ctl("events", "--since", EVER, "-o", "json")
+    found = json.loads(ran.out)["events"]
+    assert [(one["kind"], one["name"]) for one in found] == [
+        ("reservation", "reservations/r0"),
+        ("reservation", "reservations/r0"),
+        ("decision", "endpoints/jobs/decisions/d1"),
+        ("replica", "endpoints/jobs/replicas/p1"),
+        ("reservation", "reservations/r1"),
+    ]
+    assert found[1]["what"] == "lost: gone"
+    assert found[1]["time"] == "2022-04-15T05:20:00.000Z"
+    assert "2 -> 3 wanted, 2 granted" in found[2]["what"]
+    assert "health events are unknown" in json.loads(ran.err)["note"]
+    assert ctl("events", "--since", EVER, "--kind", "replica").out.splitlines()[1].split()[1] == "replica"
+    about = ctl("events", "--since", EVER, "--about", "endpoints/jobs", "-o", "jsonl").out.splitlines()
+    assert [json.loads(line)["kind"] for line in about] == ["decision", "replica"]
+    assert ctl("events", "--kind", "decision").err == "none\n"
+
+
+def test_watched_events_are_written_once(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def more() -> None:
+        copy = canned.autoscaler_api.Decision()
+        copy.CopyFrom(canned.DECISION)
+        copy.name = "endpoints/jobs/decisions/d2"
+        world.things[copy.name] = copy
+
+    script(monkeypatch, events, lambda: None, more)
+    ran = ctl("events", "--watch", "--since", EVER, "--kind", "decision")
+    assert ran.out.split()[0] == "TIME"
+    assert [line.split()[2] for line in ran.out.splitlines()[1:]] == [
+        "endpoints/jobs/decisions/d1",
+        "endpoints/jobs/decisions/d2",
+    ]
+    assert ran.code == 130
+    assert ctl("events", "--watch", "-o", "json").code == 2
+
+
+def test_check_says_why_it_waits(ctl: Any, world: canned.World) -> None:
+    answers = iter([False, True])
+    response = canned.allocator_api.WaitForAvailabilityResponse
+    world.overrides["WaitForAvailability"] = lambda request, context: response(
+        available=next(answers), message="1 of 2 GPUs fit"
+    )
+    ran = ctl("check", "--gpus", "2", "--wait", "60s")
+    assert ran.code == 0
+    assert "1 of 2 GPUs fit" in ran.err
+
+
+def test_a_refused_wait_keeps_its_code(ctl: Any, world: canned.World) -> None:
+    world.refuse["GetEndpoint"] = errors.PermissionDeniedError("no")
+    assert ctl("wait", "endpoint", "jobs").code == 8

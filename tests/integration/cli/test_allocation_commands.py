@@ -1,0 +1,150 @@
+"""The seeds' allocation and scheduling (seeds/001), and quotas, as commands against an allocator that runs."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuscale.allocator.queueing.waiting import NEWS_GAP
+from tests.support.allocator import allocator, calling
+from tests.support.cli import Ran, run_cli
+from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
+
+OK, NOT_FOUND, NO_CAPACITY, USAGE = 0, 3, 5, 2
+FLEET = (
+    node_message(
+        "busy",
+        gpu_message("busy-0", 0, free=20_000, utilization=90),
+        gpu_message("busy-1", 1, free=80_000, utilization=10),
+    ),
+    node_message(
+        "calm",
+        gpu_message("calm-0", 0, free=80_000, utilization=0),
+        gpu_message("calm-1", 1, free=60_000, utilization=0),
+        gpu_message("calm-2", 2, free=60_000, utilization=20),
+        gpu_message("calm-3", 3, free=7_999, utilization=0),
+    ),
+)
+
+
+class Ctl:
+    """`gpuscalectl` against one allocator."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def run(self, *arguments: str, code: int = OK) -> Ran:
+        """Run a command, which is to end with this exit code."""
+        ran = await asyncio.to_thread(run_cli, "--address", self._address, *arguments)
+        assert ran.code == code, ran.err
+        return ran
+
+    async def data(self, *arguments: str, code: int = OK) -> Any:
+        """What a command says as JSON."""
+        return json.loads((await self.run(*arguments, "-o", "json", code=code)).out)
+
+    async def reserved(self, *arguments: str) -> list[str]:
+        """The UUIDs of what is reserved."""
+        return [gpu["uuid"] for gpu in (await self.data("reserve", *arguments))["gpus"]]
+
+
+@pytest.fixture
+async def ctl(tmp_path: Path) -> AsyncIterator[Ctl]:
+    async with (
+        serving(FakeFleet(*FLEET)) as fleet,
+        allocator(tmp_path, fleet) as address,
+        calling(address) as client,
+    ):
+        await client.ready()
+        yield Ctl(address)
+
+
+async def test_a_selection_is_by_score_with_the_seeds_thresholds(ctl: Ctl) -> None:
+    """8000 MiB free and below 50 % used by default; 60 % memory, 40 % idleness; the selection is a reservation."""
+    assert await ctl.reserved("--gpus", "1") == ["calm-0"]
+    assert await ctl.reserved("--gpus", "1") == ["busy-1"], "not the same GPU again, as in the seed"
+    refused = await ctl.run("reserve", "--gpus", "3", "--node", "calm", code=NO_CAPACITY)
+    assert "calm" in refused.err
+    assert await ctl.reserved(
+        "--gpus", "1", "--min-memory", "1GiB", "--node", "busy", "--max-utilization", "95"
+    ) == ["busy-0"]
+
+
+async def test_a_balanced_set_is_searched_for(ctl: Ctl) -> None:
+    """Of 80, 60 and 60 the seed refused two, because the best two are uneven."""
+    assert sorted(await ctl.reserved("--gpus", "2", "--balanced", "--node", "calm")) == ["calm-1", "calm-2"]
+
+
+async def test_a_check_says_whether_there_is_room_and_why_not(ctl: Ctl) -> None:
+    found = await ctl.data("check", "--gpus", "3")
+    assert (found["available"], len(found["gpus"])) == (True, 3)
+    short = await ctl.data("check", "--gpus", "4", code=NO_CAPACITY)
+    assert not short.get("available", False)
+    assert short["message"]
+    assert (await ctl.data("get", "reservations"))["reservations"] == [], "a check reserves nothing"
+
+
+async def test_a_wait_of_nothing_is_one_look_and_a_wait_ends_in_time(ctl: Ctl) -> None:
+    """In the seed a wait of 0 raised, and any other overshot by up to 30 s."""
+    await ctl.run("check", "--gpus", "4", "--wait", "0s", code=NO_CAPACITY)
+    ended = await ctl.run("check", "--gpus", "4", "--wait", f"{NEWS_GAP}s", code=NO_CAPACITY)
+    assert ended.out
+
+
+async def test_an_estimate_is_the_seeds_own_example(ctl: Ctl) -> None:
+    found = await ctl.data("estimate", "x", "-p", "tp-size=[1,2,4]", "-p", "pp-size=[1]", "-p", "dp-size=[1]")
+    assert found["gpuCount"] == 4
+    for wrong in ("tp-size=0", "tp-size=[]", "tp-size=auto"):
+        assert (await ctl.run("estimate", "x", "-p", wrong, code=USAGE)).err
+
+
+async def test_nodes_are_ranked_by_idle_gpus(ctl: Ctl) -> None:
+    """Idle: below 30 % utilization and 50 % memory."""
+    ranked = (await ctl.data("rank", "nodes", "--gpus", "2"))["nodes"]
+    assert [(one["name"], one["idleGpuCount"]) for one in ranked] == [("nodes/calm", 3), ("nodes/busy", 1)]
+    ranked = (await ctl.data("rank", "nodes", "--max-utilization", "10"))["nodes"]
+    assert {one["name"]: one.get("idleGpuCount", 0) for one in ranked} == {"nodes/calm": 2, "nodes/busy": 0}
+
+
+async def test_an_explanation_names_what_stands_in_the_way(ctl: Ctl) -> None:
+    await ctl.run("cordon", "calm", "--reason", "fans")
+    explained = await ctl.run("explain", "placement", "--gpus", "2")
+    assert "gpuscalectl uncordon nodes/calm" in explained.out
+    await ctl.run("uncordon", "calm")
+    assert "calm" in (await ctl.run("explain", "placement", "--gpus", "2")).out
+
+
+async def test_quotas_are_set_kept_and_deleted(ctl: Ctl) -> None:
+    """What is not said stays as it is; what a tenant holds stays held."""
+    await ctl.run("set", "quota", "vision", "--gpus", "1.5")
+    found = await ctl.data("set", "quota", "vision", "--weight", "2")
+    assert (found["gpuMilliLimit"], found["weight"]) == ("1500", 2.0)
+    await ctl.reserved("--gpus", "1", "--tenant", "vision")
+    over = await ctl.run("reserve", "--gpus", "1", "--tenant", "vision", code=NO_CAPACITY)
+    assert "may hold 1.5 GPUs and holds 1" in over.err
+    assert (await ctl.data("get", "quotas", "vision"))["gpuMilliHeld"] == "1000"
+    assert "gpuMilliLimit" not in await ctl.data("set", "quota", "vision", "--no-limit")
+    await ctl.reserved("--gpus", "1", "--tenant", "vision")
+    await ctl.run("delete", "quota", "vision", "--yes")
+    assert (await ctl.data("get", "quotas", "vision"))["weight"] == 1.0
+    await ctl.run("delete", "quota", "vision", "--yes", code=NOT_FOUND)
+    await ctl.run("get", "quotas", "nobody", code=NOT_FOUND)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        (),
+        ("--gpus", "-1"),
+        ("--gpus", "some"),
+        ("--gpus", "nan"),
+        ("--gpus", "1", "--no-limit"),
+        ("--weight", "0"),
+    ],
+)
+async def test_wrong_quotas_are_refused(ctl: Ctl, typed: tuple[str, ...]) -> None:
+    await ctl.run("set", "quota", "vision", *typed, code=USAGE)
+    assert (await ctl.data("get", "quotas"))["quotas"] == []
