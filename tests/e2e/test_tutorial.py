@@ -1,0 +1,98 @@
+"""docs/tutorial.md does what it says: its commands are taken from the page and run in a real shell."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.rabbitmq import RabbitBroker
+from tests.support.up import Up, ctl_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = [
+    line.removeprefix("$ ")
+    for block in re.findall(r"```console\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
+    for line in block.splitlines()
+]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def shell(tmp_path: Path, rabbitmq: RabbitBroker) -> Iterator[Shell]:
+    one = Shell(tmp_path, rabbitmq)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+class Shell:
+    """Runs the commands of the page; `up` in the background, each ending the one before, as the page says."""
+
+    def __init__(self, folder: Path, broker: RabbitBroker) -> None:
+        self.folder = folder
+        self.broker = broker
+        self.environment = ctl_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
+        self._up: Up | None = None
+
+    def run(self, command: str) -> str:
+        """Run one line; what it wrote. It has to succeed."""
+        name, _, value = command.removeprefix("export ").partition("=")
+        if command.startswith("export "):
+            self.environment[name] = self._own(value)
+            return ""
+        if command.startswith("gpuscalectl up"):
+            return self._start(command.split()[2:])
+        done = subprocess.run(
+            ["/bin/sh", "-c", command],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def _own(self, value: str) -> str:
+        """The broker of this test, where the page names the one at its usual address."""
+        if value.startswith("$"):
+            return self.environment[value[1:]]
+        if value.startswith("amqp:"):
+            return self.broker.amqp_url
+        return f"http://{self.broker.user}:{self.broker.password}@127.0.0.1:{self.broker.management_port}"
+
+    def _start(self, arguments: list[str]) -> str:
+        self.close()
+        self._up = Up(self.folder, simulate=4, arguments=arguments, environment=self.environment)
+        self.environment["GPUSCALE_ADDRESS"] = self._up.address
+        return self._up.banner
+
+    def close(self) -> None:
+        if self._up is not None:
+            assert self._up.stop()[0] == 0
+            self._up = None
+
+
+def test_the_page_has_commands() -> None:
+    assert len(COMMANDS) >= 20
+    assert COMMANDS[0] == "gpuscalectl up"
+
+
+def test_every_command_of_the_page_does_what_the_page_says(shell: Shell) -> None:
+    said: dict[str, str] = {}
+    for command in COMMANDS:
+        said[command] = shell.run(command)
+    assert "SIMULATED" in said["gpuscalectl get nodes"]
+    assert "mine: SIM-" in said["gpuscalectl run --gpus 2 -- sh -c 'echo \"mine: $CUDA_VISIBLE_DEVICES\"'"]
+    assert "exit code 5" in said['gpuscalectl check --gpus 64 || echo "exit code $?"']
+    [diff] = [text for command, text in said.items() if command.startswith("gpuscalectl diff")]
+    assert "there is something to apply" in diff
+    assert "depth" in said["gpuscalectl explain endpoint jobs"]

@@ -1,0 +1,54 @@
+"""The units of deploy/systemd start programs that there are, with flags that they take, and systemd accepts them."""
+
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.unit.docs.pages import ROOT, programs
+
+UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
+
+
+def command(unit: Path) -> list[str]:
+    """What it starts."""
+    [line] = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
+    return line.removeprefix("ExecStart=").split()
+
+
+def test_every_service_has_a_unit() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert {unit.stem for unit in UNITS} == set(scripts) - {"gpuscalectl"}
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_it_starts_the_program_of_its_name_with_settings_of_that_program(unit: Path) -> None:
+    program, *flags = command(unit)
+    assert Path(program).name == unit.stem
+    [settings] = [one for one in programs() if f"gpuscale-{one.section}" == unit.stem]
+    names = [flag.removeprefix("--").partition("=")[0].replace("-", "_") for flag in flags]
+    assert set(names) <= set(settings.model_fields)
+    required = {name for name, field in settings.model_fields.items() if field.is_required()}
+    assert required <= set(names), "it starts without a file of settings"
+
+
+def test_systemd_accepts_them(tmp_path: Path) -> None:
+    """Where there is no systemd, the tests above have to do."""
+    verify = shutil.which("systemd-analyze")
+    if verify is None:
+        return
+    for unit in UNITS:
+        # The program is not installed where the unit looks for it.
+        text = unit.read_text().replace(command(unit)[0], "/bin/true").replace("User=gpuscale", "User=root")
+        (tmp_path / unit.name).write_text(text)
+    done = subprocess.run(
+        [verify, "verify", "--man=no", *map(str, sorted(tmp_path.iterdir()))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    complaints = [line for line in done.stderr.splitlines() if "gpuscale-" in line]
+    assert complaints == []
