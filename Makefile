@@ -17,10 +17,15 @@ install: $(VENV)/.installed  ## install gpuscale into .venv
 
 test: $(VENV)/.dev  ## install what the tests need (RabbitMQ too, where it may) and run them all
 	@sh tools/install_test_servers.sh
+ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
+else
+	$(BIN)/python -m pytest -n auto tests/unit tests/property
+	$(BIN)/python -m pytest tests/contract tests/integration tests/fault tests/e2e examples
+endif
 
 unit: $(VENV)/.dev  ## run the tests that need no server
-	$(BIN)/python -m pytest tests/unit tests/property $(ARGS)
+	$(BIN)/python -m pytest -n auto tests/unit tests/property $(ARGS)
 
 check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
 	$(BIN)/ruff format --check .

@@ -94,6 +94,21 @@ def test_a_command_gets_gpus_of_its_own_and_its_exit_code_is_kept(up: Up) -> Non
     assert [gpu["uuid"] for gpu in record["gpus"]] == uuids.split(",")
 
 
+def test_a_recorded_command_ends_with_the_figures_of_its_gpus(up: Up) -> None:
+    """Standard output is the command's, then the table; as data it is the data alone, and the recording stays."""
+    options = ("--record", "-o", "json")
+    ran = ended(start(up, "run", "--gpus", "2", *options, "--", *SHELL, "echo out; exit 4"))
+    assert ran.code == 4, ran.err
+    found = json.loads(ran.out)
+    assert set(found) == {"monitoring_duration_seconds", "sample_count", "gpu_stats"}
+    assert (sorted(found["gpu_stats"]), "out" in ran.err) == (["0", "1"], True)
+    listed = json.loads(ctl(up, "get", "recordings", "-o", "json").out)["recordings"]
+    assert [(one["state"], len(one["gpus"])) for one in listed] == [("STATE_STOPPED", 2)]
+    plain = ended(run(up, *SHELL, "echo out", options=("--record",)))
+    assert plain.out.splitlines()[0] == "out"
+    assert plain.out.splitlines()[1].startswith("NODE")
+
+
 @pytest.mark.parametrize(
     ("command", "code"),
     [(("no-such-command",), 127), (("/",), 126), ((*SHELL, "kill -9 $$"), 137), (("true",), 0)],

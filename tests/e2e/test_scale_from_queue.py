@@ -7,6 +7,7 @@ message is acknowledged once. With the broker gone in the middle, replicas hold,
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import subprocess
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ class Stack:
     channel: grpc.Channel
     most_ready: int = 0
     seen: set[str] = field(default_factory=set)
+    gpus: set[str] = field(default_factory=set)
 
     def replicas(self) -> list[Any]:
         stub = autoscaler_api.EndpointServiceStub(self.channel)
@@ -83,6 +85,7 @@ class Stack:
         ready = [replica for replica in live if replica.state == autoscaler_api.Replica.STATE_READY]
         self.most_ready = max(self.most_ready, len(ready))
         self.seen |= {replica.name for replica in live}
+        self.gpus |= {uuid for one in ready for uuid in one.gpu_uuids}
         return live
 
     def ready(self) -> int:
@@ -155,6 +158,8 @@ def test_replicas_follow_the_queue_and_no_message_is_lost(
     expected = {"publish": 300, "deliver": 300, "ack": 300, "redeliver": 0}
     eventually_sync(lambda: broker_totals(broker) == expected, timeout=10)
     assert len(stack.seen) >= MAX
+    admitted = json.loads((stack.up.folder / "data" / "agent" / "admissions.json").read_text())
+    assert stack.gpus <= set(admitted["fences"]), "the agent admits work before it starts"
     codes = {step.code for decision in stack.decisions() for step in decision.steps}
     assert {"FIRED", "UP", "DOWN"} <= codes, codes
 

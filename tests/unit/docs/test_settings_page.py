@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from gpuscale.cli.arguments import GLOBAL_OPTIONS
 from gpuscale.common.settings import ServerSettings, Settings, UpstreamSettings, load_table
 from tests.unit.docs.pages import programs, read, rows
 
@@ -105,5 +106,5 @@ def test_the_example_file_is_one_that_every_program_takes(program: type[Settings
 def test_no_row_names_a_setting_that_is_not_there() -> None:
     known = {flag(name) for program in programs() for name in program.model_fields}
     named = {word for cells in rows(read("settings.md")) for word in re.findall(r"`(--[a-z-]+)`", cells[0])}
-    of_the_cli = {"--config", "--address", "--request-timeout", "--output", "--no-headers"}
+    of_the_cli = {"--config", *GLOBAL_OPTIONS}
     assert sorted(named - known - of_the_cli) == []
