@@ -12,38 +12,7 @@ from typing import Any
 
 import typer
 
-from gpuscale.cli import (
-    apply,
-    backtest,
-    capacity,
-    certs,
-    change,
-    completion,
-    config,
-    evaluate,
-    events,
-    explain,
-    explain_field,
-    forget,
-    forgetting,
-    get,
-    global_options,
-    maintenance,
-    observed,
-    preset,
-    quotas,
-    record,
-    recordings,
-    reserve,
-    rules,
-    run,
-    tokens,
-    top,
-    tune,
-    wait,
-    watching,
-    why,
-)
+from gpuscale.cli import completion, global_options
 from gpuscale.cli.arguments import format_of, normalise
 from gpuscale.cli.faults import USAGE_ERRORS, report, report_interrupt, report_usage
 from gpuscale.cli.formats import Form
@@ -51,110 +20,18 @@ from gpuscale.cli.global_options import PROGRAM
 from gpuscale.cli.output import Output
 from gpuscale.cli.session import Session
 from gpuscale.cli.terminal import TERMINAL
+from gpuscale.cli.tree import Root
 from gpuscale.common.errors import GpuscaleError
-
-EPILOG = "What is common to all commands, such as -o, --no-headers and --address: gpuscalectl --help"
 
 app = typer.Typer(
     name=PROGRAM,
+    cls=Root,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: gpuscalectl explain exit-codes",
 )
-app.add_typer(get.app, name="get", help="Show nodes, GPUs, reservations, endpoints and the rest.")
-app.add_typer(explain.app, name="explain", help="Say why.")
-app.add_typer(change.scale_app, name="scale", help="Set how many replicas an endpoint aims at.")
-app.add_typer(
-    change.delete_app,
-    name="delete",
-    help="Delete an endpoint, a rule, a queue watcher, a quota or a recording.",
-)
-app.add_typer(forget.app, name="forget", help="Give up an adapter or a node that will never come back.")
-forget.app.command("node")(forgetting.forget_node)
-app.add_typer(config.app, name="config", help="Servers by name: contexts.")
-app.command()(top.top)
-app.command()(reserve.reserve)
-app.command()(reserve.renew)
-app.command()(reserve.release)
-app.command(context_settings={"allow_interspersed_args": False})(run.run)
-app.command()(capacity.check)
-app.command()(capacity.estimate)
-app.add_typer(capacity.rank_app, name="rank", help="Rank nodes by how idle they are.")
-app.command()(maintenance.cordon)
-app.command()(maintenance.uncordon)
-app.command()(maintenance.drain)
-explain.app.command("field")(explain_field.explain_field)
-explain.app.command("reservation")(why.explain_reservation)
-explain.app.command("placement")(why.explain_placement)
-app.command(context_settings={"allow_interspersed_args": False})(record.record)
-app.add_typer(recordings.start_app, name="start", help="Begin to record what GPUs do.")
-app.add_typer(recordings.stop_app, name="stop", help="End a recording.")
-change.delete_app.command("recording")(recordings.delete_recording)
-app.command()(observed.history)
-get.app.command()(observed.recordings)
-get.app.command()(observed.health)
-app.command()(apply.apply)
-app.command()(apply.diff)
-app.command()(wait.wait)
-app.command()(events.events)
-app.add_typer(preset.app, name="preset", help="Known systems' policies, as manifests.")
-app.add_typer(evaluate.app, name="evaluate", help="Say what an endpoint would scale to; nothing is changed.")
-app.add_typer(rules.create_app, name="create", help="Add a rule to an endpoint.")
-app.add_typer(rules.update_app, name="update", help="Change a rule of an endpoint.")
-get.app.command("rules")(rules.get_rules)
-get.app.command("quotas")(quotas.get_quotas)
-app.add_typer(quotas.set_app, name="set", help="Set the quota of a tenant.")
-change.delete_app.command("quota")(quotas.delete_quota)
-change.delete_app.command("rule")(rules.delete_rule)
-app.command()(completion.completion)
-app.add_typer(tokens.app, name="token", help="Tokens of a server, in its tokens file.")
-app.add_typer(certs.app, name="certs", help="An authority of your own, and certificates of it.")
-app.command()(backtest.backtest)
-app.command()(tune.tune)
-
-
-for group in (app, *(one.typer_instance for one in app.registered_groups)):
-    for registered in group.registered_commands if group is not None else ():
-        registered.epilog = EPILOG
-
-get.app.callback()(watching.options)
-for registered in get.app.registered_commands:
-    if registered.callback is not None:
-        registered.callback = watching.repeated(registered.callback)
-
-
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def up(context: typer.Context) -> None:
-    """Start everything on this machine, in one process."""
-    try:
-        from gpuscale.up.main import main as run_up
-    except ModuleNotFoundError as error:
-        message = f"up needs more than the CLI ({error.name} is missing): pip install 'gpuscale[all]'"
-        raise GpuscaleError(message, reason="NOT_INSTALLED") from error
-    raise typer.Exit(run_up(context.args))
-
-
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def dashboard(context: typer.Context) -> None:
-    """Serve what the services know to browsers; --help after it tells its own options."""
-    try:
-        from gpuscale.dashboard.main import main as run_dashboard
-    except ModuleNotFoundError as error:
-        message = (
-            f"the dashboard is not installed ({error.name} is missing): pip install 'gpuscale[dashboard]'"
-        )
-        raise GpuscaleError(message, reason="NOT_INSTALLED") from error
-    chosen = context.find_root().params.get("address")
-    address = ["--gateway-address", str(chosen)] if chosen else []
-    raise typer.Exit(run_dashboard([*address, *context.args]))
 
 
 @app.callback()
@@ -194,7 +71,7 @@ def options(
 
 @cache
 def root() -> Any:
-    """The tree of commands, made once: that takes longer than most commands."""
+    """The tree of commands, made once."""
     return typer.main.get_command(app)
 
 
