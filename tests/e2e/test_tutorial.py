@@ -95,4 +95,6 @@ def test_every_command_of_the_page_does_what_the_page_says(shell: Shell) -> None
     assert "exit code 5" in said['gpuscalectl check --gpus 64 || echo "exit code $?"']
     [diff] = [text for command, text in said.items() if command.startswith("gpuscalectl diff")]
     assert "there is something to apply" in diff
+    [history] = [text for command, text in said.items() if command.startswith("gpuscalectl history")]
+    assert "UTILIZATION_PERCENT" in history
     assert "depth" in said["gpuscalectl explain endpoint jobs"]

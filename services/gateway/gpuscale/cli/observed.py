@@ -1,6 +1,5 @@
 """`gpuscalectl get recordings`, `get health` and `history`: what the fleet keeps of what was."""
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +22,6 @@ KINDS = {
     "endpoints": "endpoint",
 }
 """What `history` may be asked of by kind."""
-_UUID = r"[A-Za-z]+-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
 Last = Annotated[
     float,
@@ -137,6 +135,8 @@ def _subjects(client: "Client", typed: Sequence[str]) -> tuple[list[str], list[s
     kind = KINDS.get(typed[0]) if len(typed) > 1 else None
     if kind == "endpoint":
         return [], _gpus_of(client, typed[1:])
+    from gpuscale.cli.resources import named
+
     names, uuids = named(typed if kind is None else typed[1:])
     if (kind == "node" and (uuids or any("/gpus/" in name for name in names))) or (
         kind == "gpu" and any("/gpus/" not in name for name in names)
@@ -156,27 +156,6 @@ def _gpus_of(client: "Client", endpoints: Sequence[str]) -> list[str]:
             raise NotFoundError(f"no replica of {endpoint} has a GPU now")
         found |= dict.fromkeys(uuids)
     return list(found)
-
-
-def is_uuid(typed: str) -> bool:
-    """Whether a text looks like the UUID of a GPU, such as GPU-6afcb721-67c0-5d87-a657-b17ffccbb12a."""
-    return re.fullmatch(_UUID, typed) is not None
-
-
-def named(typed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(resource names, UUIDs) of nodes and GPUs: `host-1`, `host-1/gpu-…`, or a UUID alone."""
-    from gpuscale.cli.resources import full_name
-    from gpuscale.common.names import GPU, NODE, match
-
-    uuids = [one for one in typed if is_uuid(one)]
-    others = [one for one in typed if one not in uuids]
-    names = [
-        one
-        if match(NODE, one)
-        else full_name(GPU if "/" in one else NODE, one.lower() if "/" in one else one)
-        for one in others
-    ]
-    return names, uuids
 
 
 def _metric(typed: str) -> "monitor_api.Metric.ValueType":

@@ -45,7 +45,7 @@ class Wanted:
             InvalidArgumentError: nothing is named, and this host is not known as a node.
         """
         from gpuscale.cli import resources
-        from gpuscale.cli.observed import is_uuid, named
+        from gpuscale.cli.resources import is_uuid, named
 
         names, uuids = named([*(self.gpu or ()), *(self.node or ())])
         if self.reservation:

@@ -3,6 +3,7 @@
 A name may be written in full (`endpoints/jobs/replicas/r1`) or without its collections (`jobs/r1`).
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Protocol, TypeVar
@@ -23,6 +24,7 @@ class Named(Protocol):
 
 
 N = TypeVar("N", bound=Named)
+_UUID = r"[A-Za-z]+-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
 
 def full_name(pattern: str, typed: str) -> str:
@@ -55,6 +57,24 @@ def chosen(items: Iterable[N], pattern: str, typed: Sequence[str]) -> list[N]:
         if name not in by_name:
             raise NotFoundError(f"{name} not found")
     return [by_name[name] for name in wanted]
+
+
+def is_uuid(typed: str) -> bool:
+    """Whether a text looks like the UUID of a GPU, such as GPU-6afcb721-67c0-5d87-a657-b17ffccbb12a."""
+    return re.fullmatch(_UUID, typed) is not None
+
+
+def named(typed: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(resource names, UUIDs) of nodes and GPUs: `host-1`, `host-1/gpu-…`, or a UUID alone."""
+    uuids = [one for one in typed if is_uuid(one)]
+    others = [one for one in typed if one not in uuids]
+    found = [
+        one
+        if names.match(names.NODE, one)
+        else full_name(names.GPU if "/" in one else names.NODE, one.lower() if "/" in one else one)
+        for one in others
+    ]
+    return found, uuids
 
 
 def nodes(client: Client, typed: Sequence[str] = ()) -> list[monitor_api.Node]:
