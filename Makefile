@@ -20,8 +20,7 @@ test: $(VENV)/.dev  ## install what the tests need (RabbitMQ too, where it may) 
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n auto tests/unit tests/property
-	$(BIN)/python -m pytest tests/contract tests/integration tests/fault tests/e2e examples
+	$(BIN)/python -m pytest -n auto --dist loadfile
 endif
 
 unit: $(VENV)/.dev  ## run the tests that need no server

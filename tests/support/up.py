@@ -62,7 +62,7 @@ class Up:
     def _wait_for_banner(self) -> tuple[str, str]:
         assert self.process.stdout is not None
         descriptor = self.process.stdout.fileno()
-        output, deadline = "", time.monotonic() + 30
+        output, deadline = "", time.monotonic() + 90
         while time.monotonic() < deadline:
             readable, _, _ = select.select([descriptor], [], [], 0.5)
             if readable:

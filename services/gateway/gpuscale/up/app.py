@@ -6,7 +6,7 @@ in the reverse order: the adapter's workers first, while there is still somebody
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from gpuscale.autoscaler.app import open_autoscaler
 from gpuscale.common import logs
 from gpuscale.common.channel import RPC_TIMEOUT, open_channel
 from gpuscale.common.clock import SystemClock
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.lock import DirectoryLock
 from gpuscale.common.names import node_name
 from gpuscale.common.server import Server
@@ -33,8 +33,10 @@ from gpuscale.up.settings import AllSettings
 STOP_GRACE = 1.0
 """Seconds for calls to finish. The adapter's workers have had up to 6 before; ending every call takes at most 2.1 more
 than this, and the process has 9.5 in all."""
-PLACEABLE_INTERVAL = 0.02
-"""Seconds between two looks at whether the allocator knows this host."""
+START_SECONDS = 60.0
+"""Seconds within which the fleet and the allocator have to have heard of this host."""
+KNOWN_INTERVAL = 0.02
+"""Seconds between two looks at whether they have."""
 MAX_SOCKET_PATH = 100
 """Bytes; the kernel's limit for the path of a unix socket is 108."""
 
@@ -79,8 +81,7 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
         # Once the server ends, the parts lose each other, which is no news.
         stack.callback(logs.configure, "error", settings.up.log_format)
         await server.start()
-        snapshot = await _first_snapshot(own)  # from here on the agent knows the GPUs that it admits work on
-        await _until_placeable(own, snapshot)
+        snapshot = await _until_known(own)  # from here on the agent knows the GPUs that it admits work on
         await stack.enter_async_context(
             open_process_adapter(settings.adapter, autoscaler=own, agent=own, clock=clock)
         )
@@ -101,27 +102,40 @@ def _socket(data_dir: Path) -> Path:
     return path
 
 
+async def _until_known(own: grpc.aio.Channel) -> Snapshot:
+    """The first snapshot of this host, once fleet and allocator have it: whoever reads the banner may reserve at once.
+
+    A busy machine may take its time; that is no reason not to start.
+    """
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while True:
+                with suppress(UnavailableError):
+                    snapshot = await _first_snapshot(own)
+                    await _until_placeable(own, snapshot)
+                    return snapshot
+                await asyncio.sleep(KNOWN_INTERVAL)
+    except TimeoutError as error:
+        message = f"the agent was not heard of within {START_SECONDS:g} s"
+        raise UnavailableError(message, reason="NO_TELEMETRY") from error
+
+
 async def _first_snapshot(own: grpc.aio.Channel) -> Snapshot:
-    """The first snapshot that reached the fleet: from then on everything answers with this host in it."""
     with rpc_errors():
-        call = monitor_api.FleetServiceStub(own).WatchNodes(
-            monitor_api.WatchNodesRequest(), timeout=RPC_TIMEOUT
-        )
+        call = monitor_api.FleetServiceStub(own).WatchNodes(monitor_api.WatchNodesRequest())
         async for update in call:
             for node in update.nodes:
                 if node.HasField("snapshot"):
                     call.cancel()
                     return node.snapshot
-    raise FailedPreconditionError("the fleet ended before it heard of this host", reason="NO_TELEMETRY")
+    raise UnavailableError("the fleet ended before it heard of this host", reason="NO_TELEMETRY")
 
 
 async def _until_placeable(own: grpc.aio.Channel, snapshot: Snapshot) -> None:
-    """Until the allocator has heard of this host too: whoever reads the banner may reserve at once."""
     capacity = allocator_api.CapacityServiceStub(own)
     known = not snapshot.gpus
-    async with asyncio.timeout(RPC_TIMEOUT):
-        while not known:
-            with rpc_errors():
-                ranked = await capacity.RankNodes(allocator_api.RankNodesRequest(), timeout=RPC_TIMEOUT)
-            known = any(node.name == node_name(snapshot.node) for node in ranked.nodes)
-            await asyncio.sleep(0 if known else PLACEABLE_INTERVAL)
+    while not known:
+        with rpc_errors():
+            ranked = await capacity.RankNodes(allocator_api.RankNodesRequest(), timeout=RPC_TIMEOUT)
+        known = any(node.name == node_name(snapshot.node) for node in ranked.nodes)
+        await asyncio.sleep(0 if known else KNOWN_INTERVAL)
