@@ -61,7 +61,7 @@ def test_a_member_that_hid_its_environment_is_found_by_its_session() -> None:
         assert kill_members("endpoints/procfs-test/replicas/another", leader) == 1
 
 
-@pytest.mark.parametrize("pid", [0, 1, os.getpid(), os.getsid(0)])
+@pytest.mark.parametrize("pid", [0, 1, os.getpid(), os.getsid(0)], ids=["none", "init", "own", "session"])
 def test_a_number_that_is_not_the_replicas_any_more_has_no_members(pid: int) -> None:
     """Neither a pid that another process has by now, nor session 0, which every kind of process may be in."""
     assert members(NAME, ProcessId(pid, 1)) == []
