@@ -1,12 +1,13 @@
 #!/bin/sh
-# Install what the tests start or ask privately, from Debian's packages, where this user may: RabbitMQ, Chromium, and
-# Prometheus for its promtool. Nothing is started here; a test that finds one missing says so and is skipped (in CI it fails).
+# Install what the tests start or ask privately, from Debian's packages, where this user may: RabbitMQ, Chromium, strace,
+# and Prometheus for its promtool. Nothing is started here; a test that finds one missing says so and is skipped (in CI it fails).
 set -eu
 
 packages=""
 ls /usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin/rabbitmq-server >/dev/null 2>&1 || packages="rabbitmq-server"
 command -v chromium >/dev/null 2>&1 || packages="$packages chromium"
 command -v promtool >/dev/null 2>&1 || packages="$packages prometheus"
+command -v strace >/dev/null 2>&1 || packages="$packages strace"
 if [ -z "$packages" ]; then
     exit 0
 fi
