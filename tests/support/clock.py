@@ -1,5 +1,6 @@
 """A clock that stands still until a test moves it."""
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 
 WALL_START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -42,3 +43,10 @@ class ManualClock:
         """Begin a new boot at 0 seconds."""
         self._boot_id = boot_id
         self._now = 0.0
+
+
+class LoopClock(ManualClock):
+    """A clock that goes with the running loop, on virtual time too."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()

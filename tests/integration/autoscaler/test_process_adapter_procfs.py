@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from gpuscale.autoscaler.adapters.procfs import ProcessId, find_leader, identify, kill_members, members
+from gpuscale.autoscaler.adapters.procfs import find_leader, identify, kill_members, members
+from gpuscale.autoscaler.adapters.records import ProcessId
 from tests.support.waiting import eventually_sync
 
 NAME = f"endpoints/procfs-test/replicas/r{os.getpid()}"

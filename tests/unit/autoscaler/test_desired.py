@@ -24,7 +24,7 @@ def test_a_line_carries_what_the_adapter_needs() -> None:
     template = ReplicaTemplate("w", parameters={"queue": "q"}, gpu_count=1, drain_timeout=9.0)
     one = replica(0, S.READY, template=template, lease=lease(4))
     [line] = desired_state({"a": one}, {}, ())
-    assert line == DesiredReplica("a", Order.RUN, "w", {"queue": "q"}, ("GPU-4",), 4, 9.0)
+    assert line == DesiredReplica("a", Order.RUN, "w", {"queue": "q"}, ("GPU-4",), 4, 9.0, 1)
 
 
 def test_one_that_lost_its_gpus_may_not_take_its_time() -> None:

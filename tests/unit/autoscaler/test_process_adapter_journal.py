@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
-from gpuscale.autoscaler.adapters.procfs import ProcessId
+from gpuscale.autoscaler.adapters.journal import Journal
+from gpuscale.autoscaler.adapters.records import Phase, ProcessId, Record
 from gpuscale.autoscaler.adapters.replica_logs import KEPT, ReplicaLogs
 from gpuscale.common.errors import FailedPreconditionError
 

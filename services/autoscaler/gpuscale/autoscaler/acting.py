@@ -46,6 +46,9 @@ _NOTHING_RESERVED = (
     UnauthenticatedError,
 )
 
+ENGINES_GPUS: tuple[str, ...] = ()
+"""In place of nodes: adapters whose engine gives out GPUs itself."""
+
 _NOT_HERE = frozenset({Code.NO_CAPACITY, Code.UNSATISFIABLE})
 """With these the next tier of adapters is tried."""
 
@@ -104,6 +107,8 @@ class Actor:
             return await self._reserve(replica, told)
         refusal = None
         for nodes in tiers:
+            if nodes == ENGINES_GPUS:
+                return await self._assign(replace(replica, nodes=()), None, told)
             replica = replace(replica, nodes=nodes)
             await self._save(replica)
             refusal = await self._reserve(replica, told)
@@ -152,13 +157,18 @@ class Actor:
         return None
 
     async def _nodes(self, replica: Replica) -> list[tuple[str, ...]]:
-        """Nodes of the adapters that can run it, tier by tier, without those that the allocator has just not known."""
+        """Where it can have GPUs, tier by tier: nodes, without those that the allocator has just not known, or an engine."""
         now = self._clock.now()
         self._unknown_nodes = {node: until for node, until in self._unknown_nodes.items() if until > now}
         able = await self._store.read(partial(_able, replica=replica, adapters=self._hub.facts()))
-        tiers = [{one.node for one in tier} for tier in by_tier(replica.template, able)]
-        known = (sorted(nodes - self._unknown_nodes.keys()) for nodes in tiers)
-        return [tuple(nodes[:MAX_NODES]) for nodes in known if nodes]
+        places: list[tuple[str, ...]] = []
+        for tier in by_tier(replica.template, able):
+            nodes = {one.node for one in tier if not one.capabilities.gives_gpus} - self._unknown_nodes.keys()
+            if nodes:
+                places.append(tuple(sorted(nodes)[:MAX_NODES]))
+            if any(one.capabilities.gives_gpus for one in tier):
+                places.append(ENGINES_GPUS)
+        return places
 
     def _nobody(self, replica: Replica) -> Refusal:
         facts = [one for one in self._hub.facts() if one.node not in self._unknown_nodes]
@@ -213,7 +223,7 @@ def _assign(
 ) -> str | None:
     """Write the adapter with the fewest replicas (on the node of the GPUs); where none is left, the GPUs are owed back."""
     able = _able(connection, replica, adapters)
-    chosen = next((one for one in able if grant is None or one.node == grant.node), None)
+    chosen = next((one for one in able if _suits(one, replica, grant)), None)
     lease: Lease | None = grant.lease if grant else None
     if chosen is not None:
         node = grant.node if grant else chosen.node
@@ -223,6 +233,13 @@ def _assign(
         gone = ended(replace(replica, lease=lease), ReplicaState.STOPPED, reason, at)
         replica_store.save_replica(connection, gone)
     return chosen.id if chosen else None
+
+
+def _suits(adapter: AdapterFacts, replica: Replica, grant: Grant | None) -> bool:
+    """Whether it has the very GPUs that were granted; without a grant, whether it needs none."""
+    if grant is not None:
+        return adapter.node == grant.node and not adapter.capabilities.gives_gpus
+    return replica.template.gpu_count == 0 or adapter.capabilities.gives_gpus
 
 
 def _unavailable(error: GpuscaleError) -> Refusal:

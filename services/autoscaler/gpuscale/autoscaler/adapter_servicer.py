@@ -9,7 +9,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapter_session import AdapterSession
 from gpuscale.autoscaler.desired import DesiredReplica
 from gpuscale.autoscaler.hub import AdapterHub, AdapterView
-from gpuscale.autoscaler.planning import AdapterFacts
+from gpuscale.autoscaler.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
 from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
 from gpuscale.common.auth import Principal, Role, current_principal
 from gpuscale.common.errors import (
@@ -104,7 +104,23 @@ def _register(message: api.ConnectRequest, caller: Principal) -> AdapterFacts:
             f"{caller.name} may only be the adapter of the node of that name", reason="OTHER_ADAPTER"
         )
     templates = frozenset(wire.templates)
-    return AdapterFacts(wire.adapter, wire.kind, wire.node, templates, wire.max_replicas, live=False)
+    return AdapterFacts(
+        wire.adapter,
+        wire.kind,
+        wire.node,
+        templates,
+        wire.max_replicas,
+        live=False,
+        capabilities=_capabilities(wire),
+    )
+
+
+def _capabilities(register: api.Register) -> Capabilities:
+    """What an adapter can do; one of an earlier version does not say, and is a process adapter."""
+    if not register.HasField("capabilities"):
+        return DEFAULT_CAPABILITIES
+    wire = register.capabilities
+    return Capabilities(wire.gives_gpus, wire.picks_victims, wire.drains, wire.probes)
 
 
 def _reports(wire: api.Report) -> Mapping[str, ReplicaReport]:
@@ -131,6 +147,7 @@ def _line(line: DesiredReplica) -> api.DesiredReplica:
         template=line.template,
         parameters=line.parameters,
         gpu_uuids=line.gpu_uuids,
+        gpu_count=line.gpu_count,
         fence=line.fence,
         drain_timeout=None if line.drain_timeout is None else to_duration(line.drain_timeout),
     )
@@ -147,4 +164,10 @@ def _adapter(view: AdapterView) -> api.Adapter:
         max_replicas=facts.max_replicas,
         replica_count=view.replica_count,
         last_seen_time=to_timestamp(view.last_seen),
+        capabilities=api.AdapterCapabilities(
+            gives_gpus=facts.capabilities.gives_gpus,
+            picks_victims=facts.capabilities.picks_victims,
+            drains=facts.capabilities.drains,
+            probes=facts.capabilities.probes,
+        ),
     )

@@ -31,6 +31,7 @@ class DesiredReplica:
     gpu_uuids: tuple[str, ...] = ()
     fence: int = 0
     drain_timeout: float | None = None
+    gpu_count: int = 0
 
 
 def desired_state(
@@ -73,6 +74,7 @@ def _line(name: str, replica: Replica) -> DesiredReplica:
         template=template.template,
         parameters=template.parameters,
         gpu_uuids=lease.gpu_uuids if lease else (),
+        gpu_count=template.gpu_count,
         fence=lease.fence if lease else 0,
         drain_timeout=HURRIED_DRAIN if replica.hurry else template.drain_timeout,
     )

@@ -9,7 +9,7 @@ from gpuscale.autoscaler import endpoint_changes, replica_store, store
 from gpuscale.autoscaler.decisions import Outcome, compose
 from gpuscale.autoscaler.hub import AdapterHub
 from gpuscale.autoscaler.model import Endpoint, EndpointSpec
-from gpuscale.autoscaler.planning import nodes_of, startup_seconds
+from gpuscale.autoscaler.planning import startup_seconds
 from gpuscale.autoscaler.remembered import Remembered
 from gpuscale.autoscaler.replicas import Moment, Replica, ReplicaState
 from gpuscale.autoscaler.sources import SignalSources
@@ -106,7 +106,7 @@ class Evaluations:
         return changed, replaced_spec(endpoint.spec, spec, live), granted
 
     def _gpu_limit(self, spec: EndpointSpec, rows: Sequence[Replica]) -> int | None:
-        room = self._sources.more(spec, nodes_of(spec.template, self._hub.facts()))
+        room = self._sources.more(spec, self._hub.facts())
         return None if room is None else sum(one.granted for one in rows) + room
 
 

@@ -106,6 +106,26 @@ def crash_delay(replicas: Iterable[Replica], now: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an adapter can do beyond starting and stopping replicas.
+
+    Attributes:
+        gives_gpus: its engine gives GPUs out itself: replicas take no reservation, and it may have no node.
+        picks_victims: it stops the very replica that it is told to stop.
+        drains: a replica is asked to finish its work, and has its drain timeout for that.
+        probes: READY means that a replica was found well, and not only that it lives.
+    """
+
+    gives_gpus: bool = False
+    picks_victims: bool = True
+    drains: bool = True
+    probes: bool = False
+
+
+DEFAULT_CAPABILITIES = Capabilities()
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterFacts:
     """What an adapter said of itself, and whether it is heard of now (`live`). `max_replicas` 0: no limit."""
 
@@ -115,6 +135,11 @@ class AdapterFacts:
     templates: frozenset[str]
     max_replicas: int
     live: bool
+    capabilities: Capabilities = DEFAULT_CAPABILITIES
+
+    def serves(self, template: ReplicaTemplate) -> bool:
+        """Whether it has the GPUs that a replica needs: those of its node, or its engine's own."""
+        return template.gpu_count == 0 or bool(self.node) or self.capabilities.gives_gpus
 
 
 NO_LOADS: Mapping[str, int] = MappingProxyType({})
@@ -129,7 +154,7 @@ def candidates(
     """Adapters that can run a replica of `template`, by tier, the one with the fewest replicas first, then by id.
 
     `loads` holds the replicas of each adapter, `own` those of the endpoint alone. GPUs need an adapter that is bound to a
-    node.
+    node, or whose engine gives them out.
     """
     most = {tier.adapter: tier.max_replicas for tier in template.tiers}
     places = {adapter.id: template.tier(adapter.id) for adapter in adapters}
@@ -139,7 +164,7 @@ def candidates(
         if adapter.live
         and template.template in adapter.templates
         and places[adapter.id] is not None
-        and (template.gpu_count == 0 or adapter.node)
+        and adapter.serves(template)
         and _room(adapter.max_replicas, loads.get(adapter.id, 0))
         and _room(most.get(adapter.id, 0), own.get(adapter.id, 0))
     ]
@@ -147,8 +172,14 @@ def candidates(
 
 
 def nodes_of(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> set[str]:
-    """Nodes whose GPUs replicas of `template` can use, however many replicas there are by now."""
-    return {one.node for one in candidates(template, adapters, NO_LOADS) if one.node}
+    """Nodes whose GPUs replicas of `template` can reserve, however many replicas there are by now."""
+    able = candidates(template, adapters, NO_LOADS)
+    return {one.node for one in able if one.node and not one.capabilities.gives_gpus}
+
+
+def gpus_elsewhere(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> bool:
+    """Whether an engine that gives out GPUs itself can run replicas of `template`: nobody here knows how many."""
+    return any(one.capabilities.gives_gpus for one in candidates(template, adapters, NO_LOADS))
 
 
 def _room(most: int, count: int) -> bool:
@@ -170,7 +201,7 @@ def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> str:
         return f"adapter {wanted} is not connected" if wanted else "no adapter is connected"
     if not able:
         return f"no adapter that is connected has the template {template.template}"
-    if template.gpu_count and not any(adapter.node for adapter in able):
+    if not any(adapter.serves(template) for adapter in able):
         return f"no adapter with the template {template.template} is bound to a node, whose GPUs it could use"
     return f"the adapters with the template {template.template} run as many replicas as they may"
 

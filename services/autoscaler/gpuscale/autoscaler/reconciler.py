@@ -20,7 +20,6 @@ from gpuscale.autoscaler.hub import AdapterHub
 from gpuscale.autoscaler.leases import LeaseKeeper
 from gpuscale.autoscaler.model import Code, Decision, Endpoint, Observation, Stage, Step
 from gpuscale.autoscaler.passes import Facts, Pass, run_pass
-from gpuscale.autoscaler.planning import nodes_of
 from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
 from gpuscale.autoscaler.remembered import Remembered
 from gpuscale.autoscaler.replicas import Moment, Replica, ReplicaState
@@ -175,11 +174,10 @@ class EndpointLoop:
             samples = rooms.sources.sample(endpoint, replicas)
             self._past = self._past.with_samples(endpoint.spec, samples)
             observations = self._past.observations(endpoint.spec, samples, at.now)
-            nodes = nodes_of(endpoint.spec.template, rooms.hub.facts())
             granted = sum(one.granted for one in replicas)
             if granted != self._granted[0]:
                 self._granted = granted, at.now
-            room = rooms.sources.more(endpoint.spec, nodes, self._granted[1])
+            room = rooms.sources.more(endpoint.spec, rooms.hub.facts(), self._granted[1])
             rooms.histories.note(endpoint.id, endpoint.spec, at.now)
         return Facts(
             at=at,

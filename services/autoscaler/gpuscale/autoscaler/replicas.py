@@ -100,8 +100,9 @@ class Replica:
 
     @property
     def granted(self) -> bool:
-        """Whether it counts and has all the GPUs it needs."""
-        return self.aimed_at and (self.template.gpu_count == 0 or self.lease is not None)
+        """Whether it counts and has all the GPUs it needs: reserved ones, or those of its adapter's engine."""
+        has_gpus = self.template.gpu_count == 0 or self.lease is not None or bool(self.adapter)
+        return self.aimed_at and has_gpus
 
 
 @dataclass(frozen=True, slots=True)

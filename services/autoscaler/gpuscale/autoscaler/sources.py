@@ -23,6 +23,7 @@ from gpuscale.autoscaler.model import (
     Signal,
     WaitingSignal,
 )
+from gpuscale.autoscaler.planning import AdapterFacts, gpus_elsewhere, nodes_of
 from gpuscale.autoscaler.queues.model import QueueReading
 from gpuscale.autoscaler.replicas import Replica, ReplicaState
 from gpuscale.autoscaler.signals import Sample, queue_sample
@@ -64,13 +65,17 @@ class SignalSources:
             signal.id: self._sample(endpoint.id, signal, ready, period) for signal in endpoint.spec.signals
         }
 
-    def more(self, spec: EndpointSpec, nodes: set[str], since: float = 0.0) -> int | None:
-        """How many more replicas there are GPUs for, on some nodes; None where nobody wants to know, or knows.
+    def more(self, spec: EndpointSpec, adapters: Sequence[AdapterFacts], since: float = 0.0) -> int | None:
+        """How many more replicas these adapters have GPUs for; None where nobody wants to know, or knows.
 
+        An engine that gives out GPUs itself has as many as the endpoint may ask for: it alone knows, and lets them wait.
         What was asked before `since` does not count: GPUs that were granted after that would count twice.
         """
         if spec.gpu_gate not in ASKS_FOR_ROOM or not spec.template.gpu_count:
             return None
+        if gpus_elsewhere(spec.template, adapters):
+            return spec.max_replicas
+        nodes = nodes_of(spec.template, adapters)
         if not nodes:
             return 0
         period = min(spec.period, DEFAULT_MAX_AGE) / 2

@@ -59,6 +59,7 @@ class Adapter(_message.Message):
     MAX_REPLICAS_FIELD_NUMBER: _builtins.int
     REPLICA_COUNT_FIELD_NUMBER: _builtins.int
     LAST_SEEN_TIME_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """adapters/{adapter}"""
     kind: _builtins.str
@@ -79,6 +80,10 @@ class Adapter(_message.Message):
     def last_seen_time(self) -> _timestamp_pb2.Timestamp:
         """When it was heard of last."""
 
+    @_builtins.property
+    def capabilities(self) -> Global___AdapterCapabilities:
+        """What it can do."""
+
     def __init__(
         self,
         *,
@@ -90,14 +95,49 @@ class Adapter(_message.Message):
         max_replicas: _builtins.int = ...,
         replica_count: _builtins.int = ...,
         last_seen_time: _timestamp_pb2.Timestamp | None = ...,
+        capabilities: Global___AdapterCapabilities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen_time", b"last_seen_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "last_seen_time", b"last_seen_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "last_seen_time", b"last_seen_time", "max_replicas", b"max_replicas", "name", b"name", "node", b"node", "replica_count", b"replica_count", "state", b"state", "templates", b"templates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "kind", b"kind", "last_seen_time", b"last_seen_time", "max_replicas", b"max_replicas", "name", b"name", "node", b"node", "replica_count", b"replica_count", "state", b"state", "templates", b"templates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class AdapterCapabilities(_message.Message):
+    """What an adapter can do beyond starting and stopping replicas. Unset: that it cannot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GIVES_GPUS_FIELD_NUMBER: _builtins.int
+    PICKS_VICTIMS_FIELD_NUMBER: _builtins.int
+    DRAINS_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
+    gives_gpus: _builtins.bool
+    """Its engine gives out GPUs itself: replicas that ask for GPUs take no reservation, and may run without a node."""
+    picks_victims: _builtins.bool
+    """It stops the very replica that it was told to stop, and not any one of its kind."""
+    drains: _builtins.bool
+    """A replica is asked to finish its work, and has its drain timeout for that."""
+    probes: _builtins.bool
+    """READY means that a probe, or the engine's own, found the replica well, and not only that it lives."""
+    def __init__(
+        self,
+        *,
+        gives_gpus: _builtins.bool = ...,
+        picks_victims: _builtins.bool = ...,
+        drains: _builtins.bool = ...,
+        probes: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drains", b"drains", "gives_gpus", b"gives_gpus", "picks_victims", b"picks_victims", "probes", b"probes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterCapabilities: _TypeAlias = AdapterCapabilities  # noqa: Y015
 
 @_typing.final
 class ConnectRequest(_message.Message):
@@ -143,6 +183,7 @@ class Register(_message.Message):
     TEMPLATES_FIELD_NUMBER: _builtins.int
     MAX_REPLICAS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     adapter: _builtins.str
     """Id of the adapter."""
     kind: _builtins.str
@@ -157,6 +198,10 @@ class Register(_message.Message):
     def templates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the command templates in its local file."""
 
+    @_builtins.property
+    def capabilities(self) -> Global___AdapterCapabilities:
+        """What it can do."""
+
     def __init__(
         self,
         *,
@@ -166,10 +211,11 @@ class Register(_message.Message):
         templates: _abc.Iterable[_builtins.str] | None = ...,
         max_replicas: _builtins.int = ...,
         version: _builtins.str = ...,
+        capabilities: Global___AdapterCapabilities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "kind", b"kind", "max_replicas", b"max_replicas", "node", b"node", "templates", b"templates", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "capabilities", b"capabilities", "kind", b"kind", "max_replicas", b"max_replicas", "node", b"node", "templates", b"templates", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -333,6 +379,7 @@ class DesiredReplica(_message.Message):
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     DRAIN_TIMEOUT_FIELD_NUMBER: _builtins.int
+    GPU_COUNT_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """endpoints/{endpoint}/replicas/{replica}"""
     goal: Global___DesiredReplica.Goal.ValueType
@@ -341,6 +388,8 @@ class DesiredReplica(_message.Message):
     """Name of the command template."""
     fence: _builtins.int
     """Fence of the reservation that holds them; 0 where it needs none."""
+    gpu_count: _builtins.int
+    """GPUs that it needs, reserved (gpu_uuids) or to be given out by the adapter's engine."""
     @_builtins.property
     def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Values for the template's placeholders."""
@@ -363,10 +412,11 @@ class DesiredReplica(_message.Message):
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
         fence: _builtins.int = ...,
         drain_timeout: _duration_pb2.Duration | None = ...,
+        gpu_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout", "fence", b"fence", "goal", b"goal", "gpu_uuids", b"gpu_uuids", "parameters", b"parameters", "replica", b"replica", "template", b"template"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout", "fence", b"fence", "goal", b"goal", "gpu_count", b"gpu_count", "gpu_uuids", b"gpu_uuids", "parameters", b"parameters", "replica", b"replica", "template", b"template"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,11 @@ async def open_process_adapter(
         templates=sorted(templates),
         max_replicas=settings.max_replicas,
         version=version("gpuscale"),
+        capabilities=api.AdapterCapabilities(
+            picks_victims=True,
+            drains=True,
+            probes=any(template.probe for template in templates.values()),
+        ),
     )
     async with TaskScope() as tasks:
         supervisor = Supervisor(templates, workshop, tasks, max_replicas=settings.max_replicas)

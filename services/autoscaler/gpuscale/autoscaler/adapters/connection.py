@@ -1,12 +1,14 @@
 """The adapter's connection to the autoscaler: says what runs, hears what should, and comes back when it is lost."""
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from random import SystemRandom
+from typing import Protocol
 
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.supervisor import Desired, Goal, Supervisor
+from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
 from gpuscale.common import names, wire
@@ -51,13 +53,23 @@ _log = get_logger(__name__)
 _random = SystemRandom()
 
 
+class Replicas(Protocol):
+    """The replicas of an adapter, however they are kept."""
+
+    def apply(self, desired: Iterable[Desired], /) -> None:
+        """Work towards what is wanted. Replicas that are not named go on as they are."""
+
+    def reports(self) -> Mapping[str, ReplicaReport] | None:
+        """Every replica that was not forgotten, by name; None while nobody knows."""
+
+
 class AutoscalerConnection:
     """One stream at a time, opened again whenever it ends.
 
     Args:
         channel: leads to the autoscaler.
         register: who connects.
-        supervisor: what runs, and what is told what should.
+        replicas: what runs, and what is told what should.
         changed: set whenever there is something new to report.
     """
 
@@ -65,12 +77,12 @@ class AutoscalerConnection:
         self,
         channel: grpc.aio.Channel,
         register: api.Register,
-        supervisor: Supervisor,
+        replicas: Replicas,
         changed: asyncio.Event,
     ) -> None:
         self._stub = api.AdapterServiceStub(channel)
         self._register = register
-        self._supervisor = supervisor
+        self._replicas = replicas
         self._changed = changed
         self._revision = 0
         self._backoff = Backoff(initial=0.5, cap=10.0)
@@ -105,12 +117,13 @@ class AutoscalerConnection:
         return error
 
     async def _write(self, call: _Call) -> None:
-        """Report at once, after every change, and every few seconds."""
+        """Report at once, after every change, and every few seconds, whatever is known."""
         try:
             await call.write(api.ConnectRequest(register=self._register))
             while True:
                 self._changed.clear()
-                await call.write(api.ConnectRequest(report=self._report()))
+                if (report := self._report()) is not None:
+                    await call.write(api.ConnectRequest(report=report))
                 await self._wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # grpc.aio raises the latter where the autoscaler has ended the stream already. The reader learns why.
@@ -140,12 +153,16 @@ class AutoscalerConnection:
         self._backoff.reset()
         if self._revision == 0:
             _log.info("connected to the autoscaler", adapter=self._register.adapter)
-        self._supervisor.apply([desired for item in answer.replicas if (desired := to_desired(item))])
+        self._replicas.apply([desired for item in answer.replicas if (desired := to_desired(item))])
         self._revision = answer.revision
         self._changed.set()
 
-    def _report(self) -> api.Report:
-        replicas = [_to_wire(name, report) for name, report in self._supervisor.reports().items()]
+    def _report(self) -> api.Report | None:
+        """What runs; None while nobody knows: the autoscaler then takes the adapter for silent, as it is."""
+        reports = self._replicas.reports()
+        if reports is None:
+            return None
+        replicas = [_to_wire(name, report) for name, report in reports.items()]
         return api.Report(revision=self._revision, replicas=replicas)
 
 
@@ -160,6 +177,7 @@ def to_desired(item: api.DesiredReplica) -> Desired | None:
         endpoint=names.endpoint_name(ids["endpoint"]),
         parameters=dict(item.parameters),
         gpu_uuids=tuple(item.gpu_uuids),
+        gpu_count=item.gpu_count,
         fence=item.fence,
     )
     return Desired(order, _GOALS[item.goal], item.template, wire.optional_seconds(item, "drain_timeout"))

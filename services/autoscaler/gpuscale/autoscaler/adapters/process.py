@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from gpuscale.autoscaler.adapters.procfs import ProcessId, identify
+from gpuscale.autoscaler.adapters.procfs import identify
+from gpuscale.autoscaler.adapters.records import ProcessId
 from gpuscale.autoscaler.adapters.templates import Launch
 
 _LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC

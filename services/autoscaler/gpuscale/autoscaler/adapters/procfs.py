@@ -11,19 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpuscale.autoscaler.adapters.records import ProcessId
+
 REPLICA_VARIABLE = "GPUSCALE_REPLICA"
 _ROUNDS = 50
 _ROUND_SECONDS = 0.1
 _PROC = Path("/proc")
 _ZOMBIES = frozenset({"Z", "X"})
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """One process of the current boot."""
-
-    pid: int
-    start_ticks: int
 
 
 @dataclass(frozen=True, slots=True)

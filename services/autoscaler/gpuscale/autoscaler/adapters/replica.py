@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from gpuscale.autoscaler.adapters import procfs
 from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.health import Health, Probe, Verdict
-from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.probing import ask
 from gpuscale.autoscaler.adapters.process import WorkerProcess
+from gpuscale.autoscaler.adapters.records import Phase, ProcessId, Record
 from gpuscale.autoscaler.adapters.replica_logs import ReplicaLogs
 from gpuscale.autoscaler.adapters.templates import Launch, probe_environment
 from gpuscale.autoscaler.replicas import ENDED, ReplicaReport, ReplicaState
@@ -251,7 +252,7 @@ class LocalReplica:
         except TimeoutError:
             return
 
-    async def _end_unseen(self, process: procfs.ProcessId | None) -> None:
+    async def _end_unseen(self, process: ProcessId | None) -> None:
         """It ended, or never began, while no adapter watched."""
         if process is not None:
             await self._clean_up(process)
@@ -261,7 +262,7 @@ class LocalReplica:
             reason = "it ended while the adapter was not running; its exit code is unknown"
         await self._end(failed=self._record.asked_to_stop_at is None, reason=reason)
 
-    async def _clean_up(self, process: procfs.ProcessId) -> None:
+    async def _clean_up(self, process: ProcessId) -> None:
         killed = await asyncio.to_thread(procfs.kill_members, self._record.replica, process)
         if killed:
             _log.warning("killed what a replica left behind", replica=self._record.replica, processes=killed)

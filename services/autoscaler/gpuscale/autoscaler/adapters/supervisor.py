@@ -4,12 +4,11 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum
 
-from gpuscale.autoscaler.adapters.journal import Phase, Record
+from gpuscale.autoscaler.adapters.orders import Desired, Goal
+from gpuscale.autoscaler.adapters.records import Phase, Record
 from gpuscale.autoscaler.adapters.replica import LocalReplica, Workshop
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, ReplicaOrder, Template, launch
+from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, Template, launch
 from gpuscale.autoscaler.replicas import ReplicaReport
 from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.logs import get_logger
@@ -18,31 +17,6 @@ BOUND_LOGS_PERIOD = 10.0
 _CLEAN_UP_SECONDS = 1.0
 
 _log = get_logger(__name__)
-
-
-class Goal(Enum):
-    """What should become of a replica."""
-
-    RUN = "run"
-    STOP = "stop"
-    FORGET = "forget"
-
-
-@dataclass(frozen=True, slots=True)
-class Desired:
-    """What the autoscaler wants of one replica.
-
-    Attributes:
-        order: which replica, and with what it is started.
-        goal: what should become of it.
-        template: name of its command template.
-        drain_timeout: seconds it may take to finish its work; None for ever.
-    """
-
-    order: ReplicaOrder
-    goal: Goal
-    template: str = ""
-    drain_timeout: float | None = None
 
 
 class Supervisor:

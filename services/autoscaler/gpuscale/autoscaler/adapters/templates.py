@@ -76,7 +76,8 @@ class ReplicaOrder:
         replica: endpoints/{endpoint}/replicas/{replica}.
         endpoint: endpoints/{endpoint}.
         parameters: values for the template's placeholders.
-        gpu_uuids: its GPUs.
+        gpu_uuids: its GPUs, where they are reserved.
+        gpu_count: how many it needs.
         fence: of the reservation that holds them; 0 where it needs none.
     """
 
@@ -84,6 +85,7 @@ class ReplicaOrder:
     endpoint: str
     parameters: Mapping[str, str]
     gpu_uuids: tuple[str, ...] = ()
+    gpu_count: int = 0
     fence: int = 0
 
 
@@ -213,7 +215,7 @@ def _values(template: Template, order: ReplicaOrder, python: str) -> dict[str, s
         "replica": order.replica,
         "endpoint": order.endpoint,
         "gpu_uuids": ",".join(order.gpu_uuids),
-        "gpu_count": str(len(order.gpu_uuids)),
+        "gpu_count": str(order.gpu_count or len(order.gpu_uuids)),
     }
 
 

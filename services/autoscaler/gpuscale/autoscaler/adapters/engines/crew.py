@@ -1,0 +1,191 @@
+"""All replicas of one adapter on its engine: observe, take the next steps, report, and again."""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from gpuscale.autoscaler.adapters.engines.model import (
+    Engine,
+    EngineUnavailableError,
+    Kill,
+    Life,
+    Sighting,
+    Step,
+)
+from gpuscale.autoscaler.adapters.engines.steps import Situation, plan_steps, refused, reports
+from gpuscale.autoscaler.adapters.journal import Journal
+from gpuscale.autoscaler.adapters.orders import Desired
+from gpuscale.autoscaler.adapters.records import Phase, Record
+from gpuscale.autoscaler.replicas import ReplicaReport
+from gpuscale.common.backoff import Backoff
+from gpuscale.common.clock import Clock
+from gpuscale.common.failpoints import hit_async
+from gpuscale.common.logs import get_logger
+
+FRESH = 10.0
+"""Seconds for which what the engine said counts; after that nothing is reported until it answers again."""
+OBSERVE_TIMEOUT = 30.0
+APPLY_TIMEOUT = 60.0
+
+_log = get_logger(__name__)
+
+
+class EngineCrew:
+    """What `AutoscalerConnection` talks to, for an engine. Replicas go on when the adapter ends.
+
+    Args:
+        engine: what keeps the replicas.
+        journal: what was started and asked to stop.
+        clock: seconds since boot, and the boot's id.
+        changed: set whenever there is something new to report.
+        max_replicas: most that run at a time; 0 for no limit.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        journal: Journal,
+        clock: Clock,
+        changed: asyncio.Event,
+        *,
+        max_replicas: int = 0,
+    ) -> None:
+        self._engine = engine
+        self._journal = journal
+        self._clock = clock
+        self._changed = changed
+        self._most = max_replicas
+        self._wanted: dict[str, Desired] = {}
+        self._seen: Mapping[str, Sighting] = {}
+        self._shown: Mapping[str, Sighting] = {}
+        self._seen_at: float | None = None
+        self._records: dict[str, Record] = {}
+        self._missing_since: dict[str, float] = {}
+        self._killed: set[str] = set()
+        self._steps: Sequence[Step] = ()
+        self._poke = asyncio.Event()
+        self._reported: dict[str, ReplicaReport] = {}
+
+    async def recover(self) -> None:
+        """Read what earlier runs of the adapter wrote down.
+
+        Raises:
+            FailedPreconditionError: the journal cannot be read.
+        """
+        loaded = await asyncio.to_thread(self._journal.load)
+        self._records = {record.replica: record for record in loaded}
+
+    def apply(self, desired: Iterable[Desired]) -> None:
+        """Work towards what is wanted. Replicas that are not named go on as they are."""
+        self._wanted = {item.order.replica: item for item in desired}
+        self._poke.set()
+
+    def reports(self) -> dict[str, ReplicaReport] | None:
+        """Every replica that was not forgotten, by name; None while nobody knows what the engine has."""
+        if self._seen_at is None or self._clock.now() - self._seen_at > FRESH:
+            return None
+        return self._told()
+
+    async def run(self) -> None:
+        """Go on for ever; an engine that does not answer is asked again, and nothing is concluded from its silence."""
+        backoff = Backoff(initial=0.5, cap=10.0)
+        silent = False
+        while True:
+            self._poke.clear()
+            try:
+                await self._round()
+                silent = False
+                backoff.reset()
+                await self._until_something()
+            except (EngineUnavailableError, TimeoutError) as error:
+                if not silent:
+                    _log.warning("the engine does not answer", why=str(error) or "it took too long")
+                silent = True
+                await asyncio.sleep(backoff.next())
+            except OSError as error:
+                _log.error("cannot write the journal", why=error.strerror)
+                await asyncio.sleep(backoff.next())
+
+    async def _round(self) -> None:
+        """Observe, write down, act, report."""
+        async with asyncio.timeout(OBSERVE_TIMEOUT):
+            self._see(await self._engine.observe())
+        plan = plan_steps(
+            Situation(
+                wanted=self._wanted,
+                seen=self._seen,
+                records=self._records,
+                missing_since=self._missing_since,
+                now=self._clock.now(),
+                boot_id=self._clock.boot_id,
+                most=self._most,
+            )
+        )
+        await self._write(plan.write)
+        self._tell()
+        if plan.steps:
+            await hit_async("adapter.engine.before_apply")
+            self._killed |= {step.replica for step in plan.steps if isinstance(step, Kill)}
+            async with asyncio.timeout(APPLY_TIMEOUT):
+                refusals = await self._engine.apply(plan.steps)
+            await hit_async("adapter.engine.after_apply")
+            await self._write(plan.done)
+            await self._write(refused(name, why, self._clock.boot_id) for name, why in refusals.items())
+            if plan.steps != self._steps:
+                self._poke.set()  # what came of it is to be seen; the same once more can wait for `watch`
+        self._steps = plan.steps
+        for name in plan.forget:
+            await asyncio.to_thread(self._journal.remove, name)
+            self._records.pop(name, None)
+            self._killed.discard(name)
+        self._tell()
+
+    def _see(self, seen: Mapping[str, Sighting]) -> None:
+        now = self._seen_at = self._clock.now()
+        missing = [name for name in self._records if name not in seen]
+        self._missing_since = {name: self._missing_since.get(name, now) for name in missing}
+        # One that is not shown for a moment stands as it stood, until it counts as ended.
+        stand = {
+            name: self._shown[name]
+            for name in missing
+            if name in self._shown and self._records[name].phase is Phase.RUNNING
+        }
+        for name, sighting in seen.items():
+            if sighting.life is Life.ENDED and self._seen.get(name) != sighting:
+                _log.info("replica ended", replica=name, exit_code=sighting.exit_code, why=sighting.reason)
+        self._seen, self._shown = seen, {**stand, **seen}
+
+    async def _write(self, records: Iterable[Record]) -> None:
+        for record in records:
+            await asyncio.to_thread(self._journal.write, record)
+            self._records[record.replica] = record
+            if record.phase is Phase.ENDED:
+                self._shown = {name: one for name, one in self._shown.items() if name != record.replica}
+
+    def _tell(self) -> None:
+        """Have it reported where it is news."""
+        now = self._told()
+        if now != self._reported:
+            self._reported = now
+            self._changed.set()
+
+    def _told(self) -> dict[str, ReplicaReport]:
+        return reports(self._shown, self._records, self._killed)
+
+    async def _until_something(self) -> None:
+        """Wait until the engine, or what is wanted, may have changed.
+
+        Raises:
+            EngineUnavailableError: the engine cannot be watched.
+        """
+        watching = asyncio.ensure_future(self._engine.watch())
+        poked = asyncio.ensure_future(self._poke.wait())
+        try:
+            await asyncio.wait((watching, poked), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+        finally:
+            for task in (watching, poked):
+                task.cancel()
+            with suppress(asyncio.CancelledError, EngineUnavailableError):
+                await asyncio.gather(watching, poked)

@@ -1,0 +1,63 @@
+"""The adapter of an engine put together: journal, crew, and the connection to the autoscaler."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+import grpc
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.connection import AutoscalerConnection
+from gpuscale.autoscaler.adapters.engines.crew import EngineCrew
+from gpuscale.autoscaler.adapters.engines.model import Engine
+from gpuscale.autoscaler.adapters.engines.settings import EngineAdapterSettings
+from gpuscale.autoscaler.adapters.journal import Journal
+from gpuscale.common.clock import Clock
+from gpuscale.common.lifecycle import TaskScope
+
+
+@asynccontextmanager
+async def open_engine_adapter(
+    settings: EngineAdapterSettings,
+    engine: Engine,
+    *,
+    kind: str,
+    templates: Iterable[str],
+    capabilities: api.AdapterCapabilities,
+    autoscaler: grpc.aio.Channel,
+    clock: Clock,
+    node: str = "",
+) -> AsyncGenerator[None]:
+    """Drive an engine for the autoscaler until the block ends; the replicas go on.
+
+    The caller holds the lock on `settings.data_dir` and owns the engine and the channel. `node` is the node whose GPUs
+    replicas reserve; empty for an engine that gives out GPUs itself.
+
+    Raises:
+        FailedPreconditionError: what was started before cannot be read.
+    """
+    changed = asyncio.Event()
+    crew = EngineCrew(
+        engine,
+        Journal(settings.data_dir / "replicas"),
+        clock,
+        changed,
+        max_replicas=settings.max_replicas,
+    )
+    await crew.recover()
+    register = api.Register(
+        adapter=settings.adapter,
+        kind=kind,
+        node=node,
+        templates=sorted(templates),
+        max_replicas=settings.max_replicas,
+        version=version("gpuscale"),
+        capabilities=capabilities,
+    )
+    async with TaskScope() as tasks:
+        tasks.spawn("replicas on the engine", crew.run())
+        tasks.spawn(
+            "connection to the autoscaler", AutoscalerConnection(autoscaler, register, crew, changed).run()
+        )
+        yield

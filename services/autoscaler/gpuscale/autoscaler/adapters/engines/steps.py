@@ -1,0 +1,175 @@
+"""From what an engine has to what is wanted: the next steps, and what is to be said of each replica. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from gpuscale.autoscaler.adapters.engines.model import Finish, Kill, Life, Remove, Sighting, Start, Step
+from gpuscale.autoscaler.adapters.orders import Desired, Goal
+from gpuscale.autoscaler.adapters.records import Phase, Record
+from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
+
+VANISHED_AFTER = 10.0
+"""Seconds for which an engine must not show a replica that was started, until that replica counts as ended."""
+KILLED = "killed, since it had not finished its work in the time it may take"
+NEVER_STARTED = "it was never started here"
+GONE = "it was removed from the engine by somebody else; its exit code is unknown"
+ENDED_ASKED = "it ended after it was asked to; its exit code is unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that is known at one moment.
+
+    Attributes:
+        wanted: what the autoscaler said last, by name of the replica.
+        seen: what the engine has.
+        records: the journal: what was started, asked to stop, or refused.
+        missing_since: since when the engine does not show a replica that was started, in seconds since boot.
+        now: seconds since boot.
+        boot_id: of this boot.
+        most: replicas that may run at a time; 0 for no limit.
+    """
+
+    wanted: Mapping[str, Desired]
+    seen: Mapping[str, Sighting]
+    records: Mapping[str, Record]
+    missing_since: Mapping[str, float]
+    now: float
+    boot_id: str
+    most: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do next: `write` these records, take the `steps`, write those in `done`, and `forget` those replicas."""
+
+    write: list[Record] = field(default_factory=list[Record])
+    steps: list[Step] = field(default_factory=list[Step])
+    done: list[Record] = field(default_factory=list[Record])
+    forget: list[str] = field(default_factory=list[str])
+
+
+def plan_steps(at: Situation) -> Plan:
+    """The next steps, by name of the replica.
+
+    A start is on disk before the engine hears of it, so that what vanished is not started again. A request to finish is
+    on disk after it: should the adapter end in between, it is made twice, and never not at all.
+    """
+    plan = Plan()
+    room = at.most - sum(one.life is not Life.ENDED for one in at.seen.values()) if at.most else None
+    for name in sorted(at.wanted):
+        desired = at.wanted[name]
+        if desired.goal is Goal.FORGET:
+            _forget(at, name, plan)
+        elif name in at.seen:
+            _tend(at, name, desired, plan)
+        elif not _over(at, name, desired, plan):
+            if room is not None and room <= 0 and name not in at.records:
+                plan.write.append(refused(name, f"this adapter runs {at.most} replicas at most", at.boot_id))
+                continue
+            room = None if room is None else room - 1
+            if name not in at.records:
+                plan.write.append(Record(name, Phase.INTENT, at.boot_id))
+            plan.steps.append(Start(desired.order, desired.template))
+    return plan
+
+
+def refused(name: str, why: str, boot_id: str) -> Record:
+    """What is kept of a replica that will never be started."""
+    return Record(name, Phase.ENDED, boot_id, failed=True, reason=why)
+
+
+def reports(
+    seen: Mapping[str, Sighting], records: Mapping[str, Record], killed: Iterable[str]
+) -> dict[str, ReplicaReport]:
+    """What to report of every replica: what the engine has, what is about to be started, and what never was."""
+    by_force = frozenset(killed)
+    found = {name: _sighted(one, records.get(name), killed=name in by_force) for name, one in seen.items()}
+    for name, record in records.items():
+        if name not in found:
+            found[name] = _recorded(record)
+    return found
+
+
+def _forget(at: Situation, name: str, plan: Plan) -> None:
+    sighting, record = at.seen.get(name), at.records.get(name)
+    if sighting is not None and sighting.life is not Life.ENDED:
+        return
+    if sighting is not None:
+        plan.steps.append(Remove(name))
+    if sighting is not None or (record is not None and record.phase is Phase.ENDED):
+        plan.forget.append(name)
+
+
+def _over(at: Situation, name: str, desired: Desired, plan: Plan) -> bool:
+    """Whether one that the engine does not have is not to be started: it ended, vanished, or should stop."""
+    record = at.records.get(name)
+    if record is not None and record.phase is Phase.ENDED:
+        return True
+    if desired.goal is Goal.STOP:
+        if record is None or _vanished(at, name):
+            plan.write.append(_absent(at, name))
+        return True
+    if record is None or record.phase is Phase.INTENT:
+        return False
+    if _vanished(at, name):
+        plan.write.append(replace(record, phase=Phase.ENDED, failed=True, reason=GONE))
+    return True
+
+
+def _vanished(at: Situation, name: str) -> bool:
+    """Whether the engine has not shown it for so long that this is no delay of its listing."""
+    return at.now - at.missing_since.get(name, at.now) >= VANISHED_AFTER
+
+
+def _tend(at: Situation, name: str, desired: Desired, plan: Plan) -> None:
+    """It is in the engine: note that, and see to its end where that is wanted."""
+    before = at.records.get(name)
+    record = before or Record(name, Phase.RUNNING, at.boot_id)
+    if record.phase is Phase.INTENT:
+        record = replace(record, phase=Phase.RUNNING)
+    if desired.goal is not Goal.STOP or at.seen[name].life is Life.ENDED:
+        if record != before:
+            plan.write.append(record)
+        return
+    asked_at, asked_now = record.asked_to_stop_at, False
+    if asked_at is None:
+        plan.steps.append(Finish(name, desired.drain_timeout))
+        asked_now = True
+    elif record.boot_id != at.boot_id:  # nobody knows how long ago it was asked
+        asked_now = True
+    elif desired.drain_timeout is not None and at.now - asked_at >= desired.drain_timeout:
+        plan.steps.append(Kill(name))
+    if asked_now:
+        plan.done.append(replace(record, boot_id=at.boot_id, asked_to_stop_at=at.now))
+    elif record != before:
+        plan.write.append(record)
+
+
+def _absent(at: Situation, name: str) -> Record:
+    """It should stop, and the engine has nothing of it."""
+    record = at.records.get(name)
+    reason = NEVER_STARTED if record is None or record.phase is Phase.INTENT else ENDED_ASKED
+    return Record(name, Phase.ENDED, at.boot_id, reason=reason)
+
+
+def _sighted(sighting: Sighting, record: Record | None, *, killed: bool) -> ReplicaReport:
+    asked = record is not None and record.asked_to_stop_at is not None
+    if sighting.life is Life.ENDED:
+        state = ReplicaState.STOPPED if asked else ReplicaState.FAILED
+    elif asked:
+        state = ReplicaState.DRAINING
+    else:
+        state = ReplicaState.READY if sighting.life is Life.READY else ReplicaState.STARTING
+    reason = KILLED if killed and sighting.life is Life.ENDED else sighting.reason
+    return ReplicaReport(state, sighting.pid, sighting.exit_code, reason)
+
+
+def _recorded(record: Record) -> ReplicaReport:
+    if record.phase is not Phase.ENDED:
+        asked = record.asked_to_stop_at is not None
+        return ReplicaReport(ReplicaState.DRAINING if asked else ReplicaState.STARTING)
+    state = ReplicaState.FAILED if record.failed else ReplicaState.STOPPED
+    return ReplicaReport(state, exit_code=record.exit_code, reason=record.reason)
