@@ -2,6 +2,7 @@
 
 import sys
 from array import array
+from random import Random
 
 import pytest
 
@@ -57,6 +58,32 @@ def test_several_samples_of_one_bucket_are_put_together() -> None:
     [point] = flood.points(0, 0, 0.0, 10.0)
     assert (point.min, point.max, point.samples) == (0.0, 999.0, 1000)
     assert point.mean == pytest.approx(499.5)
+
+
+@pytest.mark.parametrize("look_each", [1, 2, 3, 5, 7, 1000])
+def test_looking_changes_nothing(look_each: int) -> None:
+    """Samples wait until somebody asks or enough have come together; what is told is the same whenever that is."""
+    source = Random(look_each)
+    series, asked = Series(1, TIERS), dict[int, list[float]]()
+    at = 0.0
+    for number in range(400):
+        at += source.choice((0.1, 0.3, 1.0, 1.0, 1.0, 4.0))
+        value = float(source.randrange(100))
+        series.add(at, (value,))
+        asked.setdefault(int(at), []).append(value)
+        if number % look_each == 0:
+            series.points(0, 0, 0.0, 1e9)
+    shown = series.points(0, 0, at - 15.0, 1e9)
+    assert shown == [
+        Point(float(start), min(values), pytest.approx(sum(values) / len(values)), max(values), len(values))
+        for start, values in sorted(asked.items())
+        if start >= at - 15.0
+    ]
+    coarse = series.points(0, 1, 0.0, 1e9)
+    first = coarse[0].start
+    assert sum(point.samples for point in coarse) == sum(
+        len(values) for start, values in asked.items() if start >= first
+    )
 
 
 def test_what_is_absent_is_no_sample_and_no_zero() -> None:

@@ -7,11 +7,10 @@ it is below 0 before the boot of the host. A step without a sample has no bucket
 from array import array
 from collections.abc import Sequence
 from itertools import compress
-from math import isnan
 from operator import mul
 from typing import NamedTuple, TypeVar
 
-from gpuscale.monitor.history.metrics import ABSENT, Sample
+from gpuscale.monitor.history.metrics import ABSENT
 
 MOST_COUNTED = 0xFFFF
 """More samples than that a bucket does not count."""
@@ -78,11 +77,6 @@ class Rows(NamedTuple):
         return Bucket(self.mins[-width:], self.means[-width:], self.maxs[-width:], self.counts[-width:])
 
 
-def bucket_of(sample: Sample) -> Bucket:
-    """The bucket of a single sample."""
-    return Bucket(sample, sample, sample, [not isnan(value) for value in sample])
-
-
 class Ring:
     """The newest `capacity` buckets of `width` metrics each, by time."""
 
@@ -127,12 +121,39 @@ class Ring:
         self._counts[begin:end] = array("H", bucket.counts)
         self._oldest = (self._oldest + 1) % self._capacity
 
+    def extend(self, numbers: "array[int]", values: "array[float]") -> None:
+        """Add buckets of a single sample each, row by row; their numbers are above those before, and rise."""
+        counts = array("H", [value == value for value in values])  # NaN is not
+        room, width = self._capacity - len(self._numbers), self._width
+        fits = min(room, len(numbers))
+        if fits:
+            cells = values[: fits * width]
+            self._numbers.extend(numbers[:fits])
+            for column in (self._mins, self._means, self._maxs):
+                column.extend(cells)
+            self._counts.extend(counts[: fits * width])
+        for row in range(fits, len(numbers)):
+            begin, source = self._oldest * width, slice(row * width, (row + 1) * width)
+            cells = values[source]
+            self._numbers[self._oldest] = numbers[row]
+            for column in (self._mins, self._means, self._maxs):
+                column[begin : begin + width] = cells
+            self._counts[begin : begin + width] = counts[source]
+            self._oldest = (self._oldest + 1) % self._capacity
+
     def merged(self, rows: int) -> Bucket:
         """The newest so many buckets as one."""
-        begin = len(self) - rows
-        columns = [self._merged_column(metric, begin) for metric in range(self._width)]
-        mins, means, maxs, counts = zip(*columns, strict=True)
-        return Bucket(mins, means, maxs, counts)
+        _, mins, means, maxs, counts = self._newest(rows)
+        width = self._width
+        if min(counts) == max(counts) == 1:  # as nearly always in the finest tier: each is one whole sample
+            columns = [means[metric::width] for metric in range(width)]
+            middles = [sum(column) / rows for column in columns]
+            return Bucket(list(map(min, columns)), middles, list(map(max, columns)), [rows] * width)
+        found = [
+            _merged_column(mins[at::width], means[at::width], maxs[at::width], counts[at::width])
+            for at in range(width)
+        ]
+        return Bucket(*zip(*found, strict=True))
 
     def rows(self, first: int) -> Rows:
         """The buckets from a number on, as copies."""
@@ -159,20 +180,16 @@ class Ring:
         rows = zip(numbers, mins, means, maxs, counts, strict=True)
         return [Point(row[0] * step, row[1], row[2], row[3], int(row[4])) for row in rows if row[4]]
 
-    def _merged_column(self, metric: int, begin: int) -> tuple[float, float, float, int]:
-        stop, width = len(self._numbers), self._width
-        counts = self._column(self._counts, metric, begin, stop, width=width)
-        total = sum(counts)
-        if not total:
-            return ABSENT, ABSENT, ABSENT, 0
-        mins = self._column(self._mins, metric, begin, stop, width=width)
-        means = self._column(self._means, metric, begin, stop, width=width)
-        maxs = self._column(self._maxs, metric, begin, stop, width=width)
-        if 0 in counts:  # the values beside it are NaN
-            mins, means, maxs = (array("f", compress(values, counts)) for values in (mins, means, maxs))
-            counts = array("H", filter(None, counts))
-        mean = sum(map(mul, means, counts)) / total
-        return min(mins), mean, max(maxs), min(total, MOST_COUNTED)
+    def _newest(self, rows: int) -> Rows:
+        """The newest so many buckets, as copies."""
+        stop = self._oldest or len(self)
+        found = self._rows.part(max(stop - rows, 0), stop, self._width)
+        if stop >= rows:
+            return found
+        size = len(self)
+        before = self._rows.part(size - (rows - stop), size, self._width)
+        before.extend(found)
+        return before
 
     def _row_at(self, time: float, step: float) -> int:
         """How many buckets begin before a time, from the oldest on; bisection."""
@@ -194,3 +211,17 @@ class Ring:
             begin, stop = begin - size, stop - size
         column = values[begin * width + metric : min(stop, size) * width : width]
         return column + values[metric : (stop - size) * width : width] if stop > size else column
+
+
+def _merged_column(
+    mins: "array[float]", means: "array[float]", maxs: "array[float]", counts: "array[int]"
+) -> tuple[float, float, float, int]:
+    """One metric of several buckets as one; NaN and 0 where none of them has a sample."""
+    total = sum(counts)
+    if not total:
+        return ABSENT, ABSENT, ABSENT, 0
+    if 0 in counts:  # the values beside it are NaN
+        mins, means, maxs = (array("f", compress(values, counts)) for values in (mins, means, maxs))
+        counts = array("H", filter(None, counts))
+    mean = sum(map(mul, means, counts)) / total
+    return min(mins), mean, max(maxs), min(total, MOST_COUNTED)

@@ -1,25 +1,28 @@
 """The history of one node or GPU: a ring for each tier, each fed by the finer one. Pure: times are arguments.
 
-A sample goes into the open bucket of the finest tier. When a later sample opens the next bucket, the one before is put
-into its ring; when that begins a new bucket of the coarser tier, the finer buckets of the last one are put together
-there, and so on. So every sample is kept once in each tier, and costs one bucket of the finest.
+A sample waits beside the finest tier, as a row of numbers, until some have come together or somebody asks: thousands
+of GPUs are noted each second, and nearly all samples have a bucket of the finest tier to themselves. Then the buckets
+that are over go into the ring of the finest tier; when that begins a new bucket of the coarser tier, the finer buckets
+of the last one are put together there, and so on. So every sample is kept once in each tier.
 """
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil
+from math import ceil, isnan
 
 from gpuscale.monitor.history.metrics import ABSENT, Sample, Stats, Tally
-from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, Rows, bucket_of
+from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, Rows
 
 BYTES_OF_NUMBER = 4
 BYTES_OF_METRIC = 3 * 4 + 2
 """Minimum, mean and maximum as 32-bit floats, and a count of 16 bits."""
 _ARRAY_SLACK = 1.125
 """An array that grows by appending is this much larger than its content at most."""
-_MOST_OPEN = 16
-"""So many samples of the open bucket are held before they are put together."""
+_MOST_WAITING = 16
+"""So many samples wait before they are put into the rings."""
 
 _NOTHING = Stats(ABSENT, ABSENT, ABSENT, 0)
 
@@ -40,7 +43,8 @@ class Tier:
 def most_bytes(width: int, tiers: Sequence[Tier]) -> int:
     """The most memory that the values of one series take, with `width` metrics."""
     row = BYTES_OF_NUMBER + width * BYTES_OF_METRIC
-    return ceil(sum(tier.capacity for tier in tiers) * row * _ARRAY_SLACK)
+    waiting = _MOST_WAITING * BYTES_OF_NUMBER * (1 + width)
+    return ceil((sum(tier.capacity for tier in tiers) * row + waiting) * _ARRAY_SLACK)
 
 
 class Series:
@@ -54,38 +58,43 @@ class Series:
         self._rings = [Ring(width, tier.capacity) for tier in tiers]
         self._fresh = [0] * len(tiers)  # buckets of each tier that the coarser one has not got yet
         self._ratios = [round(coarse.step / fine.step) for fine, coarse in pairwise(tiers)]
+        self._step = tiers[0].step
         self._open_number = -1
-        self._open: list[Bucket] = []
+        self._open: Bucket | None = None  # samples of one bucket that were put together, and its number
+        self._open_is = -1
+        self._numbers = array("i")  # of the buckets of the samples that wait, and their values row by row
+        self._values = array("f")
         self._restored_until = float("-inf")  # what a run before had in finer steps is kept in the coarsest
         self._width = width
 
     def add(self, at: float, sample: Sample) -> None:
         """Take in a sample; one from before the open bucket is left out."""
-        number = int(at // self._tiers[0].step)
-        if number > self._open_number:
-            self._close()
-            self._open_number = number
-        elif number < self._open_number:
+        number = int(at // self._step)
+        if number < self._open_number:
             return
-        self._open.append(bucket_of(sample))
-        if len(self._open) > _MOST_OPEN:
-            self._open = [_together(self._open, self._width)]
+        self._open_number = number
+        self._numbers.append(number)
+        self._values.extend(sample)
+        if len(self._numbers) >= _MOST_WAITING:
+            self._settle()
 
     def newest(self) -> float:
         """Begin of the open bucket."""
-        return self._open_number * self._tiers[0].step
+        return self._open_number * self._step
 
     def oldest(self) -> float | None:
         """Begin of the oldest bucket that is kept; None before the first sample."""
+        self._settle()
         firsts = [
             ring.first * tier.step
             for ring, tier in zip(self._rings, self._tiers, strict=True)
             if ring.first is not None
         ]
-        return min(firsts, default=self.newest() if self._open else None)
+        return min(firsts, default=self.newest() if self._open or self._numbers else None)
 
     def points(self, metric: int, tier: int, start: float, end: float) -> list[Point]:
         """One metric in [start, end) by the buckets of a tier; what that has not got yet by those of the finer ones."""
+        self._settle()
         found: list[Point] = []
         if tier < len(self._rings) - 1 and start < self._restored_until:
             found = self._rings[-1].points(
@@ -97,8 +106,8 @@ class Series:
             found += ring.points(metric, step, start, end)
             if ring.last is not None:
                 start = max(start, (ring.last + 1) * step)
-        if self._open and start <= self.newest() < end:
-            bucket = _together(self._open, self._width)
+        if self._open_number >= 0 and start <= self.newest() < end:
+            bucket = self._opened()
             if bucket.counts[metric]:
                 values = bucket.mins[metric], bucket.means[metric], bucket.maxs[metric]
                 found.append(Point(self.newest(), *values, bucket.counts[metric]))
@@ -106,6 +115,7 @@ class Series:
 
     def coarsest(self, first: int) -> Rows:
         """Buckets of the coarsest tier from a number on, and what the tier before has for the next one."""
+        self._settle()
         rows = self._rings[-1].rows(first)
         fresh, last = self._fresh[-2], self._rings[-2].last
         if fresh and last is not None:
@@ -121,33 +131,83 @@ class Series:
         self._fresh[-2] = 1
         self._open_number = round(self._restored_until / self._tiers[0].step)
 
-    def _close(self) -> None:
-        if self._open:
-            bucket = self._open[0] if len(self._open) == 1 else _together(self._open, self._width)
-            self._append(0, self._open_number, bucket)
-            self._open = []
+    def _settle(self) -> None:
+        """Put the samples that wait into the rings, but for those of the open bucket."""
+        numbers, values, width = self._numbers, self._values, self._width
+        if not numbers:
+            return
+        closed = len(numbers)
+        while closed and numbers[closed - 1] == self._open_number:
+            closed -= 1
+        self._numbers, self._values = numbers[closed:], values[closed * width :]
+        if closed:
+            self._close(numbers[:closed], values[: closed * width])
+        if self._open is not None and self._open_is != self._open_number:
+            self._append(0, self._open_is, self._open)
+            self._open = None
+        if self._open is not None or len(self._numbers) > 1:
+            self._open, self._open_is = self._opened(), self._open_number
+            self._numbers, self._values = array("i"), array("f")
+
+    def _opened(self) -> Bucket:
+        """The open bucket as it is by now."""
+        return _together(self._open, self._values, self._width)
+
+    def _close(self, numbers: "array[int]", values: "array[float]") -> None:
+        """Put samples into the rings whose buckets are over."""
+        width = self._width
+        if self._open is not None and self._open_is != numbers[0]:
+            self._append(0, self._open_is, self._open)
+            self._open = None
+        if self._open is None and len(set(numbers)) == len(numbers):
+            self._extend(numbers, values)
+            return
+        begin = 0
+        while begin < len(numbers):
+            end = begin + numbers.count(numbers[begin])
+            bucket = _together(self._open, values[begin * width : end * width], width)
+            self._open = None
+            self._append(0, numbers[begin], bucket)
+            begin = end
+
+    def _extend(self, numbers: "array[int]", values: "array[float]") -> None:
+        """Put buckets of a sample each into the finest ring, part by part of the next tier's buckets."""
+        begin, width, ring = 0, self._width, self._rings[0]
+        ratio = self._ratios[0] if self._ratios else 0
+        while begin < len(numbers):
+            end = len(numbers)
+            if ratio:
+                over = (numbers[begin] // ratio + 1) * ratio
+                end = bisect_left(numbers, over, begin)
+                self._begin(0, numbers[begin])
+                self._fresh[0] += end - begin
+            ring.extend(numbers[begin:end], values[begin * width : end * width])
+            begin = end
+
+    def _begin(self, tier: int, number: int) -> None:
+        """A bucket of a tier comes: with the first of a coarser one, the coarser one before it is over."""
+        ring, ratio = self._rings[tier], self._ratios[tier]
+        last = ring.last
+        if last is not None and number // ratio > last // ratio:
+            self._append(tier + 1, last // ratio, ring.merged(self._fresh[tier]))
+            self._fresh[tier] = 0
 
     def _append(self, tier: int, number: int, bucket: Bucket) -> None:
-        ring = self._rings[tier]
         if tier + 1 < len(self._tiers):
-            ratio = self._ratios[tier]
-            last = ring.last
-            if last is not None and number // ratio > last // ratio:
-                self._append(tier + 1, last // ratio, ring.merged(self._fresh[tier]))
-                self._fresh[tier] = 0
+            self._begin(tier, number)
             self._fresh[tier] += 1
-        ring.append(number, bucket)
+        self._rings[tier].append(number, bucket)
 
 
-def _together(buckets: Sequence[Bucket], width: int) -> Bucket:
-    """Several buckets as one."""
+def _together(before: Bucket | None, values: "array[float]", width: int) -> Bucket:
+    """A bucket with more samples, whose values stand row by row."""
     tallies = [Tally() for _ in range(width)]
-    for bucket in buckets:
-        for metric, tally in enumerate(tallies):
-            if bucket.counts[metric]:
-                tally.merge(
-                    bucket.mins[metric], bucket.means[metric], bucket.maxs[metric], bucket.counts[metric]
-                )
+    for metric, tally in enumerate(tallies):
+        if before is not None and before.counts[metric]:
+            tally.merge(before.mins[metric], before.means[metric], before.maxs[metric], before.counts[metric])
+        for value in values[metric::width]:
+            if not isnan(value):
+                tally.add(value)
     stats = [tally.stats() or _NOTHING for tally in tallies]
     return Bucket(
         [one.min for one in stats],
