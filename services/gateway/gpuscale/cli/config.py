@@ -1,7 +1,6 @@
 """`gpuscalectl config`: servers by name, in the user's file of contexts (`gpuscale.client.contexts` says what it holds)."""
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpuscale.cli.output import Format, write_lines
+from gpuscale.cli.private_files import write_private
 from gpuscale.cli.session import note, session_of
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 
@@ -162,9 +162,7 @@ def _write(path: Path, current: str, by_name: "Mapping[str, Context]") -> None:
         lines += [f"[contexts.{_quoted(name)}]", *values, ""]
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-            file.write("\n".join(lines))
-        Path(file.name).replace(path)
+        write_private(path, "\n".join(lines).encode())
     except OSError as error:
         raise InvalidArgumentError(f"{path}: {error.strerror}") from error
 

@@ -1,5 +1,6 @@
 """Files with secrets in them: for their owner only, and whole at every moment."""
 
+import errno
 import os
 import tempfile
 from contextlib import suppress
@@ -10,8 +11,10 @@ def write_private(path: Path, content: bytes) -> None:
     """Put a file in place of the one there is, mode 0600.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: it cannot be written, or what is there is no file, such as /dev/null; what was there stays.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is no regular file")
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
