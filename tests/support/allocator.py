@@ -14,8 +14,10 @@ from gpuscale.common.auth import Authenticator
 from gpuscale.common.channel import open_channel
 from gpuscale.common.clock import Clock, SystemClock
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
+from gpuscale.common.leadership import Candidate
 from gpuscale.common.server import Server, ServerOptions
 from gpuscale.common.status import rpc_errors
+from gpuscale.common.term import Term
 from gpuscale.common.wire import to_duration
 from tests.support.fake_fleet import FakeFleet, serving
 from tests.support.waiting import eventually
@@ -146,11 +148,22 @@ async def allocator(
     address = server.bind()
     async with (
         open_channel(fleet_address) as fleet,
-        open_allocator(chosen, fleet=fleet, clock=clock or SystemClock()) as registrations,
+        _term(chosen, address) as term,
+        open_allocator(chosen, fleet=fleet, clock=clock or SystemClock(), term=term) as registrations,
     ):
         server.add(*registrations)
         async with server:
             yield address
+
+
+@asynccontextmanager
+async def _term(settings: AllocatorSettings, address: str) -> AsyncGenerator[Term | None]:
+    """The lead, where the settings name a database; nobody else stands for it."""
+    if settings.database is None:
+        yield None
+        return
+    async with Candidate(settings.database, settings.section, address).term() as term:
+        yield term
 
 
 @asynccontextmanager

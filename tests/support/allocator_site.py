@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.secrets import SecretUrl
 from tests.support.allocator import Client
 from tests.support.allocator_process import AllocatorProcess, Launcher, launching
 from tests.support.fake_fleet import FakeFleet, node_message, serving
@@ -44,9 +45,23 @@ class Site:
             return
 
 
+def config_file(data_dir: Path, database: SecretUrl) -> Path:
+    """A file that names the database, which no flag may."""
+    path = data_dir.with_name(f"{data_dir.name}.toml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(f'[allocator]\ndatabase = "{database.reveal()}"\n')
+    return path
+
+
 @asynccontextmanager
-async def site(data_dir: Path, *, gpus: int = 8, nodes: int = 1, plant: str = "") -> AsyncGenerator[Site]:
-    """A site below a fleet with so many nodes of so many GPUs; `plant` names a bug to put into the allocator."""
+async def site(
+    data_dir: Path, *, gpus: int = 8, nodes: int = 1, plant: str = "", database: SecretUrl | None = None
+) -> AsyncGenerator[Site]:
+    """A site below a fleet with so many nodes of so many GPUs; `plant` names a bug to put into the allocator.
+
+    The state is in `data_dir`, or in a database.
+    """
     listen = f"127.0.0.1:{free_port()}"
     fleet = FakeFleet(*(node_message(f"n{index}", count=gpus) for index in range(nodes)))
     async with (
@@ -55,4 +70,5 @@ async def site(data_dir: Path, *, gpus: int = 8, nodes: int = 1, plant: str = ""
         launching(data_dir.with_name(f"{data_dir.name}-logs"), plant) as launcher,
     ):
         args = ["--data-dir", str(data_dir), "--listen", listen, "--fleet-address", fleet_address]
+        args += [] if database is None else ["--config", str(config_file(data_dir, database))]
         yield Site(launcher, args, Client(allocator_api.AllocatorServiceStub(channel), 3.0))

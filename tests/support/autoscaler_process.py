@@ -12,6 +12,7 @@ import grpc
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.channel import open_channel
 from gpuscale.common.failpoints import VARIABLE
+from gpuscale.common.secrets import SecretUrl
 from tests.support.autoscaler_app import Autoscaler, FakeWatchers
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
@@ -23,12 +24,14 @@ class AutoscalerProcess:
     Args:
         data_dir: its state.
         allocator_address: the allocator it reserves with.
+        database: where its state is, if not on the data directory.
     """
 
-    def __init__(self, data_dir: Path, allocator_address: str) -> None:
+    def __init__(self, data_dir: Path, allocator_address: str, database: SecretUrl | None = None) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         self._data_dir = data_dir
         self._allocator_address = allocator_address
+        self._database = {} if database is None else {"GPUSCALE_AUTOSCALER_DATABASE": database.reveal()}
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, failpoints: str = "") -> None:
@@ -41,7 +44,7 @@ class AutoscalerProcess:
             *("--listen", self.address),
             *("--allocator-address", self._allocator_address),
             *("--log-level", "error"),
-            env=environment | {VARIABLE: failpoints},
+            env=environment | self._database | {VARIABLE: failpoints},
         )
 
     async def ended(self, timeout: float = 60.0) -> int:
@@ -62,10 +65,15 @@ class AutoscalerProcess:
         self._process.terminate()
 
     @asynccontextmanager
+    async def channel(self) -> AsyncGenerator[Autoscaler]:
+        """Call whichever life there is, if there is one."""
+        async with open_channel(self.address) as channel:
+            yield Autoscaler(self.address, channel, FakeWatchers.__new__(FakeWatchers))
+
+    @asynccontextmanager
     async def called(self) -> AsyncGenerator[Autoscaler]:
         """Call this life, once it answers."""
-        async with open_channel(self.address) as channel:
-            one = Autoscaler(self.address, channel, FakeWatchers.__new__(FakeWatchers))
+        async with self.channel() as one:
 
             async def answers() -> bool:
                 await one.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=1, wait_for_ready=True)
@@ -76,9 +84,11 @@ class AutoscalerProcess:
 
 
 @asynccontextmanager
-async def autoscaler_process(data_dir: Path, allocator_address: str) -> AsyncGenerator[AutoscalerProcess]:
+async def autoscaler_process(
+    data_dir: Path, allocator_address: str, database: SecretUrl | None = None
+) -> AsyncGenerator[AutoscalerProcess]:
     """An autoscaler that is not started yet; leaving kills it."""
-    process = AutoscalerProcess(data_dir, allocator_address)
+    process = AutoscalerProcess(data_dir, allocator_address, database)
     try:
         yield process
     finally:

@@ -14,8 +14,10 @@ import pytest
 
 from gpuscale.allocator.sweeper import TICK
 from gpuscale.common.errors import ResourceExhaustedError
+from gpuscale.common.secrets import SecretUrl
 from tests.support.allocator_launcher import START_DELAY
 from tests.support.allocator_site import Site, site
+from tests.support.postgresql import PostgresServer
 from tests.support.reservation_history import History
 from tests.support.reservation_traffic import TTL, Traffic
 from tests.support.waiting import eventually
@@ -23,6 +25,7 @@ from tests.support.waiting import eventually
 SEED = 7
 CLIENTS = 8
 KILLS = int(os.environ.get("GPUSCALE_CHAOS_KILLS", "8"))
+KILLS_ON_POSTGRESQL = int(os.environ.get("GPUSCALE_CHAOS_KILLS", "2"))
 POINTS = (
     "allocator.reserve.before_commit",
     "allocator.store.before_commit",
@@ -36,14 +39,22 @@ FREE_WITHIN = 6.0
 """Seconds after the last lease could run out: the start delay, a round, and slack for a slow machine."""
 
 
-async def test_promises_hold_through_kills_pauses_and_steps_of_the_wall_clock(tmp_path: Path) -> None:
-    async with site(tmp_path / "data", gpus=4, nodes=2) as place:
-        history = await tormented(place, KILLS, Random(SEED))
+@pytest.mark.parametrize("state", ["sqlite", "postgresql"])
+async def test_promises_hold_through_kills_pauses_and_steps_of_the_wall_clock(
+    tmp_path: Path, state: str, request: pytest.FixtureRequest
+) -> None:
+    database: SecretUrl | None = None
+    if state == "postgresql":
+        server: PostgresServer = request.getfixturevalue("postgresql")
+        database = server.database()
+    kills = KILLS if database is None else KILLS_ON_POSTGRESQL
+    async with site(tmp_path / "data", gpus=4, nodes=2, database=database) as place:
+        history = await tormented(place, kills, Random(SEED))
         assert history.violations() == []
-        assert len(history.grants) > 5 * KILLS, "too little happened to prove anything"
-        assert len(history.sightings) > 2 * KILLS
-        assert len(history.repetitions) > KILLS / 2
-        assert len(history.batches) > KILLS / 2
+        assert len(history.grants) > 5 * kills, "too little happened to prove anything"
+        assert len(history.sightings) > 2 * kills
+        assert len(history.repetitions) > kills / 2
+        assert len(history.batches) > kills / 2
         everything = await eventually(
             lambda: place.client.reserve(4, member_count=2),
             timeout=TTL + FREE_WITHIN,

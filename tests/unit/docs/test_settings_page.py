@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gpuscale.cli.arguments import GLOBAL_OPTIONS
+from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.settings import ServerSettings, Settings, UpstreamSettings, load_table
 from tests.unit.docs.pages import programs, read, rows
 
@@ -73,7 +74,7 @@ def test_every_setting_has_a_row_with_its_flag_variable_and_default(program: typ
             for key in model.model_fields:
                 row(part(f"[{name}.NAME]"), key)
             continue
-        cells = row(text, flag(name))
+        cells = row(text, name if SecretUrl in get_args(field.annotation) else flag(name))
         assert f"`GPUSCALE_{program.section.upper()}_{name.upper()}`" in cells[1]
         if name not in DIFFERS_BY_HOST:
             assert cells[2].startswith(default(field)), (name, cells[2])

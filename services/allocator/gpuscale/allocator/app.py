@@ -1,7 +1,7 @@
 """The allocator put together: store, ledger, view of the fleet, sweeper, and the service that is registered."""
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 import grpc
@@ -31,35 +31,40 @@ from gpuscale.allocator.records import Records
 from gpuscale.allocator.reserving import Reserving
 from gpuscale.allocator.servicer import AllocatorServicer
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.allocator.store import AllocatorStore, Saved, open_store
+from gpuscale.allocator.store import AllocatorStore, Saved, open_shared_store, open_store
 from gpuscale.allocator.sweeper import Sweeper
 from gpuscale.allocator.telemetry import FleetFollower
 from gpuscale.allocator.view import FleetView
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.clock import Clock
+from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.server import Registration
+from gpuscale.common.term import Term
 
 DATABASE = "allocator.db"
 SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
 QUOTA_SERVICE = "gpuscale.api.allocator.v1.QuotaService"
 NODE_SERVICE = "gpuscale.api.allocator.v1.NodeService"
 CAPACITY_SERVICE = "gpuscale.api.allocator.v1.CapacityService"
+SERVICES = (SERVICE, QUOTA_SERVICE, NODE_SERVICE, CAPACITY_SERVICE)
+"""All that the allocator serves."""
 
 
 @asynccontextmanager
 async def open_allocator(
-    settings: AllocatorSettings, *, fleet: grpc.aio.Channel, clock: Clock
+    settings: AllocatorSettings, *, fleet: grpc.aio.Channel, clock: Clock, term: Term | None = None
 ) -> AsyncGenerator[tuple[Registration, ...]]:
     """Run the allocator and yield what a server is to serve.
 
-    The caller holds the lock on `settings.data_dir` and owns the channel to the fleet.
+    The caller holds the lock on `settings.data_dir` and owns the channel to the fleet. With `term`, in which this process
+    leads, the state is in `settings.database`; else it is a file in the directory.
 
     Raises:
         FailedPreconditionError: the stored state is damaged, inconsistent, or of another version.
-        UnavailableError: the stored state cannot be used now.
+        UnavailableError: the stored state cannot be used now, or the term is over.
     """
-    async with open_store(settings.data_dir / DATABASE, clock.boot_id) as store, TaskScope() as tasks:
+    async with _open_state(settings, clock, term) as store, TaskScope() as tasks:
         saved = await store.load()
         ledger = await _restore(saved, store, clock)
         view = FleetView(saved.ranks)
@@ -104,6 +109,19 @@ async def open_allocator(
             NodeServicer(maintenance, clock),
             CapacityServicer(capacity, settings),
         )
+
+
+def _open_state(
+    settings: AllocatorSettings, clock: Clock, term: Term | None
+) -> AbstractAsyncContextManager[AllocatorStore]:
+    if settings.database is None:
+        return open_store(settings.data_dir / DATABASE, clock.boot_id)
+    if term is None:
+        raise FailedPreconditionError(
+            "only gpuscale-allocator keeps its state in PostgreSQL: leave database out here",
+            reason="DATABASE_REFUSED",
+        )
+    return open_shared_store(settings.database, term, clock.boot_id)
 
 
 def _registrations(

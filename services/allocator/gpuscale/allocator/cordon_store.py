@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, delete, select
 from sqlmodel import Field
 
 from gpuscale.allocator import cordons as model
 from gpuscale.allocator.schema_store import Table
 from gpuscale.allocator.sealing import sealed
 from gpuscale.allocator.store import AllocatorStore
+from gpuscale.common.columns import Whole
+from gpuscale.common.prepared import Prepared
 
 
 class Cordon(Table, table=True):
@@ -23,10 +25,11 @@ class Cordon(Table, table=True):
     deadline_seconds: float | None
     grace_seconds: float | None
     boot_id: str
-    checksum: int = 0
+    checksum: int = Field(default=0, sa_type=Whole)
 
 
 _CORDON = Table.metadata.tables["cordon"]
+_PUT = Prepared.replacing(_CORDON)
 
 
 class CordonStore:
@@ -55,7 +58,7 @@ class CordonStore:
         rows = [sealed(self._to_row(cordon)) for cordon in cordons]
 
         def work(connection: Connection) -> None:
-            connection.execute(insert(_CORDON).prefix_with("OR REPLACE"), rows)
+            _PUT.run(connection, rows)
 
         await self._store.change(work)
 

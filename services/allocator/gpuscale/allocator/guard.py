@@ -30,12 +30,27 @@ _ROWS: Mapping[str, _IsWhole] = {
 """How the rows of each table are read, and what tells whether one is as it was written."""
 
 
-class StateGuard:
-    """Guards one file. `next`, `wrote`, and what `common.sqlite_store.Guard` asks for are for the thread that writes."""
+class Numbering:
+    """Numbers the writes, on from the last one; for the thread that writes."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def next(self) -> int:
+        """The number of a write that begins."""
+        self._number += 1
+        return self._number
+
+    def wrote(self, number: int) -> None:
+        """The rows of a write are in the transaction that is open, and its number with them."""
+
+
+class StateGuard(Numbering):
+    """Guards one file. What `common.sqlite_store.Guard` asks for is for the thread that writes, too."""
 
     def __init__(self, database: Path) -> None:
+        super().__init__(0)
         self._witness = Witness(database)
-        self._number = 0
         self._staged = 0
 
     @property
@@ -60,13 +75,8 @@ class StateGuard:
         self._witness.check_after(self._number)
         self._witness.open(self._number)
 
-    def next(self) -> int:
-        """The number of a write that begins."""
-        self._number += 1
-        return self._number
-
     def wrote(self, number: int) -> None:
-        """The rows of a write are in the transaction that is open, and its number with them."""
+        """Remember it until the transaction has ended."""
         self._staged = number
 
     def ended(self, *, committed: bool) -> None:

@@ -2,19 +2,17 @@
 
 import asyncio
 import sys
+from functools import partial
 
-from gpuscale.allocator.app import open_allocator
+from gpuscale.allocator.app import SERVICES, open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.common.clock import SystemClock
 from gpuscale.common.lock import DirectoryLock
-from gpuscale.common.logs import get_logger
-from gpuscale.common.program import run_program
+from gpuscale.common.program import run_program, serve_stateful
 from gpuscale.common.server import Server
 
 PROGRAM = "gpuscale-allocator"
 DESCRIPTION = "Grants, renews and ends reservations of GPUs."
-
-_log = get_logger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,15 +28,9 @@ async def serve(settings: AllocatorSettings, stop: asyncio.Event) -> None:
     """
     server = Server(settings.server_options(), settings.authenticator())
     with DirectoryLock(settings.data_dir):
-        address = server.bind()
-        async with (
-            settings.open_channel(settings.fleet_address) as fleet,
-            open_allocator(settings, fleet=fleet, clock=SystemClock()) as registrations,
-        ):
-            server.add(*registrations)
-            async with server:
-                _log.info("serving", address=address, data_dir=str(settings.data_dir))
-                await stop.wait()
+        async with settings.open_channel(settings.fleet_address) as fleet:
+            act = partial(open_allocator, settings, fleet=fleet, clock=SystemClock())
+            await serve_stateful(settings, server, services=SERVICES, act=act, stop=stop)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,27 @@
 """Quotas on disk, in the file of the allocator's state."""
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, delete, select
 from sqlmodel import Field
 
 from gpuscale.allocator.queueing import model
 from gpuscale.allocator.schema_store import Table
 from gpuscale.allocator.sealing import sealed
 from gpuscale.allocator.store import AllocatorStore
+from gpuscale.common.columns import Whole
+from gpuscale.common.prepared import Prepared
 
 
 class Quota(Table, table=True):
     """The quota of a tenant."""
 
     tenant: str = Field(primary_key=True)
-    gpu_milli_limit: int | None
+    gpu_milli_limit: int | None = Field(sa_type=Whole)
     weight: float
-    checksum: int = 0
+    checksum: int = Field(default=0, sa_type=Whole)
 
 
 _QUOTA = Table.metadata.tables["quota"]
+_PUT = Prepared.replacing(_QUOTA)
 
 
 class QuotaStore:
@@ -47,7 +50,7 @@ class QuotaStore:
         )
 
         def work(connection: Connection) -> None:
-            connection.execute(insert(_QUOTA).prefix_with("OR REPLACE"), row)
+            _PUT.run(connection, [row])
 
         await self._store.change(work)
 

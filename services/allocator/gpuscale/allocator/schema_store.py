@@ -10,6 +10,7 @@ from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
 from gpuscale.allocator import model, sealing
+from gpuscale.common.columns import Whole
 
 VERSION = 3
 FENCE = "fence"
@@ -29,7 +30,7 @@ class Reservation(Table, table=True):
     """
 
     id: str = Field(primary_key=True)
-    fence: int = Field(unique=True)
+    fence: int = Field(unique=True, sa_type=Whole)
     request_id: str = Field(unique=True)
     fingerprint: str
     holder: str
@@ -44,16 +45,16 @@ class Reservation(Table, table=True):
     create_time: float
     end_time: float | None
     tenant: str = ""
-    priority: int = 0
+    priority: int = Field(default=0, sa_type=Whole)
     preemptible: bool = False
-    cpu_milli: int = 0
-    host_memory_bytes: int = 0
-    member_count: int = 1
+    cpu_milli: int = Field(default=0, sa_type=Whole)
+    host_memory_bytes: int = Field(default=0, sa_type=Whole)
+    member_count: int = Field(default=1, sa_type=Whole)
     revoke_seconds: float | None = None
     end_reason: str = ""
-    write_number: int = 0
-    lasting_sum: int = 0
-    life_sum: int = 0
+    write_number: int = Field(default=0, sa_type=Whole)
+    lasting_sum: int = Field(default=0, sa_type=Whole)
+    life_sum: int = Field(default=0, sa_type=Whole)
 
 
 class Hold(Table, table=True):
@@ -65,22 +66,38 @@ class Hold(Table, table=True):
 
     gpu_uuid: str = Field(primary_key=True)
     reservation_id: str = Field(foreign_key="reservation.id", primary_key=True, index=True)
-    milli: int = model.WHOLE
+    milli: int = Field(default=model.WHOLE, sa_type=Whole)
 
 
 _HOLD = Table.metadata.tables["hold"]
 _IS_WHOLE = text(f"milli = {model.WHOLE}")
-WHOLE_INDEX = Index("one_whole_hold", _HOLD.c.gpu_uuid, unique=True, sqlite_where=_IS_WHOLE)
+WHOLE_INDEX = Index(
+    "one_whole_hold", _HOLD.c.gpu_uuid, unique=True, sqlite_where=_IS_WHOLE, postgresql_where=_IS_WHOLE
+)
 _SHARES_TRIGGER = (
     "CREATE TRIGGER shares_fit BEFORE INSERT ON hold"
     " WHEN NEW.milli + (SELECT coalesce(sum(milli), 0) FROM hold WHERE gpu_uuid = NEW.gpu_uuid) > 1000"
     " BEGIN SELECT RAISE(ABORT, 'the GPU is held already'); END"
 )
+_SHARES_FUNCTION = (
+    "CREATE FUNCTION shares_fit() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+    " IF NEW.milli + (SELECT coalesce(sum(milli), 0) FROM hold WHERE gpu_uuid = NEW.gpu_uuid) > 1000"
+    " THEN RAISE EXCEPTION 'the GPU is held already' USING ERRCODE = 'check_violation'; END IF;"
+    " RETURN NEW; END $$"
+)
+_SHARES_TRIGGER_OF_FUNCTION = (
+    "CREATE TRIGGER shares_fit BEFORE INSERT ON hold FOR EACH ROW EXECUTE FUNCTION shares_fit()"
+)
+_SHARES_GUARDS = {
+    "sqlite": (_SHARES_TRIGGER,),
+    "postgresql": (_SHARES_FUNCTION, _SHARES_TRIGGER_OF_FUNCTION),
+}
 
 
 def guard_shares(_target: object, connection: Connection, **_: object) -> None:
     """Make the trigger; called when the table is made."""
-    connection.exec_driver_sql(_SHARES_TRIGGER)
+    for statement in _SHARES_GUARDS[connection.dialect.name]:
+        connection.exec_driver_sql(statement)
 
 
 event.listen(_HOLD, "after_create", guard_shares)
@@ -90,16 +107,16 @@ class Rank(Table, table=True):
     """A node's place in the order in which nodes were first seen."""
 
     node: str = Field(primary_key=True)
-    rank: int = Field(unique=True)
-    checksum: int = 0
+    rank: int = Field(unique=True, sa_type=Whole)
+    checksum: int = Field(default=0, sa_type=Whole)
 
 
 class Counter(Table, table=True):
     """A number that must not go back."""
 
     name: str = Field(primary_key=True)
-    value: int
-    checksum: int = 0
+    value: int = Field(sa_type=Whole)
+    checksum: int = Field(default=0, sa_type=Whole)
 
 
 def to_row(reservation: model.Reservation, boot_id: str, number: int) -> dict[str, object]:

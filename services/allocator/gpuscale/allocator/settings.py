@@ -5,10 +5,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from gpuscale.common.settings import ServerSettings, UpstreamSettings
+from gpuscale.common.settings import DatabaseSettings, ServerSettings, UpstreamSettings
 
 
-class AllocatorSettings(ServerSettings, UpstreamSettings):
+class AllocatorSettings(ServerSettings, UpstreamSettings, DatabaseSettings):
     """What the allocator is told before it starts."""
 
     section: ClassVar[str] = "allocator"

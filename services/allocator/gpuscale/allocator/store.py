@@ -1,4 +1,4 @@
-"""Store: what the allocator must never forget, in SQLite. The schema is SQLModel's, the writes are Core statements.
+"""Store: what the allocator must never forget, in SQLite or PostgreSQL. The schema is SQLModel's, the writes are Core statements.
 
 The database itself refuses to give more of a GPU than there is (see `schema_store.Hold`), and `request_id` is unique, so
 it refuses a second grant for one request.
@@ -16,6 +16,7 @@ from sqlalchemy import (
     Connection,
     bindparam,
     delete,
+    func,
     insert,
     literal_column,
     or_,
@@ -24,16 +25,22 @@ from sqlalchemy import (
 )
 
 from gpuscale.allocator import schema_store as schema
-from gpuscale.allocator.guard import LAST_WRITE, StateGuard
-from gpuscale.allocator.migrations_store import MIGRATIONS
+from gpuscale.allocator.guard import LAST_WRITE, Numbering, StateGuard
 from gpuscale.allocator.model import Reservation, State
 from gpuscale.allocator.sealing import LIFE, sealed
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
-from gpuscale.common.sqlite_store import Prepared, raw
+from gpuscale.common.prepared import Prepared
+from gpuscale.common.revisions import revisions
+from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store import Store
+from gpuscale.common.term import Term
 
+SERVICE = "allocator"
+"""Its threads, its failpoints, and its schema in PostgreSQL are named so."""
 T = TypeVar("T")
 
+MIGRATIONS = revisions("gpuscale.allocator.migrations", 2, 3)
+"""By the version that they start from."""
 _TABLES = schema.Table.metadata.tables
 _RESERVATION = _TABLES["reservation"]
 _HOLD = _TABLES["hold"]
@@ -58,7 +65,7 @@ _CHANGE_GPUS = Prepared(
     .values(gpus=bindparam("gpus"), lasting_sum=bindparam("lasting_sum"))
 )
 _FORGET = Prepared(delete(_RESERVATION).where(_RESERVATION.c.id == bindparam("key")))
-_COUNT = Prepared(insert(_COUNTER).prefix_with("OR REPLACE"))
+_COUNT = Prepared.replacing(_COUNTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ class AllocatorStore:
         boot_id: of the current boot, to which all deadlines written belong.
     """
 
-    def __init__(self, store: Store, guard: StateGuard, boot_id: str) -> None:
+    def __init__(self, store: Store, guard: Numbering, boot_id: str) -> None:
         self._store = store
         self._guard = guard
         self._boot_id = boot_id
@@ -130,9 +137,8 @@ class AllocatorStore:
                 _ADD.run(connection, [schema.to_row(one, self._boot_id, number) for one in added])
                 _HOLD_GPUS.run(connection, [hold for one in added for hold in schema.to_holds(one)])
             if changed:
-                before = raw(connection).total_changes
-                _CHANGE.run(connection, [schema.to_changes(one, self._boot_id, number) for one in changed])
-                if raw(connection).total_changes - before < len(changed) and not added:
+                rows = [schema.to_changes(one, self._boot_id, number) for one in changed]
+                if _CHANGE.run(connection, rows) < len(changed) and not added:
                     self._note(connection, number)  # no row may have it: they had ended
             if ended := [{"key": one.id} for one in changed if not one.live]:
                 _FREE_GPUS.run(connection, ended)
@@ -200,7 +206,7 @@ async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]
     opening = Store.open(
         path,
         schema.Table.metadata,
-        name="allocator",
+        name=SERVICE,
         version=schema.VERSION,
         migrations=MIGRATIONS,
         guard=guard,
@@ -210,6 +216,29 @@ async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]
             yield AllocatorStore(store, guard, boot_id)
     finally:
         guard.witness.close()
+
+
+@asynccontextmanager
+async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGenerator[AllocatorStore]:
+    """Open the state in PostgreSQL for a term, or make it.
+
+    Raises:
+        FailedPreconditionError: it is of another version; it stays as it is.
+        UnavailableError: it cannot be used now, or the term is over.
+    """
+    from gpuscale.common.postgres_store import Postgres
+
+    backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)
+    async with Store.on(backend, name=SERVICE) as store:
+        yield AllocatorStore(store, Numbering(await store.read(_last_write)), boot_id)
+
+
+def _last_write(connection: Connection) -> int:
+    """The number of the last write."""
+    of_reservations = select(func.coalesce(func.max(_RESERVATION.c.write_number), 0))
+    of_others = select(_COUNTER.c.value).where(_COUNTER.c.name == LAST_WRITE)
+    highest: int = connection.execute(of_reservations).scalar_one()
+    return max(highest, connection.execute(of_others).scalar() or 0)
 
 
 def _load(connection: Connection) -> Saved:

@@ -49,6 +49,41 @@ class HandlerCollector(grpc.aio.Server):
         return await self._server.wait_for_termination(timeout)
 
 
+class HandlerList(grpc.aio.Server):
+    """What services are added to that somebody else serves: keeps their handlers by path."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Nothing: each method comes by itself too."""
+
+    def add_registered_method_handlers(
+        self, service_name: str, method_handlers: "Mapping[str, grpc.RpcMethodHandler[Any, Any]]"
+    ) -> None:
+        """Keep them."""
+        for name, handler in method_handlers.items():
+            self.handlers[f"/{service_name}/{name}"] = handler
+
+    def add_insecure_port(self, address: str) -> int:
+        """Nobody listens here."""
+        raise NotImplementedError(address)
+
+    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
+        """Nobody listens here."""
+        raise NotImplementedError(address)
+
+    async def start(self) -> None:
+        """Nothing."""
+
+    async def stop(self, grace: float | None) -> None:
+        """Nothing."""
+
+    async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ARG002, ASYNC109
+        """Nothing runs."""
+        return True
+
+
 def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
     """Add the reflection service, which tells tools the contract of `services`."""
     reflection: Any = import_module("grpc_reflection.v1alpha.reflection")  # has no types

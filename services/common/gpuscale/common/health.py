@@ -15,7 +15,7 @@ SERVICE: Final[str] = _health.SERVICE_NAME
 
 
 class Health:
-    """Answers health checks: SERVING from `serve` on, NOT_SERVING from `stop` on."""
+    """Answers health checks: what `report` says, and NOT_SERVING from `stop` on. The server itself is SERVING until then."""
 
     def __init__(self) -> None:
         self._servicer: Any = _health.aio.HealthServicer()
@@ -24,10 +24,11 @@ class Health:
         """Add the health service to a server."""
         _pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    async def serve(self, services: Iterable[str]) -> None:
-        """Report services as SERVING."""
+    async def report(self, services: Iterable[str], *, serving: bool) -> None:
+        """Report services as SERVING or NOT_SERVING."""
+        status = _pb2.HealthCheckResponse
         for service in services:
-            await self._servicer.set(service, _pb2.HealthCheckResponse.SERVING)
+            await self._servicer.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self) -> None:
         """Report everything as NOT_SERVING, for ever."""

@@ -2,13 +2,18 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from gpuscale.common import logs
 from gpuscale.common.lifecycle import run
-from gpuscale.common.settings import ProgramSettings, load
+from gpuscale.common.logs import get_logger
+from gpuscale.common.server import Registration, Server
+from gpuscale.common.settings import DatabaseSettings, ProgramSettings, load
+from gpuscale.common.term import Term
 
+_log = get_logger(__name__)
 S = TypeVar("S", bound=ProgramSettings)
 
 
@@ -35,3 +40,48 @@ def run_program(
     settings = load(settings_type, argv, program=program, description=description)
     logs.configure(settings.log_level, settings.log_format)
     return run(partial(serve, settings), program=program)
+
+
+class Opening(Protocol):
+    """Opens what a service does, and yields what a server is to serve; `term` where it leads by turns."""
+
+    def __call__(self, *, term: Term | None) -> AbstractAsyncContextManager[Sequence[Registration]]:
+        """Read its state and start its tasks; they end on leaving."""
+        ...
+
+
+async def serve_stateful(
+    settings: DatabaseSettings,
+    server: Server,
+    *,
+    services: Sequence[str],
+    act: Opening,
+    stop: asyncio.Event,
+) -> None:
+    """Serve what keeps a state until `stop` is set: at once, or with a database whenever this process leads.
+
+    Args:
+        settings: name the database, if there is one.
+        server: neither bound nor started.
+        services: full names of what `act` opens.
+        act: the service.
+        stop: ends it.
+
+    Raises:
+        GpuscaleError: the stored state, the database, or the address cannot be used.
+    """
+    address = server.bind()
+    if settings.database is None:
+        async with act(term=None) as registrations:
+            server.add(*registrations)
+            async with server:
+                _log.info("serving", address=address)
+                await stop.wait()
+        return
+    settings.require_driver()
+    from gpuscale.common.leadership import Candidate
+    from gpuscale.common.standby import serve_by_turns
+
+    _log.info("standing by", address=address, database=str(settings.database))
+    candidate = Candidate(settings.database, settings.section, settings.advertise_address or address)
+    await serve_by_turns(server, candidate, services, lambda term: act(term=term), stop)

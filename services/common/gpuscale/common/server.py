@@ -14,7 +14,7 @@ from gpuscale.common.auth import Authenticator
 from gpuscale.common.bind import ListenAddress, bind_error, check_exposure, parse_listen
 from gpuscale.common.call_watching import CallMeter, CallWatcher
 from gpuscale.common.calls import OpenCalls
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.guard import GuardSettings
 from gpuscale.common.handlers import HandlerCollector, add_reflection
 from gpuscale.common.health import Health
@@ -87,6 +87,7 @@ class Server:
         self._handlers = HandlerCollector(self._server)
         self._health = Health()
         self._services: list[str] = []
+        self._serving = True
         self._health.add_to(self._handlers)
 
     def add(self, *registrations: Registration) -> None:
@@ -137,8 +138,17 @@ class Server:
             self._audit.start()
         if self._options.reflection:
             add_reflection(self._handlers, self._services)
-        await self._health.serve(self._services)
+        await self._health.report(self._services, serving=self._serving)
         await self._server.start()
+
+    async def report(self, *, serving: bool) -> None:
+        """Tell health checks whether the services are served: they are, unless this said otherwise, before `start` too."""
+        self._serving = serving
+        await self._health.report(self._services, serving=serving)
+
+    def end_calls(self, error: GpuscaleError) -> None:
+        """End every call that is open, but for health checks, with an error."""
+        self._calls.end((*self._calls.streams, *self._calls.unary), error)
 
     async def stop(self, grace: float = 5.0) -> None:
         """Tell health watchers, refuse new calls, end streams, and let unary calls finish for `grace` seconds.

@@ -6,22 +6,25 @@ the variable GPUSCALE_AGENT_PERIOD_SECONDS and the key `period_seconds` of the t
 (`[brokers.default]`); secrets are never taken as flags, which every user of the host can read.
 """
 
+from importlib import import_module
 from pathlib import Path
 from typing import Self
 
 import grpc
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from gpuscale.common.audit import AuditOptions
 from gpuscale.common.auth import Authenticator
 from gpuscale.common.channel import ClientTls, open_channel
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.logs import Format, Level
+from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.server import ServerOptions
 from gpuscale.common.sources import Settings, load, load_table, read_config
 from gpuscale.common.tls import ServerTls
 
 __all__ = [
+    "DatabaseSettings",
     "ProgramSettings",
     "ServerSettings",
     "Settings",
@@ -90,6 +93,45 @@ class ServerSettings(ProgramSettings):
             accept_certificates=self.tls_client_ca_file is not None,
             insecure_allow_remote=self.insecure_allow_remote,
         )
+
+
+class DatabaseSettings(Settings):
+    """Settings of every program that keeps its state either in a file of its own or in PostgreSQL."""
+
+    database: SecretUrl | None = Field(
+        None,
+        description="PostgreSQL that keeps the state, postgresql://USER@HOST/NAME; a file in data_dir when not set",
+    )
+    advertise_address: str = Field(
+        "",
+        description="address at which others reach this process when it leads; the one it listens on when empty",
+    )
+
+    def require_driver(self) -> None:
+        """Look whether the library that speaks to PostgreSQL is there.
+
+        Raises:
+            FailedPreconditionError: it is not.
+        """
+        try:
+            import_module("psycopg")
+        except ImportError as error:
+            raise FailedPreconditionError(
+                f"database needs a library ({error}): pip install 'gpuscale[postgresql]'",
+                reason="POSTGRESQL_NOT_INSTALLED",
+            ) from error
+
+    @field_validator("database", mode="before")
+    @classmethod
+    def _empty_is_none(cls, value: object) -> object:
+        return None if value == "" else value
+
+    @field_validator("database")
+    @classmethod
+    def _check_database(cls, value: SecretUrl | None) -> SecretUrl | None:
+        if value is not None and value.scheme not in {"postgresql", "postgres"}:
+            raise ValueError("must begin with postgresql://")
+        return value
 
 
 class UpstreamSettings(Settings):

@@ -2,19 +2,19 @@
 
 import os
 import sqlite3
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 from urllib.parse import quote
 
 from sqlalchemy import Connection, MetaData, NullPool, create_engine, event
-from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql.elements import ClauseElement
 
-from gpuscale.common.errors import AbortedError, FailedPreconditionError, UnavailableError
+from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.logs import get_logger
+from gpuscale.common.store_backend import Migrations
 
 BUSY_TIMEOUT_SECONDS = 5.0
 _FULL = 2
@@ -27,9 +27,6 @@ _WRITER_PRAGMAS = (
     "mmap_size=0",
 )
 _READER_PRAGMAS = ("query_only=ON", "cell_size_check=ON", "mmap_size=0")
-
-Migrations: TypeAlias = Mapping[int, Callable[[Connection], None]]
-"""What takes a file from one schema version to the next, by the version that it starts from."""
 
 _log = get_logger(__name__)
 
@@ -50,26 +47,57 @@ class Guard(Protocol):
         ...
 
 
-class Prepared:
-    """A Core statement that is compiled once and goes to the driver as text: no plan is looked up for each write.
+@dataclass(frozen=True)
+class Sqlite:
+    """A store's SQLite file as a `store_backend.Backend`.
 
-    Rows are mappings from the names of its parameters to values as the driver takes them (JSON as text).
+    Args:
+        path: the file; its directory is made too, for its owner only.
+        metadata: the tables.
+        version: of the schema; a file of another version is refused, unless it is earlier and
+        migrations: lead from it to this one, each from the version that is its key to the next.
+        guard: looks at the file before it is used, and is told of every transaction that ended.
     """
 
-    def __init__(self, statement: ClauseElement) -> None:
-        dialect = sqlite.dialect(paramstyle="named")
-        self._sql = str(statement.compile(dialect=dialect))
+    path: Path
+    metadata: MetaData
+    version: int
+    migrations: Migrations
+    guard: Guard | None = None
 
-    def run(self, connection: Connection, rows: Sequence[Mapping[str, object]]) -> None:
-        """Execute it once for each row, inside the transaction that is open.
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the driver raises, and SQLAlchemy for it."""
+        return sqlite3.Error, DBAPIError
 
-        Raises:
-            AbortedError: STATE_CONFLICT, the state refuses one of them (a key that exists, a trigger).
-        """
-        try:
-            raw(connection).executemany(self._sql, rows)
-        except sqlite3.IntegrityError as error:
-            raise AbortedError(f"the state refuses the change: {error}", reason="STATE_CONFLICT") from error
+    def writer(self) -> AbstractContextManager[Connection]:
+        """See `writer`."""
+        return writer(self.path, self.metadata, self.version, self.migrations, self.guard)
+
+    def reader(self) -> AbstractContextManager[Connection]:
+        """See `reader`."""
+        return reader(self.path)
+
+    def transaction(self, connection: Connection) -> AbstractContextManager[None]:
+        """See `transaction`."""
+        return transaction(connection)
+
+    def driver(self, connection: Connection) -> sqlite3.Connection:
+        """See `raw`."""
+        return raw(connection)
+
+    def in_transaction(self, connection: Connection) -> bool:
+        """Whether a transaction is open."""
+        return raw(connection).in_transaction
+
+    def failure(self, error: Exception) -> Exception:
+        """See `failure`."""
+        return failure(error)
+
+    def ended(self, *, committed: bool) -> None:
+        """Tell the guard."""
+        if self.guard is not None:
+            self.guard.ended(committed=committed)
 
 
 @contextmanager

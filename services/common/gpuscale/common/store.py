@@ -1,13 +1,13 @@
-"""Durable state in one SQLite file: a write is on disk before its caller goes on.
+"""Durable state in one SQLite file, or in PostgreSQL: a write is on disk before its caller goes on.
 
 One thread owns the only connection that writes and checkpoints (SQLite up to 3.51.2 may corrupt a WAL that two
 connections write), a second thread reads. Writes that wait together share one transaction and one fsync, each in a
 savepoint of its own; they are answered together with one wake-up of the event loop. With WAL, synchronous=FULL and
-BEGIN IMMEDIATE a commit that returned survives kill -9 and power loss.
+BEGIN IMMEDIATE a commit that returned survives kill -9 and power loss. What is particular to a database is in
+`sqlite_store` and `postgres_store`, behind `store_backend`.
 """
 
 import asyncio
-import sqlite3
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -18,15 +18,16 @@ from types import TracebackType
 from typing import Final, Generic, Protocol, Self, TypeVar
 
 from sqlalchemy import Connection, MetaData
-from sqlalchemy.exc import DBAPIError
 
-from gpuscale.common import failpoints, sqlite_store
+from gpuscale.common import failpoints
 from gpuscale.common.errors import GpuscaleError, InternalError, ResourceExhaustedError, UnavailableError
+from gpuscale.common.sqlite_store import Guard, Sqlite
+from gpuscale.common.store_backend import Backend, Migrations
 
 MAX_WAITING = 10_000
 MAX_GROUP = 256
 
-NO_MIGRATIONS: Final[sqlite_store.Migrations] = {}
+NO_MIGRATIONS: Final[Migrations] = {}
 
 T = TypeVar("T")
 
@@ -47,8 +48,8 @@ class Store:
         *,
         name: str,
         version: int,
-        migrations: sqlite_store.Migrations = NO_MIGRATIONS,
-        guard: sqlite_store.Guard | None = None,
+        migrations: Migrations = NO_MIGRATIONS,
+        guard: Guard | None = None,
     ) -> AsyncGenerator[Self]:
         """Open the file, or make it with the tables of `metadata`; close it after all that was submitted is done.
 
@@ -64,12 +65,17 @@ class Store:
             FailedPreconditionError: STATE_UNREADABLE or STATE_VERSION, or what the guard raises; the file stays as it is.
             UnavailableError: STATE_UNAVAILABLE or DISK_FULL.
         """
-        file = Path(path)
-        write = partial(sqlite_store.writer, file, metadata, version, migrations, guard)
-        read = partial(sqlite_store.reader, file)
+        async with cls.on(Sqlite(Path(path), metadata, version, migrations, guard), name=name) as store:
+            yield store
+
+    @classmethod
+    @asynccontextmanager
+    async def on(cls, backend: Backend, *, name: str) -> AsyncGenerator[Self]:
+        """Open the state in a database; else as `open`."""
+        commit = partial(_commit, f"{name}.store", backend)
         async with (
-            _Worker(f"{name}-store-writer", write, partial(_commit, f"{name}.store", guard)) as writer,
-            _Worker(f"{name}-store-reader", read, _query) as reader,
+            _Worker(f"{name}-store-writer", backend.writer, commit) as writer,
+            _Worker(f"{name}-store-reader", backend.reader, partial(_query, backend)) as reader,
         ):
             yield cls(writer, reader)
 
@@ -92,34 +98,36 @@ class Store:
         return await self._reader.submit(work)
 
 
-def _commit(
-    name: str, guard: sqlite_store.Guard | None, connection: Connection, group: Sequence["_Pending"]
-) -> None:
+def _commit(name: str, backend: Backend, connection: Connection, group: Sequence["_Pending"]) -> None:
     """Run the jobs in one transaction. If it fails, so does every job that had not failed by itself."""
     committed = False
     try:
-        with sqlite_store.transaction(connection):
+        with backend.transaction(connection):
             for job in group:
-                _run_alone(connection, job, shared=len(group) > 1)
+                _run_alone(backend, connection, job, shared=len(group) > 1)
             failpoints.hit(f"{name}.before_commit")
         committed = True
         failpoints.hit(f"{name}.after_commit")
     except _UndoneError:
         for job in group:
-            job.error = job.error and sqlite_store.failure(job.error)
-    except (sqlite3.Error, DBAPIError, GpuscaleError) as error:
+            job.error = job.error and backend.failure(job.error)
+    except _caught(backend) as error:
         for job in group:
-            job.error = job.error or sqlite_store.failure(error)
+            job.error = job.error or backend.failure(error)
     finally:
-        if guard is not None:
-            guard.ended(committed=committed)
+        backend.ended(committed=committed)
+
+
+def _caught(backend: Backend) -> tuple[type[Exception], ...]:
+    """What a transaction may fail with beside the errors of works."""
+    return *backend.errors, GpuscaleError
 
 
 class _UndoneError(Exception):
     """A job failed that had the transaction to itself."""
 
 
-def _run_alone(connection: Connection, job: "_Pending", *, shared: bool) -> None:
+def _run_alone(backend: Backend, connection: Connection, job: "_Pending", *, shared: bool) -> None:
     """Run a job in a savepoint of the driver; SQLAlchemy's own cost 50 times as much.
 
     A job that does not share the transaction needs none: the transaction is undone where it fails.
@@ -127,37 +135,42 @@ def _run_alone(connection: Connection, job: "_Pending", *, shared: bool) -> None
     Raises:
         GpuscaleError: the job met a failure of the storage, or ended the transaction of the whole group.
     """
-    driver = sqlite_store.raw(connection)
     if not shared:
         job.run(connection)
         if job.error is not None:
             raise _UndoneError from job.error
         return
+    driver = backend.driver(connection)
     driver.execute("SAVEPOINT job")
     job.run(connection)
     if job.error is None:
         driver.execute("RELEASE job")
         return
-    failure = sqlite_store.failure(job.error)
+    failure = backend.failure(job.error)
     if isinstance(failure, GpuscaleError) and failure is not job.error:
         job.error = failure
         raise failure
-    if not driver.in_transaction:
+    if not backend.in_transaction(connection):
         raise InternalError("a work ended the transaction of its group")
     driver.execute("ROLLBACK TO job")
     driver.execute("RELEASE job")
 
 
-def _query(connection: Connection, group: Sequence["_Pending"]) -> None:
-    """Run the jobs on one snapshot, taken after the last of them was submitted."""
+def _query(backend: Backend, connection: Connection, group: Sequence["_Pending"]) -> None:
+    """Run the jobs on one snapshot, taken after the last of them was submitted; one that fails fails alone."""
+    driver = backend.driver(connection)
     try:
         with connection.begin():
             for job in group:
+                driver.execute("SAVEPOINT job")
                 job.run(connection)
-                job.error = job.error and sqlite_store.failure(job.error)
-    except (sqlite3.Error, DBAPIError) as error:
+                if job.error is not None:
+                    job.error = backend.failure(job.error)
+                    driver.execute("ROLLBACK TO job")
+                driver.execute("RELEASE job")
+    except _caught(backend) as error:
         for job in group:
-            job.error = job.error or sqlite_store.failure(error)
+            job.error = job.error or backend.failure(error)
 
 
 class _Pending(Protocol):

@@ -1,0 +1,63 @@
+"""A term: the time in which a process leads. Whoever writes or answers asks it first.
+
+The server takes the lead away no earlier than `lease` seconds after it last heard from the leader. The leader therefore
+trusts its lead for as long from the moment at which it last *asked* a question that was answered; a process that was
+stopped for longer knows, before it does anything else, that its term may be over.
+"""
+
+import asyncio
+import os
+import select
+import time
+from contextlib import suppress
+
+
+class Term:
+    """One term. All but `confirm` and `close` may be called by any thread.
+
+    Args:
+        epoch: its number; each term has a higher one than all before it.
+        socket: descriptor of the connection that holds the lead.
+        lease: seconds for which an answer of the server is trusted.
+        asked: when the question that gave the lead was asked, in seconds of CLOCK_BOOTTIME.
+    """
+
+    def __init__(self, epoch: int, socket: int, lease: float, asked: float) -> None:
+        self.epoch = epoch
+        self.over = asyncio.Event()
+        """Set once the term is over; wait for it on the event loop."""
+        self._socket = os.dup(socket)
+        self._lease = lease
+        self._trusted_until = asked + lease
+        self._ended = False
+        self._loop = asyncio.get_running_loop()
+
+    def leads(self) -> bool:
+        """Whether this process still leads: it was not told otherwise, and the connection stands."""
+        return not self._ended and now() < self._trusted_until and not self._hung_up()
+
+    def confirm(self, asked: float) -> None:
+        """The server answered a question that was asked then."""
+        self._trusted_until = asked + self._lease
+
+    def resign(self) -> None:
+        """The term is over; nothing that is still under way may count on it."""
+        self._ended = True
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.over.set)
+
+    def close(self) -> None:
+        """End the term, where it has not ended yet, and close what it watched."""
+        self.resign()
+        os.close(self._socket)
+
+    def _hung_up(self) -> bool:
+        """Whether the other side closed the connection, read or not."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+
+def now() -> float:
+    """Seconds of CLOCK_BOOTTIME, which a host that sleeps does not stop."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,0 +1,150 @@
+"""The allocator's state in PostgreSQL: the same as in a file, and the same refusals by the database itself."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuscale.allocator.app import open_allocator
+from gpuscale.allocator.cordon_store import CordonStore
+from gpuscale.allocator.cordons import Cordon, Spot
+from gpuscale.allocator.ledger import Ledger
+from gpuscale.allocator.model import State
+from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.quota_store import QuotaStore
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.store import SERVICE, AllocatorStore, open_shared_store
+from gpuscale.common.channel import open_channel
+from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.leadership import Candidate
+from gpuscale.common.secrets import SecretUrl
+from tests.support.allocator import running
+from tests.support.allocator_values import NOW, WALL, order, reserved
+from tests.support.clock import ManualClock
+from tests.support.damaged_state import grants
+from tests.support.fake_fleet import FakeFleet, node_message
+from tests.support.postgresql import PostgresServer
+
+BOOT = "boot"
+LARGE = 1 << 40
+"""More than an integer of PostgreSQL holds."""
+
+
+@pytest.fixture
+def url(postgresql: PostgresServer) -> SecretUrl:
+    return postgresql.database()
+
+
+@asynccontextmanager
+async def opened(url: SecretUrl) -> AsyncGenerator[AllocatorStore]:
+    """The state, in a term of its own."""
+    async with (
+        Candidate(url, SERVICE, "here").term() as term,
+        open_shared_store(url, term, BOOT) as store,
+    ):
+        yield store
+
+
+async def test_everything_is_there_in_the_next_term(url: SecretUrl) -> None:
+    ledger = Ledger(LARGE)
+    cordon = Cordon(Spot("n1"), "fans", "bob", WALL, NOW + 600, 600.0)
+    async with opened(url) as store:
+        await store.save_ranks({"n0": 0, "n1": 1})
+        await grants(store, ledger, 4, ended=1)
+        wish = replace(order(), labels={"team": "vision é"})
+        granted = ledger.grant(wish, [reserved("GPU-x", memory=40_000)], suffix="aa", now=NOW, wall=WALL)
+        last = replace(ledger.confirm(granted), host_memory_bytes=LARGE, preemptible=True)
+        await store.save([last], [])
+        for weight in (1.0, 2.0):
+            await QuotaStore(store).save(Quota("ann", 8000, weight))
+        for until in (None, 600.0):
+            await CordonStore(store, BOOT).save([replace(cordon, deadline=until)])
+        await CordonStore(store, BOOT).save([cordon])
+        before = await store.load()
+        await store.forget([before.reservations[0][0]], ledger.fence)
+        before = await store.load()
+    async with opened(url) as store:
+        saved = await store.load()
+        assert saved == before
+        assert saved.reservations[-1] == (replace(last, state=State.ACTIVE), BOOT)
+        assert (len(saved.reservations), saved.fence, saved.ranks) == (4, ledger.fence, {"n0": 0, "n1": 1})
+        assert await QuotaStore(store).load() == [Quota("ann", 8000, 2.0)]
+        assert await CordonStore(store, BOOT).load(NOW) == [cordon]
+        await QuotaStore(store).remove("ann")
+        await CordonStore(store, BOOT).remove(cordon.spot)
+        await store.forget_rank("n1", 1)
+        assert await QuotaStore(store).load() == []
+        assert (await store.load()).ranks == {"n0": 0}
+
+
+async def test_what_has_ended_never_lives_again(url: SecretUrl) -> None:
+    ledger = Ledger(0)
+    async with opened(url) as store:
+        granted = ledger.confirm(ledger.grant(order(), [reserved("GPU-x")], suffix="aa", now=NOW, wall=WALL))
+        await store.save([granted], [])
+        await store.save([], [ledger.close(granted, State.RELEASED, now=NOW, wall=WALL)])
+        await store.save([], [replace(granted, deadline=NOW + 999)])
+        [(found, _)] = (await store.load()).reservations
+    assert found.state is State.RELEASED
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fits"),
+    [(1000, 1000, False), (1000, 1, False), (500, 500, True), (500, 501, False)],
+)
+async def test_the_database_itself_refuses_more_of_a_gpu_than_there_is(
+    url: SecretUrl, first: int, second: int, fits: bool
+) -> None:
+    made = [
+        ledger.confirm(
+            ledger.grant(order(), [reserved("GPU-a", milli=milli)], suffix="bb", now=NOW, wall=WALL)
+        )
+        for ledger, milli in ((Ledger(fence=10), first), (Ledger(fence=20), second))
+    ]
+    async with opened(url) as store:
+        await store.save(made[:1], [])
+        if fits:
+            await store.save(made[1:], [])
+        else:
+            with pytest.raises(UnavailableError) as caught:
+                await store.save(made[1:], [])
+            assert caught.value.reason == "STATE_CONFLICT"
+        assert len((await store.load()).reservations) == 1 + fits
+
+
+async def test_no_number_in_the_schema_has_32_bits(url: SecretUrl, postgresql: PostgresServer) -> None:
+    async with opened(url):
+        small = postgresql.run(
+            "SELECT table_name, column_name FROM information_schema.columns"
+            f" WHERE table_schema = '{SERVICE}' AND data_type = 'integer' AND table_name <> 'leadership'",
+            url.path.strip("/"),
+        )
+    assert small == []
+
+
+async def test_leases_go_on_in_the_next_term_and_start_anew_on_another_host(
+    url: SecretUrl, tmp_path: Path
+) -> None:
+    """Nobody knows how the clocks of two hosts compare: whoever takes over gives every lease its full time once."""
+    clock, fleet = ManualClock(), FakeFleet(node_message("n0", count=2))
+    async with running(tmp_path, fleet, clock=clock, database=url) as client:
+        granted = await client.reserve(ttl=60)
+        clock.advance(20)
+    async with running(tmp_path, fleet, clock=clock, database=url) as client:
+        assert (await client.get(granted.name)).remaining.seconds == 40
+        clock.advance(20)
+    clock.reboot()
+    async with running(tmp_path, fleet, clock=clock, database=url) as client:
+        assert (await client.get(granted.name)).remaining.seconds == 60
+        assert (await client.reserve()).fence > granted.fence
+
+
+async def test_without_a_term_a_database_is_refused(url: SecretUrl, tmp_path: Path) -> None:
+    """As in `up`, which would else begin a second state, in a file."""
+    settings = AllocatorSettings.model_validate({"data_dir": tmp_path, "database": url})
+    async with open_channel("127.0.0.1:1") as fleet:
+        with pytest.raises(FailedPreconditionError, match="only gpuscale-allocator"):
+            async with open_allocator(settings, fleet=fleet, clock=ManualClock()):
+                pass

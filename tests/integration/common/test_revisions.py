@@ -1,0 +1,82 @@
+"""Migrations by alembic, on either database: whole or not at all, and never of what is newer."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection
+
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.revisions import revisions
+from gpuscale.common.store import Store
+from tests.support.notes import METADATA, add, count
+from tests.support.postgresql import PostgresServer
+from tests.support.shared_notes import leading_store
+
+MIGRATIONS = revisions("tests.support.note_migrations", 2, 3)
+At = Callable[[int], AbstractAsyncContextManager[Store]]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def at(request: pytest.FixtureRequest, tmp_path: Path) -> At:
+    """Opens the store as the program of a version does, on the same data each time."""
+    if request.param == "sqlite":
+        path = tmp_path / "notes.db"
+        return lambda version: Store.open(
+            path, METADATA, name="notes", version=version, migrations=MIGRATIONS
+        )
+    server: PostgresServer = request.getfixturevalue("postgresql")
+    url = server.database()
+    return lambda version: leading_store(url, version=version, migrations=MIGRATIONS)
+
+
+def columns(connection: Connection) -> list[str]:
+    return [*connection.exec_driver_sql("SELECT * FROM note").keys()]
+
+
+def colours(connection: Connection) -> list[tuple[object, ...]]:
+    return [tuple(row) for row in connection.exec_driver_sql("SELECT id, colour, stars FROM note")]
+
+
+async def test_an_earlier_version_is_migrated_step_by_step(at: At) -> None:
+    async with at(1) as notes:
+        await notes.write(add(1, "abc"))
+    async with at(3) as notes:
+        assert await notes.read(colours) == [(1, "red", 3)]
+    async with at(3) as notes:
+        assert await notes.read(count) == 1
+
+
+async def test_a_newer_version_is_refused_and_left_as_it_is(at: At) -> None:
+    async with at(1) as notes:
+        await notes.write(add(1))
+    async with at(2) as notes:
+        before = await notes.read(columns)
+    with pytest.raises(FailedPreconditionError) as caught:
+        async with at(1):
+            pass
+    assert (caught.value.reason, caught.value.metadata) == ("STATE_VERSION", {"found": "2", "wanted": "1"})
+    async with at(2) as notes:
+        assert await notes.read(columns) == before
+
+
+async def test_a_migration_that_fails_leaves_the_version_before(at: At) -> None:
+    async with at(1) as notes:
+        await notes.write(add(1, "broken"))
+    with pytest.raises(FailedPreconditionError):
+        async with at(3):
+            pass
+    async with at(1) as notes:
+        assert await notes.read(columns) == ["id", "text"]
+
+
+def test_alembic_is_not_imported_where_nothing_is_to_be_migrated(tmp_path: Path) -> None:
+    """`up` must be there at once."""
+    code = "import sys; import gpuscale.up.main; print('alembic' in sys.modules, 'psycopg' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout.split() == ["False", "False"]

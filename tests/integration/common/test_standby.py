@@ -1,0 +1,184 @@
+"""Of two processes on one database one leads and one stands by: who answers what, and what happens when they change."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.channel import open_channel
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    GpuscaleError,
+    InvalidArgumentError,
+    UnavailableError,
+)
+from gpuscale.common.leadership import Candidate
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.server import Registration, Server, ServerOptions
+from gpuscale.common.standby import serve_by_turns
+from gpuscale.common.status import from_rpc_error, rpc_errors
+from gpuscale.common.term import Term
+from tests.support.postgresql import PostgresServer
+from tests.support.throwaway import ALLOCATOR, FLEET, Allocator, Fleet, Served, registrations
+from tests.support.waiting import eventually
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def endless(request: Any, context: Any) -> AsyncIterator[monitor_api.WatchNodesResponse]:
+    yield monitor_api.WatchNodesResponse(full=True)
+    await asyncio.Event().wait()
+
+
+async def stuck(request: Any, context: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+class Actor:
+    """Acts in each term of a process, and remembers the epochs."""
+
+    def __init__(self, allocator: Allocator | None = None) -> None:
+        self.epochs: list[int] = []
+        self.acting = False
+        self._allocator = allocator or Allocator()
+
+    @asynccontextmanager
+    async def __call__(self, term: Term) -> AsyncGenerator[Sequence[Registration]]:
+        self.epochs.append(term.epoch)
+        self.acting = True
+        try:
+            yield registrations(self._allocator, Fleet(nodes=endless))
+        finally:
+            self.acting = False
+
+
+@asynccontextmanager
+async def process(url: SecretUrl, actor: Actor) -> AsyncGenerator[Served]:
+    """One process of the service, and a channel to it."""
+    server, stop = Server(ServerOptions(), Authenticator()), asyncio.Event()
+    address = server.bind()
+    serving = asyncio.create_task(
+        serve_by_turns(server, Candidate(url, "throwaway", address), (ALLOCATOR, FLEET), actor, stop)
+    )
+    try:
+        async with open_channel(address) as channel:
+            yield Served(server, address, channel)
+    finally:
+        stop.set()
+        await serving
+
+
+@asynccontextmanager
+async def two(url: SecretUrl, first: Actor, second: Actor) -> AsyncGenerator[tuple[Served, Served]]:
+    """A leader and a standby that knows it."""
+    async with AsyncExitStack() as stack:
+        leader = await stack.enter_async_context(process(url, first))
+        await eventually(lambda: asyncio.sleep(0, first.acting))
+        standby = await stack.enter_async_context(process(url, second))
+        await eventually(lambda: knows(standby, leader.address))
+        yield leader, standby
+
+
+async def refused(served: Served) -> GpuscaleError:
+    """The error of a call."""
+    with pytest.raises(UnavailableError) as caught, rpc_errors():
+        await served.get()
+    return caught.value
+
+
+async def knows(served: Served, leader: str) -> bool:
+    """Whether it turns calls away to this leader."""
+    return (await refused(served)).metadata == {"leader": leader}
+
+
+async def health(served: Served, service: str) -> int:
+    stub: Any = health_pb2_grpc.HealthStub(served.channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)).status
+
+
+async def test_a_standby_says_who_leads_whatever_it_is_asked(postgresql: PostgresServer) -> None:
+    async with two(postgresql.database(), Actor(), Actor()) as (leader, standby):
+        await leader.get()
+        error = await refused(standby)
+        assert (error.reason, error.metadata) == ("NOT_LEADER", {"leader": leader.address})
+        assert error.retry_after == pytest.approx(0.2)
+        for call in (
+            standby.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=10),
+            standby.fleet.StreamTelemetry(iter(()), timeout=10),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                await call.read()
+            assert from_rpc_error(caught.value).reason == "NOT_LEADER"
+        with pytest.raises(InvalidArgumentError), rpc_errors():
+            await standby.get("no such name")
+        assert [await health(standby, name) for name in ("", ALLOCATOR, FLEET)] == [
+            SERVING,
+            NOT_SERVING,
+            NOT_SERVING,
+        ]
+        assert [await health(leader, name) for name in ("", ALLOCATOR, FLEET)] == [SERVING] * 3
+
+
+async def test_a_leader_that_is_cut_off_ends_its_calls_and_stands_by(postgresql: PostgresServer) -> None:
+    url, first, second = postgresql.database(), Actor(Allocator(work=stuck)), Actor()
+    async with two(url, first, second) as (old, new):
+        watch = old.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=60)
+        assert (await watch.read()).full
+        waiting = asyncio.create_task(old.get(timeout=60))
+        await asyncio.to_thread(cut_leader, postgresql, url)
+        for open_call in (watch.read(), waiting):
+            with pytest.raises(grpc.RpcError) as caught:
+                await open_call
+            assert from_rpc_error(caught.value).reason == "LEAD_LOST"
+        await eventually(lambda: asyncio.sleep(0, second.acting))
+        assert not first.acting
+        await new.get()
+        await eventually(lambda: knows(old, new.address))
+        assert await health(old, ALLOCATOR) == NOT_SERVING
+        assert (first.epochs, second.epochs) == ([1], [2])
+
+
+def cut_leader(postgresql: PostgresServer, url: SecretUrl) -> None:
+    """End the session that holds the lock, and no other."""
+    postgresql.run(
+        "SELECT pg_terminate_backend(pid, 30000) FROM pg_locks JOIN pg_database ON pg_database.oid = database"
+        f" WHERE locktype = 'advisory' AND granted AND datname = '{url.path.strip('/')}'"
+    )
+
+
+async def test_a_leader_answers_nothing_from_the_moment_its_session_ends(postgresql: PostgresServer) -> None:
+    """Before its next question to the server could tell it."""
+    url = postgresql.database()
+    async with Candidate(url, "throwaway", "here").term() as term:
+        assert term.leads()
+        cut_leader(postgresql, url)  # blocks the event loop, so nothing else has run when we look
+        assert not term.leads()
+
+
+async def test_a_leader_that_stops_hands_over_at_once(postgresql: PostgresServer) -> None:
+    url, first, second = postgresql.database(), Actor(), Actor()
+    async with AsyncExitStack() as stack:
+        async with process(url, first):
+            await eventually(lambda: asyncio.sleep(0, first.acting))
+            successor = await stack.enter_async_context(process(url, second))
+        await eventually(lambda: asyncio.sleep(0, second.acting))
+        await successor.get()
+
+
+async def test_an_act_that_cannot_begin_ends_the_program(postgresql: PostgresServer) -> None:
+    @asynccontextmanager
+    async def unreadable(term: Term) -> AsyncGenerator[Sequence[Registration]]:
+        raise FailedPreconditionError("of a newer version", reason="STATE_VERSION")
+        yield ()
+
+    server = Server(ServerOptions(), Authenticator())
+    candidate = Candidate(postgresql.database(), "throwaway", server.bind())
+    with pytest.raises(FailedPreconditionError, match="newer"):
+        await serve_by_turns(server, candidate, (ALLOCATOR, FLEET), unreadable, asyncio.Event())

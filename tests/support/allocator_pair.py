@@ -1,0 +1,103 @@
+"""Two allocators on one PostgreSQL, as processes that a test kills and pauses, and a client that follows the leader."""
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.channel import open_channel
+from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.secrets import SecretUrl
+from tests.support.allocator import Client
+from tests.support.allocator_process import AllocatorProcess, Launcher, launching
+from tests.support.allocator_site import config_file
+from tests.support.fake_fleet import FakeFleet, node_message, serving
+from tests.support.ports import free_port
+from tests.support.waiting import eventually
+
+
+class Pair:
+    """The processes by their places, 0 and 1, with a client of each; `client` follows whoever leads."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        args: list[list[str]],
+        addresses: list[str],
+        clients: list[Client],
+        client: Client,
+    ) -> None:
+        self.addresses = addresses
+        self.clients = clients
+        self.client = client
+        self.lives: list[AllocatorProcess | None] = [None, None]
+        self._launcher = launcher
+        self._args = args
+
+    def start(self, place: int, failpoints: str = "") -> AllocatorProcess:
+        """Let a process begin at a place."""
+        life = self._launcher.prepare(self._args[place], failpoints)
+        life.go()
+        self.lives[place] = life
+        return life
+
+    def at(self, place: int) -> AllocatorProcess:
+        """The last process of a place."""
+        life = self.lives[place]
+        assert life is not None
+        return life
+
+    async def says(self, place: int) -> str:
+        """What the process of a place is: "leader", a reason, and with NOT_LEADER the leader it names."""
+        try:
+            await self.clients[place].live()
+        except GpuscaleError as error:
+            return f"{error.reason} {error.metadata.get('leader', '')}".strip()
+        return "leader"
+
+    async def leader(self) -> int:
+        """Wait until one of them leads and the other stands by and knows it; the place of the one."""
+        return await eventually(self._settled, timeout=60.0) - 1
+
+    async def _settled(self) -> int:
+        for place in (0, 1):
+            hint = f"NOT_LEADER {self.addresses[place]}"
+            if await self.says(place) == "leader" and await self.says(1 - place) == hint:
+                return place + 1
+        return 0
+
+
+@asynccontextmanager
+async def pair(folder: Path, database: SecretUrl, *, gpus: int = 8) -> AsyncGenerator[Pair]:
+    """Two places below a fleet with a node of so many GPUs; nothing runs there yet."""
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    fleet = FakeFleet(node_message("n0", count=gpus))
+    async with AsyncExitStack() as stack:
+        fleet_address = await stack.enter_async_context(serving(fleet))
+        channels = [
+            await stack.enter_async_context(open_channel(address))
+            for address in (*addresses, ",".join(addresses))
+        ]
+        launcher = await stack.enter_async_context(launching(folder / "logs"))
+        args = [
+            [
+                *(
+                    "--data-dir",
+                    str(folder / str(place)),
+                    "--listen",
+                    address,
+                    "--fleet-address",
+                    fleet_address,
+                ),
+                *("--config", str(config_file(folder / str(place), database))),
+            ]
+            for place, address in enumerate(addresses)
+        ]
+        clients = [Client(allocator_api.AllocatorServiceStub(channel), 10.0) for channel in channels]
+        yield Pair(launcher, args, addresses, clients[:2], clients[2])
+
+
+async def reached(client: Client, count: int) -> None:
+    """Wait until so many GPUs can be reserved: the allocator has heard of the fleet."""
+    one = await eventually(lambda: client.reserve(count), timeout=60.0, retry_on=(UnavailableError,))
+    await client.release(one)

@@ -1,0 +1,1 @@
+"""Migrations of the store of notes: revisions of alembic that suit either database."""

@@ -1,0 +1,32 @@
+"""A store of notes in PostgreSQL, opened by the process that leads."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from gpuscale.common.leadership import Candidate
+from gpuscale.common.postgres_store import Postgres
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.store import Store
+from gpuscale.common.store_backend import Migrations
+from gpuscale.common.term import Term
+from tests.support.notes import METADATA
+
+SERVICE = "notes"
+
+
+@asynccontextmanager
+async def leading(
+    url: SecretUrl, *, version: int = 1, migrations: Migrations | None = None
+) -> AsyncGenerator[tuple[Store, Term]]:
+    """Win the lead, and open the store for the term."""
+    async with Candidate(url, SERVICE, "127.0.0.1:1").term() as term:
+        backend = Postgres(url, SERVICE, METADATA, version, migrations or {}, term)
+        async with Store.on(backend, name=SERVICE) as store:
+            yield store, term
+
+
+@asynccontextmanager
+async def leading_store(url: SecretUrl, *, version: int, migrations: Migrations) -> AsyncGenerator[Store]:
+    """The same, for those who do not look at the term."""
+    async with leading(url, version=version, migrations=migrations) as (store, _):
+        yield store

@@ -1,0 +1,61 @@
+"""Where the state is kept: a URL that nobody gets to see, and that is PostgreSQL's or none."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.common import settings as settings_module
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
+from gpuscale.common.settings import DatabaseSettings, load, load_table
+
+URL = "postgresql://gpuscale:secret-1234@db/gpuscale"
+
+
+def allocator(database: object, environ: Mapping[str, str] | None = None) -> AllocatorSettings:
+    return load_table(
+        AllocatorSettings, {"allocator": {"data_dir": "d", "database": database}}, environ=environ or {}
+    )
+
+
+@pytest.mark.parametrize("kind", [AllocatorSettings, AutoscalerSettings])
+def test_it_comes_from_the_environment_and_its_password_is_never_shown(kind: type[DatabaseSettings]) -> None:
+    variable = f"GPUSCALE_{kind.section.upper()}_DATABASE"
+    found = load_table(kind, {kind.section: {"data_dir": "d"}}, environ={variable: URL})
+    assert found.database is not None
+    assert found.database.reveal() == URL
+    assert "secret" not in f"{found!r} {found} {found.database} {found.model_dump_json()}"
+
+
+def test_an_empty_one_is_none() -> None:
+    assert allocator("").database is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["sqlite:///x.db", "mysql://u:secret-1234@h/d", "secret-1234", "postgresql://u:a/secret-1234@h/d"],
+)
+def test_another_url_is_refused_and_not_shown(wrong: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        allocator(wrong)
+    assert "database in [allocator]" in caught.value.message
+    assert "secret-1234" not in caught.value.message
+
+
+def test_it_is_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every user of the host can read flags."""
+    with pytest.raises(SystemExit):
+        load(AllocatorSettings, ["--data-dir", "d", "--database", URL], program="p", description="")
+    assert "unknown flag --database" in capsys.readouterr().err
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(settings_module, "import_module", missing)
+    with pytest.raises(FailedPreconditionError, match=r"gpuscale\[postgresql\]") as caught:
+        allocator(URL).require_driver()
+    assert caught.value.reason == "POSTGRESQL_NOT_INSTALLED"
