@@ -1,7 +1,8 @@
 """Channels to gpuscale servers: keepalive, reconnecting with jitter, TLS and tokens. Imports gRPC and nothing heavier.
 
 A channel reconnects by itself, 0.5 s after the first failure and at most every 10 s, each time with 20 % of jitter (gRPC
-core adds it). It has connections of its own, so that closing one channel never hurts another.
+core adds it). It has connections of its own, so that closing one channel never hurts another. Several addresses, with
+commas between, are one service: calls go to the one that leads (`gpuscale.common.following`).
 """
 
 import ipaddress
@@ -12,6 +13,9 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.following import split_addresses
+from gpuscale.common.following_channel import FollowingChannel
+from gpuscale.common.following_sync import SyncFollowingChannel
 from gpuscale.common.limits import CHANNEL_ARGUMENTS, channel_arguments
 from gpuscale.common.token_metadata import SyncTokenChannel, TokenChannel
 
@@ -37,14 +41,18 @@ def open_channel(
     """An asyncio channel to HOST:PORT or unix:/path; the caller closes it. Connects at the first call.
 
     Args:
-        address: where the server listens.
+        address: where the server listens; or where several do, with commas between, of which one leads.
         tls: switches TLS on.
         token: sent with every call; over TLS, to this host, or through a unix socket only.
 
     Raises:
         FailedPreconditionError: the token would travel in plain text (INSECURE_TRANSPORT), or a file cannot be read
             (TLS_FILES).
+        InvalidArgumentError: several addresses, one of them empty or named twice.
     """
+    addresses = split_addresses(address)
+    if len(addresses) > 1:
+        return FollowingChannel(addresses, [open_channel(one, tls=tls, token=token) for one in addresses])
     plain_token = _reveal(token, address, tls)
     if tls is not None:
         return grpc.aio.secure_channel(address, _credentials(tls, plain_token), options=CHANNEL_ARGUMENTS)
@@ -60,6 +68,12 @@ def open_sync_channel(
     dial_timeout: float | None = None,
 ) -> grpc.Channel:
     """`open_channel` for code without an event loop; one attempt to connect takes `dial_timeout` seconds at most."""
+    addresses = split_addresses(address)
+    if len(addresses) > 1:
+        opened = [
+            open_sync_channel(one, tls=tls, token=token, dial_timeout=dial_timeout) for one in addresses
+        ]
+        return SyncFollowingChannel(addresses, opened)
     plain_token = _reveal(token, address, tls)
     arguments = channel_arguments(dial_timeout)
     if tls is not None:

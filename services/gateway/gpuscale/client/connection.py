@@ -48,7 +48,7 @@ def connect(
     the one that is named, or else, where no address was given in either way, the current one.
 
     Args:
-        address: HOST:PORT; 127.0.0.1:7070 where nothing says another.
+        address: HOST:PORT, or several with commas between of which one leads; 127.0.0.1:7070 where nothing says another.
         context: name of the context.
         token: the bearer token to send, instead of a file with one.
         tls: files of TLS; plain text where nothing says an authority.

@@ -85,6 +85,9 @@ def explained(address: str, tls: ClientTls | None, error: UnavailableError) -> G
     """
     if error.reason != UnavailableError.default_reason or address.startswith("unix"):
         return error
+    if "," in address:  # the first of them at which anything can be found out
+        causes = (explained(one.strip(), tls, error) for one in address.split(","))
+        return next((cause for cause in causes if cause is not error), error)
     try:
         cause = _cause(address, tls)
     except OSError:  # nothing listens, or the files cannot be read: that is what gRPC says too

@@ -1,0 +1,195 @@
+"""A channel to two servers reaches the one that leads, with every kind of call, and never does a call twice."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.channel import open_channel, open_sync_channel
+from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
+from gpuscale.common.server import ServerOptions
+from gpuscale.common.status import from_rpc_error, rpc_errors
+from tests.support.certificates import Authority
+from tests.support.standby import Pair, two_servers
+from tests.support.throwaway import serve
+
+GET = allocator_api.GetReservationRequest(name="reservations/r")
+WATCH = monitor_api.WatchNodesRequest()
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with two_servers() as servers:
+        yield servers
+
+
+@pytest.fixture
+async def channel(pair: Pair) -> AsyncIterator[grpc.aio.Channel]:
+    async with open_channel(pair.addresses) as opened:
+        yield opened
+
+
+def get(channel: grpc.aio.Channel, seconds: float = 60.0) -> Any:
+    stub: Any = allocator_api.AllocatorServiceStub(channel)
+    return stub.GetReservation(GET, timeout=seconds)
+
+
+def watch(channel: grpc.aio.Channel) -> Any:
+    return monitor_api.FleetServiceStub(channel).WatchNodes(WATCH)
+
+
+async def test_a_unary_call_goes_to_the_leader_and_the_next_one_straight_there(
+    pair: Pair, channel: grpc.aio.Channel
+) -> None:
+    pair.lead(pair.second)
+    for _ in range(3):
+        await get(channel)
+    assert (pair.first.calls, pair.second.calls) == (["unary"], ["unary"] * 3)
+
+
+async def test_a_call_waits_for_a_standby_to_take_over(pair: Pair, channel: grpc.aio.Channel) -> None:
+    """While nobody leads a call goes round, and is answered once somebody does."""
+    pair.lead(None)
+    call = asyncio.ensure_future(get(channel))
+    while len(pair.second.calls) < 2:
+        await asyncio.sleep(0.01)
+    assert not call.done()
+    pair.lead(pair.second)
+    await call
+
+
+async def test_without_a_leader_a_call_fails_within_its_deadline(
+    pair: Pair, channel: grpc.aio.Channel
+) -> None:
+    pair.lead(None)
+    with pytest.raises((UnavailableError, DeadlineExceededError)) as caught, rpc_errors():
+        await get(channel, 0.5)
+    assert caught.value.reason in ("NOT_LEADER", "DEADLINE_EXCEEDED")
+
+
+async def test_a_server_that_is_gone_is_passed_over(pair: Pair, channel: grpc.aio.Channel) -> None:
+    await get(channel)
+    await pair.stop(pair.first)
+    pair.lead(pair.second)
+    async with open_channel(pair.addresses) as fresh:
+        await get(fresh)
+    await get(channel)
+
+
+async def test_a_call_under_way_when_its_server_dies_is_not_made_again(
+    pair: Pair, channel: grpc.aio.Channel
+) -> None:
+    """It may have been done: the caller is told. The next call reaches the new leader."""
+    pair.first.hold = True
+    call = asyncio.ensure_future(get(channel))
+    await pair.first.begun.wait()
+    assert pair.first.served is not None
+    await pair.first.served.server.stop(grace=0.0)
+    pair.lead(pair.second)
+    with pytest.raises(GpuscaleError), rpc_errors():
+        await call
+    assert pair.second.calls == []
+    await get(channel)
+    assert pair.second.calls == ["unary"]
+
+
+@pytest.mark.parametrize("how", ["read", "iterate"])
+async def test_a_stream_of_responses_goes_to_the_leader(
+    pair: Pair, channel: grpc.aio.Channel, how: str
+) -> None:
+    pair.lead(pair.second)
+    call = watch(channel)
+    if how == "read":
+        assert (await call.read()).full
+        assert await call.read() is grpc.aio.EOF
+    else:
+        assert [message.full async for message in call] == [True]
+    assert (pair.first.calls, pair.second.calls) == (["nodes"], ["nodes"])
+    assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_stream_of_requests_fails_and_the_next_one_goes_to_the_leader(
+    pair: Pair, channel: grpc.aio.Channel
+) -> None:
+    pair.lead(pair.second)
+    stub: Any = monitor_api.FleetServiceStub(channel)
+
+    async def once() -> Any:
+        call = stub.StreamTelemetry()
+        await call.write(monitor_api.StreamTelemetryRequest())
+        answer = await call.read()
+        call.cancel()
+        return answer
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await once()
+    assert from_rpc_error(caught.value).reason == "NOT_LEADER"
+    assert (await once()).acked_seq == 7
+
+
+async def test_a_cancelled_call_is_not_made_again(pair: Pair, channel: grpc.aio.Channel) -> None:
+    """Neither by `cancel` nor through the task that awaits it, also while it looks for a leader."""
+    pair.lead(None)
+    call = get(channel)
+    waiting = asyncio.ensure_future(call)
+    while len(pair.second.calls) < 2:
+        await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    waiting = asyncio.ensure_future(get(channel))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    pair.lead(pair.first)
+    before = len(pair.first.calls)
+    await get(channel)
+    assert len(pair.first.calls) == before + 1
+
+
+async def test_code_without_a_loop_follows_too(pair: Pair) -> None:
+    pair.lead(pair.second)
+
+    def calls() -> None:
+        with open_sync_channel(pair.addresses) as channel:
+            allocator = allocator_api.AllocatorServiceStub(channel)
+            fleet = monitor_api.FleetServiceStub(channel)
+            allocator.GetReservation(GET, timeout=60.0)
+            pair.lead(pair.first)
+            _, call = allocator.GetReservation.with_call(GET, timeout=60.0)
+            assert call.code() is grpc.StatusCode.OK
+            pair.lead(pair.second)
+            assert [message.full for message in fleet.WatchNodes(WATCH)] == [True]
+            assert allocator.GetReservation.future(GET, timeout=60.0).result() is not None
+
+    await asyncio.to_thread(calls)
+    assert pair.first.calls == ["unary", "unary", "nodes"]
+    assert pair.second.calls == ["unary", "unary", "nodes", "unary"]
+
+
+async def test_code_without_a_loop_passes_over_a_server_that_is_gone(pair: Pair) -> None:
+    await pair.stop(pair.first)
+    pair.lead(pair.second)
+
+    def call() -> None:
+        with open_sync_channel(pair.addresses) as channel:
+            allocator_api.AllocatorServiceStub(channel).GetReservation(GET, timeout=60.0)
+
+    await asyncio.to_thread(call)
+
+
+async def test_each_server_is_known_by_its_own_name_over_tls(tmp_path: Path) -> None:
+    """The certificate of each is checked against its own address, not against the first."""
+    authority = Authority(tmp_path)
+    options = ServerOptions(tls=authority.server())
+    async with (
+        serve(options=options) as served,
+        open_channel(f"127.0.0.2:1,{served.address}", tls=authority.trust()) as channel,
+    ):
+        await get(channel)

@@ -1,0 +1,85 @@
+"""A gateway whose upstream is two servers forwards to the one that leads, and so does a client of two gateways."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client import connect, connect_async
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.channel import open_channel
+from gpuscale.common.errors import UnavailableError
+from gpuscale.common.server import Server, ServerOptions
+from gpuscale.gateway.app import open_gateway
+from gpuscale.gateway.settings import GatewaySettings
+from tests.support.ports import free_port
+from tests.support.standby import Pair, two_servers
+
+GET = allocator_api.GetReservationRequest(name="reservations/r")
+WATCH = monitor_api.WatchNodesRequest()
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with two_servers() as servers:
+        servers.lead(servers.second)
+        yield servers
+
+
+@asynccontextmanager
+async def gateway(addresses: str) -> AsyncIterator[str]:
+    """The address of a gateway to them."""
+    settings = GatewaySettings(
+        fleet_address=addresses, allocator_address=addresses, autoscaler_address=f"127.0.0.1:{free_port()}"
+    )
+    server = Server(ServerOptions(), Authenticator())
+    address = server.bind()
+    async with open_gateway(settings) as (forwarder, services):
+        server.add_generic(forwarder, services)
+        async with server:
+            yield address
+
+
+async def test_the_gateway_forwards_to_the_leader(pair: Pair) -> None:
+    async with gateway(pair.addresses) as address, open_channel(address) as channel:
+        stub: Any = allocator_api.AllocatorServiceStub(channel)
+        await stub.GetReservation(GET, timeout=60.0)
+        fleet: Any = monitor_api.FleetServiceStub(channel)
+        assert [message.full async for message in fleet.WatchNodes(WATCH)] == [True]
+    assert pair.second.calls == ["unary", "nodes"]
+    assert pair.first.calls == ["unary", "nodes"]
+
+
+async def test_a_token_stays_where_one_of_the_upstreams_is_on_another_host(pair: Pair) -> None:
+    """Plain text to another host could be read on the way."""
+    for addresses, passes in ((pair.addresses, True), (f"{pair.second.address},192.0.2.1:7073", False)):
+        async with gateway(addresses) as address, open_channel(address) as channel:
+            stub: Any = allocator_api.AllocatorServiceStub(channel)
+            await stub.GetReservation(GET, timeout=60.0, metadata=(("authorization", "Bearer abc"),))
+        assert ("authorization" in pair.second.metadata) is passes
+
+
+async def test_a_client_of_two_gateways_goes_to_the_other_when_one_is_away(pair: Pair) -> None:
+    away = f"127.0.0.1:{free_port()}"
+    async with gateway(pair.addresses) as address:
+        async with connect_async(f"{away},{address}") as client:
+            await client.allocator.GetReservation(GET)
+
+        def call() -> None:
+            with connect(f"{away},{address}") as client:
+                client.allocator.GetReservation(GET)
+
+        await asyncio.to_thread(call)
+
+
+async def test_a_client_says_so_when_nothing_answers_anywhere() -> None:
+    nowhere = f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}"
+    async with connect_async(nowhere, timeout=1.0) as client:
+        with pytest.raises(UnavailableError) as caught:
+            await client.allocator.GetReservation(GET)
+    assert isinstance(caught.value.__cause__, grpc.aio.AioRpcError)

@@ -1,0 +1,171 @@
+"""Which address a call goes to, and when it is made again."""
+
+import time
+
+import grpc
+import pytest
+
+from gpuscale.common.channel import open_sync_channel
+from gpuscale.common.errors import (
+    DeadlineExceededError,
+    GpuscaleError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from gpuscale.common.following import PATIENCE, Leader, Trail, split_addresses
+from gpuscale.common.status import to_rpc_status
+
+NEVER_SENT = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
+
+
+def answered(error: GpuscaleError) -> grpc.aio.AioRpcError:
+    """A failed call that a server of ours answered."""
+    status = to_rpc_status(error)
+    trailing = grpc.aio.Metadata(*status.trailing_metadata)
+    return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), trailing, details=status.details)
+
+
+def of_grpc(error: GpuscaleError) -> grpc.aio.AioRpcError:
+    """A failed call that gRPC itself ended."""
+    status = to_rpc_status(error)
+    return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=status.details)
+
+
+def not_leader(leader: str = "") -> grpc.aio.AioRpcError:
+    return answered(UnavailableError("x", reason="NOT_LEADER", metadata={"leader": leader} if leader else {}))
+
+
+def trail(leader: Leader, *, again: bool = True, timeout: float | None = 60.0) -> Trail:
+    return Trail(leader, timeout, again=again)
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("a:1", ("a:1",)),
+        ("a:1,b:2", ("a:1", "b:2")),
+        (" a:1 , [::1]:2 ", ("a:1", "[::1]:2")),
+        ("unix:/run/x", ("unix:/run/x",)),
+    ],
+)
+def test_addresses_stand_between_commas(text: str, addresses: tuple[str, ...]) -> None:
+    assert split_addresses(text) == addresses
+
+
+@pytest.mark.parametrize("text", ["a:1,", ",a:1", "a:1,,b:2", "a:1,a:1"])
+def test_an_address_that_is_empty_or_twice_there_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        split_addresses(text)
+    with pytest.raises(InvalidArgumentError):
+        open_sync_channel(text)
+
+
+def test_a_standby_that_knows_the_leader_is_believed() -> None:
+    leader = Leader(["a", "b", "c"])
+    call = trail(leader)
+    assert call.after(not_leader("c")) == 0.0
+    assert (call.index, leader.index) == (2, 2)
+
+
+@pytest.mark.parametrize("hint", ["", "elsewhere:1", "a"])
+def test_without_a_leader_that_is_one_of_ours_the_next_is_asked(hint: str) -> None:
+    leader = Leader(["a", "b", "c"])
+    assert trail(leader).after(not_leader(hint)) == 0.0
+    assert leader.index == 1
+
+
+def test_calls_that_fail_together_move_on_by_one_address() -> None:
+    leader = Leader(["a", "b", "c"])
+    together = [trail(leader) for _ in range(5)]
+    for call in together:
+        assert call.after(not_leader()) == 0.0
+    assert leader.index == 1
+    assert {call.index for call in together} == {1}
+
+
+def test_a_late_failure_at_an_address_that_was_left_changes_nothing() -> None:
+    leader = Leader(["a", "b", "c"])
+    late = trail(leader)
+    assert trail(leader).after(not_leader("c")) == 0.0
+    assert late.after(not_leader()) == 0.0
+    assert (leader.index, late.index) == (2, 2)
+
+
+def test_when_every_address_has_refused_there_is_a_pause() -> None:
+    """As long as no standby has taken over, nobody is asked over and over without one."""
+    call = trail(Leader(["a", "b"]))
+    pauses = [call.after(not_leader()) for _ in range(6)]
+    assert [pause for pause in pauses[::2] if pause] == []
+    assert all(pause is not None and 0 <= pause <= 1.0 for pause in pauses)
+    assert any(pauses[1::2])
+
+
+def test_a_connection_that_was_never_made_is_no_execution() -> None:
+    leader = Leader(["a", "b"])
+    assert trail(leader).after(of_grpc(UnavailableError(NEVER_SENT))) == 0.0
+    assert leader.index == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        of_grpc(UnavailableError("Socket closed")),
+        of_grpc(UnavailableError("recvmsg:Connection reset by peer")),
+        of_grpc(DeadlineExceededError("Deadline Exceeded")),
+        answered(UnavailableError("stopping", reason="SHUTTING_DOWN")),
+        answered(UnavailableError("led until now", reason="LEAD_LOST")),
+    ],
+    ids=["closed", "reset", "deadline", "stopping", "lead lost"],
+)
+def test_a_call_that_may_have_been_done_is_not_repeated_but_later_ones_go_elsewhere(
+    error: grpc.aio.AioRpcError,
+) -> None:
+    leader = Leader(["a", "b"])
+    assert trail(leader).after(error) is None
+    assert leader.index == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotFoundError("x"),
+        UnavailableError("x", reason="STATE_UNAVAILABLE"),
+        UnavailableError("x", reason="UPSTREAM_UNAVAILABLE"),
+        DeadlineExceededError("x", reason="NO_ACKNOWLEDGEMENT"),
+    ],
+    ids=lambda error: error.reason,
+)
+def test_an_answer_of_the_leader_is_an_answer(error: GpuscaleError) -> None:
+    leader = Leader(["a", "b"])
+    assert trail(leader).after(answered(error)) is None
+    assert leader.index == 0
+
+
+def test_a_stream_of_requests_is_not_repeated_but_moves_later_calls() -> None:
+    leader = Leader(["a", "b"])
+    assert trail(leader, again=False).after(not_leader()) is None
+    assert leader.index == 1
+
+
+def test_a_stream_that_has_begun_is_not_repeated() -> None:
+    leader = Leader(["a", "b"])
+    call = trail(leader)
+    call.began()
+    assert call.after(not_leader()) is None
+    assert leader.index == 1
+
+
+def test_no_call_outlives_its_deadline() -> None:
+    call = trail(Leader(["a", "b"]), timeout=0.0)
+    assert call.timeout == 0.0
+    assert call.after(not_leader()) is None
+
+
+def test_a_call_without_a_deadline_gives_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = trail(Leader(["a", "b"]), timeout=None)
+    assert call.timeout is None
+    assert call.after(not_leader()) == 0.0
+    later = time.monotonic() + PATIENCE
+    monkeypatch.setattr("gpuscale.common.following.time.monotonic", lambda: later)
+    assert call.after(not_leader()) is None
