@@ -29,6 +29,8 @@ class FakeAdapter:
         finishes: whether what drains ends by itself.
         acknowledges: whether its reports carry the revision it acts on.
         silent: while true it reports nothing.
+        logs: what each replica wrote, by name.
+        mute: while true it answers no question for a log.
     """
 
     def __init__(
@@ -38,10 +40,17 @@ class FakeAdapter:
         node: str = "n",
         templates: Iterable[str] = ("worker",),
         max_replicas: int = 0,
+        keeps_logs: bool = False,
     ) -> None:
         self.register = api.Register(
             adapter=name, kind="fake", node=node, templates=templates, max_replicas=max_replicas
         )
+        if keeps_logs:
+            able = api.AdapterCapabilities(picks_victims=True, drains=True, logs=True)
+            self.register.capabilities.CopyFrom(able)
+        self.logs: dict[str, bytes] = {}
+        self.mute = False
+        self._parts: list[api.LogPart] = []
         self.states: dict[str, State.ValueType] = {}
         self.told: dict[str, api.DesiredReplica] = {}
         self.starts: Counter[str] = Counter()
@@ -104,6 +113,9 @@ class FakeAdapter:
         reporting = asyncio.create_task(self._report(stream))
         try:
             async for response in stream:
+                if response.HasField("log_question"):
+                    self._answer(response.log_question)
+                    continue
                 self.revisions.append(response.revision)
                 self._revision = response.revision
                 for line in response.replicas:
@@ -120,6 +132,8 @@ class FakeAdapter:
     ) -> None:
         while True:
             self._changed.clear()
+            while self._parts:
+                await stream.write(api.ConnectRequest(log_part=self._parts.pop(0)))
             if not self.silent:
                 replicas = [
                     api.ReplicaReport(replica=name, state=state, pid=7 if state in ALIVE else 0)
@@ -132,6 +146,16 @@ class FakeAdapter:
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await self._changed.wait()
+
+    def _answer(self, question: api.LogQuestion) -> None:
+        if self.mute:
+            return
+        log, most = self.logs.get(question.replica, b""), question.max_bytes
+        begin = question.offset if question.HasField("offset") else max(0, len(log) - most)
+        problem = "" if log else "it wrote nothing"
+        part = log[begin : begin + most]
+        self._parts.append(api.LogPart(question=question.number, content=part, offset=begin, problem=problem))
+        self._changed.set()
 
     def _obey(self, line: api.DesiredReplica) -> None:
         name, state = line.replica, self.states.get(line.replica)

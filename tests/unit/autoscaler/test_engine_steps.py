@@ -115,7 +115,8 @@ def test_it_is_killed_when_its_time_is_over(
 ) -> None:
     plan = plan_steps(situation(wanted(goal=Goal.STOP, drain=drain), RUNS, record(asked=asked, boot=boot)))
     assert plan.steps == steps
-    assert [one.asked_to_stop_at for one in plan.done] == ([NOW] if boot != "boot" else [])
+    assert plan.done == []  # which is written after a step alone
+    assert [one.asked_to_stop_at for one in plan.write] == ([NOW] if boot != "boot" else [])
 
 
 def test_what_ended_is_kept_until_the_autoscaler_has_noted_it() -> None:
@@ -140,6 +141,14 @@ def test_no_more_than_the_adapter_may_run() -> None:
     assert plan.steps == []
     assert [(one.replica, one.failed) for one in plan.write] == [(TWO, True)]
     assert plan_steps(situation(wanted(TWO), OVER, record(), most=1)).steps != []
+
+
+def test_a_start_that_is_under_way_takes_a_place() -> None:
+    """Whatever its name: the one that waits stands behind the new one in the alphabet."""
+    at = situation(wanted(ONE) | wanted(TWO), most=1)
+    plan = plan_steps(replace(at, records={TWO: replace(record(Phase.INTENT), replica=TWO)}))
+    assert plan.steps == [Start(wanted(TWO)[TWO].order, "worker")]
+    assert [(one.replica, one.failed) for one in plan.write] == [(ONE, True)]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,14 @@ def test_victims_are_those_nobody_was_told_of_then_starting_then_leaving_then_ne
         assert ids(plan(left, members, ()).stop) == order[: 6 - left]
 
 
+def test_the_least_busy_go_first_and_those_that_say_nothing_last() -> None:
+    members = [replica(n, S.READY) for n in range(5)] + [replica(5, S.STARTING)]
+    busy = {"r001": 0.0, "r002": 3.0, "r003": 1.0, "r004": 1.0}
+    order = ["r005", "r001", "r004", "r003", "r002", "r000"]
+    for left in range(6):
+        assert ids(plan(left, members, (), busy=busy).stop) == order[: 6 - left]
+
+
 def test_silent_replicas_are_neither_replaced_nor_stopped() -> None:
     members = [replica(0, S.READY, adapter="gone"), replica(1, S.READY, adapter="gone")]
     assert plan(2, members, {"gone"}).start == 0

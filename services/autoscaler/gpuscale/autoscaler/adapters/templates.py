@@ -128,9 +128,19 @@ def parse_command(command: Iterable[str]) -> tuple[tuple[str | Placeholder, ...]
     program = arguments[0]
     if program != PYTHON and (not program.startswith("/") or "{" in program or "}" in program):
         raise ValueError("must begin with an absolute path or {python}")
-    if any("\0" in argument for argument in arguments):
+    return parse_arguments(arguments)
+
+
+def parse_arguments(arguments: Iterable[str]) -> tuple[tuple[str | Placeholder, ...], ...]:
+    """Arguments of a program that stands elsewhere, split into texts and placeholders; none is fine.
+
+    Raises:
+        ValueError: a NUL character, or a brace that stands alone.
+    """
+    listed = list(arguments)
+    if any("\0" in argument for argument in listed):
         raise ValueError("must not hold NUL characters")
-    return tuple(_parse(argument) for argument in arguments)
+    return tuple(_parse(argument) for argument in listed)
 
 
 def check_environment(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
@@ -160,7 +170,8 @@ def launch(template: Template, order: ReplicaOrder, python: str, environment: Ma
     Raises:
         LaunchRefusedError: a value is missing, is of no use, or is not what its placeholder takes.
     """
-    values = _values(template, order, python)
+    asked = template.probe.target if template.probe else ()
+    values = _values(template.name, (*template.command, *asked), order, python)
     return Launch(
         argv=tuple(_fill(argument, values, template.name) for argument in template.command),
         env=_environment(template, order, environment),
@@ -169,6 +180,25 @@ def launch(template: Template, order: ReplicaOrder, python: str, environment: Ma
         fence=order.fence,
         probe=_probe(template, values),
     )
+
+
+def fill_arguments(
+    template: str, arguments: Iterable[tuple[str | Placeholder, ...]], order: ReplicaOrder, python: str
+) -> tuple[str, ...]:
+    """The arguments of a replica that an engine starts: those of a template of that name, filled in.
+
+    Args:
+        template: its name, for whoever reads why it was refused.
+        arguments: all that may hold placeholders.
+        order: which replica, with which values.
+        python: the interpreter that {python} stands for, where the replica runs.
+
+    Raises:
+        LaunchRefusedError: a value is missing, is of no use, or is not what its placeholder takes.
+    """
+    listed = tuple(arguments)
+    values = _values(template, listed, order, python)
+    return tuple(_fill(argument, values, template) for argument in listed)
 
 
 def probe_environment(replica: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -194,21 +224,21 @@ def _parse(argument: str) -> tuple[str | Placeholder, ...]:
     return tuple(parts)
 
 
-def _values(template: Template, order: ReplicaOrder, python: str) -> dict[str, str]:
-    asked = template.probe.target if template.probe else ()
-    arguments = (*template.command, *asked)
+def _values(
+    template: str, arguments: Iterable[tuple[str | Placeholder, ...]], order: ReplicaOrder, python: str
+) -> dict[str, str]:
     used = {part.name for argument in arguments for part in argument if isinstance(part, Placeholder)}
     for name, value in order.parameters.items():
         if name in BUILTIN:
             raise LaunchRefusedError(f"parameter {name} is set by the adapter")
         if name not in used:
-            raise LaunchRefusedError(f"template {template.name} has no placeholder {{{name}}}")
+            raise LaunchRefusedError(f"template {template} has no placeholder {{{name}}}")
         if not value.isprintable() or len(value) > MAX_VALUE_LENGTH:
             raise LaunchRefusedError(
                 f"parameter {name} must be at most {MAX_VALUE_LENGTH} printable characters"
             )
     if missing := sorted(used - BUILTIN - order.parameters.keys()):
-        raise LaunchRefusedError(f"template {template.name} needs the parameter {missing[0]}")
+        raise LaunchRefusedError(f"template {template} needs the parameter {missing[0]}")
     return {
         **order.parameters,
         "python": python,

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 
 from gpuscale.autoscaler.adapters.engines.model import (
     Engine,
@@ -187,5 +186,4 @@ class EngineCrew:
         finally:
             for task in (watching, poked):
                 task.cancel()
-            with suppress(asyncio.CancelledError, EngineUnavailableError):
-                await asyncio.gather(watching, poked)
+            await asyncio.gather(watching, poked, return_exceptions=True)

@@ -22,6 +22,8 @@ class EngineUnavailableError(Exception):
 class Life(Enum):
     """How an engine sees a replica."""
 
+    WAITING = "waiting"
+    """It was not started yet, such as for want of its image: `Start` is repeated until it was."""
     STARTING = "starting"
     """It was accepted: it waits for room, is being prepared, or is not well yet."""
     READY = "ready"

@@ -13,7 +13,9 @@ from gpuscale.common.settings import ProgramSettings, UpstreamSettings
 class EngineAdapterSettings(UpstreamSettings, ProgramSettings):
     """What every engine's adapter is told before it starts; the upstream is the autoscaler."""
 
-    autoscaler_address: str = Field("127.0.0.1:7074", description="address of the autoscaler, HOST:PORT")
+    autoscaler_address: str = Field(
+        "127.0.0.1:7074", description="address of the autoscaler, HOST:PORT; or several"
+    )
     adapter: str = Field(
         to_id(socket.gethostname()), description="id of this adapter; marks all that it owns"
     )

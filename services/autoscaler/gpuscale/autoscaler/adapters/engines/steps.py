@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -58,22 +59,35 @@ def plan_steps(at: Situation) -> Plan:
     on disk after it: should the adapter end in between, it is made twice, and never not at all.
     """
     plan = Plan()
-    room = at.most - sum(one.life is not Life.ENDED for one in at.seen.values()) if at.most else None
+    room = _room(at)
     for name in sorted(at.wanted):
         desired = at.wanted[name]
         if desired.goal is Goal.FORGET:
             _forget(at, name, plan)
-        elif name in at.seen:
+        elif name in at.seen and at.seen[name].life is not Life.WAITING:
             _tend(at, name, desired, plan)
         elif not _over(at, name, desired, plan):
-            if room is not None and room <= 0 and name not in at.records:
-                plan.write.append(refused(name, f"this adapter runs {at.most} replicas at most", at.boot_id))
-                continue
-            room = None if room is None else room - 1
             if name not in at.records:
+                if room <= 0:
+                    plan.write.append(
+                        refused(name, f"this adapter runs {at.most} replicas at most", at.boot_id)
+                    )
+                    continue
+                room -= 1
                 plan.write.append(Record(name, Phase.INTENT, at.boot_id))
             plan.steps.append(Start(desired.order, desired.template))
     return plan
+
+
+def _room(at: Situation) -> float:
+    """How many more replicas may run, beside those that do and those whose start is under way."""
+    if not at.most:
+        return math.inf
+    living = {name for name, one in at.seen.items() if one.life is not Life.ENDED}
+    under_way = {
+        name for name, one in at.records.items() if one.phase is Phase.INTENT and name not in at.seen
+    }
+    return at.most - len(living | under_way)
 
 
 def refused(name: str, why: str, boot_id: str) -> Record:
@@ -86,7 +100,11 @@ def reports(
 ) -> dict[str, ReplicaReport]:
     """What to report of every replica: what the engine has, what is about to be started, and what never was."""
     by_force = frozenset(killed)
-    found = {name: _sighted(one, records.get(name), killed=name in by_force) for name, one in seen.items()}
+    found = {
+        name: _sighted(one, records.get(name), killed=name in by_force)
+        for name, one in seen.items()
+        if one.life is not Life.WAITING or name not in records or records[name].phase is not Phase.ENDED
+    }
     for name, record in records.items():
         if name not in found:
             found[name] = _recorded(record)
@@ -95,7 +113,7 @@ def reports(
 
 def _forget(at: Situation, name: str, plan: Plan) -> None:
     sighting, record = at.seen.get(name), at.records.get(name)
-    if sighting is not None and sighting.life is not Life.ENDED:
+    if sighting is not None and sighting.life not in {Life.ENDED, Life.WAITING}:
         return
     if sighting is not None:
         plan.steps.append(Remove(name))
@@ -104,9 +122,15 @@ def _forget(at: Situation, name: str, plan: Plan) -> None:
 
 
 def _over(at: Situation, name: str, desired: Desired, plan: Plan) -> bool:
-    """Whether one that the engine does not have is not to be started: it ended, vanished, or should stop."""
-    record = at.records.get(name)
+    """Whether one that the engine does not run is not to be started: it ended, vanished, or should stop."""
+    record, waits = at.records.get(name), name in at.seen
     if record is not None and record.phase is Phase.ENDED:
+        if waits:
+            plan.steps.append(Remove(name))
+        return True
+    if desired.goal is Goal.STOP and waits:
+        plan.steps.append(Remove(name))
+        plan.done.append(_absent(at, name))
         return True
     if desired.goal is Goal.STOP:
         if record is None or _vanished(at, name):
@@ -114,7 +138,7 @@ def _over(at: Situation, name: str, desired: Desired, plan: Plan) -> bool:
         return True
     if record is None or record.phase is Phase.INTENT:
         return False
-    if _vanished(at, name):
+    if waits or _vanished(at, name):
         plan.write.append(replace(record, phase=Phase.ENDED, failed=True, reason=GONE))
     return True
 
@@ -134,17 +158,19 @@ def _tend(at: Situation, name: str, desired: Desired, plan: Plan) -> None:
         if record != before:
             plan.write.append(record)
         return
-    asked_at, asked_now = record.asked_to_stop_at, False
+    asked_at, asked_now = (
+        record.asked_to_stop_at,
+        replace(record, boot_id=at.boot_id, asked_to_stop_at=at.now),
+    )
     if asked_at is None:
         plan.steps.append(Finish(name, desired.drain_timeout))
-        asked_now = True
-    elif record.boot_id != at.boot_id:  # nobody knows how long ago it was asked
-        asked_now = True
+        plan.done.append(asked_now)
+        return
+    if record.boot_id != at.boot_id:  # nobody knows how long ago it was asked: its time begins again
+        record = asked_now
     elif desired.drain_timeout is not None and at.now - asked_at >= desired.drain_timeout:
         plan.steps.append(Kill(name))
-    if asked_now:
-        plan.done.append(replace(record, boot_id=at.boot_id, asked_to_stop_at=at.now))
-    elif record != before:
+    if record != before:
         plan.write.append(record)
 
 

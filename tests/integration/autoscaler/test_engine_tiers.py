@@ -1,0 +1,160 @@
+"""Endpoints on adapters whose engine gives out GPUs itself, alone and in tiers above a pool that is reserved."""
+
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.common.errors import UnavailableError
+from tests.support.autoscaler_app import Autoscaler, endpoint, running, scaling
+from tests.support.fake_adapter import FakeAdapter
+from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.waiting import eventually
+
+GIVES = api.AdapterCapabilities(gives_gpus=True, picks_victims=True, drains=True)
+READY = api.Replica.STATE_READY
+LONG = 60.0
+
+
+@pytest.fixture
+def allocator() -> FakeAllocator:
+    return FakeAllocator({"n": ["GPU-0", "GPU-1"]})
+
+
+@pytest.fixture
+async def autoscaler(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator[Autoscaler]:
+    async with serving(allocator) as address, running(tmp_path, address) as one:
+        one.watchers.queues["jobs"] = (50, 0)
+        yield one
+
+
+def engine(name: str) -> FakeAdapter:
+    adapter = FakeAdapter(name, node="")
+    adapter.register.kind = "ray"
+    adapter.register.capabilities.CopyFrom(GIVES)
+    return adapter
+
+
+async def settled(autoscaler: Autoscaler, **expected: int) -> None:
+    """Wait until so many replicas of each adapter are ready."""
+
+    async def so() -> bool:
+        found = await autoscaler.replicas()
+        return (
+            Counter(one.adapter.removeprefix("adapters/") for one in found if one.state == READY) == expected
+        )
+
+    await eventually(so, timeout=LONG)
+
+
+async def connected(autoscaler: Autoscaler, stack: AsyncExitStack, *adapters: FakeAdapter) -> None:
+    for one in adapters:
+        await stack.enter_async_context(one.connected(autoscaler.address))
+
+    async def all_of_them() -> bool:
+        listed = await autoscaler.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=10)
+        return len(listed.adapters) == len(adapters)
+
+    await eventually(all_of_them)
+
+
+async def test_replicas_of_an_engine_take_no_reservation(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    """It is told how many GPUs they need, and no more; and nothing says that GPUs were reserved."""
+    adapter = engine("rays")
+    async with adapter.connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=3, gpus=2))
+        await settled(autoscaler, rays=3)
+        assert {(line.gpu_count, len(line.gpu_uuids), line.fence) for line in adapter.told.values()} == {
+            (2, 0, 0)
+        }
+        assert (await autoscaler.latest()).granted == 3
+        texts = [step.text for one in await autoscaler.history() for step in one.steps]
+        assert not any("reserved" in text for text in texts)
+        listed = await autoscaler.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=10)
+        assert [(one.kind, one.capabilities) for one in listed.adapters] == [("ray", GIVES)]
+    assert allocator.calls["Reserve"] == 0
+
+
+async def test_the_gate_does_not_cap_what_an_engine_gives(autoscaler: Autoscaler) -> None:
+    """How many GPUs it has nobody here knows: what it has no room for waits there, and is seen to wait."""
+    wanted = scaling(high=3, gpus=1)
+    wanted.spec.gpu_gate = api.GpuGate.GPU_GATE_CAP
+    adapter = engine("rays")
+    adapter.makes_ready = False
+    async with adapter.connected(autoscaler.address):
+        await autoscaler.create(wanted)
+
+        async def started() -> bool:
+            found = await autoscaler.replicas()
+            return [one.state for one in found] == [api.Replica.STATE_STARTING] * 3
+
+        await eventually(started, timeout=LONG)
+        codes = {step.code for one in await autoscaler.history() for step in one.steps}
+        assert "CAPPED_BY_GPUS" not in codes
+
+
+async def test_a_reserved_pool_first_an_engine_above_it_drained_in_reverse(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    wanted = endpoint(low=1, high=6, gpus=1)
+    wanted.spec.template.tiers.add(adapter="adapters/own")
+    wanted.spec.template.tiers.add(adapter="adapters/cloud", max_replicas=3)
+    async with AsyncExitStack() as stack:
+        await connected(autoscaler, stack, engine("cloud"), FakeAdapter("own", node="n"), engine("other"))
+        await autoscaler.create(wanted)
+        await settled(autoscaler, own=1)
+        await autoscaler.set_replicas(4)
+        await settled(autoscaler, own=2, cloud=2)
+        assert len(allocator.held) == 2
+        await autoscaler.set_replicas(6)
+        await settled(autoscaler, own=2, cloud=3)  # the sixth has no place
+        await autoscaler.set_replicas(2)
+        await settled(autoscaler, own=2)
+        allocator.nodes["n"].append("GPU-2")
+        await autoscaler.set_replicas(3)
+        await settled(autoscaler, own=3)  # what became free there is used before the cloud
+        await autoscaler.set_replicas(1)
+        await settled(autoscaler, own=1)
+
+        async def given_back() -> bool:
+            return len(allocator.held) == 1
+
+        await eventually(given_back, timeout=LONG)
+
+
+async def test_an_engine_first_and_reserved_gpus_above_it(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    wanted = endpoint(low=3, high=6, gpus=1)
+    wanted.spec.template.tiers.add(adapter="adapters/cloud", max_replicas=2)
+    wanted.spec.template.tiers.add(adapter="adapters/own")
+    async with AsyncExitStack() as stack:
+        await connected(autoscaler, stack, engine("cloud"), FakeAdapter("own", node="n"))
+        await autoscaler.create(wanted)
+        await settled(autoscaler, cloud=2, own=1)
+        assert len(allocator.held) == 1
+
+
+async def test_without_a_tier_an_engine_takes_what_no_node_has_gpus_for(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    """Reserved GPUs come first; an allocator that is away moves nothing to the engine."""
+    async with AsyncExitStack() as stack:
+        await connected(autoscaler, stack, engine("cloud"), FakeAdapter("own", node="n"))
+        await autoscaler.create(endpoint(low=3, high=6, gpus=1))
+        await settled(autoscaler, own=2, cloud=1)
+        allocator.failure = UnavailableError("the allocator is away")
+        await autoscaler.set_replicas(5)
+
+        async def waits() -> bool:
+            return "ALLOCATOR_UNAVAILABLE" in {one.code for one in (await autoscaler.latest()).steps}
+
+        await eventually(waits, timeout=LONG)
+        await settled(autoscaler, own=2, cloud=1)
+        allocator.failure = None
+        await settled(autoscaler, own=2, cloud=3)

@@ -1,0 +1,26 @@
+"""What an adapter reports is taken by the autoscaler, whatever an engine said."""
+
+import pytest
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.connection import one_line
+from gpuscale.common.validation import violations
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Unschedulable: no GPU", "Unschedulable: no GPU"),
+        ("two\nlines\tand a tab ", "two lines and a tab"),
+        ("a bell \x07", "a bell ?"),
+        ("x" * 5000, "x" * 1023 + "…"),
+    ],
+)
+def test_a_reason_in_the_words_of_an_engine_never_has_a_whole_report_refused(
+    text: str, expected: str
+) -> None:
+    reported = api.ReplicaReport(
+        replica="endpoints/e/replicas/r", state=api.Replica.STATE_STARTING, reason=one_line(text)
+    )
+    assert reported.reason == expected
+    assert violations(api.ConnectRequest(report=api.Report(replicas=[reported]))) == []
