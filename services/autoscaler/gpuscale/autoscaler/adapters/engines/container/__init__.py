@@ -1,0 +1,1 @@
+"""Replicas as containers of a Docker-compatible engine on one node."""

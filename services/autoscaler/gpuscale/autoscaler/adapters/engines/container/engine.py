@@ -1,0 +1,210 @@
+"""A Docker-compatible engine as the adapter drives it.
+
+A container is made under one name for each replica, and belongs to us by its name and its labels; nothing else is touched.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from gpuscale.autoscaler.adapters.engines.container import marks
+from gpuscale.autoscaler.adapters.engines.container.docker_api import DockerApi, EngineRefusedError, Listed
+from gpuscale.autoscaler.adapters.engines.container.pulls import Pulls
+from gpuscale.autoscaler.adapters.engines.container.sighting import (
+    Details,
+    is_over,
+    listed_health,
+    sighting,
+)
+from gpuscale.autoscaler.adapters.engines.container.starting import Shop, Starter
+from gpuscale.autoscaler.adapters.engines.model import (
+    EngineUnavailableError,
+    Finish,
+    Kill,
+    Life,
+    Remove,
+    Sighting,
+    Start,
+    Step,
+)
+from gpuscale.common.backoff import Backoff
+from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.logs import get_logger
+
+POLL = 3.0
+"""Seconds between two looks at the engine where no event comes."""
+AT_ONCE = 8
+"""Calls that are made of the engine at a time."""
+
+T = TypeVar("T")
+_log = get_logger(__name__)
+
+
+class ContainerEngine:
+    """The containers of one adapter; an `Engine`.
+
+    Args:
+        api: the connection to the engine.
+        shop: what a start needs.
+        pulls: images that are being fetched.
+        changed: set by whoever knows that something may have changed.
+    """
+
+    def __init__(self, api: DockerApi, shop: Shop, pulls: Pulls, changed: asyncio.Event) -> None:
+        self._api = api
+        self._adapter = shop.adapter
+        self._pulls = pulls
+        self._starter = Starter(api, shop, pulls, self._give_up)
+        self._changed = changed
+        self._calls = asyncio.Semaphore(AT_ONCE)
+        self._found: dict[str, Listed] = {}
+        self._details: dict[str, tuple[str, Details]] = {}
+        self._finishing: set[str] = set()
+        self._given_up: dict[str, str] = {}
+
+    async def observe(self) -> Mapping[str, Sighting]:
+        """As `Engine.observe`: one listing, and a look at each container that changed since the last.
+
+        One that its health check gave up is killed, unless it is finishing its work.
+        """
+        listed = await self._api.containers()
+        found = {
+            replica: one
+            for one in listed
+            if (replica := marks.owned(self._adapter, one.names, one.labels or {})) is not None
+        }
+        await self._all(self._look(one) for one in found.values())
+        self._found = {replica: one for replica, one in found.items() if one.id in self._details}
+        living = {one.id for one in self._found.values()}
+        self._details = {container: kept for container, kept in self._details.items() if container in living}
+        self._finishing &= living
+        self._given_up = {container: why for container, why in self._given_up.items() if container in living}
+        await self._all(self._end_unwell(one) for one in self._found.values())
+        waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._pulls.waiting().items()}
+        return waiting | {replica: self._sighting(one) for replica, one in self._found.items()}
+
+    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
+        """As `Engine.apply`."""
+        taken = await self._all(self._take(step) for step in steps)
+        return {
+            step.order.replica: refusal
+            for step, refusal in zip(steps, taken, strict=True)
+            if isinstance(step, Start) and refusal
+        }
+
+    async def watch(self) -> None:
+        """As `Engine.watch`: until an event comes, or for `POLL` seconds."""
+        try:
+            async with asyncio.timeout(POLL):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+        self._changed.clear()
+
+    def _sighting(self, one: Listed) -> Sighting:
+        return sighting(one.state, self._details[one.id][1], self._given_up.get(one.id, ""))
+
+    async def _look(self, one: Listed) -> None:
+        """Learn what a listing does not tell, where it is not known for this state."""
+        state = f"{one.state} {listed_health(one.status)}"
+        kept = self._details.get(one.id)
+        # Some engines leave the health out of their listings.
+        if kept is not None and kept[0] == state and (not kept[1].health or listed_health(one.status)):
+            return
+        found = await self._api.inspect(one.id)
+        if found is None:
+            self._details.pop(one.id, None)
+        else:
+            self._details[one.id] = (state, found.details())
+
+    async def _end_unwell(self, one: Listed) -> None:
+        unwell = self._details[one.id][1].health == "unhealthy" and not is_over(one.state)
+        if unwell and one.id not in self._finishing:
+            await self._give_up(one.id, "its health check failed too often")
+
+    async def _give_up(self, container: str, why: str) -> None:
+        """End one that must not go on; it may hang, so it is not asked first."""
+        _log.warning("container given up", container=container, why=why)
+        self._given_up[container] = why
+        try:
+            await self._api.kill(container, "SIGKILL")
+        except EngineRefusedError as error:
+            _log.info("container not killed", container=container, why=str(error))
+
+    async def _take(self, step: Step) -> str:
+        """Take one step; of a start, why it will never be."""
+        match step:
+            case Start(order, template):
+                return await self._starter.start(order, template)
+            case Finish(replica):
+                await self._finish(replica)
+            case Kill(replica):
+                await self._signal(replica, "SIGKILL")
+            case Remove(replica):
+                self._pulls.drop(replica)
+                await self._remove(replica)
+        return ""
+
+    async def _finish(self, replica: str) -> None:
+        """Ask it to finish its work; the engine's own `stop` would kill it after a time that is not ours."""
+        one = self._found.get(replica)
+        if one is None:
+            return
+        self._finishing.add(one.id)
+        there = await self._api.inspect(one.id)
+        if there is not None:
+            await self._signal(replica, there.details().stop_signal or "SIGTERM")
+
+    async def _signal(self, replica: str, signal: str) -> None:
+        one = self._found.get(replica)
+        if one is None:
+            return
+        try:
+            await self._api.kill(one.id, signal)
+        except EngineRefusedError as error:
+            there = await self._api.inspect(one.id)
+            if there is not None and not is_over(there.state.status):
+                raise EngineUnavailableError(str(error)) from error
+
+    async def _remove(self, replica: str) -> None:
+        if (one := self._found.get(replica)) is not None:
+            await self._starter.discard(one.id)
+
+    async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
+        """Some at a time; where one fails the others are taken to their end first."""
+
+        async def one(call: Awaitable[T]) -> T:
+            async with self._calls:
+                return await call
+
+        done = await asyncio.gather(*(one(call) for call in calls), return_exceptions=True)
+        for outcome in done:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [outcome for outcome in done if not isinstance(outcome, BaseException)]
+
+
+@asynccontextmanager
+async def open_container_engine(api: DockerApi, shop: Shop) -> AsyncGenerator[ContainerEngine]:
+    """The engine, with its events and fetches of images in the background until the block ends."""
+    changed = asyncio.Event()
+    async with TaskScope() as tasks:
+        tasks.spawn("events of the container engine", _follow(api, changed))
+        yield ContainerEngine(api, shop, Pulls(api.pull, changed.set, tasks), changed)
+
+
+async def _follow(api: DockerApi, changed: asyncio.Event) -> None:
+    """Take every event for a reason to look, for ever; while there are none `POLL` has to do."""
+    backoff = Backoff(initial=1.0, cap=30.0)
+
+    def happened() -> None:
+        backoff.reset()
+        changed.set()
+
+    while True:
+        try:
+            await api.follow(happened)
+        except EngineUnavailableError as error:
+            _log.debug("no events of the container engine", why=str(error))
+        await asyncio.sleep(backoff.next())

@@ -1,0 +1,100 @@
+"""From what an engine says of a container to how its replica stands. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+
+from gpuscale.autoscaler.adapters.engines.model import Life, Sighting
+
+STARTING = "its health check has not succeeded yet"
+UNWELL = "its health check fails"
+
+_NOT_STARTED = frozenset({"created", "configured", "initialized"})
+_RUNNING = frozenset({"running", "stopping"})
+_OVER = frozenset({"exited", "stopped", "dead", "removing"})
+_HEALTH = re.compile(r"\((?:health: )?(starting|healthy|unhealthy)\)")
+_SIGNAL_BASE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What only a look at one container tells.
+
+    Attributes:
+        pid: its first process on the engine's host; 0 where none runs.
+        exit_code: how it ended.
+        out_of_memory: whether the kernel ended it at its limit.
+        memory: that limit in bytes; 0 for none.
+        error: why the engine could not start it, or ended it.
+        health: `starting`, `healthy`, `unhealthy`; empty where nobody asks.
+        stop_signal: what asks it to finish; empty for SIGTERM.
+        gpu_uuids: the devices that the engine gives it.
+    """
+
+    pid: int = 0
+    exit_code: int = 0
+    out_of_memory: bool = False
+    memory: int = 0
+    error: str = ""
+    health: str = ""
+    stop_signal: str = ""
+    gpu_uuids: tuple[str, ...] = ()
+
+
+def is_over(state: str) -> bool:
+    """Whether nothing of a container in this state runs any more."""
+    return state in _OVER
+
+
+def is_not_started(state: str) -> bool:
+    """Whether a container in this state was made, and never started."""
+    return state in _NOT_STARTED
+
+
+def listed_health(status: str) -> str:
+    """What the text of a listing, such as `Up 3 minutes (healthy)`, tells of its health; empty where it does not."""
+    found = _HEALTH.search(status)
+    return found[1] if found else ""
+
+
+def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
+    """How a replica stands.
+
+    Args:
+        state: what its engine calls the state of its container.
+        details: of the container.
+        given_up: why the adapter ended it; empty where it did not.
+    """
+    if state in _NOT_STARTED:
+        return Sighting(Life.WAITING, reason="its container is made, and not started yet")
+    if state in _OVER:
+        code = _exit_code(details.exit_code)
+        return Sighting(Life.ENDED, code, given_up or _ending(details, code))
+    if state not in _RUNNING:
+        return Sighting(Life.STARTING, reason=f"its engine calls it {state}", pid=details.pid)
+    match details.health:
+        case "starting":
+            return Sighting(Life.STARTING, reason=STARTING, pid=details.pid)
+        case "unhealthy":
+            return Sighting(Life.STARTING, reason=UNWELL, pid=details.pid)
+        case _:
+            return Sighting(Life.READY, pid=details.pid)
+
+
+def _exit_code(code: int) -> int:
+    """Negative for a signal: engines say 128 + its number, as a shell does."""
+    number = code - _SIGNAL_BASE
+    return -number if number in {one.value for one in signal.Signals} else code
+
+
+def _ending(details: Details, code: int) -> str:
+    if details.out_of_memory:
+        limit = f", at its limit of {details.memory} bytes" if details.memory else ""
+        return f"the kernel ended it for want of memory{limit}"
+    if details.error:
+        return f"the engine says: {details.error}"
+    if code < 0:
+        return f"it ended by {signal.Signals(-code).name}"
+    return f"it ended with exit code {code}"
