@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pwd
 import shutil
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import count
-from pathlib import Path
 
 import grpc
+
+from tests.support.slurm import SlurmCluster, program, why_unavailable
 
 Call = Callable[[], Awaitable[int]]
 """One turn of a caller; how many calls it was."""
@@ -28,33 +28,27 @@ TXN = "/etcdserverpb.KV/Txn"
 VALUE = b"v" * 256
 TIMEOUT = 30.0
 START = 15.0
-LOOK_GAP = 0.2
 SLURM_GPUS = 80
-_SLURM_CONF = """
-ClusterName=bench
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
-SlurmdPort={node_port}
-AuthType=auth/none
-CredType=cred/none
-SlurmUser={user}
-SlurmdUser={user}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-ReturnToService=2
-SlurmdParameters=config_overrides
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SchedulerParameters=sched_min_interval=0
-GresTypes=gpu
-NodeName={host} NodeAddr=127.0.0.1 CPUs={gpus} Gres=gpu:{gpus} State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
-"""
+
+
+@asynccontextmanager
+async def postgresql() -> AsyncIterator[str]:
+    """The URL of a private PostgreSQL that waits for the disk, on any core; empty where there is none."""
+    from tests.support.postgresql import PostgresServer
+    from tests.support.postgresql import why_unavailable as why_no_postgresql
+
+    if why_no_postgresql() is not None:
+        yield ""
+        return
+    server = PostgresServer(durable=True)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        with server:
+            os.sched_setaffinity(0, cores)
+            yield server.database().reveal()
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 @asynccontextmanager
@@ -113,59 +107,19 @@ def _field(number: int, content: bytes) -> bytes:
 @asynccontextmanager
 async def slurm() -> AsyncIterator[tuple[int, Call] | str]:
     """The process of a Slurm controller and a turn of salloc and scancel; or why there is none."""
-    programs = [shutil.which(name) for name in ("slurmctld", "slurmd", "salloc", "scancel", "sinfo")]
-    controller, node, salloc, scancel, sinfo = programs
-    if not (controller and node and salloc and scancel and sinfo):
-        yield "not installed: apt install slurm-wlm"
+    why, salloc, scancel = why_unavailable(), program("salloc"), program("scancel")
+    if why or not (salloc and scancel):
+        yield why or "not installed: apt install slurm-wlm"
         return
-    with tempfile.TemporaryDirectory(prefix="gpuscale-slurm-") as folder:
-        environment = os.environ | {"SLURM_CONF": str(_slurm_conf(Path(folder)))}
-        async with _daemon(controller, environment) as pid, _daemon(node, environment):
-            if await _is_up(sinfo, environment):
-                yield pid, _allocations(salloc, scancel, environment)
-            else:
-                yield "installed, but its node does not come up here"
-
-
-def _slurm_conf(folder: Path) -> Path:
-    """Write the configuration of a cluster of one node, whose GPUs are empty files."""
-    for name in ("state", "spool", "gpus"):
-        (folder / name).mkdir()
-    for index in range(SLURM_GPUS):
-        (folder / "gpus" / f"gpu{index}").touch()
-    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpus/gpu[0-{SLURM_GPUS - 1}]\n")
-    conf = folder / "slurm.conf"
-    host, ports = socket.gethostname().split(".")[0], (_free_port(), _free_port())
-    user = pwd.getpwuid(os.getuid()).pw_name
-    conf.write_text(
-        _SLURM_CONF.format(
-            host=host, port=ports[0], node_port=ports[1], user=user, folder=folder, gpus=SLURM_GPUS
-        )
-    )
-    return conf
-
-
-@asynccontextmanager
-async def _daemon(program: str, environment: dict[str, str]) -> AsyncIterator[int]:
-    """A daemon in the foreground, until the end of the block; its process."""
-    quiet = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(program, "-D", env=environment, stdout=quiet, stderr=quiet)
+    cluster = await asyncio.to_thread(SlurmCluster, SLURM_GPUS, cpus=SLURM_GPUS, message_timeout=10)
     try:
-        yield process.pid
+        await asyncio.to_thread(cluster.start)
+    except RuntimeError:
+        yield "installed, but its node does not come up here"
+    else:
+        yield cluster.controller_pid, _allocations(salloc, scancel, cluster.environment)
     finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
-
-async def _is_up(sinfo: str, environment: dict[str, str]) -> bool:
-    """Whether the node is idle before long."""
-    for _ in range(int(START / LOOK_GAP)):
-        _, said = await _run(environment, sinfo, "--noheader", "--format=%t")
-        if "idle" in said:
-            return True
-        await asyncio.sleep(LOOK_GAP)
-    return False
+        await asyncio.to_thread(cluster.close)
 
 
 def _allocations(salloc: str, scancel: str, environment: dict[str, str]) -> Call:

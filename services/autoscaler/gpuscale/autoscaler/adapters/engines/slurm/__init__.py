@@ -1,0 +1,1 @@
+"""The adapter of Slurm: every replica is a batch job."""

@@ -1,0 +1,189 @@
+"""Slurm as an engine: batch jobs submitted, listed and signalled, found again by their names."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from gpuscale.autoscaler.adapters.engines.model import (
+    EngineUnavailableError,
+    Finish,
+    Kill,
+    Life,
+    Remove,
+    Sighting,
+    Start,
+    Step,
+)
+from gpuscale.autoscaler.adapters.engines.slurm.commands import Commands
+from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
+    Job,
+    first,
+    parse_jobs,
+    question,
+    replica_of,
+    sighting,
+)
+from gpuscale.autoscaler.adapters.engines.slurm.submission import (
+    JobTemplate,
+    is_away,
+    is_refusal,
+    submission,
+)
+from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
+from gpuscale.common.logs import get_logger
+
+LOOKS = 5
+LOOK_GAP = 1.0
+"""Seconds between two looks at a job that cannot take a signal yet; after `LOOKS` of them it is sent one in any case."""
+_GONE = ("Invalid job id specified", "Job/step already completing or completed")
+
+_log = get_logger(__name__)
+
+
+class SlurmEngine:
+    """The jobs of one adapter.
+
+    Args:
+        commands: run Slurm's programs.
+        adapter: id of the adapter; the names of its jobs hold it.
+        templates: how replicas become jobs, by name.
+        user: number of the user whose jobs they are.
+        python: interpreter that {python} stands for.
+        environment: variables of the adapter, of which a job gets what its template says.
+        poll: seconds between two looks at the queue.
+    """
+
+    def __init__(
+        self,
+        commands: Commands,
+        adapter: str,
+        templates: Mapping[str, JobTemplate],
+        *,
+        user: int,
+        python: str,
+        environment: Mapping[str, str],
+        poll: float,
+    ) -> None:
+        self._commands = commands
+        self._adapter = adapter
+        self._templates = templates
+        self._user = user
+        self._python = python
+        self._environment = environment
+        self._poll = poll
+        self._jobs: dict[str, Job] = {}
+        self._waits: dict[str, str] = {}
+        self._asked: set[str] = set()
+        self._removed: set[str] = set()
+
+    async def observe(self) -> Mapping[str, Sighting]:
+        """As `Engine.observe`: one squeue. Jobs that stand there twice are cancelled but for the first."""
+        jobs: dict[str, list[Job]] = {}
+        for job in await self._list():
+            if (replica := replica_of(self._adapter, job.name)) is not None:
+                jobs.setdefault(replica, []).append(job)
+        self._removed &= jobs.keys()
+        self._jobs = {}
+        for replica, own in jobs.items():
+            job = first(own)
+            for other in own:
+                if other is not job and not other.over:
+                    _log.warning(
+                        "cancelling a job that was submitted twice", job=other.number, replica=replica
+                    )
+                    await self._cancel(other)
+            if not job.over or replica not in self._removed:
+                self._jobs[replica] = job
+        self._asked &= self._jobs.keys()
+        self._waits = {name: why for name, why in self._waits.items() if name not in self._jobs}
+        waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._waits.items()}
+        return waiting | {name: sighting(job) for name, job in self._jobs.items()}
+
+    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
+        """As `Engine.apply`."""
+        refusals: dict[str, str] = {}
+        await self._finish({step.replica for step in steps if isinstance(step, Finish)} - self._asked)
+        for step in steps:
+            match step:
+                case Start(order) if order.replica not in self._jobs:
+                    if why := await self._start(step):
+                        refusals[order.replica] = why
+                case Kill(replica) if (job := self._jobs.get(replica)) is not None:
+                    await self._cancel(job)
+                case Remove(replica):
+                    self._waits.pop(replica, None)
+                    self._removed.add(replica)  # Slurm forgets it by itself, some minutes after its end
+                case Start() | Finish() | Kill():
+                    pass
+        return refusals
+
+    async def watch(self) -> None:
+        """As `Engine.watch`: Slurm tells nobody, so it is asked again after a while."""
+        await asyncio.sleep(self._poll)
+
+    async def _list(self) -> list[Job]:
+        answer = await self._commands.run("squeue", *question(self._user))
+        if answer.status:
+            raise EngineUnavailableError(answer.why)
+        try:
+            return parse_jobs(answer.out)
+        except ValueError as error:
+            raise EngineUnavailableError(str(error)) from error
+
+    async def _start(self, step: Start) -> str:
+        """Submit a job; returns why it never will be, if it was refused."""
+        replica = step.order.replica
+        template = self._templates.get(step.template)
+        if template is None:
+            return f"this adapter has no template {step.template}"
+        try:
+            what = submission(template, step.order, self._adapter, self._python, self._environment)
+        except LaunchRefusedError as error:
+            return str(error)
+        answer = await self._commands.run("sbatch", *what.arguments, environment=what.environment)
+        if not answer.status:
+            self._waits.pop(replica, None)
+            _log.info("submitted a job", job=answer.out.strip(), replica=replica)
+            return ""
+        if is_away(answer.err):
+            raise EngineUnavailableError(answer.why)
+        if is_refusal(answer.err):
+            return answer.why
+        if self._waits.get(replica) != answer.why:
+            _log.warning("Slurm takes no job for now", replica=replica, why=answer.why)
+        self._waits[replica] = answer.why
+        return ""
+
+    async def _finish(self, left: set[str]) -> None:
+        """Have jobs end by themselves. One that waits is cancelled, one that has only just begun is given a moment."""
+        for look in range(LOOKS + 1):
+            for replica in sorted(left):
+                if await self._ask(replica, patient=look < LOOKS):
+                    self._asked.add(replica)
+                    left = left - {replica}
+            if not left:
+                return
+            await asyncio.sleep(LOOK_GAP)
+            await self.observe()
+        raise EngineUnavailableError(
+            f"jobs do not end although they were cancelled, such as that of {min(left)}"
+        )
+
+    async def _ask(self, replica: str, *, patient: bool) -> bool:
+        """Ask one to finish; returns whether there is nothing more to do."""
+        job = self._jobs.get(replica)
+        if job is None or job.over or job.ending:
+            return True
+        if job.queued or job.preparing:
+            await self._cancel(job, *(("--state=PENDING",) if job.queued else ()))
+            return False
+        # Slurm drops a signal for a batch step that its node has not begun yet.
+        if job.young and patient:
+            return False
+        await self._cancel(job, "--signal=TERM", "--batch")
+        return True
+
+    async def _cancel(self, job: Job, *how: str) -> None:
+        """scancel, by number and by name: a number alone may by now be another job's."""
+        answer = await self._commands.run("scancel", *how, f"--name={job.name}", str(job.number))
+        if answer.status and not any(text in answer.err for text in _GONE):
+            raise EngineUnavailableError(answer.why)

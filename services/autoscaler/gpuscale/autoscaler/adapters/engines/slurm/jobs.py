@@ -1,0 +1,161 @@
+"""Batch jobs as `squeue` shows them, and what each says of a replica. Pure.
+
+States and reasons are those of squeue(1); a job's name is its identity here, since Slurm gives out a job's number again
+after its controller lost what it had not saved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpuscale.autoscaler.adapters.engines.model import Life, Sighting
+from gpuscale.common.names import is_id, replica_name
+
+FIELDS = ("JobID", "State", "exit_code", "TimeUsed", "Reason", "Name")
+"""Asked of squeue; the name stands last, since those of other jobs may hold anything."""
+
+_SEPARATOR = "|"
+_MARK = "gpuscale"
+_YOUNG = frozenset({"0:00", "0:01", "0:02", "INVALID"})
+_RUNNING = frozenset({"RUNNING", "RESIZING", "SIGNALING"})
+_QUEUED = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+_ENDED = {
+    "BOOT_FAIL": "its node could not be started",
+    "CANCELLED": "its job was cancelled",
+    "COMPLETED": "it ended by itself",
+    "DEADLINE": "its job reached its deadline",
+    "FAILED": "its job failed",
+    "LAUNCH_FAILED": "its job could not be launched",
+    "NODE_FAIL": "its node failed",
+    "OUT_OF_MEMORY": "out of memory",
+    "PREEMPTED": "preempted by another job",
+    "REVOKED": "another cluster took its job over",
+    "TIMEOUT": "the time limit of its job is over",
+}
+_OF_THE_PROGRAM = frozenset({"None", "NonZeroExitCode", "JobLaunchFailure", "RaisedSignal"})
+"""Reasons of a failed job that say no more than its exit code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A batch job.
+
+    Attributes:
+        number: what Slurm calls it.
+        name: its name.
+        state: as squeue shows it.
+        exit_code: of its program; negative for a signal; None while nobody knows.
+        young: whether it has run for so short a time that a signal may miss it.
+        reason: why it is in that state, in Slurm's word.
+    """
+
+    number: int
+    name: str
+    state: str
+    exit_code: int | None = None
+    young: bool = False
+    reason: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it runs any more."""
+        return self.state in _ENDED
+
+    @property
+    def ending(self) -> bool:
+        """Whether its program has ended, while its node is still being cleaned up."""
+        return self.state == "COMPLETING"
+
+    @property
+    def queued(self) -> bool:
+        """Whether it waits for its turn."""
+        return self.state in _QUEUED
+
+    @property
+    def preparing(self) -> bool:
+        """Whether it has its nodes, which are not ready yet."""
+        return self.state == "CONFIGURING"
+
+
+def question(user: int) -> tuple[str, ...]:
+    """The arguments for squeue that list every job of a user, those that ended not long ago too."""
+    columns = ",".join(f"{field}:{_SEPARATOR}" for field in FIELDS)
+    return ("--noheader", "--states=all", f"--user={user}", f"--Format={columns}")
+
+
+def parse_jobs(said: str) -> list[Job]:
+    """The jobs in the answer to `question`.
+
+    Raises:
+        ValueError: it is not what was asked for.
+    """
+    return [_parse(line) for line in said.splitlines() if line]
+
+
+def job_name(adapter: str, replica: str) -> str:
+    """The name of the job of `endpoints/{endpoint}/replicas/{replica}`; no id holds a colon."""
+    _, endpoint, _, own = replica.split("/")
+    return f"{_MARK}:{adapter}:{endpoint}:{own}"
+
+
+def replica_of(adapter: str, name: str) -> str | None:
+    """The replica whose job this is; None for a job that is not this adapter's."""
+    match name.split(":"):
+        case [mark, whose, endpoint, own] if mark == _MARK and whose == adapter:
+            return replica_name(endpoint, own) if is_id(endpoint) and is_id(own) else None
+        case _:
+            return None
+
+
+def first(jobs: Iterable[Job]) -> Job:
+    """Of jobs of one name the one that counts: they run one after the other, in the order of their numbers."""
+    return min(jobs, key=lambda job: job.number)
+
+
+def sighting(job: Job) -> Sighting:
+    """What a job says of its replica."""
+    if job.over:
+        return Sighting(Life.ENDED, job.exit_code, _why_ended(job))
+    if job.state in _RUNNING:
+        return Sighting(Life.READY)
+    why = f"its job {job.number} is {job.state.lower()}"
+    return Sighting(Life.STARTING, reason=why if job.reason in {"", "None"} else f"{why}: {job.reason}")
+
+
+def _parse(line: str) -> Job:
+    fields = line.split(_SEPARATOR, len(FIELDS) - 1)
+    if len(fields) != len(FIELDS) or not fields[0].isdecimal():
+        raise ValueError(f"squeue says {line[:80]!r}")
+    number, state, status, used, reason, name = fields
+    code = _exit_code(status) if state in _ENDED else None
+    if code is not None and not _is_of_the_program(state, code, reason):
+        code = None
+    return Job(int(number), name.removesuffix(_SEPARATOR), state, code, used in _YOUNG, reason)
+
+
+def _is_of_the_program(state: str, code: int, reason: str) -> bool:
+    """Whether an exit code says how the program ended, and not what Slurm wrote there for want of one."""
+    if state == "FAILED":
+        return reason in _OF_THE_PROGRAM
+    return state != "OUT_OF_MEMORY" and (code != 0 or state == "COMPLETED")
+
+
+def _exit_code(status: str) -> int | None:
+    """From `256` (as wait(2) has it) or `1:0` (code and signal), whichever this Slurm writes."""
+    if found := re.fullmatch(r"(\d+):(\d+)", status):
+        code, signal = int(found[1]), int(found[2])
+    elif status.isdecimal():
+        code, signal = int(status) >> 8 & 0xFF, int(status) & 0x7F
+    else:
+        return None
+    return -signal if signal else code
+
+
+def _why_ended(job: Job) -> str:
+    if job.state != "FAILED":
+        return _ENDED[job.state]
+    if job.exit_code is None:
+        return f"its job failed: {job.reason}"
+    return f"exit code {job.exit_code}" if job.exit_code > 0 else f"ended by signal {-job.exit_code}"
