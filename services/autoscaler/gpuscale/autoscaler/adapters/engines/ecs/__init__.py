@@ -1,0 +1,1 @@
+"""The adapter of Amazon ECS: every replica is a task."""
