@@ -1,0 +1,1 @@
+"""The Ray adapter: a replica is a command that an actor of a placement group runs."""
