@@ -1,0 +1,189 @@
+"""Pods that the adapter makes itself, one for each replica, after the pod template of a Deployment.
+
+So each can prefer a node of its own, and has as long to finish as its endpoint gives it. A pod is not restarted: a replica
+that ended is replaced by the autoscaler, which knows how often that happened.
+"""
+
+# lightkube writes `dict` where it means dict[str, str].
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from lightkube.models.core_v1 import (
+    Affinity,
+    Container,
+    EnvVar,
+    NodeAffinity,
+    NodeSelectorRequirement,
+    NodeSelectorTerm,
+    PodSpec,
+    PreferredSchedulingTerm,
+    ResourceRequirements,
+)
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.apps_v1 import Deployment
+from lightkube.resources.core_v1 import Pod as ClusterPod
+
+from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster, RefusedError
+from gpuscale.autoscaler.adapters.engines.kubernetes.model import ADAPTER, ENDPOINT, REPLICA, Pod
+from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
+from gpuscale.autoscaler.adapters.templates import (
+    PYTHON,
+    LaunchRefusedError,
+    ReplicaOrder,
+    fill_arguments,
+)
+
+FOR_EVER = 31_536_000
+"""Seconds, a year: what a pod has to finish where the endpoint sets no end."""
+AT_ONCE = 1
+"""Seconds; with 0 the cluster would forget a pod that may still run."""
+MOST_NODES = 10
+"""Nodes that a pod prefers, the best by far."""
+HOW_LONG = 40
+"""Characters of the Deployment's name in that of a pod."""
+
+
+class NodeRanking(Protocol):
+    """Says which nodes have idle GPUs."""
+
+    async def best(self, gpu_count: int) -> tuple[str, ...]:
+        """Names of nodes with so many idle GPUs, best first; none where nobody knows."""
+        ...
+
+
+class BarePods:
+    """Makes and ends pods.
+
+    Args:
+        cluster: where.
+        adapter: id of the adapter.
+        gpu_resource: the resource that counts GPUs.
+        ranking: which nodes they should prefer; None for none.
+    """
+
+    def __init__(
+        self, cluster: Cluster, adapter: str, gpu_resource: str, ranking: NodeRanking | None
+    ) -> None:
+        self._cluster = cluster
+        self._adapter = adapter
+        self._gpu_resource = gpu_resource
+        self._ranking = ranking
+
+    async def start(
+        self, template: KubernetesTemplate, order: ReplicaOrder, *, dry_run: bool = False
+    ) -> None:
+        """Make the pod of a replica; harmless where it is there.
+
+        Raises:
+            LaunchRefusedError: it can never be made.
+            EngineUnavailableError: nobody knows whether it was.
+        """
+        like = await self._cluster.pod_template(template.workload)
+        nodes: tuple[str, ...] = ()
+        if self._ranking is not None and template.rank_nodes and order.gpu_count:
+            nodes = await self._ranking.best(order.gpu_count)
+        pod = make_pod(like, template, order, self._adapter, self._gpu_resource, nodes)
+        try:
+            await self._cluster.create(pod, dry_run=dry_run)
+        except RefusedError as error:
+            raise LaunchRefusedError(f"the cluster refuses its pod: {error}") from error
+
+    async def finish(self, pod: Pod, drain_timeout: float | None) -> None:
+        """Ask it to finish; the cluster kills it when the time is over.
+
+        Raises:
+            EngineUnavailableError: nobody knows whether it was asked.
+        """
+        await self._cluster.mark(replace(pod, stopping=True))
+        grace = FOR_EVER if drain_timeout is None else max(AT_ONCE, math.ceil(drain_timeout))
+        await self._cluster.delete(pod, grace)
+
+    async def kill(self, pod: Pod) -> None:
+        """End it now.
+
+        Raises:
+            EngineUnavailableError: nobody knows whether it was.
+        """
+        await self._cluster.delete(pod, AT_ONCE)
+
+
+def make_pod(
+    like: Deployment,
+    template: KubernetesTemplate,
+    order: ReplicaOrder,
+    adapter: str,
+    gpu_resource: str,
+    nodes: tuple[str, ...],
+) -> ClusterPod:
+    """The pod of a replica: as the Deployment would make it, but for what the replica needs.
+
+    Raises:
+        LaunchRefusedError: the Deployment has no container, or a value is of no use.
+    """
+    spec, meta = like.spec.template.spec, like.spec.template.metadata
+    if spec is None or not spec.containers:
+        raise LaunchRefusedError(f"Deployment {template.workload} has no container")
+    _, endpoint, _, _ = order.replica.split("/")
+    first = spec.containers[0]
+    _fit(first, template, order, gpu_resource)
+    spec.restartPolicy = "Never"
+    if nodes:
+        _prefer(spec, nodes)
+    return ClusterPod(
+        metadata=ObjectMeta(
+            name=pod_name(template.workload, adapter, order.replica),
+            labels={**((meta.labels if meta else None) or {}), ADAPTER: adapter, ENDPOINT: endpoint},
+            annotations={**((meta.annotations if meta else None) or {}), REPLICA: order.replica},
+        ),
+        spec=spec,
+    )
+
+
+def pod_name(deployment: str, adapter: str, replica: str) -> str:
+    """The name of a replica's pod: always the same, so that it is made once."""
+    digest = hashlib.sha256(f"{adapter}\n{replica}".encode()).hexdigest()
+    return f"{deployment[:HOW_LONG].rstrip('-.')}-{digest[:16]}"
+
+
+def _fit(container: Container, template: KubernetesTemplate, order: ReplicaOrder, gpu_resource: str) -> None:
+    if template.arguments or order.parameters:
+        container.args = list(fill_arguments(template.name, template.arguments, order, PYTHON))
+    own = [EnvVar("GPUSCALE_ENDPOINT", value=order.endpoint), EnvVar("GPUSCALE_REPLICA", value=order.replica)]
+    container.env = [*(one for one in container.env or () if not one.name.startswith("GPUSCALE_")), *own]
+    resources = container.resources or ResourceRequirements()
+    gpus = {gpu_resource: str(order.gpu_count)} if order.gpu_count else {}
+    resources.limits = {**_without(resources.limits, gpu_resource), **gpus}
+    resources.requests = {**_without(resources.requests, gpu_resource), **gpus}
+    container.resources = resources
+
+
+def _without(amounts: Mapping[str, str] | None, name: str) -> dict[str, str]:
+    return {one: amount for one, amount in (amounts or {}).items() if one != name}
+
+
+def _prefer(spec: PodSpec, nodes: tuple[str, ...]) -> None:
+    """Prefer these nodes, the first most; where none has room the cluster's scheduler takes another."""
+    wishes = [
+        PreferredSchedulingTerm(
+            preference=NodeSelectorTerm(
+                matchFields=[NodeSelectorRequirement("metadata.name", "In", values=[node])]
+            ),
+            weight=100 - 10 * place,
+        )
+        for place, node in enumerate(nodes[:MOST_NODES])
+    ]
+    affinity = spec.affinity or Affinity()
+    by_node = affinity.nodeAffinity or NodeAffinity()
+    by_node.preferredDuringSchedulingIgnoredDuringExecution = [
+        *wishes,
+        *(by_node.preferredDuringSchedulingIgnoredDuringExecution or ()),
+    ]
+    affinity.nodeAffinity = by_node
+    spec.affinity = affinity

@@ -1,0 +1,259 @@
+"""The engine: replicas are pods that a Deployment or a StatefulSet makes, or that the adapter makes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gpuscale.autoscaler.adapters.engines.kubernetes.arrange import Patience, arrange, count
+from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods
+from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster
+from gpuscale.autoscaler.adapters.engines.kubernetes.model import Kind, Pod, Workload
+from gpuscale.autoscaler.adapters.engines.kubernetes.sightings import gone, sighting
+from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate, why_not
+from gpuscale.autoscaler.adapters.engines.model import (
+    Finish,
+    Kill,
+    Life,
+    Remove,
+    Sighting,
+    Start,
+    Step,
+)
+from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
+from gpuscale.common.clock import Clock
+from gpuscale.common.failpoints import hit_async
+from gpuscale.common.logs import get_logger
+
+QUIET = 4.0
+"""Seconds between two looks where nothing is under way and no pod changes."""
+BUSY = 1.0
+
+_log = get_logger(__name__)
+
+
+class KubernetesEngine:
+    """One namespace of a cluster as an `Engine`.
+
+    Args:
+        cluster: the namespace.
+        templates: by name.
+        bare: makes the pods that no Deployment makes.
+        clock: seconds since boot.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        templates: Mapping[str, KubernetesTemplate],
+        bare: BarePods,
+        clock: Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._templates = templates
+        self._bare = bare
+        self._clock = clock
+        self._told = False
+        self._waiting: dict[str, str] = {}  # by replica: its template
+        self._workloads: dict[
+            str, Workload
+        ] = {}  # by template; dropped once it was changed, until it is seen again
+        self._pods: dict[str, Pod] = {}  # by replica
+        self._nobodys: dict[str, list[Pod]] = {}  # by template
+        self._ended: dict[str, Sighting] = {}
+        self._foreign: dict[str, int] = {}  # by template: pods that somebody else asked for
+        self._patience = {name: Patience() for name in templates}
+
+    async def observe(self) -> Mapping[str, Sighting]:
+        """As `Engine.observe`; pods that came meanwhile are given to the replicas that wait for one."""
+        # Workloads first: one that made a pod between the two questions has a new version by then, and is not changed.
+        self._workloads = {
+            name: await self._cluster.workload(template.kind, template.workload)
+            for name, template in self._templates.items()
+        }
+        pods = await self._cluster.pods()
+        before, self._pods, self._nobodys = self._pods, {}, {}
+        for pod in pods:
+            if not pod.owner and pod.replica:
+                self._pods[pod.replica] = pod
+        for name, template in self._templates.items():
+            if template.kind is not Kind.PODS:
+                await self._give(name, [pod for pod in pods if pod.owner == template.workload], before)
+        for name, pod in before.items():
+            if name not in self._pods:
+                self._ended.setdefault(name, gone(pod))
+        for name in self._pods:
+            self._waiting.pop(name, None)
+            self._ended.pop(name, None)
+        return {
+            **{name: Sighting(Life.WAITING, reason=self._why(name)) for name in self._waiting},
+            **self._ended,
+            **{name: sighting(pod, self._note(pod)) for name, pod in self._pods.items()},
+        }
+
+    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
+        """As `Engine.apply`."""
+        self._told = True
+        refused: dict[str, str] = {}
+        for step in steps:
+            match step:
+                case Start():
+                    if why := await self._start(step):
+                        refused[step.order.replica] = why
+                case Finish(name, drain_timeout):
+                    await self._finish(name, drain_timeout)
+                case Kill(name):
+                    await self._kill(name)
+                case Remove(name):
+                    await self._remove(name)
+        await hit_async("kubernetes.apply.before_scale")
+        await self._settle()
+        return refused
+
+    async def watch(self) -> None:
+        """As `Engine.watch`; what earlier steps still need is done first."""
+        await self._settle()
+        under_way = self._waiting or any(pod.stopping or pod.going for pod in self._pods.values())
+        await self._cluster.changed(BUSY if under_way else QUIET)
+
+    async def _give(self, template: str, pods: Sequence[Pod], before: Mapping[str, Pod]) -> None:
+        """Mark the pods of a workload as the replicas that they are."""
+        was = {pod.uid: pod for pod in pods}
+        vanished = [
+            name
+            for name, pod in before.items()
+            if pod.owner == self._templates[template].workload and pod.active
+            if not pod.stopping and pod.uid not in was
+        ]
+        waiting = [name for name, one in self._waiting.items() if one == template]
+        for pod in arrange(pods, waiting, vanished):
+            kept = pod
+            if pod != was[pod.uid]:
+                if pod.replica and pod.replica != was[pod.uid].replica:
+                    _log.info("pod is a replica", pod=pod.name, replica=pod.replica)
+                kept = pod if await self._cluster.mark(pod) else was[pod.uid]
+            if kept.replica and (kept.replica not in self._pods or kept.active):
+                self._pods[kept.replica] = kept
+            elif kept.active:
+                self._nobodys.setdefault(template, []).append(kept)
+
+    async def _start(self, step: Start) -> str:
+        """See to a replica that has no pod; returns why it never will have one."""
+        order, template = step.order, self._templates.get(step.template)
+        if template is None:
+            return f"the adapter has no template {step.template}"
+        workload = self._workloads.get(step.template)
+        if workload is None or order.replica in self._pods:
+            return ""
+        if why := why_not(template, workload, order):
+            self._waiting.pop(order.replica, None)
+            return why
+        if template.kind is Kind.PODS:
+            try:
+                await self._bare.start(template, order)
+            except LaunchRefusedError as error:
+                self._waiting.pop(order.replica, None)
+                return str(error)
+        self._waiting[order.replica] = step.template
+        return ""
+
+    async def _finish(self, name: str, drain_timeout: float | None) -> None:
+        pod = self._pods.get(name)
+        if pod is None or not pod.active:
+            return
+        if not pod.owner:
+            await self._bare.finish(pod, drain_timeout)
+            self._pods[name] = replace(pod, stopping=True)
+            return
+        if pod.stopping:
+            return
+        workload = self._workload_of(pod)
+        if workload is not None and (drain_timeout is None or drain_timeout > workload.grace):
+            _log.warning(
+                "the pod has less time to finish than the endpoint gives it",
+                replica=name,
+                pod=pod.name,
+                seconds=workload.grace,
+                drain_timeout=drain_timeout,
+            )
+        marked = replace(pod, stopping=True, costly=False)
+        if await self._cluster.mark(marked):
+            self._pods[name] = marked
+
+    async def _kill(self, name: str) -> None:
+        """End it now. The pod of a Deployment is ended by the cluster, when its own time to finish is over."""
+        pod = self._pods.get(name)
+        if pod is not None and not pod.owner and not pod.over:
+            await self._bare.kill(pod)
+
+    async def _remove(self, name: str) -> None:
+        self._ended.pop(name, None)
+        self._waiting.pop(name, None)
+        pod = self._pods.get(name)
+        if pod is None or not pod.over:
+            return
+        if pod.owner:
+            await self._cluster.mark(replace(pod, replica="", stopping=False))
+        else:
+            await self._bare.kill(pod)
+        del self._pods[name]
+
+    async def _settle(self) -> None:
+        """Ask every workload for as many pods as are wanted of it; nothing before the first step was asked for."""
+        if not self._told:
+            return
+        for name in list(self._workloads):
+            template, workload = self._templates[name], self._workloads[name]
+            if template.kind is not Kind.PODS and not workload.problem:
+                await self._settle_one(name, workload)
+
+    async def _settle_one(self, name: str, workload: Workload) -> None:
+        mine = [pod for pod in self._pods.values() if pod.owner == workload.name]
+        nobodys = self._nobodys.get(name, [])
+        waiting = sum(one == name for one in self._waiting.values())
+        asked = count(workload, [*mine, *nobodys], waiting)
+        replicas = asked.replicas
+        if asked.foreign != self._foreign.get(name, 0):
+            self._foreign[name] = asked.foreign
+            if asked.foreign:
+                _log.warning(
+                    "somebody else scaled the workload",
+                    workload=workload.name,
+                    pods=workload.replicas,
+                    not_ours=asked.foreign,
+                )
+        if self._patience[name].over(self._clock.now(), foreign=asked.foreign > 0):
+            for pod in nobodys:
+                await self._cluster.mark(replace(pod, costly=False))
+            replicas = workload.replicas - asked.foreign
+        if replicas is None:
+            return
+        del self._workloads[name]
+        done = await self._cluster.scale(workload, replicas)
+        await hit_async("kubernetes.apply.after_scale")
+        if done:
+            _log.info("scaled", workload=workload.name, before=workload.replicas, pods=replicas)
+        else:
+            _log.info("the workload was changed meanwhile; looking again", workload=workload.name)
+
+    def _workload_of(self, pod: Pod) -> Workload | None:
+        for name, workload in self._workloads.items():
+            if self._templates[name].kind is not Kind.PODS and workload.name == pod.owner:
+                return workload
+        return None
+
+    def _why(self, replica: str) -> str:
+        """What a replica without a pod waits for."""
+        workload = self._workloads.get(self._waiting[replica])
+        if workload is None or workload.kind is Kind.PODS:
+            return "its pod is not there yet"
+        return workload.trouble or f"{workload.kind.value} {workload.name} has not made its pod yet"
+
+    def _note(self, pod: Pod) -> str:
+        workload = self._workload_of(pod) if pod.owner else None
+        if workload is None:
+            return ""
+        foreign = next((n for name, n in self._foreign.items() if self._workloads.get(name) is workload), 0)
+        if not foreign:
+            return ""
+        return f"{workload.kind.value} {workload.name} was scaled by somebody else: {foreign} of its pods are not ours"

@@ -1,0 +1,38 @@
+"""The allocator's ranking of nodes, for pods that the adapter makes itself."""
+
+import grpc
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.logs import get_logger
+from gpuscale.common.status import rpc_errors
+
+TIMEOUT = 3.0
+"""Seconds that the ranking may take; a pod without it starts where the cluster's scheduler says."""
+
+_log = get_logger(__name__)
+
+
+class AllocatorRanking:
+    """A `NodeRanking` by what the fleet measures. Ids of nodes are the names of the cluster's nodes."""
+
+    def __init__(self, allocator: grpc.aio.Channel) -> None:
+        self._stub = allocator_api.CapacityServiceStub(allocator)
+        self._silent = False
+
+    async def best(self, gpu_count: int) -> tuple[str, ...]:
+        """As `NodeRanking.best`: none without telemetry, or where no node has as many idle GPUs."""
+        try:
+            with rpc_errors():
+                answer = await self._stub.RankNodes(
+                    allocator_api.RankNodesRequest(gpu_count=gpu_count), timeout=TIMEOUT
+                )
+        except GpuscaleError as error:
+            if not self._silent:
+                _log.warning("no ranking of nodes; the cluster's scheduler decides", why=error.message)
+            self._silent = True
+            return ()
+        self._silent = False
+        return tuple(
+            node.name.removeprefix("nodes/") for node in answer.nodes if node.sufficient and not node.fallback
+        )
