@@ -26,6 +26,7 @@ from tests.support.waiting import eventually
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics are read as often as the broker of these tests has new ones."""
     monkeypatch.setattr("gpuscale.autoscaler.queues.statistics.STATISTICS_PERIOD", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.queues.statistics.CONSUMERS_PERIOD", 0.2)
 
 
 async def test_a_killed_broker_is_unreachable_and_read_again_after_its_restart(

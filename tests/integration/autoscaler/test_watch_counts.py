@@ -36,6 +36,7 @@ from tests.support.waiting import eventually
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics are read as often as the broker of these tests has new ones."""
     monkeypatch.setattr("gpuscale.autoscaler.queues.statistics.STATISTICS_PERIOD", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.queues.statistics.CONSUMERS_PERIOD", 0.2)
 
 
 def request_id() -> str:
@@ -267,7 +268,7 @@ async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_ha
             clock = ManualClock()
             found = QueueStatistics(client, "a/b", clock)
             assert found.consumers("jobs") == "consumers unknown yet"
-            assert await found.refresh() is None
+            assert await found.refresh(rates=True) is None
             assert "GET /api/queues/a%2Fb?columns=name%2Cmessages" in canned.requests[0][0]
             assert (found.rates("new"), found.rates("gone")) == (None, None)
             assert found.rates("idle") == Rates(0.0, 0.0, clock.now())
@@ -275,13 +276,13 @@ async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_ha
             assert found.rates("jobs") == Rates(12.4, 3.0, clock.now(), oldest_age=old)
             assert found.rates("ahead") == Rates(0.0, 0.0, clock.now()), "another clock tells no age"
             assert (found.consumers("jobs"), found.consumers("idle")) == (2, 0)
-            assert await found.refresh() is None
+            assert await found.refresh(rates=True) is None
             assert len(canned.requests) == 1  # it is not time
             monkeypatch.setattr("gpuscale.autoscaler.queues.statistics.STATISTICS_PERIOD", 0.0)
             found = QueueStatistics(client, "a/b", clock)
-            await found.refresh()
+            await found.refresh(rates=True)
             canned.status = "500 Oops"
-            failure = await found.refresh()
+            failure = await found.refresh(rates=True)
             assert failure is not None
             assert failure.state is QueueState.ERROR
             assert found.rates("jobs") is None

@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler import store as autoscaler_store
 from gpuscale.autoscaler.queues import watcher_store
 from gpuscale.autoscaler.queues.brokers import BrokerSettings
 from gpuscale.autoscaler.queues.model import WatchSpec
@@ -288,7 +289,7 @@ async def test_watchers_of_the_first_schema_are_taken_over(tmp_path: Path) -> No
             )
 
         await state.write(as_it_was)
-    migrations = {1: watcher_store.add_patterns_and_rates}
+    migrations = autoscaler_store.MIGRATIONS
     async with Store.open(path, metadata, name="autoscaler", version=2, migrations=migrations) as state:
         [found] = await state.read(watcher_store.load)
     assert found.watcher.spec == WatchSpec("default", "/", ("q",), interval=2.5)

@@ -9,7 +9,6 @@ from gpuscale.autoscaler.queues.model import (
     QueueFailure,
     QueueReading,
     QueueState,
-    Totals,
     failed,
     next_sweep,
     of_declared,
@@ -42,8 +41,8 @@ def test_a_passive_declare_leaves_unacked_unknown_and_says_why() -> None:
 
 
 def test_totals_come_with_the_consumers_or_with_why_they_are_unknown() -> None:
-    assert of_totals(Totals(2, 3), 9.0, 0) == QueueReading(QueueState.OK, 2, 3, 0, 9.0)
-    assert of_totals(Totals(2, 3), 9.0, "no AMQP") == QueueReading(QueueState.OK, 2, 3, None, 9.0, "no AMQP")
+    assert of_totals(2, 3, 9.0, 0) == QueueReading(QueueState.OK, 2, 3, 0, 9.0)
+    assert of_totals(2, 3, 9.0, "no AMQP") == QueueReading(QueueState.OK, 2, 3, None, 9.0, "no AMQP")
 
 
 def test_queues_of_one_interval_are_due_together_whenever_they_were_read_last() -> None:

@@ -53,9 +53,8 @@ class Rates:
     oldest_age: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class QueueReading:
-    """What was read of a queue last.
+class QueueReading(NamedTuple):
+    """What was read of a queue last. A tuple, since one is made for every queue of every sweep.
 
     Attributes:
         state: whether it can be read now.
@@ -219,14 +218,6 @@ class Declared:
     consumers: int
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """What the management API tells of a queue: messages not taken, and messages taken and not acknowledged."""
-
-    ready: int
-    unacked: int
-
-
 def of_declared(declared: Declared, observed_at: float, unacked_unknown: str) -> QueueReading:
     """The reading where only a passive declare succeeded; the last argument says why `unacked` is unknown."""
     return QueueReading(
@@ -238,11 +229,11 @@ def of_declared(declared: Declared, observed_at: float, unacked_unknown: str) ->
     )
 
 
-def of_totals(totals: Totals, observed_at: float, consumers: int | str) -> QueueReading:
+def of_totals(ready: int, unacked: int, observed_at: float, consumers: int | str) -> QueueReading:
     """The reading where the management API answered; `consumers` is their number, or says why it is unknown."""
-    known = consumers if isinstance(consumers, int) else None
-    why = "" if isinstance(consumers, int) else consumers
-    return QueueReading(QueueState.OK, totals.ready, totals.unacked, known, observed_at, why)
+    if isinstance(consumers, int):
+        return QueueReading(QueueState.OK, ready, unacked, consumers, observed_at)
+    return QueueReading(QueueState.OK, ready, unacked, None, observed_at, consumers)
 
 
 def next_sweep(now: float, interval: float) -> float:

@@ -1,9 +1,11 @@
 """What a broker itself has measured of the queues of one virtual host: rates, consumers, and how long the oldest has waited.
 
-One request for all queues, every few seconds: the broker's own figures are no younger.
+One request for all queues, every few seconds: the broker's own figures are no younger. It costs the broker more than
+twice what the counts cost, so that where nobody reads rates it is made more rarely, for the consumers alone.
 """
 
 import asyncio
+import math
 from collections.abc import Mapping
 
 from gpuscale.autoscaler.queues.brokers import VirtualHostError
@@ -13,6 +15,8 @@ from gpuscale.common.clock import Clock
 
 STATISTICS_PERIOD = 5.0
 """Seconds between two requests; the broker's own statistics are no younger."""
+CONSUMERS_PERIOD = 30.0
+"""Seconds between two requests where nobody reads rates."""
 
 
 class QueueStatistics:
@@ -24,7 +28,7 @@ class QueueStatistics:
         self._clock = clock
         self._measured: Mapping[str, Measured] = {}
         self._at, self._wall = 0.0, 0.0
-        self._due = 0.0
+        self._asked = -math.inf
         self._failure: QueueFailure | None = None
 
     def consumers(self, queue: str) -> int | str:
@@ -47,12 +51,15 @@ class QueueStatistics:
         known = age if age is not None and age >= 0 else None
         return Rates(found.published, found.delivered, self._at, known)
 
-    async def refresh(self) -> QueueFailure | None:
-        """Read them anew if it is time; returns why they cannot be read, if so: nothing is known of them then."""
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._due:
+    async def refresh(self, rates: bool) -> QueueFailure | None:
+        """Read them anew if it is time; returns why they cannot be read, if so: nothing is known of them then.
+
+        `rates`: whether anybody reads rates.
+        """
+        now = asyncio.get_running_loop().time()
+        if now < self._asked + (STATISTICS_PERIOD if rates else CONSUMERS_PERIOD):
             return self._failure
-        self._due = loop.time() + STATISTICS_PERIOD
+        self._asked = now
         at, wall = self._clock.now(), self._clock.wall().timestamp()
         try:
             measured, failure = await self._management.statistics(self._virtual_host), None

@@ -1,7 +1,8 @@
 """Reading the queues of one broker, all that are due in one sweep.
 
-Connections and tasks stay the same in number however long it goes on: one task for each broker, which during a sweep
-has one more for each virtual host that is watched, and a connection with a channel for each of those.
+Connections and tasks stay the same in number however long it goes on: two tasks for each broker, the second for its own
+statistics, which are slow and wait for no sweep nor a sweep for them; during a sweep one more for each virtual host that is
+watched, and a connection with a channel for each of those.
 """
 
 import asyncio
@@ -34,13 +35,15 @@ class BrokerSweeps:
         self._next: dict[QueueTarget, float] = {}
         self._readings: dict[QueueTarget, QueueReading] = {}
         self._readers: dict[str, VirtualHostReader] = {}
-        self._changed = asyncio.Event()
+        self._rated: frozenset[str] = frozenset()
+        self._changed, self._swept = asyncio.Event(), asyncio.Event()
 
     def watch(self, intervals: Mapping[QueueTarget, float]) -> None:
         """Watch these queues, every so many seconds, and no others; new ones are read at once."""
         self._next = {target: self._next.get(target, 0.0) for target in intervals}
         self._readings = {target: self._readings.get(target, PENDING) for target in intervals}
         self._intervals = intervals
+        self._rated = frozenset(target.virtual_host for target in intervals if target.rates)
         for host, reader in self._readers.items():
             reader.keep([target for target in intervals if target.virtual_host == host])
         self._changed.set()
@@ -57,9 +60,12 @@ class BrokerSweeps:
     async def run(self) -> None:
         """Sweep for ever; cancelled, close what was opened."""
         try:
-            while True:
-                await self._sweep()
-                await self._wait()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._measure(), name=f"statistics {self._broker.name}")
+                while True:
+                    await self._sweep()
+                    self._swept.set()
+                    await self._wait()
         finally:
             for reader in self._readers.values():
                 await reader.close()
@@ -93,6 +99,14 @@ class BrokerSweeps:
 
         async with some:
             await self._readers[host].read(targets, publish)
+
+    async def _measure(self) -> None:
+        """After each sweep, read the statistics that are due, for ever."""
+        while True:
+            await self._swept.wait()
+            self._swept.clear()
+            for host, reader in tuple(self._readers.items()):
+                await reader.measure(host in self._rated)
 
     async def _close_unused(self) -> None:
         for host in self._readers.keys() - {target.virtual_host for target in self._next}:

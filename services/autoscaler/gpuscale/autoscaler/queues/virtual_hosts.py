@@ -8,16 +8,14 @@ and which queues match a pattern nobody knows.
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 
 from gpuscale.autoscaler.queues.brokers import Broker, RetryGate, VirtualHostError
-from gpuscale.autoscaler.queues.management import ManagementClient
+from gpuscale.autoscaler.queues.management import Counted, ManagementClient
 from gpuscale.autoscaler.queues.model import (
     QueueFailure,
     QueueReading,
     QueueState,
     QueueTarget,
-    Totals,
     combined,
     of_declared,
     of_totals,
@@ -47,6 +45,7 @@ class VirtualHostReader:
         self._gate = RetryGate()
         self._patterns: dict[str, NamePattern] = {}
         self._statistics = QueueStatistics(management, virtual_host, clock) if management else None
+        self._counted = False
         self._said: dict[str, str] = {}
 
     async def read(self, targets: Collection[QueueTarget], publish: Publish) -> None:
@@ -58,13 +57,17 @@ class VirtualHostReader:
 
         def tell(queue: str, result: QueueReading | QueueFailure) -> None:
             for target in plain[queue]:
-                publish(target, self._with_rates(target, queue, result))
+                if target.rates and isinstance(result, QueueReading):
+                    publish(target, self._rated(queue, result))
+                else:
+                    publish(target, result)
 
         patterns = [target for target in targets if target.pattern]
         observed_at = self._clock.now()
         try:
             totals = await self._totals()
         except VirtualHostError as error:
+            self._counted = False
             if self._management is not None:
                 self._say("management", error.failure)
             for target in patterns:
@@ -72,11 +75,15 @@ class VirtualHostReader:
             await self._declare(plain, tell, f"unacknowledged messages unknown: {error.failure.message}")
             return
         self._say("management", None)
+        self._counted = True
         for target in patterns:
             publish(target, self._matching(target, totals, observed_at))
         await self._publish_totals(plain, tell, totals, observed_at)
-        if self._statistics is not None:
-            self._say("statistics", await self._statistics.refresh())
+
+    async def measure(self, rates: bool) -> None:
+        """Read the broker's own statistics if it is time; beside `read`. `rates`: whether rates are wanted."""
+        if self._statistics is not None and self._counted:
+            self._say("statistics", await self._statistics.refresh(rates))
 
     def keep(self, targets: Collection[QueueTarget]) -> None:
         """Forget what it knows of any other target."""
@@ -88,34 +95,27 @@ class VirtualHostReader:
         await self._session.close()
 
     def _matching(
-        self, target: QueueTarget, totals: Mapping[str, Totals | None], observed_at: float
+        self, target: QueueTarget, totals: Mapping[str, Counted], observed_at: float
     ) -> QueueReading | QueueFailure:
         """All queues that match a pattern, as one."""
         if target.queue not in self._patterns:
             self._patterns[target.queue] = NamePattern(target.queue)
         readings: list[QueueReading] = []
         for queue in self._patterns[target.queue].of(totals):
-            found = totals[queue]
-            if found is None:
+            ready, unacked = totals[queue].messages_ready, totals[queue].messages_unacknowledged
+            if ready is None or unacked is None:
                 return QueueFailure(QueueState.ERROR, f"the broker does not count queue {queue!r} now")
-            reading = of_totals(found, observed_at, "consumers are not counted for a pattern")
-            readings.append(self._rated(target, queue, reading))
+            reading = of_totals(ready, unacked, observed_at, "consumers are not counted for a pattern")
+            readings.append(self._rated(queue, reading) if target.rates else reading)
         if not readings:
             return QueueFailure(QueueState.NOT_FOUND, f"no queue matches {target.queue!r}")
         return combined(readings)
 
-    def _with_rates(
-        self, target: QueueTarget, queue: str, result: QueueReading | QueueFailure
-    ) -> QueueReading | QueueFailure:
-        return result if isinstance(result, QueueFailure) else self._rated(target, queue, result)
+    def _rated(self, queue: str, reading: QueueReading) -> QueueReading:
+        """A reading with the rates of its queue, where they are known."""
+        return reading._replace(rates=self._statistics.rates(queue)) if self._statistics else reading
 
-    def _rated(self, target: QueueTarget, queue: str, reading: QueueReading) -> QueueReading:
-        """A reading with the rates of its queue, where they are wanted and known."""
-        if self._statistics is None or not target.rates:
-            return reading
-        return replace(reading, rates=self._statistics.rates(queue))
-
-    async def _totals(self) -> dict[str, Totals | None]:
+    async def _totals(self) -> dict[str, Counted]:
         """The counts of the management API.
 
         Raises:
@@ -138,18 +138,21 @@ class VirtualHostReader:
         self,
         queues: Iterable[str],
         publish: _Tell,
-        totals: Mapping[str, Totals | None],
+        totals: Mapping[str, Counted],
         observed_at: float,
     ) -> None:
         uncounted: list[str] = []
         for queue in queues:
-            if queue not in totals:
+            found = totals.get(queue)
+            if found is None:
                 publish(queue, QueueFailure(QueueState.NOT_FOUND, f"there is no queue {queue!r}"))
-            elif (found := totals[queue]) is None:
+            elif (ready := found.messages_ready) is None or (
+                unacked := found.messages_unacknowledged
+            ) is None:
                 uncounted.append(queue)
             else:
                 consumers = self._statistics.consumers(queue) if self._statistics else "consumers unknown"
-                publish(queue, of_totals(found, observed_at, consumers))
+                publish(queue, of_totals(ready, unacked, observed_at, consumers))
         await self._declare(
             uncounted, publish, "unacknowledged messages unknown: the broker does not count them now"
         )

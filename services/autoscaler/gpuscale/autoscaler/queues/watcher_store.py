@@ -8,6 +8,7 @@ from sqlalchemy import Connection, RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.autoscaler.queues.model import Watcher, WatchSpec
+from gpuscale.common.columns import Whole
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _SEPARATOR = "\n"  # the contract allows no control character in a text
@@ -24,7 +25,7 @@ class WatcherRow(SQLModel, table=True):
     """Names of queues, each on its line, or one pattern."""
     interval_seconds: float
     etag: str
-    create_time_us: int
+    create_time_us: int = Field(sa_type=Whole)
     request_id: str = Field(unique=True)
     request_fingerprint: str
     pattern: bool = False
@@ -40,16 +41,10 @@ class StoredWatcher:
     request_fingerprint: str
 
 
-def add_patterns_and_rates(connection: Connection) -> None:
-    """Migrate the table from version 1 of the schema, which knew single queues only."""
-    for column in ("pattern", "rates"):
-        connection.exec_driver_sql(f"ALTER TABLE watcherrow ADD COLUMN {column} BOOLEAN NOT NULL DEFAULT 0")
-
-
 def load(connection: Connection) -> Sequence[StoredWatcher]:
     """Every watcher, by id."""
-    rows = connection.execute(select(WatcherRow).order_by(col(WatcherRow.id))).mappings()
-    return [_from_row(row) for row in rows]
+    rows = connection.execute(select(WatcherRow)).mappings()
+    return sorted((_from_row(row) for row in rows), key=lambda one: one.watcher.id)
 
 
 def add(connection: Connection, stored: StoredWatcher) -> None:
