@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ SECONDS = 3600.0
 MOST_SERVICE = 600.0
 TAIL = 1.5
 """Pareto's alpha of heavy-tailed service times: its variance has no end."""
+
+SHORT, LONG, SHORT_SHARE = 1.5, 30.0, 0.8
+"""Median seconds of two kinds of requests, and how many are of the short one."""
 
 Rate = Callable[[float], float]
 Service = Callable[[random.Random], float]
@@ -42,6 +46,11 @@ def _lognormal(dice: random.Random) -> float:
 
 def _pareto(dice: random.Random) -> float:
     return min(MOST_SERVICE, MEAN * (TAIL - 1) / TAIL * dice.paretovariate(TAIL))
+
+
+def _two_kinds(dice: random.Random) -> float:
+    middle = SHORT if dice.random() < SHORT_SHARE else LONG
+    return dice.lognormvariate(math.log(middle), 0.4)
 
 
 def _diurnal(dice: random.Random) -> Rate:
@@ -90,6 +99,38 @@ def _modulated(dice: random.Random) -> Rate:
     return lambda t: next(level for begin, level in reversed(levels) if begin <= t)
 
 
+def _crowd(dice: random.Random) -> Rate:
+    """A jump to many times the rate, which halves every few minutes; a second one later."""
+    low, jumps = dice.uniform(0.3, 0.5), (dice.uniform(400, 900), dice.uniform(1900, 2500))
+    tops, half = [dice.uniform(1.8, 2.8) for _ in jumps], dice.uniform(180, 420)
+
+    def rate(t: float) -> float:
+        return low + max(
+            (top * 0.5 ** ((t - at) / half) for at, top in zip(jumps, tops, strict=True) if t >= at),
+            default=0.0,
+        )
+
+    return rate
+
+
+def _saw(dice: random.Random) -> Rate:
+    """Up evenly for minutes, and back at once."""
+    span, low, top = dice.uniform(400, 900), dice.uniform(0.2, 0.5), dice.uniform(1.8, 2.8)
+    return lambda t: low + (top - low) * (t % span) / span
+
+
+def _sources(dice: random.Random) -> Rate:
+    """Twelve sources that are on and off for heavy-tailed times, so that no time scale evens them out."""
+    switches: list[list[float]] = []
+    for _ in range(12):
+        at, times = -dice.uniform(0, 300), list[float]()
+        while at < SECONDS:
+            at += 40 * dice.paretovariate(1.4)
+            times.append(at)
+        switches.append(times)
+    return lambda t: 0.25 * sum(bisect_right(times, t) % 2 for times in switches)
+
+
 FAMILIES: dict[str, Family] = {
     "poisson": Family("a constant rate", _poisson, _lognormal),
     "diurnal": Family("a wave of 40 minutes", _diurnal, _lognormal),
@@ -99,6 +140,12 @@ FAMILIES: dict[str, Family] = {
     "on-off": Family("a rate, and nothing, in turn", _on_off, _lognormal),
     "modulated": Family("jumps between four levels", _modulated, _lognormal),
     "heavy-tailed": Family("a wave of requests whose times have no variance", _diurnal, _pareto),
+    "crowd": Family("two jumps that die away over minutes", _crowd, _lognormal),
+    "saw": Family("up evenly for minutes, and back at once", _saw, _lognormal),
+    "sources": Family("twelve sources, on and off for heavy-tailed times", _sources, _lognormal),
+    "two-kinds": Family(
+        "jumps between levels; most requests short, some twenty times as long", _modulated, _two_kinds
+    ),
 }
 
 

@@ -18,7 +18,7 @@ UNKNOWN = None
 class Row:
     """So many replicas, and what signals show (by id; the one of the spec where only a number is given): so many then.
 
-    `rests`: seconds since rules last changed the count. `limit`: what held it back, where that is to be told.
+    `silent`: so many replicas say nothing of a signal that they report. `rests`: seconds since rules last changed the count. `limit`: what held it back, where that is to be told.
     """
 
     before: int
@@ -28,6 +28,7 @@ class Row:
     rests: Mapping[str, float] = field(default_factory=dict)
     unknown: int = 0
     proven: bool | None = None
+    silent: int = 0
 
 
 async def differing(asked: Asking, spec: api.EndpointSpec, rows: Iterable[Row]) -> list[str]:
@@ -55,7 +56,7 @@ def _request(spec: api.EndpointSpec, row: Row) -> api.EvaluateRequest:
         before=row.before,
         unknown_replicas=row.unknown,
         signals=[
-            api.StatedSignal(signal=name, value=value, proven_empty=row.proven)
+            api.StatedSignal(signal=name, value=value, proven_empty=row.proven, silent_count=row.silent)
             for name, value in shows.items()
         ],
         past=api.StatedPast(rule_changes=rests),

@@ -162,7 +162,7 @@ def wrong_values(field: descriptor.FieldDescriptor) -> Iterator[tuple[str, Any]]
     rules = rules_of(field)
     if rules.required:
         yield "missing", None
-    if field.cpp_type == Field.CPPTYPE_STRING:
+    if field.type == Field.TYPE_STRING:
         yield from _wrong_texts(rules)
     elif field.cpp_type == Field.CPPTYPE_ENUM:
         yield "undefined value", 9999

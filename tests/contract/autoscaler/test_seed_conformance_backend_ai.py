@@ -50,6 +50,13 @@ def spec(*rules: api.Rule, low: int = 0, high: int = 10, **fields: Any) -> api.E
     return made
 
 
+def kernels(*rules: api.Rule) -> api.EndpointSpec:
+    """A spec whose metric is the mean of what kernels report."""
+    made = spec(*rules)
+    made.signals[0].replicas.metric = "gpu_util"
+    return made
+
+
 SAME = {
     "> is strict": (spec(rule("r", MORE, 10, 1)), [Row(2, 10, 2), Row(2, 10.001, 3), Row(2, 9, 2)]),
     ">= is not": (spec(rule("r", MORE_OR_EQUAL, 10, 1)), [Row(2, 10, 3), Row(2, 9.999, 2)]),
@@ -104,6 +111,14 @@ SAME = {
         [Row(2, 11, 3), Row(2, 21, 6)],
     ),
     "a metric that is missing changes nothing": (spec(rule("r", LESS, 10, -1)), [Row(2, UNKNOWN, 2)]),
+    "the mean is that of the kernels that report": (
+        kernels(rule("r", MORE, 10, 1)),
+        [Row(2, 11, 3), Row(2, 11, 3, silent=1), Row(2, 9, 2, silent=1)],
+    ),
+    "where no kernel reports nothing changes": (
+        kernels(rule("up", MORE, 10, 1), rule("down", LESS, 5, -1)),
+        [Row(2, UNKNOWN, 2, silent=2), Row(0, UNKNOWN, 0)],
+    ),
     "a rule that is off changes nothing": (spec(rule("r", MORE, 10, 1, disabled=True)), [Row(2, 11, 2)]),
 }
 BETTER = {
@@ -118,6 +133,10 @@ BETTER = {
     "a metric that is missing is never idle; the original took it for 0": (
         spec(rule("r", LESS, 10, -1)),
         [Row(2, UNKNOWN, 2, "SIGNAL_MISSING"), Row(2, -1, 2, "SIGNAL_INVALID")],
+    ),
+    "a kernel that is silent may be busy; the original scales in on what the others say": (
+        kernels(rule("r", LESS, 10, -1)),
+        [Row(3, 5, 2), Row(3, 5, 3, "SOURCES_SILENT", silent=1), Row(3, 5, 3, "SOURCES_SILENT", silent=2)],
     ),
     "no replica that may live is counted as gone": (
         spec(rule("r", LESS, 10, -1)),

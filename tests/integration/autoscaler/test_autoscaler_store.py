@@ -11,23 +11,35 @@ from sqlmodel import SQLModel
 from gpuscale.autoscaler import decision_store, endpoint_changes, replica_store, store
 from gpuscale.autoscaler.replicas import ReplicaState
 from gpuscale.common.errors import AbortedError
+from gpuscale.common.leadership import Candidate
+from gpuscale.common.postgres_store import Postgres
 from gpuscale.common.store import Store
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 from tests.support.autoscaler_values import NOW, WALL, endpoint, lease, replica, spec, up
 from tests.support.clock import ManualClock
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.postgresql import PostgresServer
 from tests.support.waiting import eventually
 
 S = ReplicaState
 
 
-@pytest.fixture
-async def state(tmp_path: Path) -> AsyncGenerator[Store]:
-    async with Store.open(
-        tmp_path / "a.db", SQLModel.metadata, name="autoscaler", version=store.VERSION
-    ) as one:
-        yield one
+@pytest.fixture(params=["sqlite", "postgresql"])
+async def state(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncGenerator[Store]:
+    """The store in a file, or in PostgreSQL, where this process leads."""
+    if request.param == "sqlite":
+        async with Store.open(
+            tmp_path / "a.db", SQLModel.metadata, name="autoscaler", version=store.VERSION
+        ) as one:
+            yield one
+        return
+    server: PostgresServer = request.getfixturevalue("postgresql")
+    url = server.database()
+    async with Candidate(url, "autoscaler", "here").term() as term:
+        backend = Postgres(url, "autoscaler", SQLModel.metadata, store.VERSION, {}, term)
+        async with Store.on(backend, name="autoscaler") as one:
+            yield one
 
 
 async def test_endpoints_and_rule_changes(state: Store) -> None:

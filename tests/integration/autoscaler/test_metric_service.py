@@ -206,3 +206,30 @@ async def test_an_agent_reports_only_for_replicas_that_it_runs(
         ("eve", replica): "ROLE_TOO_LOW",
     }
     assert answers == refused
+
+
+async def test_idle_replicas_are_stopped_before_busy_ones(
+    autoscaler: Autoscaler, adapter: FakeAdapter
+) -> None:
+    """The oldest is idle, and goes first; what was reported a minute ago says nothing, so its replica goes last."""
+    wanted = endpoint(low=0, high=8)
+    wanted.spec.busy_metric = "busy"
+    await autoscaler.create(wanted)
+    oldest_first: list[str] = []
+
+    async def started(count: int) -> None:
+        await autoscaler.set_replicas(count)
+        await eventually(lambda: len(adapter.alive) == count)
+        oldest_first.extend(set(adapter.alive) - set(oldest_first))
+
+    for count in range(1, 5):
+        await started(count)
+    first, second, third, fourth = oldest_first
+    for name, value in ((first, 0.0), (second, 2.0), (fourth, 1.0)):
+        await report(autoscaler, name, value)
+    await report(autoscaler, third, 0.0, age=60)
+    left = {first, second, third, fourth}
+    for gone in (first, fourth, second):
+        left.remove(gone)
+        await autoscaler.set_replicas(len(left))
+        await eventually(lambda: left == set(adapter.alive))

@@ -1,7 +1,9 @@
 """What is kept of an endpoint's evaluations: inputs to evaluate them again, lines in a file, and a workload to run again."""
 
 import json
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -118,6 +120,44 @@ async def test_a_backtest_runs_on_what_arrived_at_an_endpoint(
     with pytest.raises(grpc.aio.AioRpcError) as missing:
         await found()
     assert missing.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_history_outlives_the_program_and_goes_with_its_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes as many rows as a day has readings, however long it is kept; here a day has four."""
+    monkeypatch.setattr(history, "SPACING", 0.1)
+    monkeypatch.setattr(history, "KEPT", 4)
+    async with asking(tmp_path, FakeWatchers(SystemClock())) as asked:
+        await decided(asked)
+        await eventually(lambda: rows(tmp_path) == 4, timeout=60)
+        seen = newest(tmp_path)
+        await eventually(lambda: newest(tmp_path) > seen + 1.0, timeout=60)
+        assert rows(tmp_path) == 4
+    monkeypatch.setattr(history, "SPACING", 3600.0)  # now it is noted once at most, which is no history
+    async with asking(tmp_path, FakeWatchers(SystemClock())) as asked:
+        policy = api.BacktestPolicy(name="two", spec=api.EndpointSpec(min_replicas=2, max_replicas=2))
+        request = api.BacktestRequest(
+            policies=[policy], endpoint="endpoints/e", service_time=to_duration(2), goal=to_duration(60)
+        )
+        response = await asked.backtests.Backtest(request, timeout=60)
+        assert response.reports[0].request_count >= 52
+        await asked.autoscaler.delete()
+        await eventually(lambda: rows(tmp_path) == 0, timeout=60)
+
+
+def rows(folder: Path) -> int:
+    return int(told(folder, "SELECT count(*) FROM readingrow"))
+
+
+def newest(folder: Path) -> float:
+    return told(folder, "SELECT max(at) FROM readingrow")
+
+
+def told(folder: Path, query: str) -> float:
+    with closing(sqlite3.connect(folder / "autoscaler.db")) as connection:
+        [(value,)] = connection.execute(query)
+    return float(value)
 
 
 async def test_endpoints_with_workloads_of_their_own_share_gpus(asked: Asking) -> None:

@@ -99,6 +99,7 @@ rules = st.builds(
     max_replicas=st.none() | counts,
     direction=st.sampled_from(Direction),
     bound_mode=st.sampled_from(BoundMode),
+    busy_metric=st.just("") | ids,
 )
 limits = st.builds(RateLimit, lengths, some, st.none()) | st.builds(RateLimit, lengths, st.none(), numbers)
 paces = st.builds(

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import pairwise
 
 import pytest
 
-from gpuscale.autoscaler.backtest.history import KEPT, SPACING, History, NoWorkloadError, Reading, workload
+from gpuscale.autoscaler.backtest.history import LONGEST_GAP, SPACING, NoWorkloadError, Reading, workload
 from gpuscale.autoscaler.backtest.shared import Part, run_shared
 from gpuscale.autoscaler.backtest.simulate import StoppedError, run
 from gpuscale.autoscaler.backtest.trace import Request
@@ -94,10 +95,11 @@ def test_no_workload_is_made_up(readings: list[Reading], service: float | None) 
         workload(readings, service)
 
 
-def test_a_history_is_a_ring_of_a_day() -> None:
-    history = History()
-    for number in range(KEPT + 5):
-        history.note(Reading(SPACING * number, number, 0))
-        history.note(Reading(SPACING * number + 1, -1, 0))  # too soon after the last
-    kept = history.readings()
-    assert [one.ready for one in kept] == list(range(5, KEPT + 5))
+def test_a_time_without_readings_is_left_out() -> None:
+    """As after a restart: nobody knows what came, so it is neither nothing nor as much as before."""
+    before = [Reading(SPACING * n, 0, 2, 1.0, 1.0) for n in range(3)]
+    after = [Reading(LONGEST_GAP * 3 + SPACING * n, 0, 2, 1.0, 1.0) for n in range(3)]
+    found = workload([*before, *after])
+    assert len(found) == 2 + 60 + 60
+    gaps = [other.arrival - one.arrival for one, other in pairwise(found[2:])]
+    assert max(gaps) == pytest.approx(1.0), "time goes on where it stopped"

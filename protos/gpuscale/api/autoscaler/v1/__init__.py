@@ -9,6 +9,8 @@ from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ForgetAdapterRequest 
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ForgetAdapterResponse as ForgetAdapterResponse
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ListAdaptersRequest as ListAdaptersRequest
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ListAdaptersResponse as ListAdaptersResponse
+from gpuscale.api.autoscaler.v1.adapter_service_pb2 import LogPart as LogPart
+from gpuscale.api.autoscaler.v1.adapter_service_pb2 import LogQuestion as LogQuestion
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Register as Register
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ReplicaReport as ReplicaReport
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Report as Report
@@ -62,6 +64,8 @@ from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import ListEndpointsRequest
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import ListEndpointsResponse as ListEndpointsResponse
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import ListReplicasRequest as ListReplicasRequest
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import ListReplicasResponse as ListReplicasResponse
+from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import ReadReplicaLogRequest as ReadReplicaLogRequest
+from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import ReadReplicaLogResponse as ReadReplicaLogResponse
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import SetReplicasRequest as SetReplicasRequest
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import SetReplicasResponse as SetReplicasResponse
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import UpdateEndpointRequest as UpdateEndpointRequest
@@ -230,6 +234,8 @@ __all__ = [
     "ListReplicasResponse",
     "ListRulesRequest",
     "ListRulesResponse",
+    "LogPart",
+    "LogQuestion",
     "MetricServiceServicer",
     "MetricServiceStub",
     "MetricValue",
@@ -253,6 +259,8 @@ __all__ = [
     "QueueWatcherStatus",
     "RateLimit",
     "RatioRule",
+    "ReadReplicaLogRequest",
+    "ReadReplicaLogResponse",
     "Register",
     "RenderPresetRequest",
     "RenderPresetResponse",

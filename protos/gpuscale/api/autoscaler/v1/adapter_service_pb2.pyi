@@ -115,6 +115,7 @@ class AdapterCapabilities(_message.Message):
     PICKS_VICTIMS_FIELD_NUMBER: _builtins.int
     DRAINS_FIELD_NUMBER: _builtins.int
     PROBES_FIELD_NUMBER: _builtins.int
+    LOGS_FIELD_NUMBER: _builtins.int
     gives_gpus: _builtins.bool
     """Its engine gives out GPUs itself: replicas that ask for GPUs take no reservation, and may run without a node."""
     picks_victims: _builtins.bool
@@ -123,6 +124,8 @@ class AdapterCapabilities(_message.Message):
     """A replica is asked to finish its work, and has its drain timeout for that."""
     probes: _builtins.bool
     """READY means that a probe, or the engine's own, found the replica well, and not only that it lives."""
+    logs: _builtins.bool
+    """It answers LogQuestion."""
     def __init__(
         self,
         *,
@@ -130,10 +133,11 @@ class AdapterCapabilities(_message.Message):
         picks_victims: _builtins.bool = ...,
         drains: _builtins.bool = ...,
         probes: _builtins.bool = ...,
+        logs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drains", b"drains", "gives_gpus", b"gives_gpus", "picks_victims", b"picks_victims", "probes", b"probes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drains", b"drains", "gives_gpus", b"gives_gpus", "logs", b"logs", "picks_victims", b"picks_victims", "probes", b"probes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -147,6 +151,7 @@ class ConnectRequest(_message.Message):
 
     REGISTER_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    LOG_PART_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Register:
         """The first message."""
@@ -155,21 +160,60 @@ class ConnectRequest(_message.Message):
     def report(self) -> Global___Report:
         """What runs."""
 
+    @_builtins.property
+    def log_part(self) -> Global___LogPart:
+        """The answer to a LogQuestion."""
+
     def __init__(
         self,
         *,
         register: Global___Register | None = ...,
         report: Global___Report | None = ...,
+        log_part: Global___LogPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "register", b"register", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["log_part", b"log_part", "message", b"message", "register", b"register", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "register", b"register", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_part", b"log_part", "message", b"message", "register", b"register", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "report"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "report", "log_part"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ConnectRequest: _TypeAlias = ConnectRequest  # noqa: Y015
+
+@_typing.final
+class LogPart(_message.Message):
+    """A part of what a replica wrote."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTION_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    question: _builtins.int
+    """Number of the question."""
+    content: _builtins.bytes
+    """What it wrote from offset on, no longer than was asked for; empty where there is no more, or none."""
+    offset: _builtins.int
+    """Where the content begins in what is kept of it, in bytes."""
+    problem: _builtins.str
+    """Why nothing can be read; empty where it can."""
+    def __init__(
+        self,
+        *,
+        question: _builtins.int = ...,
+        content: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "offset", b"offset", "problem", b"problem", "question", b"question"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogPart: _TypeAlias = LogPart  # noqa: Y015
 
 @_typing.final
 class Register(_message.Message):
@@ -299,25 +343,69 @@ class ConnectResponse(_message.Message):
 
     REVISION_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    LOG_QUESTION_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Grows with every change of the desired state."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___DesiredReplica]:
         """Every replica of this adapter that the autoscaler knows."""
 
+    @_builtins.property
+    def log_question(self) -> Global___LogQuestion:
+        """Where it is set, this message asks for a log, and says nothing about what is desired. Only adapters whose capabilities
+        say so are asked.
+        """
+
     def __init__(
         self,
         *,
         revision: _builtins.int = ...,
         replicas: _abc.Iterable[Global___DesiredReplica] | None = ...,
+        log_question: Global___LogQuestion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["log_question", b"log_question"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_question", b"log_question", "replicas", b"replicas", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ConnectResponse: _TypeAlias = ConnectResponse  # noqa: Y015
+
+@_typing.final
+class LogQuestion(_message.Message):
+    """Asks for a part of what a replica wrote."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """To be repeated in the answer."""
+    replica: _builtins.str
+    """endpoints/{endpoint}/replicas/{replica}"""
+    offset: _builtins.int
+    """Where to begin; absent: so that the answer ends with the newest."""
+    max_bytes: _builtins.int
+    """Most bytes of the answer."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        replica: _builtins.str = ...,
+        offset: _builtins.int | None = ...,
+        max_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "offset", b"offset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "max_bytes", b"max_bytes", "number", b"number", "offset", b"offset", "replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__offset: _TypeAlias = _typing.Literal["offset"]  # noqa: Y015
+    _WhichOneofArgType__offset: _TypeAlias = _typing.Literal["_offset", b"_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__offset) -> _WhichOneofReturnType__offset | None: ...
+
+Global___LogQuestion: _TypeAlias = LogQuestion  # noqa: Y015
 
 @_typing.final
 class DesiredReplica(_message.Message):

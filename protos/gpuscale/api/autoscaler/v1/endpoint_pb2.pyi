@@ -196,6 +196,7 @@ class EndpointSpec(_message.Message):
     BOUND_MODE_FIELD_NUMBER: _builtins.int
     WARM_SPARES_FIELD_NUMBER: _builtins.int
     GPU_GATE_FIELD_NUMBER: _builtins.int
+    BUSY_METRIC_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """Fewest replicas, whatever the rules say."""
     max_replicas: _builtins.int
@@ -212,6 +213,11 @@ class EndpointSpec(_message.Message):
     """Replicas on top of those that the rules want, ready for what comes."""
     gpu_gate: Global___GpuGate.ValueType
     """What GPUs there are has to say about the count."""
+    busy_metric: _builtins.str
+    """A metric that replicas report, such as the requests that each has in hand. Of replicas that are ready those with the
+    least of it are stopped first; those that reported none in the last 15 s may be busy, and are stopped last. Where it is
+    left out the newest are stopped first.
+    """
     @_builtins.property
     def tick(self) -> _duration_pb2.Duration:
         """How often it is evaluated; 15 s when absent."""
@@ -253,10 +259,11 @@ class EndpointSpec(_message.Message):
         bound_mode: _rule_pb2.BoundMode.ValueType = ...,
         warm_spares: _builtins.int = ...,
         gpu_gate: Global___GpuGate.ValueType = ...,
+        busy_metric: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "template", b"template", "tick", b"tick", "up", b"up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_mode", b"bound_mode", "combine", b"combine", "down", b"down", "gpu_gate", b"gpu_gate", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "mode", b"mode", "paused", b"paused", "rules", b"rules", "signals", b"signals", "template", b"template", "tick", b"tick", "up", b"up", "warm_spares", b"warm_spares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_mode", b"bound_mode", "busy_metric", b"busy_metric", "combine", b"combine", "down", b"down", "gpu_gate", b"gpu_gate", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "mode", b"mode", "paused", b"paused", "rules", b"rules", "signals", b"signals", "template", b"template", "tick", b"tick", "up", b"up", "warm_spares", b"warm_spares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

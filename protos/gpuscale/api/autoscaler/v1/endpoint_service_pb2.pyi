@@ -394,3 +394,69 @@ class ListReplicasResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
+
+@_typing.final
+class ReadReplicaLogRequest(_message.Message):
+    """Asks for a part of what a replica wrote."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """endpoints/{endpoint}/replicas/{replica}"""
+    offset: _builtins.int
+    """Where to begin, such as next_offset of the part before; absent: so that it ends with the newest."""
+    max_bytes: _builtins.int
+    """Most bytes to return; 0 means 65,536."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        offset: _builtins.int | None = ...,
+        max_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "offset", b"offset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_offset", b"_offset", "max_bytes", b"max_bytes", "name", b"name", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__offset: _TypeAlias = _typing.Literal["offset"]  # noqa: Y015
+    _WhichOneofArgType__offset: _TypeAlias = _typing.Literal["_offset", b"_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__offset) -> _WhichOneofReturnType__offset | None: ...
+
+Global___ReadReplicaLogRequest: _TypeAlias = ReadReplicaLogRequest  # noqa: Y015
+
+@_typing.final
+class ReadReplicaLogResponse(_message.Message):
+    """A part of what a replica wrote."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    content: _builtins.bytes
+    """What it wrote, byte for byte; empty where there is no more yet."""
+    offset: _builtins.int
+    """Where the content begins. Another number than was asked for: what was there has been cut off meanwhile."""
+    next_offset: _builtins.int
+    """Where the next part begins."""
+    ended: _builtins.bool
+    """Whether the replica has ended, so that no more will come."""
+    def __init__(
+        self,
+        *,
+        content: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        next_offset: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "ended", b"ended", "next_offset", b"next_offset", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadReplicaLogResponse: _TypeAlias = ReadReplicaLogResponse  # noqa: Y015

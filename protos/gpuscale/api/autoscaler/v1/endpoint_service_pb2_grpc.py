@@ -70,6 +70,11 @@ class EndpointServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ListReplicasRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ListReplicasResponse.FromString,
                 _registered_method=True)
+        self.ReadReplicaLog = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.EndpointService/ReadReplicaLog',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogResponse.FromString,
+                _registered_method=True)
 
 
 class EndpointServiceServicer(object):
@@ -131,6 +136,16 @@ class EndpointServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadReplicaLog(self, request, context):
+        """Reads a part of what a replica wrote to its standard output and error, while its adapter keeps it. There may be secrets in
+        it. A replica that is not known: NOT_FOUND; one that never ran, an adapter that keeps no logs, or none of this replica:
+        FAILED_PRECONDITION; an adapter that is not connected or does not answer: UNAVAILABLE; too many calls at a time:
+        RESOURCE_EXHAUSTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EndpointServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -168,6 +183,11 @@ def add_EndpointServiceServicer_to_server(servicer, server):
                     servicer.ListReplicas,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ListReplicasRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ListReplicasResponse.SerializeToString,
+            ),
+            'ReadReplicaLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadReplicaLog,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -360,6 +380,33 @@ class EndpointService(object):
             '/gpuscale.api.autoscaler.v1.EndpointService/ListReplicas',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ListReplicasRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ListReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadReplicaLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.EndpointService/ReadReplicaLog',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogResponse.FromString,
             options,
             channel_credentials,
             insecure,

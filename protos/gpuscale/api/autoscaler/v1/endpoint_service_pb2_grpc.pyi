@@ -57,6 +57,12 @@ class EndpointServiceStub:
     """
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.ListReplicasRequest, _endpoint_service_pb2.ListReplicasResponse]
     """Lists replicas of one endpoint or of all, oldest first."""
+    ReadReplicaLog: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.ReadReplicaLogRequest, _endpoint_service_pb2.ReadReplicaLogResponse]
+    """Reads a part of what a replica wrote to its standard output and error, while its adapter keeps it. There may be secrets in
+    it. A replica that is not known: NOT_FOUND; one that never ran, an adapter that keeps no logs, or none of this replica:
+    FAILED_PRECONDITION; an adapter that is not connected or does not answer: UNAVAILABLE; too many calls at a time:
+    RESOURCE_EXHAUSTED.
+    """
 
 @_typing.type_check_only
 class EndpointServiceAsyncStub(EndpointServiceStub):
@@ -87,6 +93,12 @@ class EndpointServiceAsyncStub(EndpointServiceStub):
     """
     ListReplicas: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.ListReplicasRequest, _endpoint_service_pb2.ListReplicasResponse]  # type: ignore[assignment]
     """Lists replicas of one endpoint or of all, oldest first."""
+    ReadReplicaLog: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.ReadReplicaLogRequest, _endpoint_service_pb2.ReadReplicaLogResponse]  # type: ignore[assignment]
+    """Reads a part of what a replica wrote to its standard output and error, while its adapter keeps it. There may be secrets in
+    it. A replica that is not known: NOT_FOUND; one that never ran, an adapter that keeps no logs, or none of this replica:
+    FAILED_PRECONDITION; an adapter that is not connected or does not answer: UNAVAILABLE; too many calls at a time:
+    RESOURCE_EXHAUSTED.
+    """
 
 class EndpointServiceServicer(metaclass=_abc_1.ABCMeta):
     """Creates, changes and scales endpoints."""
@@ -156,5 +168,17 @@ class EndpointServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_endpoint_service_pb2.ListReplicasResponse, _abc.Awaitable[_endpoint_service_pb2.ListReplicasResponse]]:
         """Lists replicas of one endpoint or of all, oldest first."""
+
+    @_abc_1.abstractmethod
+    def ReadReplicaLog(
+        self,
+        request: _endpoint_service_pb2.ReadReplicaLogRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_endpoint_service_pb2.ReadReplicaLogResponse, _abc.Awaitable[_endpoint_service_pb2.ReadReplicaLogResponse]]:
+        """Reads a part of what a replica wrote to its standard output and error, while its adapter keeps it. There may be secrets in
+        it. A replica that is not known: NOT_FOUND; one that never ran, an adapter that keeps no logs, or none of this replica:
+        FAILED_PRECONDITION; an adapter that is not connected or does not answer: UNAVAILABLE; too many calls at a time:
+        RESOURCE_EXHAUSTED.
+        """
 
 def add_EndpointServiceServicer_to_server(servicer: EndpointServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -59,12 +59,13 @@ async def open_process_adapter(
             picks_victims=True,
             drains=True,
             probes=any(template.probe for template in templates.values()),
+            logs=True,
         ),
     )
     async with TaskScope() as tasks:
         supervisor = Supervisor(templates, workshop, tasks, max_replicas=settings.max_replicas)
         await supervisor.recover()
-        connection = AutoscalerConnection(autoscaler, register, supervisor, changed)
+        connection = AutoscalerConnection(autoscaler, register, supervisor, changed, workshop.logs.read)
         tasks.spawn("connection to the autoscaler", connection.run())
         tasks.spawn("bounds of the replicas' logs", supervisor.bound_logs())
         try:

@@ -1,7 +1,7 @@
 """The adapter's connection to the autoscaler: says what runs, hears what should, and comes back when it is lost."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from random import SystemRandom
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import grpc
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
+from gpuscale.autoscaler.asked_logs import LogPart
 from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
 from gpuscale.common import names, wire
 from gpuscale.common.backoff import Backoff
@@ -26,6 +27,8 @@ from gpuscale.common.logs import get_logger
 from gpuscale.common.status import rpc_errors
 
 REPORT_PERIOD = 5.0
+MAX_REASON = 1024
+"""Characters of a reason that the contract takes."""
 # Trying again soon would change nothing, and two adapters of one id would drive each other out without end.
 REFUSED_WAIT_SECONDS = (30.0, 60.0)
 
@@ -63,6 +66,10 @@ class Replicas(Protocol):
         """Every replica that was not forgotten, by name; None while nobody knows."""
 
 
+ReadLog = Callable[[str, int | None, int], LogPart]
+"""Reads a part of what a replica wrote: its name, where to begin (None: at most so much from the end), how much. Blocks."""
+
+
 class AutoscalerConnection:
     """One stream at a time, opened again whenever it ends.
 
@@ -71,6 +78,7 @@ class AutoscalerConnection:
         register: who connects.
         replicas: what runs, and what is told what should.
         changed: set whenever there is something new to report.
+        read_log: None where there are no logs to be had, which `register` is to say.
     """
 
     def __init__(
@@ -79,11 +87,14 @@ class AutoscalerConnection:
         register: api.Register,
         replicas: Replicas,
         changed: asyncio.Event,
+        read_log: ReadLog | None = None,
     ) -> None:
         self._stub = api.AdapterServiceStub(channel)
         self._register = register
         self._replicas = replicas
         self._changed = changed
+        self._read_log = read_log
+        self._log_parts: list[api.LogPart] = []
         self._revision = 0
         self._backoff = Backoff(initial=0.5, cap=10.0)
 
@@ -106,11 +117,12 @@ class AutoscalerConnection:
         """One stream, from its beginning to its end; returns why it ended."""
         # Nothing was heard on it yet. The autoscaler may be another process by now, that counts from the beginning.
         self._revision = 0
+        self._log_parts.clear()
         call = self._stub.Connect()
         try:
             async with asyncio.TaskGroup() as group:
                 writer = group.create_task(self._write(call), name="adapter report writer")
-                error = await self._read(call)
+                error = await self._read(call, group)
                 writer.cancel()
         finally:
             call.cancel()
@@ -122,6 +134,8 @@ class AutoscalerConnection:
             await call.write(api.ConnectRequest(register=self._register))
             while True:
                 self._changed.clear()
+                while self._log_parts:
+                    await call.write(api.ConnectRequest(log_part=self._log_parts.pop(0)))
                 if (report := self._report()) is not None:
                     await call.write(api.ConnectRequest(report=report))
                 await self._wait()
@@ -136,7 +150,7 @@ class AutoscalerConnection:
         except TimeoutError:
             return
 
-    async def _read(self, call: _Call) -> GpuscaleError:
+    async def _read(self, call: _Call, group: asyncio.TaskGroup) -> GpuscaleError:
         """Do what is told until the stream ends; returns why it did."""
         try:
             with rpc_errors():
@@ -145,9 +159,25 @@ class AutoscalerConnection:
                     answer = await call.read()
                     if not isinstance(answer, api.ConnectResponse):
                         return UnavailableError("the autoscaler ended the stream", reason="STREAM_ENDED")
-                    self._apply(answer)
+                    if answer.HasField("log_question"):
+                        group.create_task(self._answer(answer.log_question), name="read a log")
+                    else:
+                        self._apply(answer)
         except GpuscaleError as error:
             return error
+
+    async def _answer(self, question: api.LogQuestion) -> None:
+        """Read a part of a log, and have it sent."""
+        part = LogPart(problem="this adapter keeps none")
+        if self._read_log is not None:
+            offset = question.offset if question.HasField("offset") else None
+            part = await asyncio.to_thread(self._read_log, question.replica, offset, question.max_bytes)
+        self._log_parts.append(
+            api.LogPart(
+                question=question.number, content=part.content, offset=part.offset, problem=part.problem
+            )
+        )
+        self._changed.set()
 
     def _apply(self, answer: api.ConnectResponse) -> None:
         self._backoff.reset()
@@ -189,5 +219,12 @@ def _to_wire(name: str, report: ReplicaReport) -> api.ReplicaReport:
         state=_STATES[report.state],
         pid=report.pid,
         exit_code=report.exit_code,
-        reason=report.reason,
+        reason=one_line(report.reason),
     )
+
+
+def one_line(text: str) -> str:
+    """A text of an engine as the contract takes it: one text that it does not would have the whole report refused."""
+    words = " ".join(text.split())
+    printable = "".join(letter if letter.isprintable() else "?" for letter in words)
+    return printable if len(printable) <= MAX_REASON else f"{printable[: MAX_REASON - 1]}…"

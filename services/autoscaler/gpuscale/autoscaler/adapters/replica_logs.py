@@ -8,10 +8,15 @@ the copy and the cut is lost. Of replicas that have ended, the newest `KEPT` fil
 
 import os
 import shutil
+import stat
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
+from gpuscale.autoscaler.asked_logs import LogPart
+from gpuscale.common.names import REPLICA, match
+
 KEPT = 50
+_READS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class ReplicaLogs:
@@ -25,6 +30,32 @@ class ReplicaLogs:
         """Where endpoints/{endpoint}/replicas/{replica} writes to."""
         _, endpoint, _, own = replica.split("/")
         return self._directory / endpoint / f"{own}.log"
+
+    def read(self, replica: str, offset: int | None, most: int) -> LogPart:
+        """At most `most` bytes of what a replica wrote, from `offset` on, or the last ones; from the beginning where less is kept.
+
+        A replica may put whatever it likes in the place of its file: nothing but a file is read.
+        """
+        if match(REPLICA, replica) is None:
+            return LogPart(problem="it is no name of a replica")
+        try:
+            file = os.open(self.path(replica), _READS)
+        except FileNotFoundError:
+            return LogPart(problem="it is not kept, or it wrote nothing yet")
+        except OSError as error:
+            return LogPart(problem=str(error.strerror))
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                return LogPart(problem="it is no file")
+            begin = max(0, status.st_size - most) if offset is None else offset
+            if begin > status.st_size:  # it was cut meanwhile
+                begin = 0
+            return LogPart(os.pread(file, most, begin), begin)
+        except OSError as error:
+            return LogPart(problem=str(error.strerror))
+        finally:
+            os.close(file)
 
     def bound(self, running: AbstractSet[str]) -> None:
         """Cut what is too large, and remove what is too old, except of the replicas that run.

@@ -104,7 +104,9 @@ class AdapterSettings(UpstreamSettings, ProgramSettings):
 
     section: ClassVar[str] = "adapter"
 
-    autoscaler_address: str = Field("127.0.0.1:7074", description="address of the autoscaler, HOST:PORT")
+    autoscaler_address: str = Field(
+        "127.0.0.1:7074", description="address of the autoscaler, HOST:PORT; or several"
+    )
     adapter: str = Field("", description="id of this adapter; that of its node when empty")
     node: str = Field(to_id(socket.gethostname()), description="id of the node whose GPUs its replicas use")
     data_dir: Path = Field(description="directory of what it started, and of the logs; one adapter each")
