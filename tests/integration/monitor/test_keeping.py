@@ -2,13 +2,19 @@
 
 import sqlite3
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
+from itertools import pairwise
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.monitor.health.events import Events
+from gpuscale.monitor.health.model import Event, HealthCheck
+from gpuscale.monitor.health.xids import xid_finding
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
+from gpuscale.monitor.history.packing import CHUNK
 from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.keeping.keeper import Keeper, open_keeper
 from gpuscale.monitor.keeping.store import DATABASE, FleetStore
@@ -23,8 +29,15 @@ HOUR, DAY = 3600.0, 86_400.0
 class Fleet:
     """What one run of a fleet knows."""
 
-    def __init__(self, keeper: Keeper | None, clock: ManualClock, history: History, recordings: Recordings):
-        self.history, self.recordings, self.clock = history, recordings, clock
+    def __init__(
+        self,
+        keeper: Keeper | None,
+        clock: ManualClock,
+        history: History,
+        recordings: Recordings,
+        events: Events,
+    ):
+        self.history, self.recordings, self.clock, self.events = history, recordings, clock, events
         self._keeper = keeper
 
     @property
@@ -54,10 +67,10 @@ class _EndError(Exception):
 async def run(
     directory: Path, clock: ManualClock, *, crash: bool = False, tiers: tuple[Tier, ...] = DEFAULT_TIERS
 ) -> AsyncGenerator[Fleet, None]:
-    history, recordings = History(tiers, 1 << 30), Recordings()
+    history, recordings, events = History(tiers, 1 << 30), Recordings(), Events("65000000")
     with suppress(_EndError):
-        async with open_keeper(directory, history, recordings, clock) as keeper:
-            yield Fleet(keeper, clock, history, recordings)
+        async with open_keeper(directory, history, recordings, events, clock) as keeper:
+            yield Fleet(keeper, clock, history, recordings, events)
             if crash:
                 raise _EndError
 
@@ -101,6 +114,30 @@ async def test_a_crash_loses_what_came_after_the_last_write_and_no_more(
     async with run(tmp_path, clock) as fleet:
         assert 60 - 3 <= fleet.samples() <= 60
         assert fleet.recordings.get("r1", clock.now()).sample_count == 60
+
+
+@pytest.mark.parametrize("crash", [False, True])
+async def test_steps_of_ten_seconds_outlive_the_fleet_within_their_bound(
+    tmp_path: Path, clock: ManualClock, crash: bool
+) -> None:
+    tiers = (Tier(1.0, 600.0), Tier(10.0, HOUR), Tier(60.0, DAY))
+    begin = clock.now()
+    for _ in range(3):
+        async with run(tmp_path, clock, crash=crash, tiers=tiers) as fleet:
+            for _ in range(40):
+                fleet.pass_time(50)
+                await fleet.keeper.save()
+    async with run(tmp_path, clock, tiers=tiers) as fleet:
+        series = fleet.history.get("gpu-1")
+        assert series is not None
+        points = [point.start for point in series.points(0, 1, begin, clock.now())]
+        assert points == sorted(set(points)), "nothing is told twice"
+        assert all(start % 60 == 0 for start in points if start < clock.now() - 1.2 * HOUR)
+        steps = [later - earlier for earlier, later in pairwise(points) if later > clock.now() - 0.9 * HOUR]
+        assert steps.count(10.0) > 0.9 * HOUR / 10 - 20, "all but a minute at each end of a run"
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        [(rows,)] = connection.execute("SELECT count(*) FROM finerchunk")
+    assert rows <= HOUR / (10 * CHUNK) + 2
 
 
 async def test_many_ends_in_a_row_lose_little_and_count_nothing_twice(
@@ -214,3 +251,59 @@ async def test_a_disk_that_fails_ends_nothing_and_is_tried_again(
     async with run(tmp_path, clock) as fleet:
         assert fleet.samples() >= 117
         assert fleet.recordings.get("r1", clock.now()).sample_count == 120
+
+
+def fault(fleet: Fleet, xid: int) -> Event:
+    return fleet.events.begin(HealthCheck.XID, "alpha", "GPU-1", xid_finding(xid), fleet.clock.now(), xid)
+
+
+async def test_health_events_outlive_the_fleet(tmp_path: Path, clock: ManualClock) -> None:
+    """Those that are over as they were, and those that last go on where they are found again."""
+    async with run(tmp_path, clock, crash=True) as fleet:
+        over, lasts = fault(fleet, 13), fault(fleet, 79)
+        fleet.events.resolve(over, clock.now())
+        await fleet.keeper.save()
+        fleet.events.clear([lasts])
+        await fleet.keeper.save()
+    clock.advance(100.0)
+    async with run(tmp_path, clock) as fleet:
+        assert [(one.id, one.resolved_at, one.cleared) for one in fleet.events.newest_first()] == [
+            (lasts.id, None, True),
+            (over.id, clock.now() - 100.0, False),
+        ]
+        assert fault(fleet, 79).id == lasts.id, "no second one"
+        assert fault(fleet, 48).id > lasts.id
+
+
+async def test_events_that_are_not_kept_any_more_leave_the_disk(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that went while a write failed."""
+    full = UnavailableError("the disk is full", reason="DISK_FULL")
+    for times in range(3):
+        async with run(tmp_path, clock) as fleet:
+            fleet.events._most_resolved = 5
+            for _ in range(20):
+                fleet.events.resolve(fault(fleet, 13), clock.now())
+            with monkeypatch.context() as patch:
+                patch.setattr(FleetStore, "save", AsyncMock(side_effect=full))
+                await fleet.keeper.try_to_save()
+            kept = {one.id for one in fleet.events.newest_first()}
+            assert len(kept) == 5, times
+            await fleet.keeper.save()
+        with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+            assert {key for (key,) in connection.execute("SELECT id FROM healthevent")} == kept
+
+
+async def test_a_file_of_the_first_version_is_taken_over(tmp_path: Path, clock: ManualClock) -> None:
+    """It kept no health events."""
+    async with run(tmp_path, clock) as fleet:
+        fleet.recordings.start(order(), clock.now())
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
+        connection.execute("DROP TABLE healthevent")
+        connection.execute("PRAGMA user_version=1")
+    async with run(tmp_path, clock) as fleet:
+        assert fleet.recordings.get("r1", clock.now()).state is RecordingState.RUNNING
+        fault(fleet, 79)
+    async with run(tmp_path, clock) as fleet:
+        assert len(fleet.events) == 1

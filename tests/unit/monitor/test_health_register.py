@@ -8,6 +8,7 @@ from gpuscale.monitor.health.checks import PATIENCE, results
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.model import Action, Event, Finding, GpuFacts, HealthCheck, HealthSeverity
 from gpuscale.monitor.health.register import GONE_SECONDS, HealthRegister
+from gpuscale.monitor.health.saved import from_text, to_text
 from gpuscale.monitor.health.trends import MOST_REPLAYS_PER_MINUTE, REPLAY_WINDOW_SECONDS
 from gpuscale.monitor.health.xids import XIDS, xid_finding
 
@@ -271,3 +272,58 @@ def test_every_number_of_the_table_makes_sense() -> None:
         assert not known.fatal or known.action not in {Action.NONE, Action.RESTART_WORKLOAD, Action.DRAIN}
     unknown = xid_finding(9999)
     assert (unknown.fatal, unknown.severity) == (False, HealthSeverity.WARNING)
+
+
+def after_a_restart(before: Site) -> Site:
+    """The fleet is another process, that has what the one before had kept; agents come back at once."""
+    after = Site()
+    after.now = before.now + 10.0
+    events = Events("65000001")
+    events.restore([from_text(to_text(one, 0.0), 0.0) for one in before.all])
+    after.register = HealthRegister(events)
+    return after
+
+
+@pytest.fixture
+def first_run() -> Site:
+    site = Site()
+    site.register = HealthRegister(Events("65000000"))
+    return site
+
+
+def test_what_lasts_goes_on_after_a_restart(first_run: Site) -> None:
+    first_run.see(replace(OK, remap_failed=True), 5)
+    first_run.fault(79)
+    [fault, remap] = first_run.lasting
+    after = after_a_restart(first_run)
+    after.see(replace(OK, remap_failed=True), 5)
+    after.register.report("alpha", "GPU-1", 79, first_run.now)  # its agent tells of it again
+    assert [one.id for one in after.lasting] == [fault.id, remap.id]
+    assert after.lasting[1].started_at == remap.started_at
+    assert "79" in after.quarantine
+    after.register.events.settle(after.now)
+    assert len(after.lasting) == 2
+
+
+def test_what_is_not_found_again_after_a_restart_is_over(first_run: Site) -> None:
+    first_run.see(replace(OK, remap_failed=True), 5)
+    after = after_a_restart(first_run)
+    after.see(OK, 5)
+    assert len(after.lasting) == 1
+    after.register.events.settle(after.now)
+    assert not after.lasting
+
+
+def test_a_quarantine_that_was_lifted_stays_lifted_after_a_restart(first_run: Site) -> None:
+    """The agent tells of the fault again, since it does not know; a new fault counts."""
+    first_run.see(replace(OK, remap_failed=True), 5)
+    first_run.fault(79)
+    first_run.register.clear("alpha", "GPU-1", first_run.now)
+    after = after_a_restart(first_run)
+    after.see(replace(OK, remap_failed=True), 5)
+    after.register.report("alpha", "GPU-1", 79, first_run.now + 0.5)
+    assert after.quarantine == ""
+    assert len(after.all) == 2
+    after.see(OK, 5)
+    after.fault(79)
+    assert "79" in after.quarantine

@@ -77,6 +77,38 @@ def test_the_finer_tiers_answer_for_the_run_before_by_the_coarsest() -> None:
     assert sum(point.samples for point in found) == 541
 
 
+@pytest.mark.parametrize("seconds", [30, 61, 605, 660, 3_000])
+def test_the_tier_before_the_coarsest_comes_back_too(seconds: int) -> None:
+    """But for the last minute, which is one bucket; and it goes on, in every tier, as if nothing had been."""
+    source = random.Random(seconds)
+    whole, before = Series(WIDTH, TIERS), Series(WIDTH, TIERS)
+    for second in range(seconds):
+        one = sample(source)
+        whole.add(float(second), one)
+        before.add(float(second), one)
+    again = Series(WIDTH, TIERS)
+    again.restore(stored(before, 0))
+    finer = Rows.empty()
+    for _, body in chunks(before.finer(-(2**31)), WIDTH, 6):
+        finer.extend(unpack(body, WIDTH, 6))
+    again.restore_finer(finer)
+    cut = stored(before, 0).numbers[-1] * 60.0
+    oldest = max(0.0, seconds - TIERS[1].retention + 60)
+    assert again.points(0, 1, oldest, cut) == whole.points(0, 1, oldest, cut)
+    assert again.points(0, 0, cut - 60.0, cut) == whole.points(0, 1, cut - 60.0, cut)
+    for second in range(seconds, seconds + 400):
+        one = sample(source)
+        whole.add(float(second), one)
+        again.add(float(second), one)
+    for tier in range(3):
+        found = [point.start for point in again.points(0, tier, 0.0, 1e9)]
+        assert found == sorted(set(found)), "nothing is told twice"
+    late = cut + 120.0
+    assert again.points(0, 1, late, 1e9) == whole.points(0, 1, late, 1e9)
+    assert again.points(0, 1, oldest + 400, cut) == whole.points(0, 1, oldest + 400, cut)
+    assert again.points(0, 2, 0.0, cut) == whole.points(0, 2, 0.0, cut)
+
+
 def test_numbers_before_this_boot_are_below_zero_and_in_order() -> None:
     before, again = Series(WIDTH, TIERS), Series(WIDTH, TIERS)
     for second in range(0, 1200, 5):

@@ -31,6 +31,7 @@ class Observing:
     Attributes:
         history: what nodes and GPUs did.
         recordings: what was asked to be recorded.
+        events: what is, or was, wrong.
     """
 
     def __init__(self, nodes: Nodes, clock: Clock, tiers: Sequence[Tier], history_bytes: int) -> None:
@@ -39,6 +40,7 @@ class Observing:
         self.history = History(tiers, history_bytes)
         self.recordings = Recordings()
         self._health = HealthWatch(clock, nodes)
+        self.events = self._health.register.events
         samples = SampleObserver(self.history, self.recordings)
         nodes.observers = (*nodes.observers, samples.observe, self._health.observe)
         nodes.fault_observers = (*nodes.fault_observers, self._health.hear)

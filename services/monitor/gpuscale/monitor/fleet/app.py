@@ -55,7 +55,9 @@ async def _keep(settings: FleetSettings, observing: Observing, clock: Clock) -> 
     if settings.data_dir is None:
         yield forget
         return
-    async with open_keeper(settings.data_dir, observing.history, observing.recordings, clock) as keeper:
+    async with open_keeper(
+        settings.data_dir, observing.history, observing.recordings, observing.events, clock
+    ) as keeper:
         yield keeper.save_recording
 
 

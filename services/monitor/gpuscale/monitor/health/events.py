@@ -1,4 +1,8 @@
-"""The events that are kept: all that last, and the newest of those that are over. Pure."""
+"""The events that are kept: all that last, and the newest of those that are over. Pure.
+
+Events of a run before may be restored. One that lasted goes on where it is found again; where it is not within
+`FIND_AGAIN_SECONDS`, it is over.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -6,6 +10,13 @@ from collections.abc import Iterable, Iterator
 from gpuscale.monitor.health.model import Event, Finding, HealthCheck
 
 MOST_RESOLVED = 1_000
+FIND_AGAIN_SECONDS = 300.0
+"""Agents come back within seconds; what a run before had found is found again by then, or it is over."""
+SAME_MOMENT_SECONDS = 5.0
+"""A fault whose moment is no later than so much after one that is over is that one, told again."""
+
+
+_Key = tuple[HealthCheck, str, str, int | None]
 
 
 class Events:
@@ -13,6 +24,7 @@ class Events:
 
     Attributes:
         changed: ids of the events that began, happened again or were resolved since somebody last emptied it.
+        unsaved: the same for who keeps events on disk, with the ids of those that are not kept any more.
     """
 
     def __init__(self, run: str, most_resolved: int = MOST_RESOLVED) -> None:
@@ -23,6 +35,32 @@ class Events:
         self._all: dict[str, Event] = {}
         self._resolved: deque[str] = deque()
         self.changed: set[str] = set()
+        self.unsaved: set[str] = set()
+        self._left: dict[_Key, Event] = {}
+        self._over: dict[_Key, float] = {}
+
+    def restore(self, before: Iterable[Event]) -> None:
+        """Begin with the events of runs before; to be called first."""
+        for event in sorted(before, key=lambda event: event.id):
+            self._all[event.id] = event
+            self._run = max(self._run, f"{int(event.id.partition('-')[0], 16) + 1:08x}")
+            if event.resolved_at is None:
+                self._left[_key(event)] = event
+            else:
+                self._over[_key(event)] = event.last_at
+                self._resolved.append(event.id)
+        self._drop_oldest()
+
+    def was_over(self, node: str, uuid: str, xid: int, at: float) -> bool:
+        """Whether a fault of this moment was over in a run before: its agent tells of it again."""
+        last = self._over.get((HealthCheck.XID, node, uuid.lower(), xid))
+        return last is not None and at <= last + SAME_MOMENT_SECONDS
+
+    def settle(self, now: float) -> None:
+        """What a run before had found, and nobody finds again, is over. To be called after `FIND_AGAIN_SECONDS`."""
+        for event in self._left.values():
+            self.resolve(event, now)
+        self._left.clear()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -38,11 +76,16 @@ class Events:
     def begin(
         self, check: HealthCheck, node: str, uuid: str, finding: Finding, at: float, xid: int | None = None
     ) -> Event:
-        """A new event that lasts."""
+        """A new event that lasts; or the one of a run before that goes on."""
+        before = self._left.pop((check, node, uuid.lower(), xid), None)
+        if before is not None:
+            before.finding, before.last_at = finding, max(before.last_at, at)
+            self._note(before)
+            return before
         self._numbered += 1
         event = Event(f"{self._run}-{self._numbered:08x}", check, node, uuid, finding, at, at, xid)
         self._all[event.id] = event
-        self.changed.add(event.id)
+        self._note(event)
         return event
 
     def again(self, event: Event, at: float, finding: Finding) -> None:
@@ -51,23 +94,37 @@ class Events:
         event.last_at, event.finding = at, finding
         if event.resolved_at is not None:
             event.resolved_at = at
-        self.changed.add(event.id)
+        self._note(event)
 
     def restate(self, event: Event, finding: Finding) -> None:
         """An event that lasts is to be told in another way."""
         event.finding = finding
-        self.changed.add(event.id)
+        self._note(event)
 
     def resolve(self, event: Event, at: float) -> None:
         """An event is over; the oldest of those that are over goes where too many are kept."""
         event.resolved_at = at
-        self.changed.add(event.id)
+        self._note(event)
         self._resolved.append(event.id)
-        while len(self._resolved) > self._most_resolved:
-            self._all.pop(self._resolved.popleft(), None)
+        self._drop_oldest()
 
     def clear(self, events: Iterable[Event]) -> None:
         """An admin says that these no longer keep work away."""
         for event in events:
             event.cleared = True
-            self.changed.add(event.id)
+            self._note(event)
+
+    def _note(self, event: Event) -> None:
+        self.changed.add(event.id)
+        self.unsaved.add(event.id)
+
+    def _drop_oldest(self) -> None:
+        while len(self._resolved) > self._most_resolved:
+            key = self._resolved.popleft()
+            self._all.pop(key, None)
+            self.unsaved.add(key)
+
+
+def _key(event: Event) -> _Key:
+    """What is the same of an event in two runs."""
+    return event.check, event.node, event.uuid.lower(), event.xid

@@ -44,6 +44,8 @@ class Faults:
         """The driver reported a fault at `at`."""
         finding = xid_finding(xid)
         fault = self._all.get(xid)
+        if fault is None and self._events.was_over(self._node, self._uuid, xid, at):
+            return
         if fault is not None and (fault.event.resolved_at is None or not finding.fatal):
             fault.away, fault.good_since, fault.event.cleared = False, None, False
             self._events.again(fault.event, at, finding)

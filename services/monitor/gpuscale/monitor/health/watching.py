@@ -8,7 +8,7 @@ from gpuscale.common.logs import get_logger
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.watch import Watchers
-from gpuscale.monitor.health.events import Events
+from gpuscale.monitor.health.events import FIND_AGAIN_SECONDS, Events
 from gpuscale.monitor.health.facts import WATCHED_FIELDS, facts_of, looks_well
 from gpuscale.monitor.health.model import Event, GpuFacts, HealthSeverity
 from gpuscale.monitor.health.register import HealthRegister
@@ -38,6 +38,7 @@ class HealthWatch:
         self._turns: dict[str, float] = {}  # when every GPU of a node is to be looked at again
         self.register = HealthRegister(Events(f"{int(clock.wall().timestamp()):08x}"))
         self.watchers = Watchers()
+        self._began = clock.now()
 
     def observe(self, node: str, picture: Picture, now: float, change: Change | None) -> None:
         """Take in a snapshot. `change`: what changed; None for a whole snapshot."""
@@ -89,6 +90,8 @@ class HealthWatch:
         for node, silent in silence.items():
             self.register.stale(node, stale=silent, now=now)
         self.register.tick(now)
+        if now - self._began > FIND_AGAIN_SECONDS:
+            self.register.events.settle(now)
         self._tell()
 
     def _tell(self) -> None:

@@ -76,6 +76,12 @@ class History:
         self._used += size
         return True
 
+    def restore_finer(self, key: str, rows: Rows) -> None:
+        """Add buckets of the tier before the coarsest to a series that was restored."""
+        found = self._series.get(key)
+        if found is not None:
+            found[0].restore_finer(rows)
+
     def _add(self, key: str, at: float, sample: Sample, metrics: Sequence[Metric]) -> None:
         found = self._series.get(key)
         if found is None:

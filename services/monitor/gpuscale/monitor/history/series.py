@@ -24,6 +24,8 @@ _ARRAY_SLACK = 1.125
 _MOST_WAITING = 16
 """So many samples wait before they are put into the rings."""
 
+_ALL = -(2**31)
+"""Number of a bucket that none is before."""
 _NOTHING = Stats(ABSENT, ABSENT, ABSENT, 0)
 
 
@@ -97,10 +99,7 @@ class Series:
         self._settle()
         found: list[Point] = []
         if tier < len(self._rings) - 1 and start < self._restored_until:
-            found = self._rings[-1].points(
-                metric, self._tiers[-1].step, start, min(end, self._restored_until)
-            )
-            start = self._restored_until
+            found, start = self._before(metric, tier, start, end)
         for index in range(tier, -1, -1):
             ring, step = self._rings[index], self._tiers[index].step
             found += ring.points(metric, step, start, end)
@@ -112,6 +111,32 @@ class Series:
                 values = bucket.mins[metric], bucket.means[metric], bucket.maxs[metric]
                 found.append(Point(self.newest(), *values, bucket.counts[metric]))
         return found
+
+    def _before(self, metric: int, tier: int, start: float, end: float) -> tuple[list[Point], float]:
+        """What a run before had, by the finest tier that was restored and is not finer; and where the tier itself begins."""
+        ring, step = self._rings[-2], self._tiers[-2].step
+        begin = self._restored_until if ring.first is None else min(self._restored_until, ring.first * step)
+        found = self._rings[-1].points(metric, self._tiers[-1].step, start, min(end, begin))
+        if tier == len(self._rings) - 2:
+            return found, max(start, begin)
+        found += ring.points(metric, step, max(start, begin), min(end, self._restored_until))
+        return found, self._restored_until
+
+    def finer(self, first: int) -> Rows:
+        """Buckets of the tier before the coarsest from a number on."""
+        self._settle()
+        return self._rings[-2].rows(first)
+
+    def restore_finer(self, rows: Rows) -> None:
+        """Add, after `restore` and before the first sample, buckets of the tier before the coarsest.
+
+        Those of the last bucket of the coarsest tier are left out: they are in the one that may go on.
+        """
+        kept = self._rings[-2].rows(_ALL)
+        older = rows.part(0, bisect_left(rows.numbers, kept.numbers[0]), self._width)
+        older.extend(kept)
+        self._rings[-2] = Ring(self._width, self._tiers[-2].capacity)
+        self._rings[-2].restore(older)
 
     def coarsest(self, first: int) -> Rows:
         """Buckets of the coarsest tier from a number on, and what the tier before has for the next one."""

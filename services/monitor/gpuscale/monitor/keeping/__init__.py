@@ -1,1 +1,1 @@
-"""What the fleet has on disk: recordings, and the coarsest tier of history."""
+"""What the fleet has on disk: recordings, health events, and the two coarsest tiers of history."""

@@ -1,7 +1,7 @@
-"""Carries recordings and history over the end of the fleet's process.
+"""Carries recordings, health events and history over the end of the fleet's process.
 
-The coarsest tier of history, and what running recordings have come to, are written every `SAVE_SECONDS`; a recording also
-when it begins, ends or is deleted, before the answer. What a crash loses is what was read since the last write, and of
+The two coarsest tiers of history, health events that changed, and what running recordings have come to, are written every
+`SAVE_SECONDS`; a recording also when it begins, ends or is deleted, before the answer. What a crash loses is what was read since the last write, and of
 history up to a step of the tier before the coarsest: less than a minute in all.
 """
 
@@ -15,10 +15,13 @@ from gpuscale.common.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.logs import get_logger
+from gpuscale.monitor.health.events import Events
+from gpuscale.monitor.health.saved import from_text as event_from_text
+from gpuscale.monitor.health.saved import to_text as event_to_text
 from gpuscale.monitor.history.history import History, metrics_of
 from gpuscale.monitor.history.packing import CHUNK, chunks, unpack
 from gpuscale.monitor.history.ring import Rows
-from gpuscale.monitor.history.series import Series
+from gpuscale.monitor.history.series import Series, Tier
 from gpuscale.monitor.keeping.store import DATABASE, Chunk, FleetStore, Saving
 from gpuscale.monitor.keeping.timeline import STEP_SECONDS, Timeline, continued
 from gpuscale.monitor.recording.model import Recording, RecordingState
@@ -39,13 +42,17 @@ _log = get_logger(__name__)
 class Keeper:
     """Writes what is to be kept, and brings it back at the start; `restore` comes first."""
 
-    def __init__(self, store: FleetStore, history: History, recordings: Recordings, clock: Clock) -> None:
+    def __init__(
+        self, store: FleetStore, history: History, recordings: Recordings, events: Events, clock: Clock
+    ) -> None:
         self._store = store
         self._history = history
         self._recordings = recordings
+        self._events = events
         self._clock = clock
         self._timeline = Timeline("", 0.0)
         self._saved: dict[str, _Newest] = {}
+        self._saved_finer: dict[str, int] = {}
         self._failing = False
 
     async def restore(self) -> None:
@@ -62,9 +69,14 @@ class Keeper:
         try:
             for text in await self._store.recordings():
                 self._recordings.restore(from_text(text, self._timeline.offset))
-            async for key, rows in self._series():
+            offset = self._timeline.offset
+            self._events.restore([event_from_text(text, offset) for text in await self._store.events()])
+            async for key, rows in self._series(self._history.tiers[-1]):
                 if self._history.restore(key, rows):
                     self._saved[key] = _newest(rows, len(metrics_of(key)))
+            async for key, rows in self._series(self._history.tiers[-2], finer=True):
+                self._history.restore_finer(key, rows)
+                self._saved_finer[key] = rows.numbers[-1]
         except ValueError as error:
             raise FailedPreconditionError(
                 f"{DATABASE} cannot be read ({error}); it was left as it is", reason="STATE_UNREADABLE"
@@ -84,7 +96,9 @@ class Keeper:
         except (UnavailableError, FailedPreconditionError) as error:
             if not self._failing:
                 _log.error(
-                    "recordings and history cannot be saved", reason=error.reason, message=error.message
+                    "recordings, health events and history cannot be saved",
+                    reason=error.reason,
+                    message=error.message,
                 )
             self._failing = True
 
@@ -97,33 +111,46 @@ class Keeper:
         """
         recordings = self._recordings.all(self._clock.now())
         running = [one for one in recordings if one.state is RecordingState.RUNNING]
-        found: list[Chunk] = []
-        newest: dict[str, _Newest] = {}
+        found, finer = list[Chunk](), list[Chunk]()
+        newest, newest_finer = dict[str, _Newest](), dict[str, int]()
         series = self._history.all()
         while part := list(islice(series, SERIES_AT_ONCE)):
             for key, one in part:
                 self._collect(key, one, found, newest)
+                self._collect_finer(key, one, finer, newest_finer)
             await asyncio.sleep(0)
-        await self._write(running, found)
+        await self._write(running, found, finer)
         self._saved |= newest
+        self._saved_finer |= newest_finer
 
     async def save_recording(self, key: str) -> None:
         """Write one recording, or that it is gone. Raises as `save` does."""
         recordings = self._recordings.all(self._clock.now())
         await self._write([one for one in recordings if one.order.id == key], ())
 
-    async def _write(self, recordings: Sequence[Recording], found: Sequence[Chunk]) -> None:
+    async def _write(
+        self, recordings: Sequence[Recording], found: Sequence[Chunk], finer: Sequence[Chunk] = ()
+    ) -> None:
         timeline, now = self._timeline, self._timeline.stored(self._clock.now())
-        oldest = now - self._history.tiers[-1].retention
+        changed, self._events.unsaved = self._events.unsaved, set()
+        events = {key: self._events.get(key) for key in changed}
+        finest, coarsest = self._history.tiers[-2:]
         saving = Saving(
             timeline=timeline,
             newest=now,
             recordings={one.order.id: to_text(one, timeline.offset) for one in recordings},
             chunks=found,
+            finer=finer,
             kept=[one.order.id for one in self._recordings.all(self._clock.now())],
-            oldest_chunk=int(oldest // (STEP_SECONDS * CHUNK)),
+            oldest_chunk=int((now - coarsest.retention) // (coarsest.step * CHUNK)),
+            oldest_finer=int((now - finest.retention) // (finest.step * CHUNK)),
+            events={key: event_to_text(one, timeline.offset) if one else "" for key, one in events.items()},
         )
-        await self._store.save(saving)
+        try:
+            await self._store.save(saving)
+        except (UnavailableError, FailedPreconditionError):
+            self._events.unsaved |= changed
+            raise
 
     def _collect(self, key: str, series: Series, found: list[Chunk], newest: dict[str, _Newest]) -> None:
         """Add the chunks of a series that changed since it was saved last."""
@@ -135,19 +162,29 @@ class Keeper:
             newest[key] = _newest(rows, width)
             found += [(key, number, body) for number, body in chunks(rows, width, shift)]
 
-    async def _series(self) -> AsyncGenerator[tuple[str, Rows], None]:
+    def _collect_finer(self, key: str, series: Series, found: list[Chunk], newest: dict[str, int]) -> None:
+        """The same of the tier before the coarsest, whose buckets never change once they are over."""
+        shift = round(self._timeline.offset / self._history.tiers[-2].step)
+        last = self._saved_finer.get(key)
+        first = _BEGIN if last is None else (last + shift) // CHUNK * CHUNK - shift
+        rows = series.finer(first)
+        if rows.numbers and rows.numbers[-1] != last:
+            newest[key] = rows.numbers[-1]
+            found += [(key, number, body) for number, body in chunks(rows, len(metrics_of(key)), shift)]
+
+    async def _series(self, tier: Tier, *, finer: bool = False) -> AsyncGenerator[tuple[str, Rows], None]:
         """What is stored of each series and is not too old; nothing from after now."""
-        shift = round(self._timeline.offset / STEP_SECONDS)
-        now, oldest = self._clock.now(), self._clock.now() - self._history.tiers[-1].retention
+        shift = round(self._timeline.offset / tier.step)
+        now, oldest = self._clock.now(), self._clock.now() - tier.retention
         key, rows = "", Rows.empty()
-        async for part in self._store.chunks():
+        async for part in self._store.chunks(finer=finer):
             for name, _, body in part:
                 if name != key and rows.numbers:
                     yield key, rows
                 if name != key:
                     key, rows = name, Rows.empty()
                 found = unpack(body, len(metrics_of(name)), shift)
-                if found.numbers and oldest <= found.numbers[-1] * STEP_SECONDS <= now:
+                if found.numbers and oldest <= found.numbers[-1] * tier.step <= now:
                     rows.extend(found)
         if rows.numbers:
             yield key, rows
@@ -159,7 +196,7 @@ def _newest(rows: Rows, width: int) -> _Newest:
 
 @asynccontextmanager
 async def open_keeper(
-    directory: Path, history: History, recordings: Recordings, clock: Clock
+    directory: Path, history: History, recordings: Recordings, events: Events, clock: Clock
 ) -> AsyncGenerator[Keeper, None]:
     """Bring back what a directory has of a run before, and keep it up to date until the block ends.
 
@@ -170,7 +207,7 @@ async def open_keeper(
         UnavailableError: it cannot be used now.
     """
     async with FleetStore.open(directory) as store:
-        keeper = Keeper(store, history, recordings, clock)
+        keeper = Keeper(store, history, recordings, events, clock)
         await keeper.restore()
         async with TaskScope() as tasks:
             tasks.spawn("fleet save", keeper.run())

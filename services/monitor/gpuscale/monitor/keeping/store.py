@@ -1,4 +1,4 @@
-"""The fleet's file: recordings as text, and history in chunks of the coarsest tier.
+"""The fleet's file: recordings and health events as text, and history in chunks of the two coarsest tiers.
 
 Times and numbers of buckets are those of `gpuscale.monitor.keeping.timeline`. What is written stands in place of what was
 there, so a write may be repeated.
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from sqlalchemy import Connection, delete, insert, select, tuple_
+from sqlalchemy import Connection, bindparam, delete, insert, select, tuple_
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
 from gpuscale.common.store import Store
 from gpuscale.monitor.keeping.timeline import Timeline
 
-VERSION = 1
+VERSION = 2
 DATABASE = "fleet.db"
 _CHUNKS_PER_READ = 2_000
 
@@ -36,8 +36,23 @@ class Recording(_Table, table=True):
     body: str
 
 
+class HealthEvent(_Table, table=True):
+    """A health event; `body` is that of `gpuscale.monitor.health.saved`."""
+
+    id: str = Field(primary_key=True)
+    body: str
+
+
 class HistoryChunk(_Table, table=True):
     """Rows of one series; `body` is that of `gpuscale.monitor.history.packing`."""
+
+    key: str = Field(primary_key=True)
+    number: int = Field(primary_key=True, index=True)
+    body: bytes
+
+
+class FinerChunk(_Table, table=True):
+    """The same of the tier before the coarsest."""
 
     key: str = Field(primary_key=True)
     number: int = Field(primary_key=True, index=True)
@@ -53,7 +68,10 @@ class Boot(_Table, table=True):
     newest_seconds: float
 
 
-_RECORDING, _CHUNK, _BOOT = (_Table.metadata.tables[name] for name in ("recording", "historychunk", "boot"))
+_RECORDING, _CHUNK, _FINER, _BOOT, _EVENT = (
+    _Table.metadata.tables[name]
+    for name in ("recording", "historychunk", "finerchunk", "boot", "healthevent")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +81,23 @@ class Saving:
     Attributes:
         newest: the stored time of now.
         recordings: their bodies by id.
-        chunks: those that changed.
+        chunks: those that changed, of the coarsest tier.
+        finer: and of the one before.
         kept: ids of all recordings that there are: others are deleted.
         oldest_chunk: chunks with a number below it are deleted.
+        oldest_finer: the same of the tier before.
+        events: bodies of the health events that changed, by id; empty of those that are not kept any more.
     """
 
     timeline: Timeline
     newest: float
     recordings: Mapping[str, str]
     chunks: Sequence[Chunk]
+    finer: Sequence[Chunk]
     kept: Sequence[str]
     oldest_chunk: int
+    oldest_finer: int
+    events: Mapping[str, str]
 
 
 class FleetStore:
@@ -92,7 +116,9 @@ class FleetStore:
             UnavailableError: it cannot be used now.
         """
         path = directory / DATABASE
-        async with Store.open(path, _Table.metadata, name="fleet", version=VERSION) as store:
+        async with Store.open(
+            path, _Table.metadata, name="fleet", version=VERSION, migrations={1: _only_new_tables}
+        ) as store:
             yield cls(store)
 
     async def boot(self) -> tuple[Timeline | None, float]:
@@ -114,14 +140,22 @@ class FleetStore:
 
         return await self._store.read(work)
 
-    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
-        """All history by series and time, a part at a time."""
-        after = ("", 0)
+    async def events(self) -> list[str]:
+        """Every health event."""
+
+        def work(connection: Connection) -> list[str]:
+            return list(connection.scalars(select(_EVENT.c.body)))
+
+        return await self._store.read(work)
+
+    async def chunks(self, *, finer: bool = False) -> AsyncGenerator[list[Chunk], None]:
+        """All history of the coarsest tier, or of the one before, by series and time, a part at a time."""
+        table, after = _FINER if finer else _CHUNK, ("", 0)
         while True:
 
             def work(connection: Connection, after: tuple[str, int] = after) -> list[Chunk]:
-                place = tuple_(_CHUNK.c.key, _CHUNK.c.number)
-                rows = select(_CHUNK).where(place > after).order_by(_CHUNK.c.key, _CHUNK.c.number)
+                place = tuple_(table.c.key, table.c.number)
+                rows = select(table).where(place > after).order_by(table.c.key, table.c.number)
                 found = connection.execute(rows.limit(_CHUNKS_PER_READ))
                 return [(row.key, row.number, row.body) for row in found]
 
@@ -140,15 +174,31 @@ class FleetStore:
             "newest_seconds": saving.newest,
         }
         recordings = [{"id": key, "body": body} for key, body in saving.recordings.items()]
-        chunks = [{"key": key, "number": number, "body": body} for key, number, body in saving.chunks]
+        events = [{"id": key, "body": body} for key, body in saving.events.items() if body]
+        gone = [{"gone": key} for key, body in saving.events.items() if not body]
+        chunks, finer = (
+            [{"key": key, "number": number, "body": body} for key, number, body in found]
+            for found in (saving.chunks, saving.finer)
+        )
 
         def work(connection: Connection) -> None:
             connection.execute(insert(_BOOT).prefix_with("OR REPLACE"), boot)
             if recordings:
                 connection.execute(insert(_RECORDING).prefix_with("OR REPLACE"), recordings)
+            if events:
+                connection.execute(insert(_EVENT).prefix_with("OR REPLACE"), events)
+            if gone:
+                connection.execute(delete(_EVENT).where(_EVENT.c.id == bindparam("gone")), gone)
             if chunks:
                 connection.execute(insert(_CHUNK).prefix_with("OR REPLACE"), chunks)
+            if finer:
+                connection.execute(insert(_FINER).prefix_with("OR REPLACE"), finer)
             connection.execute(delete(_RECORDING).where(_RECORDING.c.id.not_in(saving.kept)))
             connection.execute(delete(_CHUNK).where(_CHUNK.c.number < saving.oldest_chunk))
+            connection.execute(delete(_FINER).where(_FINER.c.number < saving.oldest_finer))
 
         await self._store.write(work)
+
+
+def _only_new_tables(_connection: Connection) -> None:
+    """From version 1, which kept no health events and one tier of history: the store makes tables that are missing."""
