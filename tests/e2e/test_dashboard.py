@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,45 +14,18 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import connect
 from gpuscale.common.wire import to_duration
 from tests.support.browser import chromium, page_of
-from tests.support.ports import free_port
+from tests.support.dashboard import dashboard, tile
 from tests.support.tokens import token, write_tokens
-from tests.support.up import Up, ctl_environment
+from tests.support.up import Up
 from tests.support.waiting import eventually_sync
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser
 
-PICTURES = os.environ.get("GPUSCALE_PICTURES", "")
-"""Where a picture of each page is kept; nowhere when empty."""
 CONFIG = """
 [templates.sleep]
 command = ["/bin/sleep", "1000"]
 """
-
-
-@contextmanager
-def dashboard(gateway: str, *arguments: str) -> Iterator[str]:
-    """Run it; yields its URL. It ends within 10 s of SIGTERM, with exit code 0."""
-    address = f"127.0.0.1:{free_port()}"
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "gpuscale.dashboard.main"),
-            *("--gateway-address", gateway, "--listen", address, *arguments),
-        ],
-        env=ctl_environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        assert "serving" in process.stderr.readline()
-        yield f"http://{address}"
-        process.send_signal(signal.SIGTERM)
-        _, noise = process.communicate(timeout=10)
-        assert (process.returncode, noise) == (0, "")
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +60,9 @@ def site(up: Up) -> Iterator[str]:
         yield url
 
 
-def keep_picture(page: Page, name: str) -> None:
-    if PICTURES:
-        page.wait_for_timeout(1500)  # a picture of a few points says more than one of none
-        page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=True)
-
-
-def tile(page: Page, word: str) -> str:
-    """The figure above a word."""
-    return page.locator(".gs-tile", has_text=word).locator(".gs-number").first.inner_text()
-
-
 PAGES = {
     "fleet": ("/", "nodes online"),
+    "over-time": ("/time", "a row is a GPU"),
     "reservations": ("/reservations", "GPUs reserved and idle"),
     "endpoints": ("/endpoints", "chat"),
     "endpoint": ("/endpoints/chat", "Decisions"),
@@ -121,7 +79,6 @@ def test_every_page_loads_without_complaint_and_fits_a_phone(browser: Browser, s
         page.goto(site + path)
         page.get_by_text(text).first.wait_for()
         print(f"\n{name}: {time.monotonic() - started:.2f} s")
-        keep_picture(page, name)
         page.set_viewport_size({"width": 390, "height": 800})
         eventually_sync(lambda: page.evaluate("document.scrollingElement.scrollWidth") <= 390, timeout=10)
 
@@ -143,7 +100,6 @@ def test_a_gpu_has_charts_of_what_it_read(browser: Browser, site: str) -> None:
         page.locator("a[href^='/gpus/']").first.click()
         page.get_by_text("a point each").wait_for()
         assert page.locator("canvas").count() == 4
-        keep_picture(page, "gpu")
 
 
 def test_the_filter_finds_by_holder(browser: Browser, site: str) -> None:

@@ -8,7 +8,7 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static, TabbedContent
 
 from gpuscale.client import connect
-from gpuscale.dashboard.terminal import Top, sort_key
+from gpuscale.dashboard.terminal import Top
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
 
@@ -104,7 +104,3 @@ async def test_ascii_is_ascii() -> None:
             assert all(cell.isascii() for row in cells(top, "gpus") for cell in row)
             await pilot.press("3")
             await eventually(lambda: top.query_one("#tabs", TabbedContent).active == "endpoints", timeout=30)
-
-
-def test_numbers_are_sorted_by_value() -> None:
-    assert sorted(["10 %", "9 %", "-", "vm/0"], key=sort_key) == ["9 %", "10 %", "-", "vm/0"]

@@ -6,9 +6,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.api.types import v1 as types_api
 from gpuscale.dashboard import charts
-from gpuscale.dashboard.facts import GpuFacts
+from gpuscale.dashboard.tally import Count
 
 NOW = datetime(2024, 1, 1, 0, 1, tzinfo=UTC)
 
@@ -17,49 +16,21 @@ def at(second: int) -> Timestamp:
     return Timestamp(seconds=int(NOW.timestamp()) - 60 + second)
 
 
-def gpu(node: str, index: int, utilization: float | None) -> GpuFacts:
-    reading = types_api.GpuReading(utilization_percent=utilization)
-    return GpuFacts(
-        f"{node}/{index}", node, f"GPU-{node}-{index}", index, "H100", "OK", simulated=False, reading=reading
-    )
-
-
 def series_of(options: charts.Options) -> list[dict[str, object]]:
     found = options["series"]
     assert isinstance(found, list)
     return found
 
 
-def values_of(options: charts.Options) -> list[object]:
-    data = series_of(options)[0]["data"]
-    assert isinstance(data, list)
-    return [cell["value"] for cell in data]
-
-
-def test_the_map_has_a_row_for_each_node_and_an_empty_cell_for_what_was_not_read() -> None:
-    options = charts.map_of(
-        [gpu("a", 0, 12.34), gpu("a", 1, None), gpu("b", 0, 100.0)], lambda one: one.utilization, "%", 100.0
-    )
-    assert values_of(options) == [[0, 0, 12.3], [1, 0, "-"], [0, 1, 100.0]]
-    assert options["yAxis"] == {"type": "category", "data": ["a", "b"], "inverse": True}
-
-
-def test_a_node_with_many_gpus_takes_several_rows() -> None:
-    many = [gpu("a", index, 1.0) for index in range(charts.LONGEST_ROW + 2)]
-    options = charts.map_of([*many, gpu("b", 0, 1.0)], lambda one: one.utilization, "%", 100.0)
-    assert values_of(options)[-3:] == [[0, 1, 1.0], [1, 1, 1.0], [0, 2, 1.0]]
-    assert options["yAxis"] == {"type": "category", "data": ["a", "a +1", "b"], "inverse": True}
-
-
 def test_a_band_stands_on_its_smallest_value() -> None:
     point = monitor_api.HistoryPoint(start_time=at(0), min=10, max=30, mean=15, sample_count=4)
     low, spread, mean = series_of(charts.band(monitor_api.HistorySeries(points=[point]), "power", "W"))
     begin = charts.millis(at(0))
-    assert (low["data"], spread["data"], mean["data"]) == ([[begin, 10]], [[begin, 20]], [[begin, 15]])
+    assert (low["data"], spread["data"], mean["data"]) == (((begin, 10),), ((begin, 20),), ((begin, 15),))
 
 
 def test_a_chart_without_points_is_empty() -> None:
-    assert [one["data"] for one in series_of(charts.band(None, "power", "W"))] == [[], [], []]
+    assert [one["data"] for one in series_of(charts.band(None, "power", "W"))] == [(), (), ()]
 
 
 def decision(second: int, before: int, wanted: int, **fields: object) -> autoscaler_api.Decision:
@@ -75,8 +46,8 @@ def test_replicas_go_on_until_now_and_changes_are_marked_with_their_reason() -> 
     decisions = [decision(30, 1, 4, summary="depth is 40"), decision(0, 1, 1)]
     wanted, granted = series_of(charts.scaling(endpoint, decisions, NOW))
     end = NOW.timestamp() * 1000
-    assert wanted["data"] == [[charts.millis(at(0)), 1], [charts.millis(at(30)), 4], [end, 4]]
-    assert granted["data"] == [[charts.millis(at(0)), 1], [charts.millis(at(30)), 1], [end, 1]]
+    assert wanted["data"] == ((charts.millis(at(0)), 1), (charts.millis(at(30)), 4), (end, 4))
+    assert granted["data"] == ((charts.millis(at(0)), 1), (charts.millis(at(30)), 1), (end, 1))
     marks = wanted["markPoint"]
     assert isinstance(marks, dict)
     assert marks["data"] == [{"coord": [charts.millis(at(30)), 4], "name": "depth is 40", "value": 3}]
@@ -88,4 +59,34 @@ def test_a_signal_that_was_missing_leaves_a_gap() -> None:
     missing.observations.add(signal="depth")
     [line] = series_of(charts.signals([missing, seen]))
     times = [charts.millis(at(second)) for second in (0, 2, 10, 12)]
-    assert line["data"] == [list(pair) for pair in zip(times, [7, 7, None, None], strict=True)]
+    assert line["data"] == tuple(zip(times, [7, 7, None, None], strict=True))
+
+
+def test_the_largest_number_of_replicas_is_drawn_where_it_is_near() -> None:
+    for most, shown in ((9, ["min", "max"]), (1000, ["min"])):
+        endpoint = autoscaler_api.Endpoint(spec=autoscaler_api.EndpointSpec(max_replicas=most))
+        wanted, _ = series_of(charts.scaling(endpoint, [decision(0, 1, 4)], NOW))
+        lines = wanted["markLine"]
+        assert isinstance(lines, dict)
+        assert [one["name"] for one in lines["data"]] == shown
+
+
+def points(*seconds: int) -> monitor_api.HistorySeries:
+    found = [monitor_api.HistoryPoint(start_time=at(second), mean=7, sample_count=1) for second in seconds]
+    return monitor_api.HistorySeries(points=found)
+
+
+def test_a_line_is_broken_where_points_are_missing() -> None:
+    [line] = series_of(charts.lines([("a/0", points(0, 1, 2, 30, 31))], "power", "W"))
+    assert line["name"] == "a/0"
+    drawn = line["data"]
+    assert isinstance(drawn, tuple)
+    assert [value for _, value in drawn] == [7, 7, 7, None, 7, 7]
+
+
+def test_what_is_reserved_and_what_is_used_are_two_lines_below_what_is_there() -> None:
+    counts = [Count(1.0, 8, 6, 2.25, 1), Count(11.0, 8, 4, 4, 0)]
+    there, reserved, used = series_of(charts.reserved_and_used(counts))
+    assert there["data"] == ((1000, 8), (11000, 8))
+    assert reserved["data"] == ((1000, 6), (11000, 4))
+    assert used["data"] == ((1000, 2.25), (11000, 4))

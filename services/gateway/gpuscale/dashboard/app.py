@@ -20,6 +20,7 @@ from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.frame import Site
 from gpuscale.dashboard.settings import DashboardSettings
 from gpuscale.dashboard.signing_in import Visitors
+from gpuscale.dashboard.tally import Tally
 from gpuscale.dashboard.web import WebServer, application
 
 STOP_SECONDS = 2
@@ -48,11 +49,12 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
         visitors = Visitors(lambda shown: connect(token=shown), SystemClock(), secure=server_tls is not None)
     context = _context_factory(server_tls)
     with _bind(address) as bound:
-        facts = Facts()
-        async with connect(token=token) as client, Feed(client, facts).running(), TaskScope() as scope:
-            site = Site(facts, client, settings.gateway_address, visitors.hands if visitors else _nobody)
+        facts, tally = Facts(), Tally()
+        async with connect(token=token) as client, Feed(client, facts, tally).running(), TaskScope() as scope:
+            hands = visitors.hands if visitors else _nobody
+            site = Site(facts, tally, client, settings.gateway_address, hands)
             config = uvicorn.Config(
-                application(site, visitors),
+                application(site, visitors, compress=not address.loopback),
                 log_config=None,
                 log_level="warning",
                 access_log=False,

@@ -1,6 +1,7 @@
 """Fills the facts: watches what can be watched, asks each second for the rest. Without an answer it goes on trying."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -12,9 +13,10 @@ from gpuscale.common.backoff import Backoff
 from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.wire import to_duration
 from gpuscale.dashboard.facts import Facts
+from gpuscale.dashboard.tally import PERIOD, Tally, count
 
-INTERVAL = 0.5
-"""Least seconds between two updates of the nodes."""
+INTERVAL = 1.0
+"""Least seconds between two updates of the nodes: agents read once a second, but not all at the same moment."""
 ASK_INTERVAL = 1.0
 """Seconds between two questions for what is not watched."""
 _PAGE = 1000
@@ -26,11 +28,14 @@ class Feed:
     Args:
         client: of the gateway.
         facts: what is written.
+        tally: what is counted from them, where somebody wants that.
     """
 
-    def __init__(self, client: AsyncClient, facts: Facts) -> None:
+    def __init__(self, client: AsyncClient, facts: Facts, tally: Tally | None = None) -> None:
         self._client = client
         self._facts = facts
+        self._tally = tally
+        self._answered: set[str] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -44,7 +49,18 @@ class Feed:
                 ("recordings", self._ask_recordings),
             ):
                 scope.spawn(source, self._again(source, work))
+            if self._tally is not None:
+                scope.spawn("tally", self._count(self._tally))
             yield
+
+    async def _count(self, tally: Tally) -> None:
+        """Count what is reserved and used, while what is known of it is fresh."""
+        needed = {"nodes", "reservations"}
+        while True:
+            fresh = needed <= self._answered and not needed & self._facts.problems.keys()
+            if fresh:
+                tally.add(count(self._facts.gpus(), time.time()))
+            await asyncio.sleep(PERIOD if fresh else ASK_INTERVAL)
 
     async def _again(self, source: str, work: Callable[[], Awaitable[None]]) -> None:
         """Do it again and again, whatever the services answer."""
@@ -56,6 +72,7 @@ class Feed:
                 self._facts.lost(source, error.message)
                 await asyncio.sleep(backoff.next())
             else:
+                self._answered.add(source)
                 self._facts.heard(source)
                 backoff.reset()
                 await asyncio.sleep(ASK_INTERVAL)
@@ -69,6 +86,7 @@ class Feed:
             nodes.update((node.name, node) for node in update.nodes)
             if first is not None and update.full:
                 self._facts.nodes, first = first, None
+                self._answered.add("nodes")
             for name in update.removed:
                 nodes.pop(name, None)
             self._facts.heard("nodes")

@@ -1,56 +1,88 @@
-"""What all pages share: the head with its links and the state of the connection, tables, and looking again."""
+"""What all pages share: the head with its links and the state of the connection, charts, figures, and looking again."""
 
-from collections.abc import Awaitable, Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from nicegui import ui
-from nicegui.events import GenericEventArguments
 
 from gpuscale.client import AsyncClient
 from gpuscale.dashboard.acting import Hands
 from gpuscale.dashboard.charts import Options
-from gpuscale.dashboard.facts import Facts
-from gpuscale.dashboard.rows import Columns, Row
+from gpuscale.dashboard.facts import Facts, GpuFacts
+from gpuscale.dashboard.rows import Row, gpu_row
+from gpuscale.dashboard.tally import Tally
 
-LOOK = 0.5
+T = TypeVar("T")
+
+LOOK = 0.25
 """Seconds between two looks of a page at what changed."""
+DRAW = 0.9
+"""Least seconds between two drawings of a page: what changes more often is drawn once."""
 LINKS = (
     ("Fleet", "/"),
+    ("Over time", "/time"),
     ("Reservations", "/reservations"),
     ("Endpoints", "/endpoints"),
     ("Recordings", "/recordings"),
     ("Health", "/health"),
 )
-ACT = "act"
-"""The column of buttons."""
 _STYLE = """
 .gs-page { width: 100%; max-width: 1500px; margin: 0 auto; padding: 12px; gap: 12px; }
 .gs-tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; width: 100%; }
 .gs-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 12px; width: 100%; }
 .gs-tile { padding: 10px 14px; border: 1px solid rgba(128,128,128,.25); border-radius: 8px; }
-.gs-tile .gs-number { font-size: 1.6rem; font-weight: 600; line-height: 1.2; font-variant-numeric: tabular-nums; }
+.gs-tile .gs-number { font-size: 1.4rem; font-weight: 600; line-height: 1.2; font-variant-numeric: tabular-nums; }
 .gs-quiet { opacity: .7; font-size: .8rem; }
 .gs-panel { width: 100%; padding: 10px 14px; border: 1px solid rgba(128,128,128,.25); border-radius: 8px; overflow-x: auto; }
 .q-table td { font-variant-numeric: tabular-nums; }
 """
 
 
-@dataclass(frozen=True)
+class Shared(Generic[T]):
+    """What many pages draw from, made once for each version of the facts, for all who look."""
+
+    def __init__(self, facts: Facts, make: Callable[[], T]) -> None:
+        self._facts = facts
+        self._make = make
+        self._made: tuple[int, T] | None = None
+
+    def __call__(self) -> T:
+        """As of now."""
+        if self._made is None or self._made[0] != self._facts.version:
+            self._made = (self._facts.version, self._make())
+        return self._made[1]
+
+
 class Site:
     """What every page works with.
 
     Attributes:
         facts: what is known.
+        tally: how much was reserved and used.
         client: for what is asked only while a page shows it.
         address: of the gateway.
         hands: acts for whoever opens the page; None where nobody signed in.
+        gpus: every GPU.
+        gpu_rows: what a table shows of each.
     """
 
-    facts: Facts
-    client: AsyncClient
-    address: str
-    hands: Callable[[], Hands | None]
+    def __init__(
+        self,
+        facts: Facts,
+        tally: Tally,
+        client: AsyncClient,
+        address: str,
+        hands: Callable[[], Hands | None],
+    ) -> None:
+        self.facts = facts
+        self.tally = tally
+        self.client = client
+        self.address = address
+        self.hands = hands
+        self.gpus: Shared[Sequence[GpuFacts]] = Shared(facts, facts.gpus)
+        self.gpu_rows: Shared[Sequence[Row]] = Shared(facts, lambda: [gpu_row(gpu) for gpu in self.gpus()])
 
 
 @contextmanager
@@ -82,16 +114,17 @@ def page(site: Site, title: str) -> Generator[None]:
 
 
 def live(facts: Facts, draw: Callable[[], None]) -> None:
-    """Draw now, and again whenever something changed."""
-    drawn = -1
+    """Draw now, and again whenever something changed, but not more often than each DRAW seconds."""
+    drawn, at = facts.version, time.monotonic()
+    draw()
 
     def look() -> None:
-        nonlocal drawn
-        if drawn != facts.version:
-            drawn = facts.version
+        nonlocal drawn, at
+        now = time.monotonic()
+        if drawn != facts.version and now - at >= DRAW:
+            drawn, at = facts.version, now
             draw()
 
-    look()
     ui.timer(LOOK, look)
 
 
@@ -99,14 +132,19 @@ class Chart:
     """A chart of ECharts, in a panel."""
 
     def __init__(self, options: Options, *, mark: str = "") -> None:
-        self._element = ui.echart(dict(options)).classes("gs-panel").mark(mark)
+        self.element = ui.echart(dict(options)).classes("gs-panel").mark(mark)
+        self._shown = options
+        self._height = 0
 
-    def show(self, options: Options, *, height: int | None = None) -> None:
-        """Draw other options, `height` pixels high; the browser changes only what differs."""
-        if height is not None:
-            self._element.style(f"height: {height}px")
-        # NiceGUI states no types of keys and values.
-        self._element.options.update(options)  # pyright: ignore[reportUnknownMemberType]
+    def show(self, options: Options, *, height: int = 0) -> None:
+        """Draw other options, `height` pixels high; nothing is sent where they are the same."""
+        if height and height != self._height:
+            self._height = height
+            self.element.style(f"height: {height}px")
+        if options != self._shown:
+            self._shown = options
+            # NiceGUI states no types of keys and values.
+            self.element.options.update(options)  # pyright: ignore[reportUnknownMemberType]
 
 
 class Tiles:
@@ -124,44 +162,3 @@ class Tiles:
         """Set figures, by word with `_` for a blank."""
         for word, number in numbers.items():
             self._numbers[word.replace("_", " ")].text = number
-
-
-class Table:
-    """Rows under headings, found by a key. Cells of `link` columns lead to the page that the row names in `{column}_to`."""
-
-    def __init__(
-        self, columns: Columns, *, key: str, links: Sequence[str] = (), empty: str, length: int = 50
-    ) -> None:
-        self._shown: list[Row] = []
-        self._key = key
-        heads = [
-            {"name": name, "label": label, "field": name, "align": "left", "sortable": True}
-            for name, label in columns.items()
-        ]
-        with ui.element("div").classes("gs-panel"):
-            self.element = ui.table(columns=heads, rows=[], row_key=key, pagination=length).classes("w-full")
-        self.element.props(f'flat dense no-data-label="{empty}"')
-        for name in links:
-            self.element.add_slot(
-                f"body-cell-{name}",
-                f'<q-td :props="props"><a class="text-primary" :href="props.row.{name}_to">{{{{ props.value }}}}</a></q-td>',
-            )
-
-    def add_button(self, text: str, act: Callable[[str], Awaitable[None]]) -> None:
-        """A button on each row; `act` gets the key of the row."""
-        self.element.add_slot(
-            f"body-cell-{ACT}",
-            f'<q-td :props="props"><q-btn dense flat no-caps size="sm" label="{text}" '
-            """@click="() => $parent.$emit('act', props.row)" /></q-td>""",
-        )
-
-        async def acted(event: GenericEventArguments) -> None:
-            await act(str(event.args[self._key]))
-
-        self.element.on("act", acted)
-
-    def show(self, rows: Sequence[Row]) -> None:
-        """Show these rows; nothing is sent where they are the same."""
-        if list(rows) != self._shown:
-            self._shown = list(rows)
-            self.element.rows = [dict(row) for row in rows]

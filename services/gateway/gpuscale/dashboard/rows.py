@@ -104,6 +104,22 @@ def matches(row: Row, text: str) -> bool:
     return all(part in shown for part in text.lower().split())
 
 
+def ordered(rows: Sequence[Row], column: str, *, descending: bool) -> list[Row]:
+    """Rows by a column; those where it is unknown come last, whichever way."""
+    known = [row for row in rows if row[column] not in {"", words.UNKNOWN}]
+    known.sort(key=lambda row: sort_key(str(row[column])), reverse=descending)
+    return known + [row for row in rows if row[column] in {"", words.UNKNOWN}]
+
+
+def sort_key(cell: str) -> tuple[bool, float, str]:
+    """Numbers by their value, `912 MiB` before `1.0 GiB`, before words by the alphabet."""
+    head, _, rest = cell.partition(" ")
+    try:
+        return (False, float(head) * words.WORTH.get(rest.partition(" ")[0], 1.0), cell)
+    except ValueError:
+        return (True, 0.0, cell)
+
+
 def fleet_figures(nodes: Sequence[monitor_api.Node], gpus: Sequence[GpuFacts]) -> dict[str, str]:
     """How much there is, and how much of it is used; means are over the GPUs that can be read."""
     online = sum(node.state == monitor_api.NodeState.NODE_STATE_ONLINE for node in nodes)
@@ -115,8 +131,8 @@ def fleet_figures(nodes: Sequence[monitor_api.Node], gpus: Sequence[GpuFacts]) -
         "GPUs": str(len(gpus)),
         "reserved": f"{sum(gpu.held_milli for gpu in gpus) / 1000:g}",
         "mean_utilization": words.number(mean(gpu.utilization for gpu in gpus), "%"),
-        "memory_in_use": f"{words.size(sum(used) if used else None)} / {words.size(sum(total) if total else None)}",
-        "power": words.number(sum(power) if power else None, "W"),
+        "memory_in_use": words.part(sum(used) if used else None, sum(total) if total else None),
+        "power": words.power(sum(power) if power else None),
     }
 
 

@@ -212,7 +212,7 @@ class Top(App[None]):
         cells = [self._cells(name, row) for row in self._rows(name) if rows.matches(row, text)]
         column, reverse = self._sorted.get(name, (-1, False))
         if column >= 0:
-            cells.sort(key=lambda row: sort_key(row[column]))
+            cells.sort(key=lambda row: rows.sort_key(row[column]))
         if reverse:
             cells.reverse()
         cells = cells[:SHOWN]
@@ -230,12 +230,3 @@ class Top(App[None]):
         if not self._ascii:
             return shown
         return tuple(cell.replace("→", "->").encode("ascii", "replace").decode() for cell in shown)
-
-
-def sort_key(cell: str) -> tuple[bool, float, str]:
-    """Numbers by their value, before words by the alphabet."""
-    head = cell.split(" ", 1)[0]
-    try:
-        return (False, float(head), cell)
-    except ValueError:
-        return (True, 0.0, cell)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from collections.abc import Mapping
+from datetime import UTC, datetime
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -13,6 +14,8 @@ from gpuscale.common.wire import seconds, to_datetime
 UNKNOWN = "-"
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _SPANS = (("d", 86400), ("h", 3600), ("min", 60))
+WORTH: Mapping[str, float] = dict(_UNITS) | dict(_SPANS)
+"""How much a unit is of the smallest one of its kind."""
 
 
 def number(value: float | None, unit: str = "", digits: int = 0) -> str:
@@ -28,6 +31,19 @@ def size(count: float | None) -> str:
         if count >= worth:
             return f"{count / worth:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def part(count: float | None, total: float | None) -> str:
+    """`27.3 / 78.1 TiB`: in the unit of the total."""
+    if count is None or not total:
+        return f"{size(count)} / {size(total)}"
+    unit, worth = next(((unit, worth) for unit, worth in _UNITS if total >= worth), ("B", 1))
+    return f"{count / worth:.1f} / {total / worth:.1f} {unit}"
+
+
+def power(watts: float | None) -> str:
+    """`537 W`, `309.5 kW`."""
+    return number(watts, "W") if watts is None or watts < 10_000 else number(watts / 1000.0, "kW", 1)
 
 
 def span(length: float) -> str:
@@ -50,6 +66,11 @@ def length(duration: Duration) -> str:
 def clock(time: Timestamp) -> str:
     """`14:05:09`, or with its date where there was none."""
     return to_datetime(time).strftime("%Y-%m-%d %H:%M:%S") if time.seconds else UNKNOWN
+
+
+def moment(at: float) -> str:
+    """`14:05:09`: seconds of the epoch as a time of the day, in UTC."""
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S")
 
 
 def ago(time: Timestamp, now: datetime) -> str:

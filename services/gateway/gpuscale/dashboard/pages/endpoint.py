@@ -8,7 +8,8 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import GpuscaleError
 from gpuscale.dashboard import charts, rows
 from gpuscale.dashboard.acting import Hands
-from gpuscale.dashboard.frame import Chart, Site, Table, Tiles, live, page
+from gpuscale.dashboard.frame import Chart, Site, Tiles, live, page
+from gpuscale.dashboard.tables import Table
 
 REFRESH = 1.0
 """Seconds between two questions for the decisions."""

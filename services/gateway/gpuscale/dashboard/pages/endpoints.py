@@ -1,7 +1,8 @@
 """Endpoints: how many replicas each has and wants, and why, in one line."""
 
 from gpuscale.dashboard import rows
-from gpuscale.dashboard.frame import Site, Table, live, page
+from gpuscale.dashboard.frame import Site, live, page
+from gpuscale.dashboard.tables import Table
 
 
 def build(site: Site) -> None:

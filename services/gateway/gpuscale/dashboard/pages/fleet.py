@@ -4,15 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nicegui import ui
+from nicegui.events import GenericEventArguments
 
-from gpuscale.dashboard import charts, rows
+from gpuscale.dashboard import maps, rows
 from gpuscale.dashboard.facts import GpuFacts
-from gpuscale.dashboard.frame import Chart, Site, Table, Tiles, live, page
+from gpuscale.dashboard.frame import Chart, Site, Tiles, live, page
+from gpuscale.dashboard.tables import Table
 
-SHOWN = 200
-"""Rows of the table; the filter finds the others."""
-TALLEST = 900
-"""Pixels of the map, at most."""
+FILTER = "filter: node, model, state, holder"
 
 
 @dataclass(frozen=True)
@@ -37,24 +36,41 @@ def build(site: Site) -> None:
     """Make the page."""
     with page(site, "Fleet"):
         tiles = Tiles("nodes online", "GPUs", "reserved", "mean utilization", "memory in use", "power")
-        with ui.row().classes("items-center w-full"):
+        with ui.row().classes("items-center full-width"):
             chosen = ui.toggle(list(READINGS), value="utilization").props("dense no-caps")
             ui.space()
-            wanted = ui.input(placeholder="filter: node, model, state, holder").props("dense clearable")
-        heat = Chart(charts.map_of((), READINGS["utilization"].value, "%", 100.0), mark="map")
+            wanted = ui.input(placeholder=FILTER).props("dense clearable").style("width: 17rem")
+        heat = Chart(maps.map_of((), READINGS["utilization"].value, "%", 100.0), mark="map")
         table = Table(rows.GPUS, key="uuid", links=("gpu",), empty="no GPU is known, or none matches")
 
     def draw() -> None:
         text = str(wanted.value or "")
-        found = [(gpu, row) for gpu in site.facts.gpus() if rows.matches(row := rows.gpu_row(gpu), text)]
-        gpus = [gpu for gpu, _ in found]
+        gpus, shown = matching(site, text)
         reading = READINGS[str(chosen.value)]
-        lines = len({gpu.node for gpu in gpus}) + len(gpus) // charts.LONGEST_ROW
-        height = min(TALLEST, 90 + 26 * max(2, lines))
-        heat.show(charts.map_of(gpus, reading.value, reading.unit, reading.top), height=height)
-        table.show([row for _, row in found[:SHOWN]])
+        options = maps.map_of(gpus, reading.value, reading.unit, reading.top)
+        heat.show(options, height=90 + 24 * max(2, maps.rows_of(options)))
+        table.show(shown)
         tiles.show(**rows.fleet_figures(list(site.facts.nodes.values()), gpus))
+
+    def go(event: GenericEventArguments) -> None:
+        label = str(event.args["data"][3])
+        found = next((gpu for gpu in site.gpus() if gpu.label == label), None)
+        if found is not None:
+            ui.navigate.to(f"/gpus/{found.node}/{found.uuid}")
+        else:
+            wanted.value = f"{label}/"
 
     live(site.facts, draw)
     chosen.on_value_change(draw)
     wanted.on_value_change(draw)
+    heat.element.on("componentClick", go, ["data"])
+
+
+def matching(site: Site, text: str) -> tuple[list[GpuFacts], list[rows.Row]]:
+    """The GPUs whose rows show every word of `text`, and those rows."""
+    found = [
+        (gpu, row)
+        for gpu, row in zip(site.gpus(), site.gpu_rows(), strict=True)
+        if not text or rows.matches(row, text)
+    ]
+    return [gpu for gpu, _ in found], [row for _, row in found]

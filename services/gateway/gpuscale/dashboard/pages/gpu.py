@@ -34,7 +34,7 @@ def build(site: Site, node: str, uuid: str) -> None:
         note = ui.label().classes("gs-quiet")
 
     def show() -> None:
-        found = next((gpu for gpu in site.facts.gpus() if (gpu.node, gpu.uuid) == (node, uuid)), None)
+        found = next((gpu for gpu in site.gpus() if (gpu.node, gpu.uuid) == (node, uuid)), None)
         if found is None:
             head.text = f"{node} · {uuid}: not known (any more)"
             return
@@ -69,7 +69,7 @@ def figures(gpu: GpuFacts) -> dict[str, str]:
     return {
         "state": gpu.state.lower(),
         "utilization": words.number(gpu.utilization, "%"),
-        "memory": f"{words.size(gpu.memory_used)} / {words.size(gpu.memory_total)}",
+        "memory": words.part(gpu.memory_used, gpu.memory_total),
         "temperature": words.number(gpu.temperature, "°C"),
         "power": f"{words.number(gpu.power)} / {words.number(gpu.power_limit, 'W')}",
         "reserved_by": ", ".join(gpu.holders) or "nobody",

@@ -3,7 +3,8 @@
 from datetime import UTC, datetime
 
 from gpuscale.dashboard import rows
-from gpuscale.dashboard.frame import Site, Table, Tiles, live, page
+from gpuscale.dashboard.frame import Site, Tiles, live, page
+from gpuscale.dashboard.tables import Table
 
 
 def build(site: Site) -> None:

@@ -1,16 +1,29 @@
-"""Reservations: who holds what, for how long, and how much of it is used."""
+"""Reservations: who holds what, for how long, and how much of it is used, now and over the last hours."""
 
+import time
 from functools import partial
 
-from gpuscale.dashboard import rows
+from nicegui import ui
+
+from gpuscale.dashboard import charts, rows, words
 from gpuscale.dashboard.acting import Hands
-from gpuscale.dashboard.frame import ACT, Site, Table, Tiles, live, page
+from gpuscale.dashboard.frame import Chart, Site, Tiles, live, page
+from gpuscale.dashboard.tables import ACT, Table
+
+SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
+REFRESH = 5.0
+"""Seconds between two drawings of the chart."""
+POINTS = 240
+"""Points of the chart, at most about."""
 
 
 def build(site: Site) -> None:
     """Make the page."""
     with page(site, "Reservations"):
-        tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle")
+        tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle", "GPU hours unused")
+        chosen = ui.toggle(list(SPANS), value="1 h").props("dense no-caps")
+        chart = Chart(charts.reserved_and_used(()), mark="waste")
+        note = ui.label().classes("gs-quiet")
         hands = site.hands()
         columns = {**rows.RESERVATIONS, ACT: ""} if hands else rows.RESERVATIONS
         table = Table(columns, key="name", empty="nobody holds a GPU, and nobody waits for one")
@@ -18,12 +31,26 @@ def build(site: Site) -> None:
             table.add_button("release", partial(_release, site, hands))
 
     def draw() -> None:
-        gpus = site.facts.gpus()
+        gpus = site.gpus()
         by_uuid = {gpu.uuid: gpu for gpu in gpus}
         table.show([rows.reservation_row(one, by_uuid) for one in site.facts.reservations])
         tiles.show(**rows.reservation_figures(site.facts.reservations, gpus))
 
+    def look_back() -> None:
+        end = time.time()
+        start = end - SPANS[str(chosen.value)]
+        counts = site.tally.since(start, end, (end - start) / POINTS)
+        chart.show(charts.reserved_and_used(counts))
+        tiles.show(GPU_hours_unused=words.number(site.tally.wasted_hours(start, end), digits=1))
+        since = words.moment(counts[0].at) if counts else "now"
+        note.text = (
+            f"used: reserved GPUs by their utilization; counted by this dashboard, here since {since} UTC"
+        )
+
     live(site.facts, draw)
+    look_back()
+    ui.timer(REFRESH, look_back)
+    chosen.on_value_change(look_back)
 
 
 async def _release(site: Site, hands: Hands, name: str) -> None:

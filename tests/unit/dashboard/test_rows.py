@@ -1,0 +1,32 @@
+"""Tables are sorted by what their cells mean."""
+
+from gpuscale.dashboard import rows, words
+
+
+def sorted_cells(*cells: str, descending: bool = False) -> list[str]:
+    found = rows.ordered([{"cell": cell} for cell in cells], "cell", descending=descending)
+    return [str(row["cell"]) for row in found]
+
+
+def test_numbers_are_sorted_by_value_and_before_words() -> None:
+    assert sorted_cells("10 %", "vm/0", "9 %") == ["9 %", "10 %", "vm/0"]
+
+
+def test_sizes_and_times_are_sorted_by_how_much_they_are() -> None:
+    assert sorted_cells("1.0 GiB / 80.0 GiB", "912.0 MiB / 80.0 GiB", "0 B / 80.0 GiB") == [
+        "0 B / 80.0 GiB",
+        "912.0 MiB / 80.0 GiB",
+        "1.0 GiB / 80.0 GiB",
+    ]
+    assert sorted_cells("2 min 1 s", "59 s", "1 h 0 min") == ["59 s", "2 min 1 s", "1 h 0 min"]
+
+
+def test_what_is_unknown_comes_last_whichever_way() -> None:
+    assert sorted_cells("-", "2", "1") == ["1", "2", "-"]
+    assert sorted_cells("-", "2", "1", descending=True) == ["2", "1", "-"]
+
+
+def test_a_part_is_told_in_the_unit_of_the_whole_and_watts_of_a_fleet_in_kilowatts() -> None:
+    assert words.part(27.25 * 2**40, 78.125 * 2**40) == "27.2 / 78.1 TiB"
+    assert words.part(None, 2**30) == "- / 1.0 GiB"
+    assert (words.power(537), words.power(309_527), words.power(None)) == ("537 W", "309.5 kW", "-")
