@@ -105,6 +105,24 @@ def test_diff_says_what_would_change_and_changes_nothing(ctl: Any, world: canned
     ]
 
 
+def test_an_endpoint_may_read_a_watcher_that_the_same_files_make(ctl: Any, world: canned.World) -> None:
+    """The server cannot check the endpoint then, since it has not that watcher yet."""
+    del world.things["watchers/jobs"], world.things["endpoints/jobs"]
+    world.refuse["CreateEndpoint"] = errors.FailedPreconditionError(
+        "there is no watchers/jobs", reason="WATCHER_NOT_FOUND", metadata={"names": "watchers/jobs"}
+    )
+    ran = ctl("diff", "-f", "-", stdin=SAME)
+    assert (ran.code, ran.err) == (1, "")
+    assert [line for line in ran.out.splitlines() if line.startswith("+++")] == [
+        "+++ file/watchers/jobs",
+        "+++ file/endpoints/jobs",
+    ]
+    dry = ctl("apply", "-f", "-", "--dry-run=server", stdin=SAME)
+    assert dry.out == "watchers/jobs created (dry run)\nendpoints/jobs created (dry run)\n"
+    only = SAME.partition("---")[0]
+    assert ctl("diff", "-f", "-", stdin=only).code == 4, "nobody makes the watcher"
+
+
 def test_diff_is_0_where_nothing_differs_and_more_than_1_where_it_cannot_tell(
     ctl: Any, world: canned.World
 ) -> None:

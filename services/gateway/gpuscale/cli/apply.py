@@ -82,8 +82,9 @@ def _taken(session: Session, client: "Client", steps: "Sequence[Step]", *, dry_r
     from gpuscale.cli import planning
 
     done: list[Resource] = []
+    new = planning.coming(steps)
     for step in steps:
-        after, action = planning.take(client, step, dry_run=dry_run)
+        after, action = planning.rehearse(client, step, new) if dry_run else planning.take(client, step)
         done.append(after)
         said = f"{after.name} {action}{' (dry run)' if dry_run else ''}"
         (write_lines if session.output.human else _notes)([said])
@@ -135,9 +136,9 @@ def diff(context: typer.Context, file: Files, prune: Prune = False) -> None:
         wanted = _read_all(file)
         with session.connect() as client:
             steps = planning.plan(client, wanted, prune=prune)
-            found = [
-                (step, _after(client, step)) for step in steps if step.action is not planning.Action.KEEP
-            ]
+            new = planning.coming(steps)
+            changing = (step for step in steps if step.action is not planning.Action.KEEP)
+            found = [(step, _after(client, step, new)) for step in changing]
     except GpuscaleError as error:
         # 1 says that something differs.
         raise typer.Exit(max(report(error), ExitCode.USAGE)) from error
@@ -153,11 +154,11 @@ def diff(context: typer.Context, file: Files, prune: Prune = False) -> None:
         raise typer.Exit(DIFFERS)
 
 
-def _after(client: "Client", step: "Step") -> "Resource | None":
+def _after(client: "Client", step: "Step", new: frozenset[str]) -> "Resource | None":
     """The resource as the server would have it then."""
     from gpuscale.cli import planning
 
-    return None if step.wanted is None else planning.take(client, step, dry_run=True)[0]
+    return None if step.wanted is None else planning.rehearse(client, step, new)[0]
 
 
 def _diff_lines(step: "Step", after: "Resource | None") -> list[str]:

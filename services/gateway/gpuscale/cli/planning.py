@@ -13,7 +13,7 @@ from gpuscale.cli.jsonpath import is_list, is_mapping
 from gpuscale.cli.manifests import Declared, Resource
 from gpuscale.cli.placing import placed
 from gpuscale.client import Client
-from gpuscale.common.errors import InvalidArgumentError, NotFoundError
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.validation import validate
 
 
@@ -79,6 +79,29 @@ def _existing(client: Client, wanted: Resource) -> Resource | None:
     except NotFoundError:
         return None
     return found
+
+
+def coming(steps: Sequence[Step]) -> frozenset[str]:
+    """Names of what is not there yet, and will be."""
+    return frozenset(step.name for step in steps if step.action is Action.CREATE)
+
+
+def rehearse(client: Client, step: Step, new: frozenset[str]) -> tuple[Resource, Action]:
+    """As `take`, where the server only says what would come of it; `new` has the names of what other steps make.
+
+    An endpoint that reads a watcher of the same files cannot be checked by a server that has not that watcher yet: it is
+    then as the file says.
+
+    Raises:
+        GpuscaleError: as of `take`.
+    """
+    try:
+        return take(client, step, dry_run=True)
+    except FailedPreconditionError as error:
+        missing = error.metadata.get("names", "").split(", ") if error.reason == "WATCHER_NOT_FOUND" else ()
+        if step.wanted is None or not missing or not new.issuperset(missing):
+            raise
+        return step.wanted.resource, step.action
 
 
 def take(client: Client, step: Step, *, dry_run: bool = False) -> tuple[Resource, Action]:

@@ -88,6 +88,7 @@ COMMANDS: Mapping[str, Entry] = {
         "forget:app",
         {"node": "forgetting:forget_node"},
     ),
+    "logs": Entry("Show what a replica wrote.", "logs:app"),
     "wait": Entry("Wait until things are as they should be.", "wait:wait"),
     "evaluate": Entry("Say what an endpoint would scale to; nothing is changed.", "evaluate:app"),
     "preset": Entry("Known systems' policies, as manifests.", "preset:app"),

@@ -1,11 +1,15 @@
-"""What every `get` has in common: `-l`, `--sort-by`, and `--watch`, which reads again and again and writes what changed."""
+"""What every `get` has in common: `-l`, `--sort-by`, and `--watch`, which reads again and again and writes what changed.
+
+Where the API has a Watch method, news on its stream let it read at once; where not, or while the stream is broken, it reads
+every so often.
+"""
 
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +19,9 @@ from gpuscale.cli.options import duration
 from gpuscale.cli.selecting import parse_selector
 from gpuscale.cli.session import note, session_of
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
+
+if TYPE_CHECKING:
+    from gpuscale.cli.news import News
 
 Command = Callable[..., None]
 
@@ -40,7 +47,8 @@ def options(
         bool, typer.Option("--watch", "-w", help="Go on, and write each that changes; Ctrl-C ends it.")
     ] = False,
     every: Annotated[
-        float, typer.Option(parser=duration, metavar="DURATION", help="How often --watch reads.")
+        float,
+        typer.Option(parser=duration, metavar="DURATION", help="How often --watch reads, if no news come."),
     ] = 2.0,
 ) -> None:
     """Show nodes, GPUs, reservations, endpoints and the rest."""
@@ -61,20 +69,33 @@ def repeated(command: Command) -> Command:
     @wraps(command)
     def run(**typed: Any) -> None:
         command(**typed)
-        watched = session_of(typed["context"]).output.chosen.watched
-        away = False
-        while watched is not None:
-            sys.stdout.flush()
-            pause(watched.every)
-            try:
-                command(**typed)
-                away = False
-            except UnavailableError as error:
-                if not away:
-                    note(f"{error.message}; asking again every {watched.every:g}s")
-                away = True
+        session = session_of(typed["context"])
+        if session.output.chosen.watched is None:
+            return
+        from gpuscale.cli.news import news_of
+
+        with news_of(command.__name__, session) as news:
+            _go_on(command, typed, session.output.chosen.watched, news)
 
     return run
+
+
+def _go_on(command: Command, typed: dict[str, Any], watched: Watched, news: "News | None") -> None:
+    """Read again, for ever."""
+    away = False
+    while True:
+        sys.stdout.flush()
+        if news is None:
+            pause(watched.every)
+        else:
+            news.wait(watched.every)
+        try:
+            command(**typed)
+            away = False
+        except UnavailableError as error:
+            if not away:
+                note(f"{error.message}; asking again every {watched.every:g}s")
+            away = True
 
 
 def pause(seconds: float) -> None:

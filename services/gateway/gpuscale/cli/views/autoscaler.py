@@ -99,6 +99,11 @@ ADAPTERS = View[api.Adapter](
         Column("REPLICAS", lambda adapter: str(adapter.replica_count)),
         Column("MOST", lambda adapter: text(str(adapter.max_replicas or ""))),
         Column("TEMPLATES", lambda adapter: text(",".join(adapter.templates))),
+        Column("CAN", lambda adapter: text(_capabilities(adapter)), wide=True),
         Column("SEEN", lambda adapter: since(adapter, "last_seen_time"), moving=True),
     ),
 )
+
+
+def _capabilities(adapter: api.Adapter) -> str:
+    return ", ".join(field.name.replace("_", " ") for field, _ in adapter.capabilities.ListFields())

@@ -1,0 +1,62 @@
+"""`get --watch` writes a change when it happens, where the API has a stream of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from gpuscale.cli.news import News
+from gpuscale.testing import FakeServer
+from tests.support.up import CTL, ctl_environment
+from tests.support.waiting import eventually_sync
+
+
+@contextmanager
+def watching(address: str, *words: str) -> Iterator[list[dict[str, object]]]:
+    """What a `get -w` writes that would read again by itself only in an hour; it ends by Ctrl-C, with nothing but JSON."""
+    command = [*CTL, "--address", address, "get", *words, "-w", "--every", "1h", "-o", "jsonl"]
+    pipe = subprocess.PIPE
+    lines: list[dict[str, object]] = []
+    with subprocess.Popen(command, env=ctl_environment(), stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        output = process.stdout
+
+        def read() -> None:
+            lines.extend(json.loads(line) for line in output)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            yield lines
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+            reader.join(10)
+
+
+def test_a_reservation_is_written_when_it_is_made_and_when_it_ends() -> None:
+    with FakeServer(gpus=2) as server, server.connect() as client:
+        first = client.reserve(gpus=1, holder="first", ttl=600.0)
+        with watching(server.address, "reservations") as lines:
+            eventually_sync(lambda: len(lines) == 1, timeout=60)
+            second = client.reserve(gpus=1, holder="second", ttl=600.0)
+            eventually_sync(lambda: [line.get("holder") for line in lines] == ["first", "second"], timeout=60)
+            second.release()
+            eventually_sync(lambda: lines[-1] == {"name": second.name, "deleted": True}, timeout=60)
+        first.release()
+
+
+def test_without_news_it_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("gpuscale.cli.news.time.sleep", slept.append)
+    News().wait(0.3)
+    assert slept == [0.2]
