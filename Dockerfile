@@ -5,7 +5,7 @@ COPY pyproject.toml README.md constraints.txt ./
 COPY protos protos
 COPY services services
 RUN python -m venv /opt/gpuscale \
-    && /opt/gpuscale/bin/pip install --no-cache-dir -c constraints.txt '.[agent,server,cli]'
+    && /opt/gpuscale/bin/pip install --no-cache-dir -c constraints.txt '.[agent,server,cli,dashboard,postgresql,kubernetes]'
 
 FROM python:3.12-slim
 COPY --from=build /opt/gpuscale /opt/gpuscale

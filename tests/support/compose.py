@@ -1,0 +1,274 @@
+"""docker-compose.yml brought up by podman-compose, in a network namespace of its own, without a registry.
+
+The image `gpuscale:local` is made here: gpuscale as its wheel installs it, over the Python and the libraries of this
+machine, which an override file mounts. The image of PostgreSQL is the same with another command; RabbitMQ has a stand-in
+that does nothing, and no service has a GPU or the network of its own that an engine would give it.
+"""
+
+import json
+import os
+import signal
+import site
+import subprocess
+import sys
+import tarfile
+import zipfile
+from configparser import ConfigParser
+from importlib.util import find_spec
+from io import BytesIO, StringIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.support.podman import Podman, missing_programs
+from tests.support.postgresql import program
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 240.0
+OWN_USER = 10_001
+PYTHON = "/opt/python/bin/python3"
+_FOLDERS = (
+    "usr",
+    "proc",
+    "sys",
+    "dev",
+    "tmp",
+    "run",
+    "etc",
+    "srv",
+    "opt/python",
+    "opt/deps",
+    "opt/gpuscale/bin",
+)
+_OWN_FOLDERS = ("var/lib/gpuscale", "var/lib/postgresql/data")
+_LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
+_RESET = "what is left out of what the file says"
+_POSTGRES = """\
+set -e
+cd /var/lib/postgresql/data
+[ -e PG_VERSION ] || {bin}/initdb -U "$POSTGRES_USER" -E UTF8 --locale=C --no-sync -A trust . >/dev/null
+{bin}/postgres --single -D . -j postgres <<< "CREATE DATABASE \\"$POSTGRES_DB\\";" >/dev/null 2>&1 || true
+exec {bin}/postgres -D . -c listen_addresses=127.0.0.1 -c unix_socket_directories=/tmp -c fsync=off
+"""
+
+
+def why_unavailable() -> str | None:
+    """Why the file cannot be brought up here, or None if it can."""
+    if (missing := missing_programs()) is not None:
+        return missing
+    if os.geteuid() != 0:
+        return "only root may give containers a network namespace of their own"
+    if find_spec("podman_compose") is None:
+        return "podman-compose is not installed (requirements-dev.txt)"
+    if program("postgres") is None:
+        return "PostgreSQL is not installed (Debian package postgresql)"
+    tried = subprocess.run(
+        ["unshare", "--net", "true"], check=False, capture_output=True, text=True, timeout=60
+    )
+    return None if tried.returncode == 0 else f"no network namespaces here: {tried.stderr.strip()}"
+
+
+class Compose:
+    """The services of the file; use it as a context manager. All methods block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._podman = Podman()
+        self._holder: subprocess.Popen[str] | None = None
+        self._override = folder / "override.yml"
+
+    def up(self, *services: str) -> None:
+        """Bring services up, with what they depend on.
+
+        Raises:
+            AssertionError: that failed; the text is what was said.
+        """
+        self._compose("up", "--detach", "--no-build", *services)
+
+    def kill(self, service: str) -> None:
+        """kill -9."""
+        self._inside("podman", "kill", "--signal", "KILL", f"gpuscale_{service}_1")
+
+    def logs(self, service: str) -> str:
+        """What a service wrote."""
+        return self._inside("sh", "-c", f"podman logs gpuscale_{service}_1 2>&1")
+
+    def page(self, address: str) -> str:
+        """What is served there over HTTP."""
+        script = (
+            f"import urllib.request as r; print(r.urlopen('http://{address}/', timeout=30).read().decode())"
+        )
+        return self._inside(sys.executable, "-c", script)
+
+    def ctl(self, *arguments: str) -> Any:
+        """What gpuscalectl says, in JSON, from inside of the gateway's container."""
+        command = ("podman", "exec", "gpuscale_gateway_1", "gpuscalectl", *arguments, "-o", "json")
+        return json.loads(self._inside(*command))
+
+    def __enter__(self) -> Self:
+        self._podman.__enter__()
+        try:
+            self._holder = subprocess.Popen(
+                ["unshare", "--net", "sh", "-c", "ip link set lo up && echo ready && exec cat"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert self._holder.stdout is not None
+            assert self._holder.stdout.readline() == "ready\n"
+            self._import()
+            services = self._inside(*self._command(), "config", "--services").split()
+            override = json.dumps({"services": {name: _changed(name) for name in services}})
+            self._override.write_text(override.replace(json.dumps(_RESET), "!reset null"))
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._holder is not None:
+                # Those that others depend on are refused until these are gone.
+                while self._inside("podman", "ps", "--all", "--quiet", check=False):
+                    self._inside("podman", "rm", "--all", "--force", "--time", "0", check=False)
+            self._podman.__exit__(kind, error, trace)
+        finally:
+            if self._holder is not None:
+                self._holder.communicate()
+
+    def _command(self, *files: Path) -> list[str]:
+        named = [word for file in (ROOT / "docker-compose.yml", *files) for word in ("--file", str(file))]
+        return [sys.executable, "-m", "podman_compose", "--project-name", "gpuscale", *named]
+
+    def _compose(self, *arguments: str) -> str:
+        return self._inside(*self._command(self._override), *arguments)
+
+    def _inside(self, *command: str, check: bool = True) -> str:
+        """Run a program in the network namespace; what it printed."""
+        assert self._holder is not None
+        environment = {
+            "POSTGRES_PASSWORD": "unused",
+            "RABBITMQ_PASSWORD": "unused",
+            "AGENT_SOURCE": "simulated",
+        }
+        # Into files: what a container's monitor inherits of a pipe would never be closed.
+        said = (self._folder / "stdout", self._folder / "stderr")
+        with said[0].open("wb") as stdout, said[1].open("wb") as stderr:
+            running = subprocess.Popen(
+                ["nsenter", "--target", str(self._holder.pid), "--net", *command],
+                env={**self._podman.environment, **environment},
+                cwd=self._folder,
+                stdout=stdout,
+                stderr=stderr,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                code = running.wait(TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(running.pid, signal.SIGKILL)
+                code = running.wait()
+        assert code == 0 or not check, f"{command}: {said[1].read_text()[-3000:]}"
+        return said[0].read_text()
+
+    def _import(self) -> None:
+        """Make the image."""
+        file = self._folder / "root.tar"
+        with tarfile.open(file, "w") as archive:
+            _skeleton(archive)
+            _programs(archive, self._wheel())
+        changes = [
+            "USER 10001",
+            "ENV PATH=/opt/gpuscale/bin:/usr/bin:/bin",
+            "ENV PYTHONPATH=/opt/gpuscale/lib:/opt/deps",
+            # Its own library, not one of another version that the machine may have.
+            "ENV LD_LIBRARY_PATH=/opt/python/lib",
+            "ENV PYTHONDONTWRITEBYTECODE=1",
+        ]
+        self._podman.run(
+            "import",
+            *(word for one in changes for word in ("--change", one)),
+            str(file),
+            "localhost/gpuscale:local",
+        )
+
+    def _wheel(self) -> Path:
+        build = ("wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(self._folder))
+        built = subprocess.run(
+            [sys.executable, "-m", "pip", *build, str(ROOT)],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert built.returncode == 0, built.stderr
+        return next(self._folder.glob("gpuscale-*.whl"))
+
+
+def _skeleton(archive: tarfile.TarFile) -> None:
+    for name in (*_FOLDERS, *_OWN_FOLDERS):
+        made = tarfile.TarInfo(name)
+        made.type, made.mode = tarfile.DIRTYPE, 0o755
+        if name in _OWN_FOLDERS:
+            made.uid = made.gid = OWN_USER
+            made.mode = 0o700
+        if name == "tmp":
+            made.mode = 0o1777
+        archive.addfile(made)
+    for name, target in _LINKS.items():
+        link = tarfile.TarInfo(name)
+        link.type, link.linkname = tarfile.SYMTYPE, target
+        archive.addfile(link)
+    users = f"root:x:0:0::/root:/bin/sh\ngpuscale:x:{OWN_USER}:{OWN_USER}::/tmp:/bin/sh\n"
+    _add(archive, "etc/passwd", users.encode())
+    _add(archive, "etc/group", f"root:x:0:\ngpuscale:x:{OWN_USER}:\n".encode())
+
+
+def _programs(archive: tarfile.TarFile, wheel: Path) -> None:
+    """The wheel's files, and a script for each of its programs."""
+    points = ConfigParser()
+    with zipfile.ZipFile(wheel) as packed:
+        for name in packed.namelist():
+            _add(archive, f"opt/gpuscale/lib/{name}", packed.read(name))
+            if name.endswith(".dist-info/entry_points.txt"):
+                points.read_file(StringIO(packed.read(name).decode()))
+    for name, target in points["console_scripts"].items():
+        module, _, function = target.partition(":")
+        script = f"#!{PYTHON}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
+        _add(archive, f"opt/gpuscale/bin/{name}", script.encode(), 0o755)
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes, mode: int = 0o644) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(content), mode
+    archive.addfile(info, BytesIO(content))
+
+
+def _changed(name: str) -> dict[str, Any]:
+    """What is other for a service than the file says."""
+    host = ["/usr:/usr:ro", f"{sys.base_prefix}:/opt/python:ro", f"{site.getsitepackages()[0]}:/opt/deps:ro"]
+    if (libraries := Path("/etc/ld.so.cache")).exists():
+        host.append(f"{libraries}:{libraries}:ro")
+    own: dict[str, Any] = {
+        "image": "localhost/gpuscale:local",
+        "network_mode": "host",
+        "extra_hosts": ["postgres:127.0.0.1", "rabbitmq:127.0.0.1"],
+        "volumes": host,
+    }
+    if name in ("agent", "adapter"):
+        own["deploy"] = _RESET
+    if name == "adapter":
+        own["init"] = False  # its program is one that this machine may not have
+    if name == "postgres":
+        postgres = program("postgres")
+        assert postgres is not None
+        own["command"] = [
+            "/bin/bash",
+            "-c",
+            _POSTGRES.replace("{bin}", str(postgres.parent)).replace("$", "$$"),
+        ]
+    if name == "rabbitmq":
+        own["command"] = ["/bin/sleep", "10000"]
+    return own
