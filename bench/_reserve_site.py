@@ -20,6 +20,8 @@ from gpuscale.common import failpoints
 
 GPUS = 8
 ECHO = "/bench.Echo/Echo"
+DATABASE = "BENCH_DATABASE"
+"""Variable with the URL of the database; a URL is no argument, which every user could read."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,17 @@ def cpu_seconds(pid: int) -> float:
 
 
 @asynccontextmanager
-async def open_site(nodes: int, points: str = "") -> AsyncIterator[Site]:
-    """A server process with so many nodes of eight GPUs, until the end of the block; `points` are failpoints."""
+async def open_site(nodes: int, points: str = "", database: str = "") -> AsyncIterator[Site]:
+    """A server process with so many nodes of eight GPUs, until the end of the block; `points` are failpoints.
+
+    Its state is in a temporary folder, or in `database`.
+    """
     with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as folder:
         server = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "bench._reserve_site", folder, str(nodes)),
             stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {failpoints.VARIABLE: points},
+            env=os.environ | {failpoints.VARIABLE: points, DATABASE: database},
         )
         try:
             assert server.stdout is not None
@@ -83,7 +88,11 @@ async def _serve(folder: Path, nodes: int) -> None:
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with serving(fleet) as fleet_address, allocator(folder, fleet_address) as address:
+    database = os.environ.get(DATABASE, "")
+    async with (
+        serving(fleet) as fleet_address,
+        allocator(folder, fleet_address, database=database) as address,
+    ):
         async with calling(address) as client:
             await client.ready(60)
         print(address, f"127.0.0.1:{port}", flush=True)
