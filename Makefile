@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run install test unit check api format bench wheel clean
+.PHONY: help run install test unit check api docs format bench wheel clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,15 +30,20 @@ check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy services tools/generate_api.py examples
+	MYPYPATH=tools $(BIN)/python -m mypy tools/generate_docs.py
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python tools/generate_api.py --check
+	$(BIN)/python tools/generate_docs.py --check
 	$(BIN)/python tools/check_size.py
 
 api: $(VENV)/.dev  ## write the Python of the contract again, after a change of a .proto file
 	cd protos && ../$(BIN)/buf format -w
 	$(BIN)/python tools/generate_api.py
+
+docs: $(VENV)/.dev  ## write docs/reference again, after a change of a command or of the contract
+	$(BIN)/python tools/generate_docs.py
 
 format: $(VENV)/.dev  ## format and mend what can be mended by itself
 	$(BIN)/ruff check --fix-only .
