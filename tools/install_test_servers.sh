@@ -1,13 +1,21 @@
 #!/bin/sh
-# Install what the tests start or ask privately, from Debian's packages, where this user may: RabbitMQ, Chromium, strace,
+# Install what the tests start or ask privately, from Debian's packages, where this user may: RabbitMQ, PostgreSQL, Chromium, Slurm, strace, Podman
 # and Prometheus for its promtool. Nothing is started here; a test that finds one missing says so and is skipped (in CI it fails).
 set -eu
 
 packages=""
 ls /usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin/rabbitmq-server >/dev/null 2>&1 || packages="rabbitmq-server"
 command -v chromium >/dev/null 2>&1 || packages="$packages chromium"
+ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || packages="$packages postgresql"
+command -v podman >/dev/null 2>&1 || packages="$packages podman"
+command -v runc >/dev/null 2>&1 || packages="$packages runc"
+command -v conmon >/dev/null 2>&1 || packages="$packages conmon"
+# Not any busybox: the image of the tests is this one file.
+dpkg -s busybox-static >/dev/null 2>&1 || packages="$packages busybox-static"
 command -v promtool >/dev/null 2>&1 || packages="$packages prometheus"
+[ -x /usr/sbin/slurmctld ] || packages="$packages slurm-wlm"
 command -v strace >/dev/null 2>&1 || packages="$packages strace"
+command -v ip >/dev/null 2>&1 || packages="$packages iproute2"
 if [ -z "$packages" ]; then
     exit 0
 fi

@@ -27,7 +27,7 @@ def test_every_service_has_a_unit() -> None:
 def test_it_starts_the_program_of_its_name_with_settings_of_that_program(unit: Path) -> None:
     program, *flags = command(unit)
     assert Path(program).name == unit.stem
-    [settings] = [one for one in programs() if f"gpuscale-{one.section}" == unit.stem]
+    [settings] = [one for one in programs() if f"gpuscale-{one.section.replace('_', '-')}" == unit.stem]
     names = [flag.removeprefix("--").partition("=")[0].replace("-", "_") for flag in flags]
     assert set(names) <= set(settings.model_fields)
     required = {name for name, field in settings.model_fields.items() if field.is_required()}

@@ -7,6 +7,7 @@ import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapter_session import AdapterSession
+from gpuscale.autoscaler.asked_logs import LogPart, LogQuestion
 from gpuscale.autoscaler.desired import DesiredReplica
 from gpuscale.autoscaler.hub import AdapterHub, AdapterView
 from gpuscale.autoscaler.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
@@ -52,9 +53,9 @@ class AdapterServicer(api.AdapterServiceServicer):
         session = self._hub.connect(facts)
         reader = self._scope.start(f"reports of adapter {facts.id}", self._read(session, request_iterator))
         try:
-            async for revision, lines in session.updates():
+            async for update in session.updates():
                 await hit_async("autoscaler.adapter.before_send")
-                yield _desired(revision, lines)
+                yield _question(update) if isinstance(update, LogQuestion) else _desired(*update)
         finally:
             reader.cancel()
             self._hub.disconnect(session)
@@ -65,9 +66,14 @@ class AdapterServicer(api.AdapterServiceServicer):
         try:
             async for message in messages:
                 validate(message)
-                if message.WhichOneof("message") != "report":
-                    raise InvalidArgumentError("only the first message may be register", field="register")
-                await self._hub.report(session, message.report.revision, _reports(message.report))
+                match message.WhichOneof("message"):
+                    case "report":
+                        await self._hub.report(session, message.report.revision, _reports(message.report))
+                    case "log_part":
+                        part = message.log_part
+                        session.logs.heard(part.question, LogPart(part.content, part.offset, part.problem))
+                    case _:
+                        raise InvalidArgumentError("only the first message may be register", field="register")
         except GpuscaleError as error:
             failure = error
         finally:
@@ -120,7 +126,7 @@ def _capabilities(register: api.Register) -> Capabilities:
     if not register.HasField("capabilities"):
         return DEFAULT_CAPABILITIES
     wire = register.capabilities
-    return Capabilities(wire.gives_gpus, wire.picks_victims, wire.drains, wire.probes)
+    return Capabilities(wire.gives_gpus, wire.picks_victims, wire.drains, wire.probes, wire.logs)
 
 
 def _reports(wire: api.Report) -> Mapping[str, ReplicaReport]:
@@ -134,6 +140,14 @@ def _reports(wire: api.Report) -> Mapping[str, ReplicaReport]:
         exit_code = one.exit_code if one.HasField("exit_code") else None
         reports[one.replica] = ReplicaReport(_REPORTED[one.state], one.pid, exit_code, one.reason)
     return reports
+
+
+def _question(one: LogQuestion) -> api.ConnectResponse:
+    return api.ConnectResponse(
+        log_question=api.LogQuestion(
+            number=one.number, replica=one.replica, offset=one.offset, max_bytes=one.most
+        )
+    )
 
 
 def _desired(revision: int, lines: Sequence[DesiredReplica]) -> api.ConnectResponse:
@@ -169,5 +183,6 @@ def _adapter(view: AdapterView) -> api.Adapter:
             picks_victims=facts.capabilities.picks_victims,
             drains=facts.capabilities.drains,
             probes=facts.capabilities.probes,
+            logs=facts.capabilities.logs,
         ),
     )

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 
+from gpuscale.autoscaler.asked_logs import AskedLogs, LogPart, LogQuestion
 from gpuscale.autoscaler.desired import DesiredReplica, stopped
 from gpuscale.autoscaler.planning import AdapterFacts
 from gpuscale.autoscaler.replicas import ReplicaReport
-from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.errors import GpuscaleError, UnavailableError
 
 RESEND = 2.0
 """Seconds after which a state that was not acknowledged is sent again."""
@@ -30,6 +31,7 @@ class AdapterSession:
         self._acknowledged = 0
         self._lines: Sequence[DesiredReplica] | None = None
         self._stop_told: dict[str, int] = {}
+        self.logs = AskedLogs()
         self._changed = asyncio.Event()
         self._closed = False
         self._error: GpuscaleError | None = None
@@ -50,20 +52,36 @@ class AdapterSession:
         self._stop_told = {name: self._stop_told.get(name, self._revision) for name in stopped(lines)}
         self._changed.set()
 
+    async def read_log(self, replica: str, offset: int | None, most: int) -> LogPart:
+        """Ask the adapter for a part of what a replica wrote.
+
+        Raises:
+            ResourceExhaustedError: too many ask.
+            UnavailableError: it did not answer, or its connection ended.
+        """
+        question = self.logs.put(replica, offset, most)
+        self._changed.set()
+        return await self.logs.answer(question)
+
     def close(self, error: GpuscaleError | None = None) -> None:
         """End `updates`, with an error if there is one. Only the first call counts."""
         if not self._closed:
             self._closed, self._error = True, error
+            self.logs.fail(
+                UnavailableError("the connection of the adapter ended", reason="ADAPTER_DISCONNECTED")
+            )
             self._changed.set()
 
-    async def updates(self) -> AsyncGenerator[tuple[int, Sequence[DesiredReplica]]]:
-        """The desired state with its revision, whenever it changes and again until it is acknowledged.
+    async def updates(self) -> AsyncGenerator[tuple[int, Sequence[DesiredReplica]] | LogQuestion]:
+        """The desired state with its revision, whenever it changes and again until it is acknowledged; and questions for logs.
 
         Raises:
             GpuscaleError: that the connection was closed with.
         """
         while not self._closed:
             self._changed.clear()
+            for question in self.logs.unsent():
+                yield question
             if self._lines is not None and self._acknowledged < self._revision:
                 yield self._revision, self._lines
                 if self._changed.is_set():

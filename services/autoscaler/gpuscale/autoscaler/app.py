@@ -1,7 +1,7 @@
 """The autoscaler put together: store, queue watchers, adapters, leases, reconciler, and the services that are registered."""
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -25,10 +25,11 @@ from gpuscale.autoscaler.gathering.metric_servicer import MetricServicer
 from gpuscale.autoscaler.gathering.opening import open_sources
 from gpuscale.autoscaler.histories import Histories
 from gpuscale.autoscaler.hub import AdapterHub
+from gpuscale.autoscaler.keda_servicer import SERVICE as KEDA_SERVICE
 from gpuscale.autoscaler.keda_servicer import registration as keda_registration
 from gpuscale.autoscaler.leases import LeaseKeeper
+from gpuscale.autoscaler.log_reading import LogReading
 from gpuscale.autoscaler.preset_servicer import PresetServicer
-from gpuscale.autoscaler.queues import watcher_store
 from gpuscale.autoscaler.queues.watcher_servicer import QueueWatcherServicer
 from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
 from gpuscale.autoscaler.queues.watchers import QueueWatchers, open_watchers
@@ -39,35 +40,46 @@ from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.sources import SignalSources
 from gpuscale.autoscaler.wakes import Wakes
 from gpuscale.common.clock import Clock
+from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.server import Registration
 from gpuscale.common.store import Store
+from gpuscale.common.term import Term
 
 DATABASE = "autoscaler.db"
-_MIGRATIONS = {1: watcher_store.add_patterns_and_rates}
+_NAME = "autoscaler"
 _PACKAGE = "gpuscale.api.autoscaler.v1"
+_OF_PACKAGE = (
+    *("EndpointService", "RuleService", "PresetService", "BacktestService"),
+    *("QueueWatcherService", "MetricService", "DecisionService", "AdapterService"),
+)
+SERVICES = (*(f"{_PACKAGE}.{name}" for name in _OF_PACKAGE), KEDA_SERVICE)
+"""All that the autoscaler serves."""
 _Servicer = TypeVar("_Servicer")
 
 
 @asynccontextmanager
 async def open_autoscaler(
-    settings: AutoscalerSettings, *, fleet: grpc.aio.Channel, allocator: grpc.aio.Channel, clock: Clock
+    settings: AutoscalerSettings,
+    *,
+    fleet: grpc.aio.Channel,
+    allocator: grpc.aio.Channel,
+    clock: Clock,
+    term: Term | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...]]:
     """Run the autoscaler and yield what a server is to serve.
 
-    The caller holds the lock on `settings.data_dir` and owns the channels to the fleet and the allocator.
+    The caller holds the lock on `settings.data_dir` and owns the channels to the fleet and the allocator. With `term`, in
+    which this process leads, the state is in `settings.database`; else it is a file in the directory.
 
     Raises:
         FailedPreconditionError: the stored state is damaged or of another version, or a broker or Prometheus server is
             configured wrongly.
-        UnavailableError: the stored state cannot be used now.
+        UnavailableError: the stored state cannot be used now, or the term is over.
     """
-    path = settings.data_dir / DATABASE
     uses = WatcherUses()
     async with (
-        Store.open(
-            path, store.METADATA, name="autoscaler", version=store.VERSION, migrations=_MIGRATIONS
-        ) as state,
+        _open_state(settings, term) as state,
         open_watchers(state, settings.brokers, clock, uses.of) as watchers,
         open_sources(
             watchers.reading, settings.prometheus, fleet=fleet, allocator=allocator, clock=clock
@@ -87,6 +99,23 @@ async def open_autoscaler(
                 scope=scope,
                 file=file,
             )
+
+
+def _open_state(settings: AutoscalerSettings, term: Term | None) -> AbstractAsyncContextManager[Store]:
+    if settings.database is None:
+        path = settings.data_dir / DATABASE
+        return Store.open(
+            path, store.METADATA, name=_NAME, version=store.VERSION, migrations=store.MIGRATIONS
+        )
+    if term is None:
+        raise FailedPreconditionError(
+            "only gpuscale-autoscaler keeps its state in PostgreSQL: leave database out here",
+            reason="DATABASE_REFUSED",
+        )
+    from gpuscale.common.postgres_store import Postgres
+
+    backend = Postgres(settings.database, _NAME, store.METADATA, store.VERSION, store.MIGRATIONS, term)
+    return Store.on(backend, name=_NAME)
 
 
 async def _begin(state: Store, clock: Clock, uses: WatcherUses) -> int:
@@ -115,7 +144,7 @@ def _assemble(
     """Put the parts together and start their tasks."""
     wakes, followers = Wakes(), Followers()
     hub = AdapterHub(state, clock, starts, wakes)
-    reservations, histories = Reservations(allocator), Histories(watchers.reading)
+    reservations, histories = Reservations(allocator), Histories(watchers.reading, state)
     keeper = LeaseKeeper(state, reservations, clock, hub, wakes)
     actor = Actor(state, clock, hub, reservations)
     rooms = Rooms(state, clock, sources, hub, actor, keeper, uses, followers, file, histories)
@@ -137,18 +166,11 @@ def _assemble(
     scope.spawn("reconcile endpoints", reconciler.run())
     return (
         *_of_endpoints(
-            endpoints, EndpointRules(endpoints, state, clock), BacktestServicer(Runs(), histories, state)
+            EndpointServicer(endpoints, LogReading(state, hub)),
+            EndpointRules(endpoints, state, clock),
+            BacktestServicer(Runs(), histories, state, clock),
         ),
-        _registration(
-            "QueueWatcherService",
-            api.add_QueueWatcherServiceServicer_to_server,
-            QueueWatcherServicer(watchers, clock),
-        ),
-        _registration(
-            "MetricService",
-            api.add_MetricServiceServicer_to_server,
-            MetricServicer(sources.reported, state, clock),
-        ),
+        *_of_signals(QueueWatcherServicer(watchers, clock), MetricServicer(sources.reported, state, clock)),
         _registration(
             "DecisionService",
             api.add_DecisionServiceServicer_to_server,
@@ -162,16 +184,22 @@ def _assemble(
 
 
 def _of_endpoints(
-    endpoints: Endpoints, rules: EndpointRules, backtests: BacktestServicer
+    endpoints: EndpointServicer, rules: EndpointRules, backtests: BacktestServicer
 ) -> tuple[Registration, ...]:
     """What says how endpoints scale, and tries it out."""
     return (
-        _registration(
-            "EndpointService", api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints)
-        ),
+        _registration("EndpointService", api.add_EndpointServiceServicer_to_server, endpoints),
         _registration("RuleService", api.add_RuleServiceServicer_to_server, RuleServicer(rules)),
         _registration("PresetService", api.add_PresetServiceServicer_to_server, PresetServicer()),
         _registration("BacktestService", api.add_BacktestServiceServicer_to_server, backtests),
+    )
+
+
+def _of_signals(watchers: QueueWatcherServicer, metrics: MetricServicer) -> tuple[Registration, ...]:
+    """Where signals get their values from."""
+    return (
+        _registration("QueueWatcherService", api.add_QueueWatcherServiceServicer_to_server, watchers),
+        _registration("MetricService", api.add_MetricServiceServicer_to_server, metrics),
     )
 
 

@@ -14,6 +14,7 @@ from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtests import LONGEST_RUN, Runs
 from gpuscale.autoscaler.histories import Histories
 from gpuscale.autoscaler.translate_backtest import job_from_wire, report_to_wire
+from gpuscale.common.clock import Clock
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import ENDPOINT, parse
 from gpuscale.common.store import Store
@@ -27,10 +28,11 @@ _ANSWERING = 0.2
 class BacktestServicer(api.BacktestServiceServicer):
     """Runs policies on workloads."""
 
-    def __init__(self, runs: Runs, histories: Histories, store: Store) -> None:
+    def __init__(self, runs: Runs, histories: Histories, store: Store, clock: Clock) -> None:
         self._runs = runs
         self._histories = histories
         self._store = store
+        self._clock = clock
 
     async def Backtest(self, request: api.BacktestRequest, context: _Backtest) -> api.BacktestResponse:
         """Run each policy on the workload."""
@@ -56,7 +58,8 @@ class BacktestServicer(api.BacktestServiceServicer):
             raise InvalidArgumentError("endpoint cannot stand beside arrivals", field="endpoint")
         endpoint = parse(ENDPOINT, request.endpoint, "endpoint")["endpoint"]
         await self._store.read(partial(endpoint_changes.find, endpoint_id=endpoint))
-        return self._histories.workload(endpoint, optional_seconds(request, "service_time"))
+        service = optional_seconds(request, "service_time")
+        return await self._histories.workload(endpoint, service, self._clock.wall())
 
 
 def _time_remaining(context: _Backtest) -> float | None:

@@ -9,6 +9,7 @@ from sqlalchemy import RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.autoscaler.store import Connection, moment
+from gpuscale.common.columns import Whole
 
 KEPT: Final = 1_000
 """Decisions that are kept of each endpoint."""
@@ -19,11 +20,11 @@ class DecisionRow(SQLModel, table=True):
 
     __table_args__ = {"sqlite_autoincrement": True}
 
-    id: int | None = Field(default=None, primary_key=True)
+    id: int | None = Field(default=None, primary_key=True, sa_type=Whole)
     endpoint: str = Field(index=True)
     sameness: str
     body: bytes
-    count: int
+    count: int = Field(sa_type=Whole)
     create_time: float
     last_time: float
 
@@ -53,7 +54,8 @@ def record(connection: Connection, endpoint: str, sameness: str, body: bytes, wa
     row: Mapping[str, Any] = {"endpoint": endpoint, "sameness": sameness, "body": body, "count": 1}
     added = connection.execute(insert(DecisionRow).values(**row, create_time=time, last_time=time))
     _prune(connection, endpoint)
-    return int(added.lastrowid)
+    (key,) = added.inserted_primary_key or (0,)
+    return int(key)
 
 
 def amend(connection: Connection, decision_id: int, sameness: str, body: bytes) -> None:

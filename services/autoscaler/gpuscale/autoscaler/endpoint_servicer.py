@@ -7,11 +7,12 @@ import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.endpoints import Endpoints
+from gpuscale.autoscaler.log_reading import LogReading
 from gpuscale.autoscaler.model import EndpointSpec
 from gpuscale.autoscaler.translate import merged, spec_from_wire
 from gpuscale.autoscaler.translate_state import endpoint_to_wire, replica_to_wire
 from gpuscale.common.auth import current_principal
-from gpuscale.common.names import ENDPOINT, parse
+from gpuscale.common.names import ENDPOINT, REPLICA, parse
 from gpuscale.common.wire import fingerprint
 
 _Create: TypeAlias = grpc.aio.ServicerContext[api.CreateEndpointRequest, api.CreateEndpointResponse]
@@ -21,13 +22,15 @@ _Update: TypeAlias = grpc.aio.ServicerContext[api.UpdateEndpointRequest, api.Upd
 _Delete: TypeAlias = grpc.aio.ServicerContext[api.DeleteEndpointRequest, api.DeleteEndpointResponse]
 _Set: TypeAlias = grpc.aio.ServicerContext[api.SetReplicasRequest, api.SetReplicasResponse]
 _Replicas: TypeAlias = grpc.aio.ServicerContext[api.ListReplicasRequest, api.ListReplicasResponse]
+_ReadLog: TypeAlias = grpc.aio.ServicerContext[api.ReadReplicaLogRequest, api.ReadReplicaLogResponse]
 
 
 class EndpointServicer(api.EndpointServiceServicer):
     """Translates between the wire and `Endpoints`; requests were validated against the contract before."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: Endpoints, logs: LogReading) -> None:
         self._endpoints = endpoints
+        self._logs = logs
 
     async def CreateEndpoint(
         self, request: api.CreateEndpointRequest, context: _Create
@@ -98,6 +101,20 @@ class EndpointServicer(api.EndpointServiceServicer):
         )
         replicas = [replica_to_wire(replica, silent=silent) for replica, silent in found]
         return api.ListReplicasResponse(replicas=replicas, next_page_token=token)
+
+    async def ReadReplicaLog(
+        self, request: api.ReadReplicaLogRequest, context: _ReadLog
+    ) -> api.ReadReplicaLogResponse:
+        """Read a part of what a replica wrote."""
+        ids = parse(REPLICA, request.name)
+        offset = request.offset if request.HasField("offset") else None
+        part, ended = await self._logs.read(ids["endpoint"], ids["replica"], offset, request.max_bytes)
+        return api.ReadReplicaLogResponse(
+            content=part.content,
+            offset=part.offset,
+            next_offset=part.offset + len(part.content),
+            ended=ended,
+        )
 
 
 def _id(name: str, field: str = "name") -> str:

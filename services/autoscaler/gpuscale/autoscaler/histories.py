@@ -1,58 +1,73 @@
 """What the queues of each endpoint were like, as its evaluations saw them: for backtests on an endpoint's own history."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from datetime import datetime
+from functools import partial
 
-from gpuscale.autoscaler.backtest.history import UNKNOWN, History, NoWorkloadError, Reading, workload
+from gpuscale.autoscaler import history_store
+from gpuscale.autoscaler.backtest import history
+from gpuscale.autoscaler.backtest.history import UNKNOWN, NoWorkloadError, Reading, workload
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.model import EndpointSpec
 from gpuscale.autoscaler.queues.model import QueueReading
+from gpuscale.autoscaler.replicas import Moment
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import endpoint_name
+from gpuscale.common.store import Store
 
 
 class Histories:
-    """The history of every endpoint that reads queues; gone with the program.
+    """The history of every endpoint that reads queues.
 
     Args:
         reading: what a queue watcher (by id) read last.
+        store: where it is kept.
     """
 
-    def __init__(self, reading: Callable[[str], QueueReading | None]) -> None:
+    def __init__(self, reading: Callable[[str], QueueReading | None], store: Store) -> None:
         self._reading = reading
-        self._histories: dict[str, History] = {}
+        self._store = store
+        self._noted: dict[str, float] = {}
 
-    def note(self, endpoint: str, spec: EndpointSpec, now: float) -> None:
-        """Keep what its queues are like now; nothing where one of them cannot be had."""
+    async def note(self, endpoint: str, spec: EndpointSpec, at: Moment) -> None:
+        """Keep what its queues are like now, if it is time; nothing where one of them cannot be had.
+
+        Raises:
+            GpuscaleError: it cannot be written.
+        """
+        if at.now - self._noted.get(endpoint, float("-inf")) < history.SPACING:
+            return
         found = [self._reading(watcher) for watcher in sorted(spec.watchers)]
         seen = [one for one in found if one is not None and one.total is not None]
         if seen and len(seen) == len(found):
-            self._histories.setdefault(endpoint, History()).note(_reading(seen, now))
+            self._noted[endpoint] = at.now
+            reading = _reading(seen, at.wall)
+            await self._store.write(partial(history_store.keep, endpoint=endpoint, reading=reading))
 
     def forget(self, endpoint: str) -> None:
-        """Drop the history of an endpoint that is gone."""
-        self._histories.pop(endpoint, None)
+        """An endpoint is gone, and its readings with it."""
+        self._noted.pop(endpoint, None)
 
-    def workload(self, endpoint: str, service: float | None) -> list[Request]:
-        """The workload that an endpoint had; `service`: seconds that a request takes, learnt where it is None.
+    async def workload(self, endpoint: str, service: float | None, wall: datetime) -> list[Request]:
+        """The workload that an endpoint had in the last day; `service`: seconds of a request, learnt where it is None.
 
         Raises:
             FailedPreconditionError: none follows from what was seen of it.
         """
-        history = self._histories.get(endpoint)
+        since = wall.timestamp() - history.SPACING * history.KEPT
+        readings = await self._store.read(partial(history_store.readings, endpoint=endpoint, since=since))
         try:
-            return workload([] if history is None else history.readings(), service)
+            return workload(readings, service)
         except NoWorkloadError as error:
             text = f"{endpoint_name(endpoint)} has no history to run: {error}"
             raise FailedPreconditionError(text, reason="NO_HISTORY") from error
 
 
-def _reading(seen: list[QueueReading], now: float) -> Reading:
+def _reading(seen: list[QueueReading], wall: datetime) -> Reading:
     rates = [one.rates for one in seen if one.rates is not None]
     told = len(rates) == len(seen)
     return Reading(
-        now,
+        wall.timestamp(),
         sum(one.ready or 0 for one in seen),
         sum(one.unacked or 0 for one in seen),
         sum(one.published for one in rates) if told else UNKNOWN,

@@ -11,6 +11,7 @@ from functools import partial
 
 from gpuscale.autoscaler import replica_store
 from gpuscale.autoscaler.adapter_session import AdapterSession
+from gpuscale.autoscaler.asked_logs import LogPart
 from gpuscale.autoscaler.desired import desired_state, unknown_to
 from gpuscale.autoscaler.planning import AdapterFacts
 from gpuscale.autoscaler.replicas import (
@@ -25,7 +26,7 @@ from gpuscale.autoscaler.replicas import (
 from gpuscale.autoscaler.store import Connection
 from gpuscale.autoscaler.wakes import Wakes
 from gpuscale.common.clock import Clock
-from gpuscale.common.errors import AbortedError, FailedPreconditionError, NotFoundError
+from gpuscale.common.errors import AbortedError, FailedPreconditionError, NotFoundError, UnavailableError
 from gpuscale.common.logs import get_logger
 from gpuscale.common.names import adapter_name, replica_name
 from gpuscale.common.store import Store
@@ -168,6 +169,21 @@ class AdapterHub:
         _log.warning("adapter forgotten", adapter=adapter, replicas=len(lost))
         self._wakes.call_each({replica.endpoint for replica in lost})
         return [replica_name(replica.endpoint, replica.id) for replica in lost]
+
+    async def read_log(self, one: Replica, offset: int | None, most: int) -> LogPart:
+        """Ask the adapter of a replica for a part of what the replica wrote.
+
+        Raises:
+            FailedPreconditionError: it keeps no logs.
+            ResourceExhaustedError: too many ask.
+            UnavailableError: it is not connected, or does not answer.
+        """
+        name, session = adapter_name(one.adapter), self._sessions.get(one.adapter)
+        if session is None:
+            raise UnavailableError(f"{name} is not connected", reason="ADAPTER_DISCONNECTED")
+        if not session.facts.capabilities.logs:
+            raise FailedPreconditionError(f"{name} keeps no logs of replicas", reason="NO_LOG")
+        return await session.read_log(replica_name(one.endpoint, one.id), offset, most)
 
     def views(self) -> list[AdapterView]:
         """Every adapter to show, by id."""

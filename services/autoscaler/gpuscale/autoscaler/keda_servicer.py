@@ -25,7 +25,7 @@ METRIC: Final = "desired"
 TARGET: Final = 1
 """How much of it one replica stands for."""
 
-_SERVICE: Final = "externalscaler.ExternalScaler"
+SERVICE: Final = "externalscaler.ExternalScaler"
 _T = TypeVar("_T")
 _Ask: TypeAlias = grpc.aio.ServicerContext[api.ScaledObjectRef, api.IsActiveResponse]
 _Spec: TypeAlias = grpc.aio.ServicerContext[api.ScaledObjectRef, api.GetMetricSpecResponse]
@@ -35,7 +35,7 @@ _Metrics: TypeAlias = grpc.aio.ServicerContext[api.GetMetricsRequest, api.GetMet
 def registration(state: Store, followers: Followers) -> Registration:
     """The service for a server."""
     servicer = KedaServicer(state, followers)
-    return Registration(_SERVICE, partial(api.add_ExternalScalerServicer_to_server, servicer))
+    return Registration(SERVICE, partial(api.add_ExternalScalerServicer_to_server, servicer))
 
 
 class KedaServicer(api.ExternalScalerServicer):

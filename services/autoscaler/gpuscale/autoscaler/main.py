@@ -2,19 +2,17 @@
 
 import asyncio
 import sys
+from functools import partial
 
-from gpuscale.autoscaler.app import open_autoscaler
+from gpuscale.autoscaler.app import SERVICES, open_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.clock import SystemClock
 from gpuscale.common.lock import DirectoryLock
-from gpuscale.common.logs import get_logger
-from gpuscale.common.program import run_program
+from gpuscale.common.program import run_program, serve_stateful
 from gpuscale.common.server import Server
 
 PROGRAM = "gpuscale-autoscaler"
 DESCRIPTION = "Scales endpoints by their rules, and drives their replicas through worker adapters."
-
-_log = get_logger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,16 +28,12 @@ async def serve(settings: AutoscalerSettings, stop: asyncio.Event) -> None:
     """
     server = Server(settings.server_options(), settings.authenticator())
     with DirectoryLock(settings.data_dir):
-        address = server.bind()
         async with (
             settings.open_channel(settings.fleet_address) as fleet,
             settings.open_channel(settings.allocator_address) as allocator,
-            open_autoscaler(settings, fleet=fleet, allocator=allocator, clock=SystemClock()) as registrations,
         ):
-            server.add(*registrations)
-            async with server:
-                _log.info("serving", address=address, data_dir=str(settings.data_dir))
-                await stop.wait()
+            act = partial(open_autoscaler, settings, fleet=fleet, allocator=allocator, clock=SystemClock())
+            await serve_stateful(settings, server, services=SERVICES, act=act, stop=stop)
 
 
 if __name__ == "__main__":

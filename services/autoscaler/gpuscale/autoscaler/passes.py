@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from gpuscale.autoscaler import decision_log, decision_store, replica_store, store
+from gpuscale.autoscaler import decision_log, decision_store, history_store, replica_store, store
 from gpuscale.autoscaler.decisions import Outcome, afterwards, compose
 from gpuscale.autoscaler.model import Code, Endpoint, Evaluation, Observation, Stage, Step
 from gpuscale.autoscaler.pace import Memory
@@ -34,6 +34,7 @@ class Facts:
         observations: what the endpoint's signals show, by id.
         past: what is remembered of the endpoint.
         evaluate: whether rules are read, or only the number wanted is acted on.
+        busy: how busy replicas are, by id, as far as they say so.
         room: how many more replicas there are GPUs for; None where nobody asked, or knows.
         etag: of the spec that the readings were gathered for.
     """
@@ -44,6 +45,7 @@ class Facts:
     past: Remembered
     evaluate: bool
     etag: str
+    busy: Mapping[str, float]
     room: int | None = None
 
 
@@ -100,7 +102,7 @@ def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | N
         store.save_endpoint(connection, endpoint)
         store.save_rule_changes(connection, endpoint_id, evaluation.effective, facts.at.now)
     delay = crash_delay(kept, facts.at.now)
-    planned = plan(endpoint.desired, rows, silent, endpoint.spec.template)
+    planned = plan(endpoint.desired, rows, silent, endpoint.spec.template, facts.busy)
     steps = _steps(rows, planned, silent, delay)
     live = _carry_out(connection, endpoint, rows, planned, delay, facts.at)
     granted = sum(one.granted for one in live)
@@ -225,3 +227,4 @@ def _remove(connection: Connection, endpoint_id: str) -> None:
     store.remove_endpoint(connection, endpoint_id)
     replica_store.remove_replicas(connection, endpoint_id)
     decision_store.remove_decisions(connection, endpoint_id)
+    history_store.remove_readings(connection, endpoint_id)

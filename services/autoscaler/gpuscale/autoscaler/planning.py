@@ -6,6 +6,7 @@ count as running when it comes to stopping others: whichever they turn out to be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -37,11 +38,13 @@ def plan(
     replicas: Iterable[Replica],
     silent: Collection[str],
     template: ReplicaTemplate | None = None,
+    busy: Mapping[str, float] | None = None,
 ) -> Plan:
     """Compare the replicas aimed at with the number wanted.
 
-    Victims, in this order: those that nobody was told of, the last tier, starting, leaving by themselves, newest. `silent`
-    holds the ids of adapters that have not been heard of; `template` has the tiers.
+    Victims, in this order: those that nobody was told of, the last tier, starting, leaving by themselves, the least busy,
+    newest. `silent` holds the ids of adapters that have not been heard of; `template` has the tiers; `busy` tells how busy
+    replicas are, by id: one that it does not know may be as busy as any.
     """
     aimed_at = [replica for replica in replicas if replica.aimed_at]
     pending = [replica for replica in aimed_at if replica.state is ReplicaState.PENDING]
@@ -53,7 +56,7 @@ def plan(
     known = heard if wanted else [replica for replica in aimed_at if replica.adapter]
     cancelled = _newest_first(pending)[:excess]
     spare = min(excess - len(cancelled), max(0, len(known) - wanted))
-    stopped = _victims(known, template)[:spare]
+    stopped = _victims(known, template, busy or {})[:spare]
     return Plan(stop=(*cancelled, *stopped), held=excess - len(cancelled) - spare)
 
 
@@ -64,11 +67,13 @@ def _newest_first(replicas: Iterable[Replica]) -> list[Replica]:
 _STOPS_FIRST = {ReplicaState.STARTING: 0, ReplicaState.DRAINING: 1}
 
 
-def _victims(replicas: Iterable[Replica], template: ReplicaTemplate | None) -> list[Replica]:
-    def order(replica: Replica) -> tuple[int, int]:
+def _victims(
+    replicas: Iterable[Replica], template: ReplicaTemplate | None, busy: Mapping[str, float]
+) -> list[Replica]:
+    def order(replica: Replica) -> tuple[int, int, float]:
         tier = 0 if template is None else template.tier(replica.adapter)
-        behind = -tier if tier is not None else -len(template.tiers if template else ())
-        return behind, _STOPS_FIRST.get(replica.state, 2)
+        behind = -tier if tier is not None else -max(1, len(template.tiers if template else ()))
+        return behind, _STOPS_FIRST.get(replica.state, 2), busy.get(replica.id, math.inf)
 
     return sorted(_newest_first(replicas), key=order)
 
@@ -114,12 +119,14 @@ class Capabilities:
         picks_victims: it stops the very replica that it is told to stop.
         drains: a replica is asked to finish its work, and has its drain timeout for that.
         probes: READY means that a replica was found well, and not only that it lives.
+        logs: it can be asked for what replicas wrote.
     """
 
     gives_gpus: bool = False
     picks_victims: bool = True
     drains: bool = True
     probes: bool = False
+    logs: bool = False
 
 
 DEFAULT_CAPABILITIES = Capabilities()

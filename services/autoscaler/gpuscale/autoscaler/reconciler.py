@@ -143,6 +143,7 @@ class EndpointLoop:
         self._past = passed.past
         spec = passed.endpoint.spec
         rooms.uses.set(self._id, spec.watchers)
+        await rooms.histories.note(self._id, spec, facts.at)
         if passed.evaluation is not None:
             self._asked, self._evaluation_due = False, facts.at.now + spec.period
         await rooms.hub.refresh(passed.told)
@@ -178,7 +179,6 @@ class EndpointLoop:
             if granted != self._granted[0]:
                 self._granted = granted, at.now
             room = rooms.sources.more(endpoint.spec, rooms.hub.facts(), self._granted[1])
-            rooms.histories.note(endpoint.id, endpoint.spec, at.now)
         return Facts(
             at=at,
             live=frozenset(facts.id for facts in rooms.hub.facts() if facts.live),
@@ -186,6 +186,7 @@ class EndpointLoop:
             past=self._past,
             evaluate=self._asked,
             etag=endpoint.etag if endpoint else "",
+            busy=rooms.sources.busy(endpoint) if endpoint else {},
             room=room,
         )
 
@@ -241,9 +242,11 @@ def _found(connection: Connection, endpoint_id: str) -> tuple[Endpoint | None, S
 def _outcome(passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) -> Outcome:
     granted = sum(one.granted for one in after)
     steps = list(passed.steps)
-    gained = granted - passed.granted
-    if gained > 0 and passed.endpoint.spec.template.gpu_count:
-        text = f"GPUs reserved for {gained} more"
+    reserved = sum(one.granted and one.lease is not None for one in after) - sum(
+        one.granted and one.lease is not None for one in passed.live
+    )
+    if reserved > 0:
+        text = f"GPUs reserved for {reserved} more"
         steps.append(Step(Stage.GPU, Code.GRANTED, passed.granted, granted, text))
     if refusal is not None:
         steps.append(Step(refusal.stage, refusal.code, passed.endpoint.desired, granted, refusal.text))

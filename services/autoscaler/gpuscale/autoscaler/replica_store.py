@@ -10,6 +10,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.replicas import Goal, Lease, Replica, ReplicaState
 from gpuscale.autoscaler.store import Connection, moment
 from gpuscale.autoscaler.translate import template_from_wire, template_to_wire
+from gpuscale.common.columns import Whole
 
 KEPT: Final = 100
 """Ended replicas that are kept of each endpoint."""
@@ -19,7 +20,7 @@ _SEPARATOR: Final = " "  # no id and no UUID holds one
 class ReplicaRow(SQLModel, table=True):
     """A replica; `seq` is the order in which they were decided, `*_time` are seconds since 1970, `*_at` since boot."""
 
-    seq: int | None = Field(default=None, primary_key=True)
+    seq: int | None = Field(default=None, primary_key=True, sa_type=Whole)
     endpoint: str = Field(index=True)
     id: str = Field(unique=True)
     request_id: str = Field(unique=True)
@@ -31,13 +32,13 @@ class ReplicaRow(SQLModel, table=True):
     adapter: str = Field(index=True)
     node: str
     reservation: str
-    fence: int
+    fence: int = Field(sa_type=Whole)
     gpu_uuids: str
     ended: bool = Field(index=True)
     owes_release: bool = Field(index=True)
     hurry: bool
-    pid: int
-    exit_code: int | None = None
+    pid: int = Field(sa_type=Whole)
+    exit_code: int | None = Field(default=None, sa_type=Whole)
     reason: str
     ready_at: float | None = None
     ended_at: float | None = None

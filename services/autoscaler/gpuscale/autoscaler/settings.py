@@ -7,10 +7,10 @@ from pydantic import Field
 
 from gpuscale.autoscaler.gathering.prometheus import PrometheusSettings
 from gpuscale.autoscaler.queues.brokers import BrokerSettings
-from gpuscale.common.settings import ServerSettings, UpstreamSettings
+from gpuscale.common.settings import DatabaseSettings, ServerSettings, UpstreamSettings
 
 
-class AutoscalerSettings(ServerSettings, UpstreamSettings):
+class AutoscalerSettings(ServerSettings, UpstreamSettings, DatabaseSettings):
     """What the autoscaler is told before it starts."""
 
     section: ClassVar[str] = "autoscaler"
@@ -18,7 +18,9 @@ class AutoscalerSettings(ServerSettings, UpstreamSettings):
     listen: str = Field("127.0.0.1:7074", description="address to serve on, HOST:PORT")
     data_dir: Path = Field(description="directory of endpoints, replicas and decisions; one autoscaler each")
     fleet_address: str = Field("127.0.0.1:7072", description="address of the fleet, HOST:PORT")
-    allocator_address: str = Field("127.0.0.1:7073", description="address of the allocator, HOST:PORT")
+    allocator_address: str = Field(
+        "127.0.0.1:7073", description="address of the allocator, HOST:PORT; or several"
+    )
     decisions_file: Path | None = Field(
         None, description="file that decisions are written to, one JSON object a line; none when not set"
     )

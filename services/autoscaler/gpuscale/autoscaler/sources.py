@@ -81,6 +81,13 @@ class SignalSources:
         period = min(spec.period, DEFAULT_MAX_AGE) / 2
         return room_of(self.room.ask(shape_of(spec.template, nodes), period), self.clock.now(), since)
 
+    def busy(self, endpoint: Endpoint) -> dict[str, float]:
+        """How busy each replica of an endpoint says that it is, by id; nobody where the spec does not ask."""
+        metric = endpoint.spec.busy_metric
+        if not metric:
+            return {}
+        return self.reported.by_replica(endpoint.id, metric, self.clock.now(), DEFAULT_MAX_AGE)
+
     def keep(self, endpoint_id: str, replicas: Sequence[Replica]) -> None:
         """Forget what replicas of an endpoint reported, but for these, which have not ended."""
         self.reported.keep(endpoint_id, {one.id for one in replicas})

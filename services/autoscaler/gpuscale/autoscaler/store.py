@@ -15,13 +15,17 @@ from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.model import Endpoint, EndpointSpec
 from gpuscale.autoscaler.translate import spec_from_wire, spec_to_wire
+from gpuscale.common.columns import Whole
+from gpuscale.common.revisions import revisions
 
 Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""
 METADATA: Final = SQLModel.metadata
 """The tables of every store module that has been imported."""
-VERSION: Final = 2
+VERSION: Final = 3
 """Version of the schema of all tables of the autoscaler."""
+MIGRATIONS: Final = revisions("gpuscale.autoscaler.migrations", 2, 3)
+"""By the version that they start from."""
 REQUEST_KEPT_SECONDS: Final = 24 * 3600.0
 """For so long the same request id returns the same answer."""
 
@@ -32,7 +36,7 @@ class EndpointRow(SQLModel, table=True):
     id: str = Field(primary_key=True)
     spec: bytes
     etag: str
-    desired: int
+    desired: int = Field(sa_type=Whole)
     create_time: float
     update_time: float
     deleting: bool
@@ -60,8 +64,8 @@ class EndpointRequestRow(SQLModel, table=True):
 class ProcessRow(SQLModel, table=True):
     """One row: how often this program was started on this state, and in which boot it ran last."""
 
-    id: int = Field(primary_key=True)
-    starts: int
+    id: int = Field(primary_key=True, sa_type=Whole)
+    starts: int = Field(sa_type=Whole)
     boot_id: str
 
 
@@ -81,8 +85,8 @@ def begin(connection: Connection, boot_id: str) -> tuple[int, bool]:
 
 def endpoints(connection: Connection) -> list[Endpoint]:
     """All endpoints, by id."""
-    rows = connection.execute(select(EndpointRow).order_by(col(EndpointRow.id))).mappings()
-    return [_endpoint(row) for row in rows]
+    rows = connection.execute(select(EndpointRow)).mappings()
+    return sorted((_endpoint(row) for row in rows), key=lambda one: one.id)
 
 
 def endpoint(connection: Connection, endpoint_id: str) -> Endpoint | None:

@@ -59,6 +59,7 @@ def spec_from_wire(wire: autoscaler_api.EndpointSpec, path: str = SPEC) -> Endpo
         bound_mode=BOUND_MODES.get(wire.bound_mode, BoundMode.CLAMP),
         warm_spares=wire.warm_spares,
         gpu_gate=_GATES.get(wire.gpu_gate, GpuGate.RESERVE),
+        busy_metric=wire.busy_metric,
     )
 
 
@@ -74,6 +75,7 @@ def spec_to_wire(spec: EndpointSpec) -> autoscaler_api.EndpointSpec:
         up=pace_to_wire(spec.up),
         down=pace_to_wire(spec.down),
         warm_spares=spec.warm_spares,
+        busy_metric=spec.busy_metric,
     )
     if spec.combine is not Combine.SAFEST:
         wire.combine = autoscaler_api.Combine.Value(f"COMBINE_{spec.combine.name}")

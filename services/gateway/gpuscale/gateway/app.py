@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from gpuscale.common.bind import parse_listen
+from gpuscale.common.following import split_addresses
 from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.gateway.upstreams import SERVICES, Upstream
@@ -25,7 +26,7 @@ async def open_gateway(settings: GatewaySettings) -> AsyncGenerator[tuple[Forwar
     upstreams: dict[str, Upstream] = {}
     async with AsyncExitStack() as stack:
         for name, address in addresses.items():
-            private = settings.ca_file is not None or _local(address)
+            private = settings.ca_file is not None or all(map(_local, split_addresses(address)))
             channel = await stack.enter_async_context(settings.open_channel(address))
             upstreams.update(dict.fromkeys(SERVICES[name], Upstream(name, channel, private)))
         yield Forwarder(upstreams), tuple(upstreams)

@@ -14,8 +14,12 @@ class GatewaySettings(ServerSettings, UpstreamSettings):
 
     listen: str = Field("127.0.0.1:7070", description="address to serve on, HOST:PORT")
     fleet_address: str = Field("127.0.0.1:7072", description="address of the fleet, HOST:PORT")
-    allocator_address: str = Field("127.0.0.1:7073", description="address of the allocator, HOST:PORT")
-    autoscaler_address: str = Field("127.0.0.1:7074", description="address of the autoscaler, HOST:PORT")
+    allocator_address: str = Field(
+        "127.0.0.1:7073", description="address of the allocator, HOST:PORT; or several"
+    )
+    autoscaler_address: str = Field(
+        "127.0.0.1:7074", description="address of the autoscaler, HOST:PORT; or several"
+    )
     metrics_listen: str = Field("", description="address of /metrics, HOST:PORT; not served when empty")
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What an endpoint's queues were like, kept to be run again, and the workload that follows from it. Pure; in memory only.
+"""What an endpoint's queues were like, and the workload that follows from it. Pure.
 
 Arrivals are measured where the broker tells them. Else they are reckoned: what came is what left and the growth of what is
 there, and what is in hand leaves after its service time (Little's law), which follows from the rates where it is not stated.
@@ -6,7 +6,6 @@ there, and what is in hand leaves after its service time (Little's law), which f
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,10 +16,10 @@ SPACING = 30.0
 """Least seconds between two readings that are kept."""
 KEPT = 2_880
 """Readings that are kept of an endpoint: those of a day."""
+LONGEST_GAP = 10 * SPACING
+"""What came in a longer time without a reading nobody knows: it is left out."""
 UNKNOWN = -1.0
 """In place of a rate that nobody told."""
-_WIDTH = 5
-"""Numbers of a reading."""
 
 
 class NoWorkloadError(Exception):
@@ -29,40 +28,16 @@ class NoWorkloadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """All queues of an endpoint at a moment: messages ready and in hand, and how many a second came and were delivered."""
+    """All queues of an endpoint at a moment: messages ready and in hand, and how many a second came and were delivered.
+
+    `at`: seconds since 1970, which mean the same after a restart.
+    """
 
     at: float
     ready: float
     unacked: float
     published: float = UNKNOWN
     delivered: float = UNKNOWN
-
-
-class History:
-    """The last readings of an endpoint's queues, in a ring of numbers."""
-
-    def __init__(self) -> None:
-        self._numbers = array("d")
-        self._next = 0
-        self._last = float("-inf")
-
-    def note(self, reading: Reading) -> None:
-        """Keep a reading, unless the last is too young for another."""
-        if reading.at - self._last < SPACING:
-            return
-        self._last = reading.at
-        numbers = (reading.at, reading.ready, reading.unacked, reading.published, reading.delivered)
-        if len(self._numbers) < KEPT * _WIDTH:
-            self._numbers.extend(numbers)
-            return
-        start = self._next * _WIDTH
-        self._numbers[start : start + _WIDTH] = array("d", numbers)
-        self._next = (self._next + 1) % KEPT
-
-    def readings(self) -> list[Reading]:
-        """What is kept, oldest first."""
-        rows = [self._numbers[place : place + _WIDTH] for place in range(0, len(self._numbers), _WIDTH)]
-        return [Reading(*row) for row in (*rows[self._next :], *rows[: self._next])]
 
 
 def workload(readings: Sequence[Reading], service: float | None = None) -> list[Request]:
@@ -100,6 +75,9 @@ def _requests(readings: Sequence[Reading], service: float) -> Iterator[Request]:
         yield Request(0.0, service)
     for one, other in pairwise(readings):
         gap = other.at - one.at
+        if gap > LONGEST_GAP:
+            begin += gap
+            continue
         came = _arrived(one, other, gap, service)
         count = int(came + owed)
         owed += came - count

@@ -90,6 +90,12 @@ class ReportedMetrics:
             )
         return Sample(tuple(one.value for one in told), min(one.at for one in told), silent_count=silent)
 
+    def by_replica(self, endpoint: str, metric: str, now: float, oldest: float) -> dict[str, float]:
+        """What each replica of an endpoint reported in the last `oldest` seconds, by its id."""
+        known = self._values.get(endpoint, {}).items()
+        found = {replica: values[metric] for replica, values in known if replica and metric in values}
+        return {replica: one.value for replica, one in found.items() if now - one.at <= oldest}
+
     def list(self, endpoint: str = "", replica: str = "") -> Iterator[tuple[Subject, str, Value]]:
         """What is known, by endpoint, replica and metric; of one of them where it is named."""
         for owner in sorted(self._values.keys() & {endpoint} if endpoint else self._values):

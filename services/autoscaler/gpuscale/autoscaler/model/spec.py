@@ -91,6 +91,7 @@ class EndpointSpec:
     bound_mode: BoundMode = BoundMode.CLAMP
     warm_spares: int = 0
     gpu_gate: GpuGate = GpuGate.RESERVE
+    busy_metric: str = ""
 
     @property
     def started_from(self) -> ReplicaTemplate:
