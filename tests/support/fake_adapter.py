@@ -124,8 +124,8 @@ class FakeAdapter:
         finally:
             reporting.cancel()
             stream.cancel()
-            with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-                await reporting
+            # Not suppressed: this task may be cancelled just now too, and must not go on then.
+            await asyncio.gather(reporting, return_exceptions=True)
 
     async def _report(
         self, stream: grpc.aio.StreamStreamCall[api.ConnectRequest, api.ConnectResponse]

@@ -103,7 +103,7 @@ async def test_a_stop_does_not_wait_for_a_probe_that_takes_long(tmp_path: Path) 
 
 async def test_what_was_ready_before_the_adapter_went_is_ready_when_it_is_adopted(tmp_path: Path) -> None:
     """And what was not is not: neither is taken for the other, and both are asked on."""
-    from gpuscale.autoscaler.adapters import journal, procfs
+    from gpuscale.autoscaler.adapters import journal, procfs, records
 
     well = tmp_path / "well"
     probe = Probe(ProbeKind.EXEC, ("/usr/bin/test", "-e", str(well)), Timing(period=0.1, start_timeout=600))
@@ -116,7 +116,9 @@ async def test_what_was_ready_before_the_adapter_went_is_ready_when_it_is_adopte
         process = await asyncio.create_subprocess_exec(*PROGRAM, env=environment, start_new_session=True)
         processes.append(process)
         id_ = procfs.identify(process.pid)
-        kept.write(journal.Record(name, journal.Phase.RUNNING, clock.boot_id, id_, probe=probe, ready=ready))
+        kept.write(
+            records.Record(name, records.Phase.RUNNING, clock.boot_id, id_, probe=probe, ready=ready)
+        )
     async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address, {}):
         await autoscaler.shows(replica(102), READY)
         await autoscaler.shows(ONE, STARTING)

@@ -172,7 +172,7 @@ CASES: Mapping[str, tuple[Source, Callable[[Site], None]]] = {
     "queue without unacked": (QUEUE, queue(QueueState.OK, 0)),
     "queue that nobody read for long": (
         QUEUE,
-        lambda site: setattr(site, "queue", replace(site.queue, observed_at=site.clock.now() - 2 * MAX_AGE)),
+        lambda site: setattr(site, "queue", site.queue._replace(observed_at=site.clock.now() - 2 * MAX_AGE)),
     ),
     "metric that is reported no more": (PushedSignal("m"), lambda site: site.report(age=2 * MAX_AGE)),
     "metric that is forgotten": (PushedSignal("m"), lambda site: site.sources.forget("e")),

@@ -99,7 +99,6 @@ rules = st.builds(
     max_replicas=st.none() | counts,
     direction=st.sampled_from(Direction),
     bound_mode=st.sampled_from(BoundMode),
-    busy_metric=st.just("") | ids,
 )
 limits = st.builds(RateLimit, lengths, some, st.none()) | st.builds(RateLimit, lengths, st.none(), numbers)
 paces = st.builds(
@@ -135,6 +134,7 @@ specs = st.builds(
     down=paces,
     mode=st.sampled_from(ScalingMode),
     bound_mode=st.sampled_from(BoundMode),
+    busy_metric=st.just("") | ids,
 )
 
 
