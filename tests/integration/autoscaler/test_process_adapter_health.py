@@ -116,9 +116,7 @@ async def test_what_was_ready_before_the_adapter_went_is_ready_when_it_is_adopte
         process = await asyncio.create_subprocess_exec(*PROGRAM, env=environment, start_new_session=True)
         processes.append(process)
         id_ = procfs.identify(process.pid)
-        kept.write(
-            records.Record(name, records.Phase.RUNNING, clock.boot_id, id_, probe=probe, ready=ready)
-        )
+        kept.write(records.Record(name, records.Phase.RUNNING, clock.boot_id, id_, probe=probe, ready=ready))
     async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address, {}):
         await autoscaler.shows(replica(102), READY)
         await autoscaler.shows(ONE, STARTING)
