@@ -44,8 +44,17 @@ def eight(nvml_double: NvmlDouble, monkeypatch: pytest.MonkeyPatch) -> NvmlDoubl
 
 def children() -> list[psutil.Process]:
     """The children of this process that read the driver, dead ones that nobody has reaped among them."""
-    found = psutil.Process().children()
-    return [one for one in found if one.status() == psutil.STATUS_ZOMBIE or CHILD in one.cmdline()]
+    return [one for one in psutil.Process().children() if reads_the_driver(one)]
+
+
+def reads_the_driver(process: psutil.Process) -> bool:
+    """Whether it is a child that reads the driver; the agent's threads may end and reap it while this looks."""
+    try:
+        return CHILD in process.cmdline()
+    except psutil.ZombieProcess:
+        return True
+    except psutil.NoSuchProcess:
+        return False
 
 
 def stop_for_ever(double: NvmlDouble) -> None:
