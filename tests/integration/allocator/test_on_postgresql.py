@@ -1,12 +1,15 @@
 """The allocator's state in PostgreSQL: the same as in a file, and the same refusals by the database itself."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from gpuscale.allocator import schema_store
 from gpuscale.allocator.app import open_allocator
 from gpuscale.allocator.cordon_store import CordonStore
 from gpuscale.allocator.cordons import Cordon, Spot
@@ -14,6 +17,7 @@ from gpuscale.allocator.ledger import Ledger
 from gpuscale.allocator.model import State
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.quota_store import QuotaStore
+from gpuscale.allocator.seals_store import check_seals
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.store import SERVICE, AllocatorStore, open_shared_store
 from gpuscale.common.channel import open_channel
@@ -26,6 +30,7 @@ from tests.support.clock import ManualClock
 from tests.support.damaged_state import grants
 from tests.support.fake_fleet import FakeFleet, node_message
 from tests.support.postgresql import PostgresServer
+from tests.support.waiting import eventually
 
 BOOT = "boot"
 LARGE = 1 << 40
@@ -114,6 +119,51 @@ async def test_the_database_itself_refuses_more_of_a_gpu_than_there_is(
         assert len((await store.load()).reservations) == 1 + fits
 
 
+CHANGES = {
+    "reservation": "UPDATE allocator.reservation SET holder = holder || 'x'",
+    "deadline": "UPDATE allocator.reservation SET deadline_seconds = deadline_seconds + 1",
+    "gpus": "UPDATE allocator.reservation SET gpus = (replace(gpus::text, 'GPU-x', 'GPU-y'))::json",
+    "flag": "UPDATE allocator.reservation SET preemptible = NOT preemptible",
+    "counter": "UPDATE allocator.counter SET value = value - 1",
+    "rank": "UPDATE allocator.rank SET rank = 7",
+    "quota": "UPDATE allocator.quota SET weight = 3",
+    "cordon": "UPDATE allocator.cordon SET grace_seconds = 1",
+}
+
+
+async def test_a_row_that_is_not_as_it_was_written_is_refused(
+    url: SecretUrl, postgresql: PostgresServer
+) -> None:
+    """As in a file: each kind of row, and each kind of value in a reservation."""
+    database = url.path.strip("/")
+    check = partial(check_seals, tables=schema_store.Table.metadata.sorted_tables)
+    async with opened(url) as store:
+        ledger = Ledger(LARGE)
+        await store.save_ranks({"n0": 0})
+        await grants(store, ledger, 1, ended=1)
+        wish = replace(order(), labels={"team": "vision é"}, preemptible=True)
+        granted = ledger.grant(wish, [reserved("GPU-x", memory=40_000)], suffix="aa", now=NOW, wall=WALL)
+        await store.save([ledger.confirm(granted)], [])
+        await QuotaStore(store).save(Quota("ann", 8000, 1.5))
+        await CordonStore(store, BOOT).save([Cordon(Spot("n1"), "fans", "bob", WALL, None, None)])
+        for name, change in CHANGES.items():
+            await store.read(check)
+            table = change.split()[1]
+            postgresql.run(f"CREATE TABLE kept AS TABLE {table}; {change}", database)
+            with pytest.raises(FailedPreconditionError, match="not as it was written") as caught:
+                await store.read(check)
+            assert caught.value.reason == "STATE_INCONSISTENT", name
+            # As the tool of PostgreSQL puts rows back: without triggers.
+            put_back = f"DELETE FROM {table}; INSERT INTO {table} TABLE kept; DROP TABLE kept"
+            postgresql.run(f"SET session_replication_role = replica; {put_back}", database)
+    async with opened(url) as store:
+        assert len((await store.load()).reservations) == 2
+    postgresql.run(CHANGES["quota"], database)
+    with pytest.raises(FailedPreconditionError, match="the stored quota ann is not as it was written"):
+        async with opened(url):
+            pass
+
+
 async def test_no_number_in_the_schema_has_32_bits(url: SecretUrl, postgresql: PostgresServer) -> None:
     async with opened(url):
         small = postgresql.run(
@@ -125,12 +175,13 @@ async def test_no_number_in_the_schema_has_32_bits(url: SecretUrl, postgresql: P
 
 
 async def test_leases_go_on_in_the_next_term_and_start_anew_on_another_host(
-    url: SecretUrl, tmp_path: Path
+    url: SecretUrl, tmp_path: Path, postgresql: PostgresServer
 ) -> None:
     """Nobody knows how the clocks of two hosts compare: whoever takes over gives every lease its full time once."""
     clock, fleet = ManualClock(), FakeFleet(node_message("n0", count=2))
     async with running(tmp_path, fleet, clock=clock, database=url) as client:
         granted = await client.reserve(ttl=60)
+        await client.release(await client.reserve())
         clock.advance(20)
     async with running(tmp_path, fleet, clock=clock, database=url) as client:
         assert (await client.get(granted.name)).remaining.seconds == 40
@@ -139,6 +190,13 @@ async def test_leases_go_on_in_the_next_term_and_start_anew_on_another_host(
     async with running(tmp_path, fleet, clock=clock, database=url) as client:
         assert (await client.get(granted.name)).remaining.seconds == 60
         assert (await client.reserve()).fence > granted.fence
+        earlier = f"SELECT state FROM allocator.reservation WHERE boot_id <> '{clock.boot_id}'"
+        await eventually(lambda: none_left(postgresql, earlier, url.path.strip("/")))
+
+
+async def none_left(server: PostgresServer, query: str, database: str) -> bool:
+    """Whether there is no such row; those of ended reservations are written while others are served."""
+    return await asyncio.to_thread(server.run, query, database) == []
 
 
 async def test_without_a_term_a_database_is_refused(url: SecretUrl, tmp_path: Path) -> None:

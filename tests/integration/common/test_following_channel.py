@@ -184,6 +184,20 @@ async def test_code_without_a_loop_passes_over_a_server_that_is_gone(pair: Pair)
     await asyncio.to_thread(call)
 
 
+async def test_a_stream_that_another_thread_cancels_is_not_opened_again(pair: Pair) -> None:
+    """Also while it looks for a leader, between two attempts."""
+    pair.lead(None)
+    with open_sync_channel(pair.addresses) as channel:
+        stream = monitor_api.FleetServiceStub(channel).WatchNodes(WATCH)
+        reading = asyncio.create_task(asyncio.to_thread(next, stream))
+        while len(pair.second.calls) < 2:
+            await asyncio.sleep(0.01)
+        stream.cancel()
+        pair.lead(pair.first)
+        with pytest.raises(grpc.RpcError):
+            await reading
+
+
 async def test_each_server_is_known_by_its_own_name_over_tls(tmp_path: Path) -> None:
     """The certificate of each is checked against its own address, not against the first."""
     authority = Authority(tmp_path)

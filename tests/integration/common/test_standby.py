@@ -21,6 +21,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.leadership import Candidate
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.server import Registration, Server, ServerOptions
+from gpuscale.common.stage import Stage
 from gpuscale.common.standby import serve_by_turns
 from gpuscale.common.status import from_rpc_error, rpc_errors
 from gpuscale.common.term import Term
@@ -155,11 +156,15 @@ def cut_leader(postgresql: PostgresServer, url: SecretUrl) -> None:
 
 async def test_a_leader_answers_nothing_from_the_moment_its_session_ends(postgresql: PostgresServer) -> None:
     """Before its next question to the server could tell it."""
-    url = postgresql.database()
+    url, stage = postgresql.database(), Stage((ALLOCATOR, FLEET), lambda: "")
     async with Candidate(url, "throwaway", "here").term() as term:
+        stage.enter(term, registrations(Allocator(), Fleet()))
         assert term.leads()
+        assert stage._find(f"/{ALLOCATOR}/GetReservation")
         cut_leader(postgresql, url)  # blocks the event loop, so nothing else has run when we look
         assert not term.leads()
+        with pytest.raises(UnavailableError, match="does not lead"):
+            stage._find(f"/{ALLOCATOR}/GetReservation")
 
 
 async def test_a_leader_that_stops_hands_over_at_once(postgresql: PostgresServer) -> None:

@@ -115,8 +115,9 @@ def test_a_connection_that_was_never_made_is_no_execution() -> None:
         of_grpc(DeadlineExceededError("Deadline Exceeded")),
         answered(UnavailableError("stopping", reason="SHUTTING_DOWN")),
         answered(UnavailableError("led until now", reason="LEAD_LOST")),
+        answered(UnavailableError(NEVER_SENT)),
     ],
-    ids=["closed", "reset", "deadline", "stopping", "lead lost"],
+    ids=["closed", "reset", "deadline", "stopping", "lead lost", "upstream of the server"],
 )
 def test_a_call_that_may_have_been_done_is_not_repeated_but_later_ones_go_elsewhere(
     error: grpc.aio.AioRpcError,

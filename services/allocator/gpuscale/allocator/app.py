@@ -17,7 +17,7 @@ from gpuscale.allocator.holding import Holding
 from gpuscale.allocator.leases import Leases
 from gpuscale.allocator.ledger import Ledger, rebased
 from gpuscale.allocator.losses import Losses
-from gpuscale.allocator.model import Node
+from gpuscale.allocator.model import Node, Reservation
 from gpuscale.allocator.node_servicer import NodeServicer
 from gpuscale.allocator.placer import Placer
 from gpuscale.allocator.queueing.model import Rules
@@ -32,13 +32,14 @@ from gpuscale.allocator.reserving import Reserving
 from gpuscale.allocator.servicer import AllocatorServicer
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.store import AllocatorStore, Saved, open_shared_store, open_store
-from gpuscale.allocator.sweeper import Sweeper
+from gpuscale.allocator.sweeper import BATCH, Sweeper
 from gpuscale.allocator.telemetry import FleetFollower
 from gpuscale.allocator.view import FleetView
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.clock import Clock
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.logs import get_logger
 from gpuscale.common.server import Registration
 from gpuscale.common.term import Term
 
@@ -49,6 +50,7 @@ NODE_SERVICE = "gpuscale.api.allocator.v1.NodeService"
 CAPACITY_SERVICE = "gpuscale.api.allocator.v1.CapacityService"
 SERVICES = (SERVICE, QUOTA_SERVICE, NODE_SERVICE, CAPACITY_SERVICE)
 """All that the allocator serves."""
+_log = get_logger(__name__)
 
 
 @asynccontextmanager
@@ -66,7 +68,7 @@ async def open_allocator(
     """
     async with _open_state(settings, clock, term) as store, TaskScope() as tasks:
         saved = await store.load()
-        ledger = await _restore(saved, store, clock)
+        ledger = await _restore(saved, store, clock, tasks)
         view = FleetView(saved.ranks)
         placer = Placer(ledger.use)
         changes = Changes()
@@ -210,13 +212,28 @@ def _seen(placer: Placer, losses: Losses, forgetting: Forgetting, nodes: Sequenc
     losses.seen(nodes)
 
 
-async def _restore(saved: Saved, store: AllocatorStore, clock: Clock) -> Ledger:
-    """The ledger of what is on disk; deadlines of an earlier boot start anew, and are written so."""
+async def _restore(saved: Saved, store: AllocatorStore, clock: Clock, tasks: TaskScope) -> Ledger:
+    """The ledger of what is on disk; deadlines of an earlier boot start anew, and are written so.
+
+    Those of ended reservations, of which there are many, are written while others are served.
+    """
     now = clock.now()
     of_this_boot = [one if boot == clock.boot_id else rebased(one, now) for one, boot in saved.reservations]
     moved = [one for one, (old, _) in zip(of_this_boot, saved.reservations, strict=True) if one is not old]
-    if moved:
-        await store.save([], moved)
+    if live := [one for one in moved if one.live]:
+        await store.save([], live)
+    if ended := [one for one in moved if not one.live]:
+        tasks.start("write when records are forgotten", _write_anew(store, ended))
     ledger = Ledger(saved.fence)
     ledger.restore(of_this_boot)
     return ledger
+
+
+async def _write_anew(store: AllocatorStore, ended: Sequence[Reservation]) -> None:
+    """Write records, some at a time; what cannot be written now the next start writes."""
+    for start in range(0, len(ended), BATCH):
+        try:
+            await store.save([], ended[start : start + BATCH])
+        except UnavailableError as error:
+            _log.warning("cannot write when records are forgotten", problem=error.message)
+            return

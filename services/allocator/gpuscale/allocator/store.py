@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ from gpuscale.allocator import schema_store as schema
 from gpuscale.allocator.guard import LAST_WRITE, Numbering, StateGuard
 from gpuscale.allocator.model import Reservation, State
 from gpuscale.allocator.sealing import LIFE, sealed
+from gpuscale.allocator.seals_store import check_seals
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.prepared import Prepared
 from gpuscale.common.revisions import revisions
@@ -223,13 +225,14 @@ async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGe
     """Open the state in PostgreSQL for a term, or make it.
 
     Raises:
-        FailedPreconditionError: it is of another version; it stays as it is.
+        FailedPreconditionError: it is of another version, or a row is not as it was written; it stays as it is.
         UnavailableError: it cannot be used now, or the term is over.
     """
     from gpuscale.common.postgres_store import Postgres
 
     backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)
     async with Store.on(backend, name=SERVICE) as store:
+        await store.read(partial(check_seals, tables=schema.Table.metadata.sorted_tables))
         yield AllocatorStore(store, Numbering(await store.read(_last_write)), boot_id)
 
 

@@ -18,7 +18,7 @@ from gpuscale.common.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
-from gpuscale.common.status import from_rpc_error
+from gpuscale.common.status import DETAILS_KEY, from_rpc_error
 
 NOT_LEADER: Final = "NOT_LEADER"
 """Reason with which a standby turns calls away; its metadata `leader` is the leader's address, where known."""
@@ -105,7 +105,7 @@ class Trail:
         if not _lost(problem):
             return None
         self._leader.failed(self.index, problem.metadata.get("leader", ""))
-        if not (self._again and _not_done(problem)):
+        if not (self._again and (problem.reason == NOT_LEADER or _never_sent(error))):
             return None
         self.index = self._leader.index
         self._refusals += 1
@@ -122,6 +122,10 @@ def _lost(problem: GpuscaleError) -> bool:
     return isinstance(problem, DeadlineExceededError) and problem.reason == problem.default_reason
 
 
-def _not_done(problem: GpuscaleError) -> bool:
-    """Whether it is certain that the call was not executed."""
-    return problem.reason == NOT_LEADER or problem.message.startswith(_NEVER_SENT)
+def _never_sent(error: grpc.RpcError) -> bool:
+    """Whether gRPC itself says that the call went nowhere. A server that says so, with details, tells of its own upstream."""
+    if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
+        return False
+    if any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
+        return False
+    return (error.details() or "").startswith(_NEVER_SENT)

@@ -119,6 +119,7 @@ class _Stream:
         self._start = start
         self._trail = trail
         self._call = start()
+        self._cancelled = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
@@ -132,10 +133,28 @@ class _Stream:
                 response = next(self._call)
             except grpc.RpcError as error:
                 _pause(self._trail, error)
-                self._call = self._start()
+                self._again(error)
             else:
                 self._trail.began()
                 return response
+
+    def cancel(self) -> bool:
+        """End it, whichever attempt it is at; called by any thread."""
+        self._cancelled = True
+        ended: bool = self._call.cancel()
+        return ended
+
+    def _again(self, error: grpc.RpcError) -> None:
+        """Make the call again, unless it was cancelled meanwhile.
+
+        Raises:
+            RpcError: it was.
+        """
+        if self._cancelled:
+            raise error
+        self._call = self._start()
+        if self._cancelled:  # between the two
+            self._call.cancel()
 
 
 def _pause(trail: Trail, error: grpc.RpcError) -> None:

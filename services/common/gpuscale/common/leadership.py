@@ -10,7 +10,7 @@ distributed locking", 2016; etcd issue 15247 shows what becomes of leases withou
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 from typing import Final
 
@@ -75,7 +75,8 @@ class Candidate:
         connection, term = await self._win()
         try:
             async with TaskScope() as tasks:
-                tasks.start("hold the lead", _ping(connection, term))
+                tasks.start("hold the lead", self._ping(connection, term))
+                tasks.start("watch the lead", _watch(term))
                 yield term
         finally:
             term.close()
@@ -130,7 +131,12 @@ class Candidate:
         if (problem := too_old(connection.info.server_version)) is not None:
             await connection.close()
             raise problem
-        await _ask(connection, "SELECT set_config('idle_session_timeout', %s, false)", str(int(LEASE * 1000)))
+        await _ask(
+            connection,
+            # An epoch that a crash of the server took back would be given twice.
+            "SELECT set_config('idle_session_timeout', %s, false), set_config('synchronous_commit', 'on', false)",
+            str(int(LEASE * 1000)),
+        )
         return connection
 
     async def _lock(self, connection: _Connection) -> bool:
@@ -164,6 +170,27 @@ class Candidate:
             raise UnavailableError("the epoch was not counted", reason="STATE_UNAVAILABLE")
         return int(row[0])
 
+    async def _ping(self, connection: _Connection, term: Term) -> None:
+        """Keep the session alive, and the term with it, until either ends or another term began.
+
+        That cannot be while the session holds the lock, unless what is between gives one session to several clients.
+        """
+        question = in_schema("SELECT epoch FROM {}.leadership", self._service).as_string()
+        try:
+            while term.leads():
+                asked = now()
+                async with asyncio.timeout(LEASE):
+                    epoch = await _ask(connection, question)
+                if epoch != term.epoch:
+                    _log.warning("another term began, and the lock was not lost", epoch=epoch, own=term.epoch)
+                    return
+                term.confirm(asked)
+                await asyncio.sleep(PING_PERIOD)
+        except (psycopg.Error, TimeoutError) as error:
+            _log.warning("lost the connection that holds the lead", problem=" ".join(str(error).split()))
+        finally:
+            term.resign()
+
     async def _look(self, connection: _Connection) -> str:
         """The address of whoever took over last; empty before anybody ever did."""
         try:
@@ -186,16 +213,9 @@ async def _ask(connection: _Connection, question: str, *values: object) -> objec
     return None if row is None else row[0]
 
 
-async def _ping(connection: _Connection, term: Term) -> None:
-    """Keep the session alive, and the term with it, until either ends."""
-    try:
-        while term.leads():
-            asked = now()
-            async with asyncio.timeout(LEASE):
-                await _ask(connection, "SELECT 1")
-            term.confirm(asked)
-            await asyncio.sleep(PING_PERIOD)
-    except (psycopg.Error, TimeoutError) as error:
-        _log.warning("lost the connection that holds the lead", problem=" ".join(str(error).split()))
-    finally:
-        term.resign()
+async def _watch(term: Term) -> None:
+    """Resign as soon as the term is over: a question that is not answered takes 10 s more to be given up."""
+    while term.leads():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(term.over.wait(), PING_PERIOD)
+    term.resign()

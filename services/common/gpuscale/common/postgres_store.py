@@ -2,7 +2,7 @@
 
 Only the process that leads opens it. Every transaction that writes begins with a look at the epoch, under a lock that
 the next leader has to wait for: what an earlier leader writes late is refused, and what it wrote before is there to be
-read. A connection that fails ends the term: after a commit whose answer was lost only the database knows what is true.
+read. A connection or a commit that fails ends the term: only the database knows what is true then.
 """
 
 from collections.abc import Generator
@@ -34,6 +34,7 @@ STATEMENT_LIMIT: Final = 10.0
 """Seconds that a statement may take."""
 _DURABLE: Final = frozenset({"on", "remote_apply"})
 _DISK_FULL: Final = "53100"
+_DAMAGED: Final = frozenset({"XX001", "XX002"})
 # Connections that failed, servers that stop, sessions that the server ended.
 _LOST: Final = ("08", "57P", "25P03", "25P04")
 
@@ -71,9 +72,9 @@ class Postgres:
 
         Raises:
             FailedPreconditionError: STATE_VERSION for a schema version that no migration starts from; nothing is changed.
-            UnavailableError: as `failure` says, or NOT_LEADER.
+            UnavailableError: as `failure` says, or LEAD_LOST.
         """
-        with self._session("") as connection:
+        with self._session("", idle=LEASE) as connection:
             with self._state_errors():
                 _require_durability(self.driver(connection))
                 with self.transaction(connection):
@@ -82,8 +83,11 @@ class Postgres:
 
     @contextmanager
     def reader(self) -> Generator[Connection]:
-        """A connection that can only query. A transaction is refused (NOT_LEADER) once the term is over."""
-        with self._session("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY") as connection:
+        """A connection that can only query. A transaction is refused (LEAD_LOST) once the term is over.
+
+        It may take its time over what it has read: nobody waits for it, and the next leader ends it.
+        """
+        with self._session("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", idle=0) as connection:
             yield connection
 
     @contextmanager
@@ -97,10 +101,7 @@ class Postgres:
             if driver.info.transaction_status != TransactionStatus.INTRANS:
                 # PostgreSQL would answer the COMMIT of a transaction that has failed, and undo it.
                 raise InternalError("a work went on after its transaction had ended")
-            if connection.in_transaction():
-                connection.commit()
-            else:
-                driver.commit()
+            self._commit(connection, driver)
             committed = True
         finally:
             if not committed:
@@ -122,6 +123,8 @@ class Postgres:
         if not isinstance(cause, psycopg.Error):
             return error
         state = cause.sqlstate
+        if state in _DAMAGED:
+            return FailedPreconditionError("the state is damaged", reason="STATE_UNREADABLE")
         if state == _DISK_FULL:
             return UnavailableError("the disk of the state is full", reason="DISK_FULL")
         broken = state is None and isinstance(cause, (psycopg.OperationalError, psycopg.InterfaceError))
@@ -139,26 +142,60 @@ class Postgres:
         """Begin a transaction that the next leader has to wait for.
 
         Raises:
-            UnavailableError: NOT_LEADER, there is one already.
+            UnavailableError: LEAD_LOST, there is one already.
         """
         if not self.term.leads():
-            raise self._not_leader()
+            raise self._lead_lost()
         cursor = driver.execute("BEGIN; SELECT epoch FROM leadership FOR SHARE", prepare=False)
         cursor.nextset()
         row = cursor.fetchone()
         if row is None or row[0] != self.term.epoch:
             self.term.resign()
-            raise self._not_leader()
+            raise self._lead_lost()
 
-    def _not_leader(self) -> UnavailableError:
+    def _commit(self, connection: Connection, driver: Driver) -> None:
+        """Commit; where that fails, or may not have come as far as it should, only the database knows what is true.
+
+        Raises:
+            UnavailableError: STATE_UNAVAILABLE, the server warns. So it does where somebody cancels a commit that waits for
+                a standby of the server (`synchronous_standby_names`): it would be lost with the server.
+        """
+        doubts: list[str] = []
+
+        def doubt(notice: psycopg.errors.Diagnostic) -> None:
+            if notice.severity_nonlocalized == "WARNING":
+                doubts.append(notice.message_primary or "")
+
+        committed = False
+        driver.add_notice_handler(doubt)
+        try:
+            if connection.in_transaction():
+                connection.commit()
+            else:
+                driver.commit()
+            committed = not doubts
+        finally:
+            driver.remove_notice_handler(doubt)
+            if not committed:
+                self.term.resign()
+        if doubts:
+            raise UnavailableError(
+                f"the commit is in doubt: {' '.join(doubts[0].split())}", reason="STATE_UNAVAILABLE"
+            )
+
+    def _lead_lost(self) -> UnavailableError:
+        """Not NOT_LEADER, which says that nothing was done: the call may have written before."""
         return UnavailableError(
-            f"this process leads the service {self.service} no more", reason="NOT_LEADER", retry_after=0.2
+            f"this process leads the service {self.service} no more; the call may have been done",
+            reason="LEAD_LOST",
+            retry_after=0.2,
         )
 
     def _upgrade(self, connection: Connection) -> None:
         """Make the tables, or take those of an earlier version to this one."""
         driver = self.driver(connection)
         driver.execute("SET LOCAL statement_timeout = 0")
+        driver.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         there = driver.execute("SELECT to_regclass('alembic_version')").fetchone()
         if there is None or there[0] is None:
             self.metadata.create_all(connection)
@@ -183,10 +220,13 @@ class Postgres:
         _log.info("migrated the state", service=self.service, found=found, version=self.version)
 
     @contextmanager
-    def _session(self, begin: str) -> Generator[Connection]:
-        """A connection outside of any pool that begins its transactions with `begin`."""
+    def _session(self, begin: str, *, idle: float) -> Generator[Connection]:
+        """A connection outside of any pool that begins its transactions with `begin`.
+
+        The server ends one that does nothing for `idle` seconds; never with 0.
+        """
         with self._state_errors():
-            driver = self._connect()
+            driver = self._connect(idle)
             # Parameters are hidden: they would stand in the text of errors, and so in logs.
             engine = create_engine(
                 "postgresql+psycopg://",
@@ -200,7 +240,7 @@ class Postgres:
                 if driver.info.transaction_status != TransactionStatus.IDLE:
                     return  # `transaction` has begun it already, or SQLAlchemy gets to know the server
                 if not self.term.leads():
-                    raise self._not_leader()
+                    raise self._lead_lost()
                 driver.execute(begin.encode())
 
             def on_error(context: ExceptionContext) -> None:
@@ -213,17 +253,17 @@ class Postgres:
         with closing(driver), closing(connection):
             yield connection
 
-    def _connect(self) -> Driver:
+    def _connect(self, idle: float) -> Driver:
         try:
             driver: Driver = psycopg.connect(
                 conninfo(self.url, store_application(self.service)), autocommit=True
             )
         except psycopg.Error as error:
             raise connect_error(self.url, error) from None
-        idle, limit = str(int(LEASE * 1000)), str(int(STATEMENT_LIMIT * 1000))
         values: dict[str, Any] = {
-            "idle_in_transaction_session_timeout": idle,
-            "statement_timeout": limit,
+            "idle_in_transaction_session_timeout": str(int(idle * 1000)),
+            "statement_timeout": str(int(STATEMENT_LIMIT * 1000)),
+            "client_min_messages": "warning",  # `_commit` listens to them
             "search_path": in_schema("{}", self.service).as_string(driver),
         }
         for name, value in values.items():

@@ -1,0 +1,108 @@
+"""Two allocators on one PostgreSQL under load: leaders freeze, sessions are ended, the server crashes. No promise may break.
+
+GPUSCALE_TROUBLE_ROUNDS sets how often each kind of trouble comes; otherwise the server crashes once, and that is all.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.support.allocator_pair import Pair, pair, reached
+from tests.support.postgresql import PostgresServer
+from tests.support.reservation_traffic import Traffic
+from tests.support.waiting import eventually
+
+ROUNDS = int(os.environ.get("GPUSCALE_TROUBLE_ROUNDS", "0"))
+CALLERS = 8
+SEED = 5
+PATIENCE = 2.0
+"""Seconds for which a caller waits for an answer; a frozen leader gives none."""
+WAIT = 90.0
+_STORE, _LEAD = "gpuscale-allocator", "gpuscale-allocator leadership"
+pytestmark = pytest.mark.timeout(200 + 60 * ROUNDS)
+
+Trouble = Callable[[Pair, PostgresServer], Awaitable[None]]
+
+
+async def a_leader_freezes(both: Pair, server: PostgresServer) -> None:
+    """It wakes up when another one leads, with calls and writes of its own under way."""
+    frozen = await both.leader()
+    os.kill(both.at(frozen).pid, signal.SIGSTOP)
+    try:
+        await eventually(lambda: is_leader(both, 1 - frozen), timeout=WAIT)
+    finally:
+        os.kill(both.at(frozen).pid, signal.SIGCONT)
+
+
+async def is_leader(both: Pair, place: int) -> bool:
+    return await both.says(place) == "leader"
+
+
+async def the_sessions_that_write_end(both: Pair, server: PostgresServer) -> None:
+    await asyncio.to_thread(server.cut, _STORE)
+
+
+async def the_sessions_that_lead_end(both: Pair, server: PostgresServer) -> None:
+    await asyncio.to_thread(server.cut, _LEAD)
+
+
+async def the_server_crashes(both: Pair, server: PostgresServer) -> None:
+    """A process of it dies, and it ends all others and recovers."""
+    query = f"SELECT pid FROM pg_stat_activity WHERE application_name = '{_STORE}'"
+    sessions = await asyncio.to_thread(server.run, query)
+    for (session,) in sessions[:1]:
+        assert isinstance(session, int)
+        os.kill(session, signal.SIGKILL)
+
+
+async def the_server_restarts(both: Pair, server: PostgresServer) -> None:
+    await asyncio.to_thread(server.stop)
+    await asyncio.to_thread(server.start)
+
+
+TROUBLES: tuple[Trouble, ...] = (
+    a_leader_freezes,
+    the_sessions_that_write_end,
+    the_sessions_that_lead_end,
+    the_server_crashes,
+    the_server_restarts,
+)
+
+
+async def test_no_promise_breaks_whatever_happens_to_leaders_sessions_and_the_server(
+    tmp_path: Path, postgresql_private: PostgresServer
+) -> None:
+    troubles = list(TROUBLES) * ROUNDS or [the_server_crashes]
+    Random(SEED).shuffle(troubles)
+    async with pair(tmp_path, postgresql_private.database(), gpus=12) as both:
+        both.client.timeout = PATIENCE
+        both.start(0)
+        both.start(1)
+        await both.leader()
+        await reached(both.client, 12)
+        traffic = Traffic(both.client, SEED)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(CALLERS):
+                group.create_task(traffic.holder())
+            group.create_task(traffic.lister())
+            for trouble in troubles:
+                await granted(traffic, CALLERS)
+                await trouble(both, postgresql_private)
+            await granted(traffic, CALLERS)
+            traffic.stop()
+        assert traffic.history.violations() == []
+
+
+async def granted(traffic: Traffic, count: int) -> None:
+    """Wait until so many more were asked for and granted: work is under way."""
+    now = asyncio.get_running_loop().time()
+
+    async def enough() -> bool:
+        return sum(one.sent > now for one in traffic.history.grants[-10 * count :]) >= count
+
+    await eventually(enough, timeout=WAIT)
