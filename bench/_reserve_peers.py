@@ -1,7 +1,7 @@
 """The peers of `bench.reserve`: etcd and Slurm, started privately where they are installed.
 
 etcd (Debian's etcd-server): one transaction that puts a key if it is absent, synced to disk before the answer, and one
-that deletes it, through the same client library as ours. It has one core, that of our server, and one thread. Slurm
+that deletes it, through the same client as ours. It has one core, that of our server, and one thread. Slurm
 (Debian's slurm-wlm, one node with simulated GPUs): `salloc --no-shell` of one GPU and `scancel`, a process each; it
 saves its state every few seconds, not before it answers.
 """
@@ -14,11 +14,10 @@ import shutil
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 
-import grpc
-
+from bench._callers import Caller, connected
 from tests.support.slurm import SlurmCluster, program, why_unavailable
 
 Call = Callable[[], Awaitable[int]]
@@ -26,7 +25,6 @@ Call = Callable[[], Awaitable[int]]
 
 TXN = "/etcdserverpb.KV/Txn"
 VALUE = b"v" * 256
-TIMEOUT = 30.0
 START = 15.0
 SLURM_GPUS = 80
 
@@ -52,17 +50,17 @@ async def postgresql() -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def etcd(core: int) -> AsyncIterator[tuple[int, Call] | str]:
+async def etcd(client: str, core: int) -> AsyncIterator[tuple[int, Call] | str]:
     """The process of an etcd on a core, and a turn of two transactions; or why there is none."""
     program = shutil.which("etcd")
     if program is None:
         yield "not installed: apt install etcd-server"
         return
-    client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
+    served, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
     with tempfile.TemporaryDirectory(prefix="gpuscale-etcd-") as folder:
         server = await asyncio.create_subprocess_exec(
             *(program, "--data-dir", folder, "--logger", "zap", "--log-level", "error"),
-            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-client-urls", served, "--advertise-client-urls", served),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"default={peer}"),
             stderr=asyncio.subprocess.DEVNULL,
@@ -70,16 +68,28 @@ async def etcd(core: int) -> AsyncIterator[tuple[int, Call] | str]:
         )
         try:
             os.sched_setaffinity(server.pid, {core})
-            async with grpc.aio.insecure_channel(client.removeprefix("http://")) as channel:
-                await asyncio.wait_for(channel.channel_ready(), START)
-                yield server.pid, _transactions(channel)
+            address = served.removeprefix("http://")
+            await _listening(address)
+            async with connected(client, address) as call:
+                yield server.pid, _transactions(call)
         finally:
             server.terminate()
             await server.wait()
 
 
-def _transactions(channel: grpc.aio.Channel) -> Call:
-    call = channel.unary_unary(TXN)
+async def _listening(address: str) -> None:
+    """Wait until something listens there."""
+    host, _, port = address.rpartition(":")
+    async with asyncio.timeout(START):
+        while True:
+            with suppress(OSError):
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.close()
+                return
+            await asyncio.sleep(0.05)
+
+
+def _transactions(call: Caller) -> Call:
     numbers = count()
 
     async def turn() -> int:
@@ -87,9 +97,9 @@ def _transactions(channel: grpc.aio.Channel) -> Call:
         absent = _field(1, _field(3, key) + b"\x20\x00")  # compare: the version of the key is 0
         put = _field(2, _field(2, _field(1, key) + _field(2, VALUE)))
         delete = _field(2, _field(3, _field(1, key)))
-        answer = await call(absent + put, timeout=TIMEOUT)
+        answer = await call(TXN, absent + put)
         assert b"\x10\x01" in answer  # succeeded
-        await call(delete, timeout=TIMEOUT)
+        await call(TXN, delete)
         return 2
 
     return turn

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import uvloop
 
-from gpuscale.api.allocator import v1 as api
+from bench._callers import Caller, connected
 from gpuscale.common import failpoints
 
 GPUS = 8
@@ -26,11 +26,11 @@ DATABASE = "BENCH_DATABASE"
 
 @dataclass(frozen=True)
 class Site:
-    """A server process and channels to it."""
+    """A server process and what calls its allocator and its echo."""
 
     pid: int
-    stub: api.AllocatorServiceStub
-    echo: grpc.aio.Channel
+    allocator: Caller
+    echo: Caller
 
 
 def pin(index: int) -> None:
@@ -47,10 +47,10 @@ def cpu_seconds(pid: int) -> float:
 
 
 @asynccontextmanager
-async def open_site(nodes: int, points: str = "", database: str = "") -> AsyncIterator[Site]:
+async def open_site(client: str, nodes: int, points: str = "", database: str = "") -> AsyncIterator[Site]:
     """A server process with so many nodes of eight GPUs, until the end of the block; `points` are failpoints.
 
-    Its state is in a temporary folder, or in `database`.
+    Its state is in a temporary folder, or in `database`. `client` is the sort of `bench._callers`.
     """
     with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as folder:
         server = await asyncio.create_subprocess_exec(
@@ -63,10 +63,10 @@ async def open_site(nodes: int, points: str = "", database: str = "") -> AsyncIt
             assert server.stdout is not None
             reserve_address, echo_address = (await server.stdout.readline()).decode().split()
             async with (
-                grpc.aio.insecure_channel(reserve_address) as allocator,
-                grpc.aio.insecure_channel(echo_address) as echo,
+                connected(client, reserve_address) as allocator,
+                connected(client, echo_address) as echo,
             ):
-                yield Site(server.pid, api.AllocatorServiceStub(allocator), echo)
+                yield Site(server.pid, allocator, echo)
         finally:
             server.terminate()
             await server.wait()

@@ -3,8 +3,9 @@
 python -m bench reserve [--callers 1 16 64] [--rounds 5] [--seconds 1] [--rows echo reserve ...]
 
 The server process runs the whole allocator (guard, validation, placement, SQLite with one fsync a group) and, on the same
-loop, a grpc.aio server whose handler returns the bytes it got. Clients are in another process on another core and give
-each call a deadline, as ours do. A turn of "reserve" is Reserve and ReleaseReservation: both are on disk before their
+loop, a grpc.aio server whose handler returns the bytes it got. Callers are in another process on another core and give
+each call a deadline, as ours do; they share a connection of a client that costs little (`bench._http2`), since gRPC's own
+takes nearly as much CPU as the servers (`--client grpc`). A turn of "reserve" is Reserve and ReleaseReservation: both are on disk before their
 answer, both count as one call. A turn of "batch" reserves and releases 16 in a call each: 32 changes, each of which counts,
 as each transaction of etcd does.
 
@@ -26,9 +27,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-import grpc
 import uvloop
 
+from bench._callers import CLIENTS, Caller
 from bench._reserve_peers import Call, etcd, postgresql, slurm
 from bench._reserve_site import ECHO, cpu_seconds, open_site, pin
 from gpuscale.api.allocator import v1 as api
@@ -39,7 +40,7 @@ BASES = {"postgresql": "reserve", "+2 ms": "reserve", "8000": "reserve", "batch"
 """What a row is compared with, where that is not the echo."""
 NODES, MANY_NODES = 10, 1000
 BATCH = 16
-TIMEOUT = 30.0
+ALLOCATOR = "/gpuscale.api.allocator.v1.AllocatorService/"
 SLOW_DISK = "allocator.store.before_commit=sleep:0.002"
 MOST_PROCESSES = 16
 """Callers of Slurm at most: each call is a process."""
@@ -74,12 +75,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rows", nargs="+", choices=ROWS, default=ROWS, help="what to measure; all by default"
     )
+    parser.add_argument("--client", choices=CLIENTS, default=CLIENTS[0], help="what calls the servers")
     return parser.parse_args(arguments)
 
 
 async def _measure(options: argparse.Namespace, server_core: int) -> None:
     async with AsyncExitStack() as stack:
-        kinds = await _kinds(stack, options.rows, server_core)
+        kinds = await _kinds(stack, options.rows, options.client, server_core)
         print(f"{'callers':>7}  {'call':<11}{'calls/s':>9}{'p50 ms':>9}{'p99 ms':>9}{'cpu us':>9}  ratio")
         for callers in options.callers:
             results = {kind: Result() for kind in kinds}
@@ -90,32 +92,34 @@ async def _measure(options: argparse.Namespace, server_core: int) -> None:
             _print(callers, results)
 
 
-async def _kinds(stack: AsyncExitStack, rows: Sequence[str], server_core: int) -> Kinds:
+async def _kinds(stack: AsyncExitStack, rows: Sequence[str], client: str, server_core: int) -> Kinds:
     """The servers that the rows need, each in a process of its own, and what is called."""
     kinds: Kinds = {}
     if {"echo", "get", "reserve", "batch"} & set(rows):
-        plain = await stack.enter_async_context(open_site(NODES))
-        name = (await plain.stub.Reserve(_request(), timeout=TIMEOUT)).reservation.name
+        plain = await stack.enter_async_context(open_site(client, NODES))
+        held = api.ReserveResponse.FromString(
+            await plain.allocator(f"{ALLOCATOR}Reserve", _request().SerializeToString())
+        )
         kinds |= {
             "echo": (plain.pid, _echo(plain.echo)),
-            "get": (plain.pid, _get(name, plain.stub)),
-            "reserve": (plain.pid, _reserve(plain.stub)),
-            "batch": (plain.pid, _batch(plain.stub)),
+            "get": (plain.pid, _get(held.reservation.name, plain.allocator)),
+            "reserve": (plain.pid, _reserve(plain.allocator)),
+            "batch": (plain.pid, _batch(plain.allocator)),
         }
     if "postgresql" in rows:
         url = await stack.enter_async_context(postgresql())
         if url:
-            shared = await stack.enter_async_context(open_site(NODES, database=url))
-            kinds["postgresql"] = shared.pid, _reserve(shared.stub)
+            shared = await stack.enter_async_context(open_site(client, NODES, database=url))
+            kinds["postgresql"] = shared.pid, _reserve(shared.allocator)
         else:
             print("postgresql: not installed: apt install postgresql", flush=True)
     if "+2 ms" in rows:
-        slow = await stack.enter_async_context(open_site(NODES, SLOW_DISK))
-        kinds["+2 ms"] = slow.pid, _reserve(slow.stub)
+        slow = await stack.enter_async_context(open_site(client, NODES, SLOW_DISK))
+        kinds["+2 ms"] = slow.pid, _reserve(slow.allocator)
     if "8000" in rows:
-        large = await stack.enter_async_context(open_site(MANY_NODES))
-        kinds["8000"] = large.pid, _reserve(large.stub)
-    for peer, opened in (("etcd", etcd(server_core)), ("slurm", slurm())):
+        large = await stack.enter_async_context(open_site(client, MANY_NODES))
+        kinds["8000"] = large.pid, _reserve(large.allocator)
+    for peer, opened in (("etcd", etcd(client, server_core)), ("slurm", slurm())):
         if peer in rows:
             found = await stack.enter_async_context(opened)
             if isinstance(found, str):
@@ -171,47 +175,47 @@ def _shared_request() -> api.ReserveRequest:
     return request
 
 
-def _echo(channel: grpc.aio.Channel) -> Call:
-    call = channel.unary_unary(ECHO)
+def _echo(call: Caller) -> Call:
     payload = _request().SerializeToString()
 
     async def turn() -> int:
-        await call(payload, timeout=TIMEOUT)
+        await call(ECHO, payload)
         return 1
 
     return turn
 
 
-def _get(name: str, stub: api.AllocatorServiceStub) -> Call:
-    request = api.GetReservationRequest(name=name)
+def _get(name: str, call: Caller) -> Call:
+    request = api.GetReservationRequest(name=name).SerializeToString()
 
     async def turn() -> int:
-        await stub.GetReservation(request, timeout=TIMEOUT)
+        api.GetReservationResponse.FromString(await call(f"{ALLOCATOR}GetReservation", request))
         return 1
 
     return turn
 
 
-def _reserve(stub: api.AllocatorServiceStub) -> Call:
+def _reserve(call: Caller) -> Call:
     async def turn() -> int:
-        one = (await stub.Reserve(_request(), timeout=TIMEOUT)).reservation
+        answer = await call(f"{ALLOCATOR}Reserve", _request().SerializeToString())
+        one = api.ReserveResponse.FromString(answer).reservation
         release = api.ReleaseReservationRequest(name=one.name, fence=one.fence)
-        await stub.ReleaseReservation(release, timeout=TIMEOUT)
+        await call(f"{ALLOCATOR}ReleaseReservation", release.SerializeToString())
         return 2
 
     return turn
 
 
-def _batch(stub: api.AllocatorServiceStub) -> Call:
+def _batch(call: Caller) -> Call:
     """Shares, so that 64 callers find room for 16 each."""
 
     async def turn() -> int:
-        requests = [_shared_request() for _ in range(BATCH)]
-        made = await stub.BatchReserve(api.BatchReserveRequest(requests=requests), timeout=TIMEOUT)
-        releases = [
-            api.ReleaseReservationRequest(name=one.name, fence=one.fence) for one in made.reservations
-        ]
-        await stub.BatchRelease(api.BatchReleaseRequest(requests=releases), timeout=TIMEOUT)
+        request = api.BatchReserveRequest(requests=[_shared_request() for _ in range(BATCH)])
+        answer = await call(f"{ALLOCATOR}BatchReserve", request.SerializeToString())
+        made = api.BatchReserveResponse.FromString(answer).reservations
+        releases = [api.ReleaseReservationRequest(name=one.name, fence=one.fence) for one in made]
+        release = api.BatchReleaseRequest(requests=releases)
+        await call(f"{ALLOCATOR}BatchRelease", release.SerializeToString())
         return 2 * BATCH
 
     return turn

@@ -165,13 +165,16 @@ async def test_quotas_hold_with_and_without_a_wait_and_through_a_restart(tmp_pat
         assert len(await client.live()) == 2
         await client.reserve(tenant="audio")
         call = asyncio.create_task(client.reserve(tenant="vision", wait=to_duration(20)))
-        await asyncio.sleep(0.1)
+
+        async def listed() -> list[tuple[str, int, int]]:
+            found = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=5)).quotas
+            return [(one.tenant, one.gpu_milli_held, one.waiting_count) for one in found]
+
+        async def waits() -> bool:
+            return await listed() == [("audio", 1000, 0), ("vision", 2000, 1)]
+
+        await eventually(waits)
         assert not call.done()
-        listed = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=5)).quotas
-        assert [(one.tenant, one.gpu_milli_held, one.waiting_count) for one in listed] == [
-            ("audio", 1000, 0),
-            ("vision", 2000, 1),
-        ]
         await client.release(held[0])
         assert (await call).tenant == "vision"
         await quotas.DeleteQuota(api.DeleteQuotaRequest(tenant="vision"), timeout=5)

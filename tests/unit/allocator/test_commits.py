@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gpuscale.allocator.changes import Changes
-from gpuscale.allocator.commits import BREATH, ENOUGH, MAX_GROUP, PAUSE, WINDOW, Commits
+from gpuscale.allocator.commits import MAX_GROUP, Commits
+from gpuscale.allocator.crowd import ENOUGH, WINDOW, WRITES
 from gpuscale.allocator.ledger import Ledger
 from gpuscale.allocator.model import Reservation
 from gpuscale.allocator.outcome import Outcome
@@ -18,6 +19,8 @@ from tests.support.allocator_values import WALL, order, reserved
 pytestmark = pytest.mark.looptime
 
 FSYNC = 0.001
+WORK = 0.00025
+TURNS = 10
 
 
 class CountingDisk:
@@ -44,12 +47,13 @@ class Desk:
         self.commits = Commits(self.ledger, self.disk, Changes())  # pyright: ignore[reportArgumentType]
         self._number = 0
 
-    def grant(self) -> Outcome:
+    def grant(self, count: int = 1) -> Outcome:
+        return self.commits.grant([self._granted() for _ in range(count)])
+
+    def _granted(self) -> Reservation:
         self._number += 1
-        name = f"request-{self._number}"
         gpus = [reserved(f"gpu-{self._number}")]
-        granted = self.ledger.grant(order(name), gpus, suffix="s", now=0.0, wall=WALL)
-        return self.commits.grant([granted])
+        return self.ledger.grant(order(f"request-{self._number}"), gpus, suffix="s", now=0.0, wall=WALL)
 
 
 @asynccontextmanager
@@ -70,37 +74,67 @@ async def test_a_change_that_comes_alone_is_written_at_once() -> None:
     assert of.disk.sizes == [1, 1, 1]
 
 
-async def test_callers_who_come_one_after_the_other_are_written_together() -> None:
-    """Each comes while the loop is at work for another: without a moment of patience each would be a group of its own."""
+@pytest.mark.parametrize("callers", [4, 16, 64])
+async def test_callers_who_come_one_after_the_other_are_written_together(callers: int) -> None:
+    """One loop is at work for all of them: a request takes WORK of it, so that no two of them come at once."""
     async with desk() as of:
+        loop_is_free = asyncio.Lock()
+
+        async def caller() -> None:
+            for _ in range(TURNS):
+                async with loop_is_free:
+                    await asyncio.sleep(WORK)
+                    outcome = of.grant()
+                assert await outcome is None
+
+        await asyncio.gather(*(caller() for _ in range(callers)))
+    sizes = of.disk.sizes
+    assert sum(sizes) == callers * TURNS
+    assert sum(size * size for size in sizes) / sum(sizes) >= min(callers, ENOUGH) * 0.7
+
+
+async def test_a_batch_counts_as_many_as_it_holds() -> None:
+    """A change of many reservations is worth a write of its own: nobody is waited for."""
+    async with desk() as of:
+        await asyncio.gather(*(of.grant() for _ in range(ENOUGH)))
+        began = asyncio.get_running_loop().time()
+        assert await of.grant(ENOUGH) is None
+        assert asyncio.get_running_loop().time() - began == pytest.approx(FSYNC)
+
+
+async def test_callers_who_come_seldom_wait_no_longer_than_some_writes() -> None:
+    """Their requests do not depend on answers: one comes each 0.9 writes, so that there is always another to wait for."""
+    async with desk() as of:
+        took: list[float] = []
 
         async def caller(place: int) -> None:
-            await asyncio.sleep(place * BREATH / 2)
-            for _ in range(5):
-                assert await of.grant() is None
-                await asyncio.sleep(BREATH * (1 + place % 3) / 4)
+            await asyncio.sleep(place * FSYNC * 0.9)
+            began = asyncio.get_running_loop().time()
+            assert await of.grant() is None
+            took.append(asyncio.get_running_loop().time() - began)
 
-        await asyncio.gather(*(caller(place) for place in range(64)))
-    assert sum(of.disk.sizes) == 64 * 5
-    assert sum(of.disk.sizes) / len(of.disk.sizes) >= ENOUGH
+        await asyncio.gather(*(caller(place) for place in range(150)))
+    assert max(took) <= FSYNC * (WRITES + 3)
 
 
-async def test_a_group_that_nobody_joins_is_written_after_a_pause() -> None:
+async def test_a_group_of_fewer_than_came_before_is_written_after_a_pause() -> None:
     async with desk() as of:
-        await asyncio.gather(*(of.grant() for _ in range(ENOUGH - 1)))
+        await asyncio.gather(*(of.grant() for _ in range(ENOUGH)))
         began = asyncio.get_running_loop().time()
         assert await of.grant() is None
-        assert asyncio.get_running_loop().time() - began == pytest.approx(PAUSE + FSYNC)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(2 * FSYNC)
 
 
 async def test_no_group_stays_open_longer_than_its_window_nor_grows_beyond_its_most() -> None:
     async with desk() as of:
-        first = [of.grant(), of.grant()]
-        for _ in range(ENOUGH - 3):
-            await asyncio.sleep(PAUSE * 0.9)
+        await asyncio.gather(*(of.grant() for _ in range(ENOUGH)))
+        began = asyncio.get_running_loop().time()
+        first = of.grant()
+        for _ in range(ENOUGH - 2):
+            await asyncio.sleep(FSYNC * 0.9)
             of.grant()
-        assert (await first[0], await first[1]) == (None, None)
-        assert of.disk.groups[0][0] <= WINDOW + PAUSE
+        assert await first is None
+        assert of.disk.groups[1][0] - began <= min(WRITES * FSYNC, WINDOW) + FSYNC
         many = [of.grant() for _ in range(MAX_GROUP + 10)]
         for one in many:
             assert await one is None

@@ -1,21 +1,20 @@
 """Commits: the second half of every change, the one that waits for the disk.
 
-Changes that wait together are written in one transaction and answered in one turn of the event loop: replies that leave
-together cost half of what they cost one by one (research: with 64 callers 189 instead of 379 us each). The window for
-that adapts: a change that comes alone is written at once; where several callers are at work, a group stays open for as
-long as others come, and a moment longer where there were more in the group before: they were answered together and so
-come back together. Else a busy loop would write each change as it comes, which leaves no time for a second one to come.
+Changes that wait together are written in one transaction and answered in one turn of the event loop. For how long a
+group waits for more is `gpuscale.allocator.crowd`'s to say: not at all where changes come one at a time.
 
 A caller who gives up neither undoes nor forgets a change, and a caller who repeats the request waits for the same outcome.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
 
 from gpuscale.allocator.changes import Changes
+from gpuscale.allocator.crowd import Crowd
 from gpuscale.allocator.ledger import Ledger, activated
 from gpuscale.allocator.model import Reservation
 from gpuscale.allocator.outcome import Outcome
@@ -23,14 +22,6 @@ from gpuscale.allocator.store import AllocatorStore
 from gpuscale.common import failpoints
 from gpuscale.common.errors import UnavailableError
 
-PAUSE = 0.0015
-"""Seconds without another change after which a group is written, however few are in it."""
-BREATH = 0.0003
-"""The same for a group that is as large as the one before: nobody else may be coming."""
-WINDOW = 0.02
-"""Seconds for which a group stays open at most."""
-ENOUGH = 16
-"""Changes for which no group is kept open: the fsync is cheap enough then, and others come while they are written."""
 MAX_GROUP = 256
 """Most changes in one transaction."""
 
@@ -62,7 +53,10 @@ class Commits:
         self._store = store
         self._changes = changes
         self._waiting: list[_Unit] = []
+        self._size = 0
         self._some = asyncio.Event()
+        self._crowd = Crowd()
+        self._all = asyncio.Event()
         self._under_way: dict[str, Outcome] = {}
 
     def grant(self, granted: Sequence[Reservation]) -> Outcome:
@@ -86,33 +80,37 @@ class Commits:
 
     async def run(self) -> NoReturn:
         """Write for ever."""
-        crowd = 1
+        clock = asyncio.get_running_loop().time
         while True:
             await self._some.wait()
-            await self._gather(crowd)
+            await self._gather(clock)
             group, self._waiting = self._waiting[:MAX_GROUP], self._waiting[MAX_GROUP:]
-            self._some.clear()
+            size, left, began = _size(group), _size(self._waiting), clock()
+            self._size = left
             await self._write(group)
-            crowd = max(len(group), crowd * 3 // 4)
-            if self._waiting:
-                self._some.set()
+            self._crowd.wrote(size, self._size - left, clock() - began)
+            if not self._waiting:
+                self._some.clear()
 
-    async def _gather(self, crowd: int) -> None:
-        """Let a small group grow for as long as it does, and longer while it is smaller than those before."""
-        if crowd == len(self._waiting) == 1:
-            return
-        clock = asyncio.get_running_loop().time
-        end, seen = clock() + WINDOW, 0
-        while seen < len(self._waiting) < ENOUGH and clock() < end:
-            seen = len(self._waiting)
-            await asyncio.sleep(PAUSE if seen < crowd else BREATH)
+    async def _gather(self, clock: Callable[[], float]) -> None:
+        """Let a group grow for as long as that pays."""
+        opened, seen = clock(), 0
+        while seen < self._size and (pause := self._crowd.pause(self._size, clock() - opened)):
+            seen = self._size
+            self._all.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._all.wait()
 
     def _begin(
         self, kind: _Kind, reservations: Sequence[Reservation], before: Sequence[Reservation] = ()
     ) -> Outcome:
         outcome = Outcome()
         self._waiting.append(_Unit(kind, reservations, outcome, before))
+        self._size += len(reservations)
         self._some.set()
+        if self._size >= self._crowd.expected:
+            self._all.set()
         if kind is not _Kind.CHANGE:
             for one in reservations:
                 self._under_way[one.id] = outcome
@@ -181,3 +179,8 @@ class Commits:
             case _Kind.CHANGE:
                 for before, after in zip(unit.before, unit.reservations, strict=True):
                     self._ledger.undo(before, after)
+
+
+def _size(units: Sequence[_Unit]) -> int:
+    """How many reservations they change."""
+    return sum(len(unit.reservations) for unit in units)

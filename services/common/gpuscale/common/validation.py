@@ -25,7 +25,7 @@ MAX_VIOLATIONS: Final = 16
 MAX_ITEMS: Final = 1_000
 MAX_KEY_SHOWN: Final = 64
 FEW_PARTS: Final = 5
-"""Of a message with more lists, maps and messages than this, those that are set are asked for all at once."""
+"""Of a message with more lists, maps and messages than this, little is set: only that is looked at, at first."""
 
 _Problems = Sequence[tuple[str, str]]
 """What is wrong below a value: path from there on (`[3].name`, or empty for the value itself), and what is wrong."""
@@ -102,36 +102,51 @@ class _MessageChecks:
 
     Snapshots of thousands of agents pass here. So numbers and texts are compared without a call
     each (only a value that fails this screen meets its full check), and paths are put together only where something is wrong.
+    Of a wide message, such as an ask for GPUs, only what is set is looked at, unless that is not all in order.
     """
 
-    __slots__ = ("_numbers", "_other", "_parts", "_texts")
+    __slots__ = ("_needed", "_numbers", "_other", "_parts", "_screens", "_texts")
 
     def __init__(self, descriptor: Descriptor) -> None:
         self._numbers: list[tuple[str, float, float, _Scalar]] = []
         self._texts: list[tuple[str, int, _Scalar]] = []
         self._other: list[_Scalar] = []
         self._parts: list[_Part] = []
+        self._screens: dict[FieldDescriptor, Callable[[Any], object] | None] = {}
+        self._needed: set[FieldDescriptor] = set()
         for field in descriptor.fields:
-            self._compile(field, field.GetOptions().Extensions[options_pb2.rules])
+            rules = field.GetOptions().Extensions[options_pb2.rules]
+            self._screens[field] = None
+            self._compile(field, rules)
+            if rules.required:
+                self._needed.add(field)
 
     def problems(self, message: Message) -> _Problems:
         """What is wrong with a message; stops soon after `MAX_VIOLATIONS`."""
+        if len(self._parts) > FEW_PARTS and self._is_right(message):
+            return _NONE
         found: list[tuple[str, str]] = []
         for scalar in self._suspects(message):
             problem = scalar.problem(message, getattr(message, scalar.name))
             if problem is not None:
                 found.append((f".{scalar.name}", problem))
-        for part in self._parts if len(self._parts) <= FEW_PARTS else self._set_parts(message):
+        for part in self._parts:
             for path, problem in part.problems(message):
                 found.append((f".{part.name}{path}", problem))
             if len(found) >= MAX_VIOLATIONS:
                 break
         return found
 
-    def _set_parts(self, message: Message) -> Sequence[_Part]:
-        """The parts that are set or have to be: an unset list or map costs an object only to be found empty."""
-        there = {field for field, _ in message.ListFields()}
-        return [part for part in self._parts if part.required or part.field in there]
+    def _is_right(self, message: Message) -> bool:
+        """Whether all that is set is certainly right, and nothing is missing; where it is not, the full checks say why."""
+        missing = len(self._needed)
+        for field, value in message.ListFields():
+            screen = self._screens[field]
+            if screen is not None and screen(value):
+                return False
+            if missing and field in self._needed:
+                missing -= 1
+        return not missing
 
     def _suspects(self, message: Message) -> Sequence[_Scalar]:
         """Fields that need their full check, in the contract's order."""
@@ -150,18 +165,26 @@ class _MessageChecks:
             check = _list_or_map_check(field, rules) if field.is_repeated else _single_check(field, rules)
             if check is not None:
                 self._parts.append(_Part(field.name, field, rules.required, check))
+                self._screens[field] = check
             return
         text = field.cpp_type == FieldDescriptor.CPPTYPE_STRING
         scalar = _Scalar(
             field.name, field.number, field.has_presence, rules.required, value_check(field, rules), text
         )
         within, length = number_range(field, rules), plain_length(field, rules)
+        full = scalar.check
         if within is not None:
             self._numbers.append((field.name, *within, scalar))
         elif length is not None:
             self._texts.append((field.name, length, scalar))
-        elif scalar.check is not None or scalar.required:
+        elif full is not None or scalar.required:
             self._other.append(scalar)
+        if rules.required:
+            self._screens[field] = lambda value: not value or (full is not None and full(value))
+        elif full is not None:
+            self._screens[field] = full
+            if not (scalar.presence or text) and full(0) is not None:
+                self._needed.add(field)  # unset it counts as 0, which is wrong
 
 
 _compiled: dict[Descriptor, _MessageChecks] = {}

@@ -21,6 +21,8 @@ PARTED = -2
 WHOLE_GPU = 0
 MOST_READ = 1024
 """Rows that are kept as plain numbers."""
+MOST_TOLD = 64
+"""Changes of rows that are told one by one; of more, `changed` tells."""
 
 _STATES = {NodeState.ONLINE: 0, NodeState.STALE: 1, NodeState.OFFLINE: 2}
 Bools = NDArray[np.bool_]
@@ -89,6 +91,7 @@ class Columns:
         self.gpus: list[tuple[Gpu, ...]] = []
         self.row_of: dict[str, int] = {}
         self.sequence = 0
+        self._touched: list[int] = []
         self.layout = 0
         self._aged = -np.inf
         self._soonest = np.inf
@@ -114,6 +117,11 @@ class Columns:
                 self._read.clear()
             row = self._read[at] = Row(self, at)
         return row
+
+    def changed_since(self, sequence: int) -> list[int] | None:
+        """The rows that changed after the change of that number; None where those were too many to tell."""
+        first = len(self._touched) - (self.sequence - sequence)
+        return sorted(set(self._touched[first:])) if first >= 0 else None
 
     def has_room(self, node: Node) -> bool:
         """Whether a new node can be appended: there is a row, it is wide enough, and no later rank stands before."""
@@ -169,27 +177,32 @@ class Columns:
         working = (self.kind[row] == WHOLE_GPU) & ~self.trouble[row] & ~self.cordoned[row]
         self.free_milli[row] = int((WHOLE - self.held[row])[working].sum())
         self._write_use_of_node(row)
+        self._read.pop(row, None)
 
-    def write_use_of(self, row: int, uuids: Collection[str]) -> None:
+    def write_use_of(self, at: int, uuids: Collection[str]) -> None:
         """Write anew what is held of a node and these GPUs of it."""
-        for column, gpu in enumerate(self.gpus[row]):
+        row = self.row(at)
+        for column, gpu in enumerate(self.gpus[at]):
             if gpu.uuid not in uuids:
                 continue
-            use, before = self._use.gpu(gpu.uuid), int(self.held[row, column])
-            self.held[row, column] = use.milli
-            self.available[row, column] = self._available(gpu, use.reservations)
-            self.utilization[row, column] = self._utilization(gpu)
-            whole = self.kind[row, column] == WHOLE_GPU
-            if whole and not self.trouble[row, column] and not self.cordoned[row, column]:
-                self.free_milli[row] += before - use.milli
-        self._write_use_of_node(row)
+            use, before = self._use.gpu(gpu.uuid), row.held[column]
+            self.held[at, column] = row.held[column] = use.milli
+            self.available[at, column] = row.available[column] = self._available(gpu, use.reservations)
+            self.utilization[at, column] = row.utilization[column] = self._utilization(gpu)
+            if row.kind[column] == WHOLE_GPU and not row.trouble[column] and not row.cordoned[column]:
+                row.free_milli += before - use.milli
+        self.free_milli[at] = row.free_milli
+        row.cpu_free, row.memory_free = self._write_use_of_node(at)
 
-    def _write_use_of_node(self, row: int) -> None:
+    def _write_use_of_node(self, row: int) -> tuple[int, int]:
+        """Write anew what is left of a node's CPU and memory; both of them."""
         node = self.nodes[row]
         held = self._use.node(node.id)
-        self.cpu_free[row] = _left(node.cpu_milli, held.cpu_milli)
-        self.memory_free[row] = _left(node.memory_total_bytes, held.memory_bytes)
+        cpu = _left(node.cpu_milli, held.cpu_milli)
+        memory = _left(node.memory_total_bytes, held.memory_bytes)
+        self.cpu_free[row], self.memory_free[row] = cpu, memory
         self._touch(row)
+        return cpu, memory
 
     def set_cordons(self, cordons: frozenset[str]) -> None:
         """Take in what is cordoned."""
@@ -282,7 +295,9 @@ class Columns:
     def _touch(self, row: int) -> None:
         self.sequence += 1
         self.changed[row] = self.sequence
-        self._read.pop(row, None)
+        self._touched.append(row)
+        if len(self._touched) > 2 * MOST_TOLD:
+            del self._touched[:MOST_TOLD]
 
     def _allocate(self, rows: int) -> None:
         shape = (rows, self._width)

@@ -39,11 +39,11 @@ class Members:
         ask = shape.ask
         if not ask.gpu_count:
             return ()
-        candidates = self._candidates(shape, row)
         if ask.gpu_count == 1:
-            chosen = [min(candidates, key=_preference(ask))]
+            chosen = [self._preferred(shape, row)]
         else:
-            chosen = choose(sorted(candidates, key=_preference(ask)), ask.gpu_count, ask.gpu_set)
+            candidates = sorted(self._candidates(shape, row), key=_preference(ask))
+            chosen = choose(candidates, ask.gpu_count, ask.gpu_set)
         scores = self._scores(shape, row, [one.column for one in chosen])
         return tuple(
             self._reserved(ask, row, one, score, member) for one, score in zip(chosen, scores, strict=True)
@@ -56,15 +56,29 @@ class Members:
         found = self._scores(shape, row, fitting)
         return {gpus[column].uuid: score for column, score in zip(fitting, found, strict=True)}
 
+    def _preferred(self, shape: Shape, at: int) -> Candidate:
+        """The first GPU of a row by preference; of equals the one with the lowest index, which comes first."""
+        row = self._columns.row(at)
+        fitting = _fitting(shape, at)
+        values = self._values(shape, at, row, fitting)
+        if _by_score(shape.ask):
+            first = values.index(max(values))
+        else:
+            left = [(WHOLE - row.held[column], row.available[column]) for column in fitting]
+            first = left.index(min(left))
+        return self._candidate(at, row, fitting[first], values[first])
+
     def _candidates(self, shape: Shape, at: int) -> list[Candidate]:
         """The GPUs of a row that fit, in the order of their indices."""
-        gpus, row = self._columns.gpus[at], self._columns.row(at)
-        fitting = [column for column, code in enumerate(listed(shape.gpu_codes[at])) if code == 0]
+        row, fitting = self._columns.row(at), _fitting(shape, at)
         values = self._values(shape, at, row, fitting)
         return [
-            Candidate(gpus[column], column, WHOLE - row.held[column], row.available[column], value)
-            for column, value in zip(fitting, values, strict=True)
+            self._candidate(at, row, column, value) for column, value in zip(fitting, values, strict=True)
         ]
+
+    def _candidate(self, at: int, row: Row, column: int, value: float) -> Candidate:
+        gpu = self._columns.gpus[at][column]
+        return Candidate(gpu, column, WHOLE - row.held[column], row.available[column], value)
 
     def _values(self, shape: Shape, at: int, row: Row, fitting: list[int]) -> list[float]:
         """How good GPUs of a row are, where that differs between them."""
@@ -126,12 +140,21 @@ def _of_gradient(gradient: float, score: float) -> Score:
     return Score(score, (ScorePart("gradient", gradient, 0.0), ScorePart("score", score, 1.0)), FGD_NOTE)
 
 
-def _preference(ask: Ask) -> Callable[[Candidate], tuple[float, int, str] | tuple[int, int, int, str]]:
-    """The sort key by which GPUs of a node are preferred."""
-    by_score = ask.policy is Policy.SPREAD or (
+def _fitting(shape: Shape, at: int) -> list[int]:
+    """The columns of a row's GPUs that fit."""
+    return [column for column, code in enumerate(listed(shape.gpu_codes[at])) if code == 0]
+
+
+def _by_score(ask: Ask) -> bool:
+    """Whether GPUs of a node are preferred by their score, or by how little of them is free."""
+    return ask.policy is Policy.SPREAD or (
         ask.policy is Policy.FGD and ask.gpu_count == 1 and not ask.exclusive
     )
-    return best_first if by_score else tightest_first
+
+
+def _preference(ask: Ask) -> Callable[[Candidate], tuple[float, int, str] | tuple[int, int, int, str]]:
+    """The sort key by which GPUs of a node are preferred."""
+    return best_first if _by_score(ask) else tightest_first
 
 
 def summed(of: tuple[ScorePart, ...]) -> Score:

@@ -143,11 +143,11 @@ def _spread(ask: Ask, row: Row, codes: Sequence[int]) -> float:
     """The mean score of the best GPUs, added up from the best on; the free CPU where no GPU is asked for."""
     if not ask.gpu_count:
         return float(row.cpu_free)
-    scores = sorted(
-        (spread_score(ask, row, column) for column, code in enumerate(codes) if not code), reverse=True
-    )
+    scores = [spread_score(ask, row, column) for column, code in enumerate(codes) if not code]
+    if ask.gpu_count == 1:
+        return max(scores)
     total = 0.0
-    for score in scores[: ask.gpu_count]:
+    for score in sorted(scores, reverse=True)[: ask.gpu_count]:
         total += score
     return total / ask.gpu_count
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuscale.allocator.model import Ask, Policy
-from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints, listed
+from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints
 from gpuscale.allocator.placing.constraints import ABSENT, Constraints
 from gpuscale.allocator.placing.demand import Tariff
 from gpuscale.allocator.placing.fragmentation import Typical
@@ -58,13 +58,13 @@ class Shape:
         self._reckoned_with = reckoning
         if columns.sequence == self._seen and not moved:
             return
-        changed = columns.changed[: len(columns)] > self._seen
-        self._seen = columns.sequence
-        rows = np.flatnonzero(changed)
-        if self._plain and not moved and len(rows) <= MOST:
-            for row in listed(rows):
+        seen, self._seen = self._seen, columns.sequence
+        few = columns.changed_since(seen) if self._plain and not moved else None
+        if few is not None and len(few) <= MOST:
+            for row in few:
                 self._look(row, now, tariff)
             return
+        rows = np.flatnonzero(columns.changed[: len(columns)] > seen)
         if len(rows):
             self.node_codes[rows], self.gpu_codes[rows] = self.constraints.codes(rows, now)
         if moved:
