@@ -21,7 +21,6 @@ import grpc
 import uvloop
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.api.types import v1 as types_api
 from gpuscale.common.auth import Authenticator
 from gpuscale.common.clock import SystemClock
 from gpuscale.common.limits import SERVER_ARGUMENTS
@@ -30,7 +29,7 @@ from gpuscale.monitor.fleet import servicer
 from gpuscale.monitor.fleet.app import MIB, SWEEP_SECONDS
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.settings import FleetSettings
-from gpuscale.monitor.merging import Picture
+from gpuscale.monitor.merging import Change, Picture
 from gpuscale.monitor.observing import Observing
 
 UNBOUNDED_MIB = 1_000_000_000
@@ -46,12 +45,11 @@ class Counts:
         self._cpu = time.process_time()
         self._wall = time.perf_counter()
 
-    def note(self, snapshot: types_api.Snapshot | monitor_api.SnapshotDelta | Picture) -> None:
+    def note(self, sent_seconds: int, sent_nanos: int) -> None:
         """A message was taken in: its sample_time is the time of CLOCK_BOOTTIME at which it was sent."""
         self.taken += 1
         if self.taken % 8 == 0:
-            sent = snapshot.sample_time
-            self.ages.append(time.clock_gettime(time.CLOCK_BOOTTIME) - sent.seconds - sent.nanos / 1e9)
+            self.ages.append(time.clock_gettime(time.CLOCK_BOOTTIME) - sent_seconds - sent_nanos / 1e9)
 
     def take(self) -> dict[str, float]:
         """The counts, which begin anew."""
@@ -78,8 +76,12 @@ async def _fleet(counts: Counts, *, history_mib: int | None = None) -> None:
     clock = SystemClock()
     nodes = Nodes(clock, max_nodes=20_000)
 
-    def observe(_: str, picture: Picture, __: float, ___: object) -> None:
-        counts.note(picture)
+    def observe(_: str, picture: Picture, __: float, change: Change | None) -> None:
+        if change is not None:
+            counts.note(change.stamp.time_seconds, change.stamp.time_nanos)
+        else:
+            sent = picture.snapshot.sample_time
+            counts.note(sent.seconds, sent.nanos)
 
     if history_mib is not None:
         Observing(nodes, clock, FleetSettings().history_tiers(), history_mib * MIB)
@@ -107,7 +109,8 @@ async def _bare(counts: Counts) -> None:
         first = True
         async for request in requests:
             index[node] = request
-            counts.note(request.delta if request.HasField("delta") else request.snapshot)
+            sent = (request.delta if request.HasField("delta") else request.snapshot).sample_time
+            counts.note(sent.seconds, sent.nanos)
             if first:
                 yield monitor_api.StreamTelemetryResponse()
             first = False

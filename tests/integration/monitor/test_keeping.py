@@ -17,7 +17,7 @@ from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.packing import CHUNK
 from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.keeping.keeper import Keeper, open_keeper
-from gpuscale.monitor.keeping.store import DATABASE, FleetStore
+from gpuscale.monitor.keeping.store import DATABASE, FleetStore, Saving
 from gpuscale.monitor.recording.model import Order, RecordingState, Target
 from gpuscale.monitor.recording.recordings import Recordings
 from tests.support.clock import ManualClock
@@ -213,7 +213,12 @@ async def test_a_recording_that_was_deleted_or_made_room_stays_away(
         ("PRAGMA user_version=99", "STATE_VERSION"),
         ("UPDATE recording SET body='{}'", "STATE_UNREADABLE"),
         ("UPDATE historychunk SET body=x'0102030405'", "STATE_UNREADABLE"),
+        (f"UPDATE historychunk SET body=x'{'80' * 102}'", "STATE_UNREADABLE"),
+        ("UPDATE finerchunk SET body=x'0102030405'", "STATE_UNREADABLE"),
+        ("INSERT INTO healthevent VALUES ('a-1', '{}')", "STATE_UNREADABLE"),
+        ("INSERT INTO healthevent VALUES ('a-1', '{\"id\":')", "STATE_UNREADABLE"),
     ],
+    ids=["version", "recording", "rows", "numbers", "finer rows", "event", "torn event"],
 )
 async def test_a_file_of_another_version_or_with_nonsense_is_refused_and_stays(
     tmp_path: Path, clock: ManualClock, damage: str, reason: str
@@ -293,6 +298,57 @@ async def test_events_that_are_not_kept_any_more_leave_the_disk(
             await fleet.keeper.save()
         with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
             assert {key for (key,) in connection.execute("SELECT id FROM healthevent")} == kept
+
+
+async def test_a_minute_that_goes_on_is_written_again(tmp_path: Path, clock: ManualClock) -> None:
+    """Although the bucket that it goes into is on disk already."""
+    begin = clock.now() // 60 * 60 + 60
+    clock.advance(begin - clock.now())
+    async with run(tmp_path, clock, crash=True) as fleet:
+        fleet.pass_time(25)
+        await fleet.keeper.save()
+        fleet.pass_time(30)
+        await fleet.keeper.save()
+    async with run(tmp_path, clock) as fleet:
+        assert fleet.samples() >= 9
+
+
+async def test_only_what_is_new_is_written_also_after_a_restart(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with run(tmp_path, clock) as fleet:
+        fleet.pass_time(7_200)
+    written: list[Saving] = []
+
+    async def save(_store: FleetStore, saving: Saving) -> None:
+        written.append(saving)
+
+    async with run(tmp_path, clock, crash=True) as fleet:
+        fleet.pass_time(30)
+        monkeypatch.setattr(FleetStore, "save", save)
+        await fleet.keeper.save()
+        await fleet.keeper.save()
+    assert [(len(one.chunks) <= 2, len(one.finer) <= 2) for one in written] == [(True, True)] * 2
+    assert (written[1].chunks, written[1].finer) == ([], [])
+
+
+async def test_every_series_comes_back_however_many_reads_it_takes(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpuscale.monitor.keeping.store._CHUNKS_PER_READ", 3)
+    async with run(tmp_path, clock) as fleet:
+        for number in range(700):
+            clock.advance(10.0)
+            for key in ("gpu-1", "gpu-2", "gpu-3"):
+                fleet.history.add_gpu(key, clock.now(), (float(number),) * len(SAMPLE))
+    async with run(tmp_path, clock) as fleet:
+        for key in ("gpu-1", "gpu-2", "gpu-3"):
+            series = fleet.history.get(key)
+            assert series is not None
+            for tier in (1, 2):
+                points = series.points(0, tier, 0.0, clock.now())
+                assert 690 <= sum(point.samples for point in points) <= 700
+                assert [point.start for point in points] == sorted({point.start for point in points})
 
 
 async def test_a_file_of_the_first_version_is_taken_over(tmp_path: Path, clock: ManualClock) -> None:

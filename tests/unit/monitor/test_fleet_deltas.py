@@ -206,6 +206,61 @@ def test_numbers_that_wait_are_there_for_whoever_looks(index: Index) -> None:
     assert [(one.power_watts, one.utilization_percent) for one in readings] == [(9.0, 3), (11.0, 4)]
 
 
+def test_a_number_of_one_gpu_says_nothing_of_the_others(index: Index) -> None:
+    """What others never had stays absent, and what they had stays, whoever looks in between."""
+    lone = delta(encoder_utilization_percent=(50.0,), power_watts=(7.0,))
+    lone.numbers.places[:] = [1]
+    before = index.shown.gpus[0].reading.power_watts
+    assert index.take(lone)
+    for _ in range(2):
+        first, second = (gpu.reading for gpu in index.shown.gpus)
+        assert not first.HasField("encoder_utilization_percent")
+        assert first.power_watts == before
+        assert (second.encoder_utilization_percent, second.power_watts) == (50.0, 7.0)
+
+
+def test_what_waits_is_kept_when_a_gpu_changes(index: Index) -> None:
+    """Numbers and the host's readings wait beside the snapshot; a change of a single GPU goes into it, before its numbers."""
+    host = with_host(reading=types_api.HostReading(cpu_percent=12.0, load_1m=3.0))
+    host.numbers.CopyFrom(delta(power_watts=(5.0, 6.0), sm_clock_mhz=(1.0, 2.0)).numbers)
+    assert index.take(host)
+    change = one_gpu(reading=types_api.GpuReading(power_watts=9.0), cleared_fields=[FIELDS["sm_clock_mhz"]])
+    change.base_seq, change.seq = 2, 3
+    change.numbers.CopyFrom(delta(temperature_celsius=(40.0, 41.0)).numbers)
+    assert index.take(change)
+    cooler = with_host(
+        reading=types_api.HostReading(cpu_percent=13.0), cleared_fields=[HOST_FIELDS["load_1m"]]
+    )
+    cooler.base_seq, cooler.seq = 3, 4
+    assert index.take(cooler)
+    first, second = (gpu.reading for gpu in index.shown.gpus)
+    assert (first.power_watts, first.sm_clock_mhz, first.temperature_celsius) == (5.0, 1.0, 40.0)
+    assert (second.power_watts, second.HasField("sm_clock_mhz"), second.temperature_celsius) == (
+        9.0,
+        False,
+        41.0,
+    )
+    assert index.shown.host_reading.cpu_percent == 13.0
+    assert not index.shown.host_reading.HasField("load_1m")
+    assert index.shown.seq == 4
+
+
+def test_between_two_looks_no_message_is_kept(index: Index) -> None:
+    """Thousands of nodes would each keep one, which takes four times the memory of its encoding."""
+    assert index.take(delta(power_watts=(1.0, 2.0)))
+    assert index.whole(3)
+    picture = index.nodes.get("alpha").picture
+    assert picture is not None
+    assert picture._open is None
+    assert index.shown is not index.shown
+
+
+def test_a_table_with_more_fields_than_there_are_is_not_taken_apart() -> None:
+    table = monitor_api.GpuNumbers(fields=[1] * 1000, values=[1.0] * 2000)
+    assert "not one of each" in refusal(Delta(numbers=table))
+    assert Change.of(Delta(numbers=table)).numbers.columns == ()
+
+
 def test_a_total_that_changes_is_the_one_that_counts(index: Index) -> None:
     total = index.shown.gpus[0].reading.memory_total_bytes
     assert index.take(delta(memory_used_bytes=(total, total), memory_free_bytes=(0, 0)))

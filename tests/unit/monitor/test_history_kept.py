@@ -7,7 +7,7 @@ import pytest
 from gpuscale.monitor.history.history import History, metrics_of
 from gpuscale.monitor.history.metrics import ABSENT, GPU_METRICS, Sample
 from gpuscale.monitor.history.packing import CHUNK, chunks, unpack
-from gpuscale.monitor.history.ring import Point, Rows
+from gpuscale.monitor.history.ring import Bucket, Point, Rows
 from gpuscale.monitor.history.series import Series, Tier
 from gpuscale.monitor.keeping.timeline import Timeline, continued
 
@@ -96,6 +96,9 @@ def test_the_tier_before_the_coarsest_comes_back_too(seconds: int) -> None:
     oldest = max(0.0, seconds - TIERS[1].retention + 60)
     assert again.points(0, 1, oldest, cut) == whole.points(0, 1, oldest, cut)
     assert again.points(0, 0, cut - 60.0, cut) == whole.points(0, 1, cut - 60.0, cut)
+    told = sum(point.samples for point in whole.points(0, 2, 0.0, cut))
+    for tier in range(3):  # also where the finer steps begin in the middle of a minute
+        assert sum(point.samples for point in again.points(0, tier, 0.0, cut)) == told, tier
     for second in range(seconds, seconds + 400):
         one = sample(source)
         whole.add(float(second), one)
@@ -144,9 +147,24 @@ def test_chunks_hold_at_most_their_steps_and_begin_at_multiples() -> None:
     assert next(iter(sizes.values()))[0] == 75 + 7
 
 
-def test_bytes_that_are_no_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="no rows"):
-        unpack(b"x" * 13, WIDTH, 0)
+@pytest.mark.parametrize("first", range(CHUNK - 2, CHUNK + 2))
+def test_a_chunk_may_begin_and_end_anywhere(first: int) -> None:
+    rows = Rows.empty()
+    for number in range(first, first + CHUNK + 3, 2):
+        rows.add(number, Bucket([1.0], [2.0], [3.0], [number]))
+    found = {number: unpack(body, 1, 0) for number, body in chunks(rows, 1, 0)}
+    assert [list(one.numbers) for one in found.values()] == [
+        [number for number in rows.numbers if number // CHUNK == chunk]
+        for chunk in sorted({number // CHUNK for number in rows.numbers})
+    ]
+    assert list(found) == sorted({number // CHUNK for number in rows.numbers})
+    assert [count for one in found.values() for count in one.counts] == list(rows.numbers)
+
+
+@pytest.mark.parametrize("size", [13, 4 + WIDTH * 14], ids=["no rows", "a row that is none"])
+def test_bytes_that_are_no_rows_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=r"no rows|no number"):
+        unpack(b"\x80" * size, WIDTH, 28_000_000)
 
 
 def test_what_there_is_no_memory_for_is_not_brought_back() -> None:

@@ -9,8 +9,8 @@ import pytest
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.metrics import ABSENT, GPU_METRICS, Tally
 from gpuscale.monitor.history.query import plan, spread, trend
-from gpuscale.monitor.history.ring import Point
-from gpuscale.monitor.history.series import Series, Tier, most_bytes
+from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring
+from gpuscale.monitor.history.series import Series, Tier, _together, most_bytes
 
 TIERS = (Tier(1.0, 20.0), Tier(5.0, 100.0), Tier(20.0, 400.0))
 GPU = tuple(float(index) for index in range(len(GPU_METRICS)))
@@ -123,6 +123,42 @@ def held_bytes(found: object) -> int:
     if isinstance(found, list | tuple):
         return sum(held_bytes(one) for one in found)
     return sum(held_bytes(one) for one in vars(found).values()) if hasattr(found, "__dict__") else 0
+
+
+def test_more_samples_than_a_bucket_counts_are_counted_as_the_most() -> None:
+    """A count has 16 bits: a flood must neither be refused nor begin again at 0."""
+    flood = Series(1, (Tier(1.0, 20.0), Tier(5.0, 100.0)))
+    whole = Bucket([1.0], [2.0], [3.0], [MOST_COUNTED - 5])
+    for number in range(3):
+        flood._append(0, number, whole)
+    for at in range(50):
+        flood.add(3.0 + at / 100, (2.0,))
+    assert _together(whole, array("f", [2.0] * 50), 1).counts == [MOST_COUNTED]
+    flood.add(5.0, (2.0,))
+    flood.add(6.0, (2.0,))
+    [point, *_] = flood.points(0, 1, 0.0, 100.0)
+    assert (point.min, point.max, point.samples) == (1.0, 3.0, MOST_COUNTED)
+
+
+def test_a_ring_tells_the_buckets_from_any_number_on_however_often_it_went_round() -> None:
+    for filled_with in (0, 3, 5, 7, 12):
+        ring = Ring(1, 5)
+        for number in range(filled_with):
+            ring.append(number, Bucket([number], [number], [number], [1]))
+        kept = list(range(max(0, filled_with - 5), filled_with))
+        for first in range(-1, 14):
+            rows = ring.rows(first)
+            assert list(rows.numbers) == [number for number in kept if number >= first], (filled_with, first)
+            assert list(rows.means) == list(rows.numbers)
+
+
+def test_the_oldest_that_is_kept_is_that_of_the_tier_that_reaches_back_furthest() -> None:
+    assert Series(1, TIERS).oldest() is None
+    series = Series(1, TIERS)
+    series.add(7.5, (1.0,))
+    assert series.oldest() == 7.0
+    assert filled(90).oldest() == 0.0
+    assert filled(1_000).oldest() == 580.0
 
 
 def test_memory_stays_below_what_is_stated_however_long_it_runs() -> None:

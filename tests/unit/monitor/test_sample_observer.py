@@ -7,7 +7,7 @@ from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.merging import Change, Picture
 from gpuscale.monitor.recording.model import Order, Target
-from gpuscale.monitor.recording.observer import SampleObserver
+from gpuscale.monitor.recording.observer import SampleObserver, gpu_sample
 from gpuscale.monitor.recording.recordings import Recordings
 
 ROOM = 1 << 30
@@ -21,6 +21,17 @@ def snapshot(percent: float | None, *, age: float = 0.0, period: float = 1.0) ->
 
 def changed(*places: int) -> Change:
     return Change.of(monitor_api.SnapshotDelta(gpus=[monitor_api.GpuDelta(place=place) for place in places]))
+
+
+def numbers(columns: dict[str, tuple[float, ...]], *places: int) -> Change:
+    """A change of numbers, by name of the field; of all GPUs without places."""
+    fields = types_api.GpuReading.DESCRIPTOR.fields_by_name
+    table = monitor_api.GpuNumbers(
+        fields=[fields[name].number for name in columns],
+        places=places,
+        values=[value for column in columns.values() for value in column],
+    )
+    return Change.of(monitor_api.SnapshotDelta(numbers=table))
 
 
 def utilization(history: History) -> list[Point]:
@@ -46,6 +57,54 @@ def test_what_did_not_change_is_a_new_sample_with_the_old_value() -> None:
     observer.observe("alpha", snapshot(30.0), 101.0, changed())
     observer.observe("alpha", snapshot(50.0), 102.0, changed(0))
     assert [point.mean for point in utilization(history)] == [30.0, 30.0, 50.0]
+
+
+def test_tables_of_numbers_lead_to_the_samples_that_the_readings_would() -> None:
+    """Of changes the observer looks at the tables alone; what is kept must be what the snapshot then shows."""
+    base = types_api.Snapshot(node="alpha", period=to_duration(1.0))
+    for index in range(3):
+        reading = types_api.GpuReading(memory_total_bytes=80, memory_used_bytes=8, age=to_duration(0.0))
+        if index:  # the first has no utilization before a table brings it
+            reading.utilization_percent = 10.0 * index
+        base.gpus.add(uuid=f"GPU-{index}", reading=reading)
+    observer = SampleObserver(History(DEFAULT_TIERS, ROOM), Recordings())
+    picture = Picture(base)
+    observer.observe("alpha", picture, 100.0, None)
+    for second, change in enumerate(
+        (
+            numbers({"utilization_percent": (1.0, 2.0, 3.0), "memory_used_bytes": (8.0, 16.0, 24.0)}),
+            numbers({"memory_used_bytes": (40.0,), "power_watts": (9.0,)}, 2),
+            numbers({"memory_total_bytes": (160.0, 160.0, 160.0)}),
+            numbers({"sm_clock_mhz": (5.0, 6.0), "energy_joules": (1.0, 2.0)}, 2, 0),
+            changed(1),
+            numbers({"temperature_celsius": (1.0, 2.0, 3.0), "memory_total_bytes": (40.0, 50.0, 60.0)}),
+        )
+    ):
+        picture.merge(change)
+        observer.observe("alpha", picture, 101.0 + second, change)
+        seen = zip(*observer._gpus["alpha"].columns, strict=True)
+        shown = [gpu_sample(gpu.reading) for gpu in picture.snapshot.gpus]
+        assert [repr(row) for row in seen] == [repr(row) for row in shown]
+
+
+def test_a_host_is_noted_with_what_changed_of_it() -> None:
+    history = History(DEFAULT_TIERS, ROOM)
+    observer = SampleObserver(history, Recordings())
+    picture = snapshot(30.0)
+    picture.snapshot.host_reading.CopyFrom(types_api.HostReading(cpu_percent=5.0, age=to_duration(0.0)))
+    picture = Picture(picture.snapshot)
+    observer.observe("alpha", picture, 100.0, None)
+    for second, percent in ((101.0, None), (102.0, 7.0)):
+        delta = monitor_api.SnapshotDelta()
+        if percent is not None:
+            delta.host.reading.cpu_percent = percent
+        change = Change.of(delta)
+        picture.merge(change)
+        observer.observe("alpha", picture, second, change)
+    series = history.get("nodes/alpha")
+    assert series is not None
+    assert [point.mean for point in series.points(0, 0, 0.0, 1e6)] == [5.0, 5.0, 7.0]
+    assert [point.mean for point in series.points(3, 0, 0.0, 1e6)] == [30.0, 30.0, 30.0]
 
 
 def test_nothing_read_is_no_sample() -> None:

@@ -3,16 +3,19 @@
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import isnan
+from typing import NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.wire import seconds
 
 _NANOS = 1_000_000_000
+_NOT_TOLD = float("nan")
 _GPU_FIELDS = {field.number: field.name for field in types_api.GpuReading.DESCRIPTOR.fields}
 _HOST_FIELDS = {field.number: field.name for field in types_api.HostReading.DESCRIPTOR.fields}
 _FLOATS = frozenset(
@@ -23,91 +26,113 @@ _FLOATS = frozenset(
 _TOTAL = frozenset(number for number, name in _GPU_FIELDS.items() if name == "memory_total_bytes")
 
 
-@dataclass(slots=True)
-class Numbers:
+class Stamp(NamedTuple):
+    """What every delta says: its number, when its snapshot was read by the agent's wall clock, and how old that is."""
+
+    seq: int
+    time_seconds: int
+    time_nanos: int
+    age_seconds: int
+    age_nanos: int
+
+    @property
+    def age(self) -> float:
+        """The age in seconds."""
+        return self.age_seconds + self.age_nanos / _NANOS
+
+
+class Numbers(NamedTuple):
     """A table of numbers, taken apart.
 
     Attributes:
         places: of the GPUs that it is about; none for all.
         fields: numbers of fields of GpuReading.
-        columns: for each field, its value for each of these GPUs.
+        columns: for each field, its value for each of these GPUs; none where there is not one of each.
     """
 
     places: Sequence[int] = ()
     fields: Sequence[int] = ()
     columns: Sequence[Sequence[float]] = ()
 
-    def replaces(self, other: "Numbers") -> bool:
-        """Whether nothing of another table is left after this one."""
-        return self.places == other.places and self.fields == other.fields
 
-
-_NO_NUMBERS = Numbers()
+NO_NUMBERS = Numbers()
 
 
 @dataclass(slots=True)
 class Change:
-    """A delta, with its table of numbers taken apart."""
+    """A delta, taken apart."""
 
-    delta: monitor_api.SnapshotDelta
+    stamp: Stamp
+    host: monitor_api.HostDelta | None
+    gpus: Sequence[monitor_api.GpuDelta]
     numbers: Numbers
 
     @classmethod
     def of(cls, delta: monitor_api.SnapshotDelta) -> "Change":
         """The change of a delta, whatever it holds."""
-        if not delta.HasField("numbers"):
-            return cls(delta, _NO_NUMBERS)
-        numbers = delta.numbers
-        fields, values = numbers.fields[:], numbers.values[:]
-        width = len(values) // len(fields) if fields else 0
-        columns = [array("d", values[index * width : (index + 1) * width]) for index in range(len(fields))]
-        return cls(delta, Numbers(numbers.places[:], fields, columns))
+        time, age = delta.sample_time, delta.age
+        return cls(
+            Stamp(delta.seq, time.seconds, time.nanos, age.seconds, age.nanos),
+            delta.host if delta.HasField("host") else None,
+            tuple(delta.gpus),
+            _numbers(delta.numbers) if delta.HasField("numbers") else NO_NUMBERS,
+        )
 
     def changed_places(self) -> Collection[int] | None:
         """Places of all GPUs that change; None for all."""
         if self.numbers.columns and not self.numbers.places:
             return None
-        return {*self.numbers.places, *(one.place for one in self.delta.gpus)}
+        return {*self.numbers.places, *(one.place for one in self.gpus)}
 
     def touches(self, fields: frozenset[int]) -> bool:
         """Whether it may change the state of a GPU, or one of these fields of GpuReading."""
-        return len(self.delta.gpus) > 0 or not fields.isdisjoint(self.numbers.fields)
+        return len(self.gpus) > 0 or not fields.isdisjoint(self.numbers.fields)
+
+
+def _numbers(table: monitor_api.GpuNumbers) -> Numbers:
+    fields, places, values = table.fields[:], table.places[:], table.values[:]
+    width, rest = divmod(len(values), len(fields)) if fields else (0, 0)
+    if rest or not width or len(fields) > len(_GPU_FIELDS):
+        return Numbers(places, fields)
+    return Numbers(places, fields, [values[at : at + width] for at in range(0, len(values), width)])
 
 
 class Picture:
     """A snapshot that changes are merged into.
 
-    Most changes are a table of the same numbers as the one before. The newest one waits beside the snapshot until
-    somebody looks: of thousands of nodes, few are looked at each second.
+    It rests as its encoding, which takes a quarter of the memory of a message, and beside it waits what nearly every
+    change brings anew until somebody looks: of thousands of nodes, few are looked at each second.
+
+    Attributes:
+        uuids: of the GPUs, in lower case.
+        period: how often the agent takes a snapshot, in seconds.
     """
 
+    __slots__ = ("_columns", "_encoded", "_host", "_open", "_stamp", "_totals", "period", "uuids")
+
     def __init__(self, snapshot: types_api.Snapshot) -> None:
-        self._snapshot = snapshot
-        self._late = _NO_NUMBERS
+        self.uuids = tuple([gpu.uuid.lower() for gpu in snapshot.gpus])
+        self.period = seconds(snapshot.period)
+        self._encoded = snapshot.SerializeToString()
+        self._open: types_api.Snapshot | None = snapshot
+        self._stamp: Stamp | None = None
+        self._host: types_api.HostReading | None = None
+        self._columns: dict[int, array[float]] = {}
         self._totals: array[float] | None = None
 
     @property
     def snapshot(self) -> types_api.Snapshot:
-        """The snapshot with all changes; another message after some of them."""
-        if self._late.columns:
-            numbers, self._late = self._late, _NO_NUMBERS
-            _set_numbers(self._snapshot, numbers)
-        return self._snapshot
+        """The snapshot with all changes; another message after each of them."""
+        if self._open is not None:
+            return self._open
+        snapshot = types_api.Snapshot()
+        self.write(snapshot)
+        return snapshot
 
     @property
-    def sample_time(self) -> Timestamp:
-        """When the snapshot was read, by the agent's wall clock."""
-        return self._snapshot.sample_time
-
-    @property
-    def period(self) -> Duration:
-        """How often the agent takes a snapshot."""
-        return self._snapshot.period
-
-    @property
-    def gpu_count(self) -> int:
-        """How many GPUs there are."""
-        return len(self._snapshot.gpus)
+    def host_reading(self) -> types_api.HostReading:
+        """The readings of the host, with all changes."""
+        return self.snapshot.host_reading if self._host is None else self._host
 
     @property
     def memory_totals(self) -> "array[float]":
@@ -116,37 +141,65 @@ class Picture:
             self._totals = array("d", [gpu.reading.memory_total_bytes for gpu in self.snapshot.gpus])
         return self._totals
 
+    def column(self, field: int) -> Sequence[float]:
+        """One field of the readings of each GPU, a number; 0 where it is absent."""
+        column = self._columns.get(field)
+        if column is not None and not isnan(sum(column)):
+            return column
+        return [getattr(gpu.reading, _GPU_FIELDS[field]) for gpu in self.snapshot.gpus]
+
+    def write(self, snapshot: types_api.Snapshot) -> None:
+        """Write the snapshot with all changes into an empty message."""
+        snapshot.ParseFromString(self._encoded)
+        if self._host is not None:
+            snapshot.host_reading.CopyFrom(self._host)
+        if self._columns:
+            _set_numbers(snapshot, self._columns)
+        if self._stamp is not None:
+            time, age = snapshot.sample_time, snapshot.age
+            snapshot.seq, time.seconds, time.nanos, age.seconds, age.nanos = self._stamp
+
+    def rest(self) -> None:
+        """Nobody looks for now: keep no message."""
+        self._open = None
+
     def merge(self, change: Change) -> None:
         """Merge a change that fits."""
-        delta = change.delta
-        if delta.gpus or (change.numbers.columns and not change.numbers.replaces(self._late)):
+        if change.host is not None:
+            self._host = _merged_host(change.host, self.host_reading)
+        if change.gpus:
             snapshot = self.snapshot
-        else:
-            snapshot = self._snapshot
-        snapshot.seq = delta.seq
-        snapshot.sample_time.CopyFrom(delta.sample_time)
-        snapshot.age.CopyFrom(delta.age)
-        cleared = delta.HasField("host") and _merge_host(delta.host, snapshot.host_reading)
-        for one in delta.gpus:
-            if _merge_gpu(one, snapshot.gpus[one.place]):
-                cleared = True
+            for one in change.gpus:
+                _merge_gpu(one, snapshot.gpus[one.place])
+            self._encoded = snapshot.SerializeToString()
+            self._columns = {}
         if change.numbers.columns:
-            self._late = change.numbers
+            self._note(change.numbers)
         if change.touches(_TOTAL):
             self._totals = None
-        if cleared:  # a message keeps the memory of what was cleared in it, its copy does not
-            self._snapshot = types_api.Snapshot()
-            self._snapshot.CopyFrom(snapshot)
+        self._stamp = change.stamp
+        self._open = None
+
+    def _note(self, numbers: Numbers) -> None:
+        """Let a table wait: the newest number of each field and GPU counts."""
+        waiting, places = self._columns, numbers.places
+        for field, values in zip(numbers.fields, numbers.columns, strict=True):
+            if not places:
+                waiting[field] = array("d", values)
+                continue
+            column = waiting.setdefault(field, array("d", [_NOT_TOLD] * len(self.uuids)))
+            for place, value in zip(places, values, strict=True):
+                column[place] = value
 
 
-def _set_numbers(snapshot: types_api.Snapshot, numbers: Numbers) -> None:
-    """Write a table into the readings."""
-    gpus = [snapshot.gpus[place] for place in numbers.places] if numbers.places else snapshot.gpus
-    readings = [gpu.reading for gpu in gpus]
-    for field, values in zip(numbers.fields, numbers.columns, strict=True):
-        name, told = _GPU_FIELDS[field], values if field in _FLOATS else map(int, values)
-        for reading, value in zip(readings, told, strict=True):
-            setattr(reading, name, value)
+def _set_numbers(snapshot: types_api.Snapshot, columns: "dict[int, array[float]]") -> None:
+    """Write numbers into the readings, but for those that were not told."""
+    readings = [gpu.reading for gpu in snapshot.gpus]
+    for field, values in columns.items():
+        name, kind = _GPU_FIELDS[field], float if field in _FLOATS else int
+        for reading, value in zip(readings, values, strict=True):
+            if value == value:  # NaN is not
+                setattr(reading, name, kind(value))
 
 
 def count_on(snapshot: types_api.Snapshot, elapsed: float) -> None:
@@ -161,23 +214,23 @@ def count_on(snapshot: types_api.Snapshot, elapsed: float) -> None:
             _add(reading.age, nanos)
 
 
-def _merge_host(change: monitor_api.HostDelta, reading: types_api.HostReading) -> bool:
-    """Merge what changed; whether the message has memory to give back."""
-    _clear(reading, _HOST_FIELDS, change.cleared_fields)
-    reading.MergeFrom(change.reading)
-    return len(change.cleared_fields) > 0
+def _merged_host(change: monitor_api.HostDelta, reading: types_api.HostReading) -> types_api.HostReading:
+    """The readings of a host after a change: a new message, which has no memory of what was cleared."""
+    merged = types_api.HostReading()
+    merged.CopyFrom(reading)
+    if change.cleared_fields:
+        _clear(merged, _HOST_FIELDS, change.cleared_fields)
+    merged.MergeFrom(change.reading)
+    return merged
 
 
-def _merge_gpu(change: monitor_api.GpuDelta, gpu: types_api.Gpu) -> bool:
-    """Merge what changed; whether the message has memory to give back."""
+def _merge_gpu(change: monitor_api.GpuDelta, gpu: types_api.Gpu) -> None:
     if change.state:
         gpu.state = change.state
     if change.HasField("quarantine"):
         gpu.quarantine = change.quarantine
-    reading = gpu.reading
-    _clear(reading, _GPU_FIELDS, change.cleared_fields)
-    reading.MergeFrom(change.reading)
-    return len(change.cleared_fields) > 0 or change.HasField("quarantine")
+    _clear(gpu.reading, _GPU_FIELDS, change.cleared_fields)
+    gpu.reading.MergeFrom(change.reading)
 
 
 def _clear(reading: Message, names: dict[int, str], cleared: Iterable[int]) -> None:

@@ -51,7 +51,7 @@ class Listener:
             loop = asyncio.get_running_loop()
             self._listening = self._worker.call(lambda: self._listen(loop))
             # A source that ends is told of by its GPUs: that nobody asks why this ended is nothing for the log.
-            self._listening.add_done_callback(asyncio.Future.exception)
+            self._listening.add_done_callback(lambda ended: ended.exception())
 
     def pause(self) -> None:
         """Stop listening, as soon as the thread comes back."""

@@ -64,7 +64,7 @@ class FleetPage:
         """The page, node by node: between two nodes other tasks run."""
         page = Page()
         records = self._nodes.all()
-        gpus = sum(len(record.snapshot.gpus) for record in records if record.snapshot is not None)
+        gpus = sum(len(record.picture.uuids) for record in records if record.picture is not None)
         shown = gpus <= self._most_gpus
         self._add_fleet(page, records, 0 if shown else gpus)
         self._add_events(page)
@@ -112,10 +112,11 @@ class FleetPage:
         page.add(NODE_REJECTED, node, record.rejected_count)
         if record.sample is not None:
             page.add(NODE_AGE, node, round(now - record.sample.sampled_at, 3))
-        if record.snapshot is not None:
+        snapshot = record.snapshot
+        if snapshot is not None:
             add_snapshot(
                 page,
-                record.snapshot,
+                snapshot,
                 self._style,
                 fresh=state is NodeState.ONLINE,
                 elapsed=now - record.received_at,

@@ -19,7 +19,7 @@ from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.field_checks import number_range
 from gpuscale.common.validation import violations
 from gpuscale.monitor.fleet.sanity import refuse_memory
-from gpuscale.monitor.merging import Change, Picture
+from gpuscale.monitor.merging import NO_NUMBERS, Change, Numbers, Picture
 
 _GPU_STATES = frozenset(types_api.GpuState.values())
 _MOST_INTEGER = {FieldDescriptor.CPPTYPE_INT32: 2**31 - 1, FieldDescriptor.CPPTYPE_INT64: 2**53}
@@ -56,31 +56,36 @@ def _range(field: FieldDescriptor) -> tuple[float, float] | None:
 
 _GPU = _Kind(types_api.GpuReading)
 _HOST = _Kind(types_api.HostReading)
-_MEMORY = ("memory_used_bytes", "memory_free_bytes", "memory_total_bytes")
+_MEMORY = _USED, _FREE, _TOTAL = tuple(
+    types_api.GpuReading.DESCRIPTOR.fields_by_name[f"memory_{name}_bytes"].number
+    for name in ("used", "free", "total")
+)
 
 
 def refuse_change(change: Change, base: Picture) -> str:
     """Why a change cannot follow `base`, whose seq it names; empty if it can. Changes nothing."""
-    delta = change.delta
-    age, time, count = delta.age, delta.sample_time, base.gpu_count
-    if age.seconds < 0 or not 0 <= age.nanos < _NANOS:
+    _, time_seconds, time_nanos, age_seconds, age_nanos = change.stamp
+    if age_seconds < 0 or not 0 <= age_nanos < _NANOS:
         return "age must be at least 0 s"
-    if not (_FIRST_SECOND <= time.seconds <= _LAST_SECOND and 0 <= time.nanos < _NANOS):
+    if not (_FIRST_SECOND <= time_seconds <= _LAST_SECOND and 0 <= time_nanos < _NANOS):
         return "sample_time must be a time within the years 1 to 9999"
-    problem = _refuse_reading(_HOST, delta.host) if delta.HasField("host") else ""
+    problem = _refuse_reading(_HOST, change.host) if change.host is not None else ""
     if problem:
         return f"host.{problem}"
-    gpus = delta.gpus
+    count, gpus = len(base.uuids), change.gpus
     if len(gpus) > count:
         return "gpus has more than there are"
     for index, one in enumerate(gpus):
         problem = _refuse_gpu(one, count)
         if problem:
             return f"gpus[{index}].{problem}"
-    problem = _refuse_numbers(change, count) if delta.HasField("numbers") else ""
-    if problem:
-        return f"numbers.{problem}"
-    return _refuse_merged(change, base) if gpus or not _fits(change, base) else ""
+    if change.numbers is not NO_NUMBERS:
+        problem = _refuse_numbers(change.numbers, count)
+        if problem:
+            return f"numbers.{problem}"
+    elif not gpus:
+        return ""
+    return _refuse_merged(change, base) if gpus or not _fits(change.numbers, base) else ""
 
 
 def _refuse_gpu(change: monitor_api.GpuDelta, count: int) -> str:
@@ -112,49 +117,42 @@ def _refuse_reading(kind: _Kind, change: monitor_api.GpuDelta | monitor_api.Host
     return ""
 
 
-def _refuse_numbers(change: Change, count: int) -> str:
+def _refuse_numbers(numbers: Numbers, count: int) -> str:
     """Why these cannot be numbers of so many GPUs; empty if they can."""
-    places, fields = change.numbers.places, change.numbers.fields
+    places, fields, columns = numbers
     if places and not (min(places) >= 0 and max(places) < count):
         return "places has one that is that of no GPU"
-    width = len(places) or count
-    if not fields or not width or len(change.delta.numbers.values) != width * len(fields):
+    if not columns or len(columns[0]) != (len(places) or count):
         return "values has not one of each field for each GPU"
-    for number, values in zip(fields, change.numbers.columns, strict=True):
+    # What is not a number is above and below nothing, but shows in a sum.
+    any_nan = isnan(sum(map(sum, columns)))
+    for number, values in zip(fields, columns, strict=True):
         within = _GPU.ranges.get(number)
         if within is None:
             return "fields has one that is no number"
-        # What is not a number is above and below nothing, but shows in a sum.
-        if min(values) < within[0] or max(values) > within[1] or isnan(sum(values)):
+        if min(values) < within[0] or max(values) > within[1] or (any_nan and isnan(sum(values))):
             return f"values has {_GPU.names[number]} beyond {within[0]:g} to {within[1]:g}"
     return ""
 
 
-def _fits(change: Change, base: Picture) -> bool:
+def _fits(numbers: Numbers, base: Picture) -> bool:
     """Whether memory in use and free is surely within the total; what is absent counts as 0."""
-    numbers = change.numbers
-    told = {
-        name: values
-        for number, values in zip(numbers.fields, numbers.columns, strict=True)
-        if (name := _GPU.names[number]) in _MEMORY
-    }
+    _, fields, columns = numbers
+    told = {number: columns[fields.index(number)] for number in _MEMORY if number in fields}
     if not told:
         return True
-    used, free, total = (_memory(name, told, base, numbers.places) for name in _MEMORY)
+    used, free, total = [_memory(number, told, base, numbers.places) for number in _MEMORY]
     return all(map(le, map(add, used, free), total))
 
 
 def _memory(
-    name: str, told: Mapping[str, Sequence[float]], base: Picture, places: Sequence[int]
+    number: int, told: Mapping[int, Sequence[float]], base: Picture, places: Sequence[int]
 ) -> Sequence[float]:
     """One figure of memory, after the change, of each GPU that its numbers are about."""
-    if name in told:
-        return told[name]
-    if name == "memory_total_bytes":
-        totals = base.memory_totals
-        return [totals[place] for place in places] if places else totals
-    gpus = base.snapshot.gpus
-    return [getattr(gpu.reading, name) for gpu in ([gpus[place] for place in places] if places else gpus)]
+    if number in told:
+        return told[number]
+    known = base.memory_totals if number == _TOTAL else base.column(number)
+    return [known[place] for place in places] if places else known
 
 
 def _refuse_merged(change: Change, base: Picture) -> str:

@@ -3,8 +3,8 @@
 Times are seconds of the fleet's own clock, except an epoch's start, which the agent's wall clock tells.
 """
 
-from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 
 class NodeState(Enum):
@@ -15,16 +15,14 @@ class NodeState(Enum):
     OFFLINE = auto()
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Epoch:
+class Epoch(NamedTuple):
     """One run of an agent; later ones compare greater, and of two that started at once the greater id."""
 
     started_at: float
     id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """A snapshot in short: whose it is, its number, when it was read, and how often its agent takes one."""
 
     epoch: Epoch

@@ -17,7 +17,7 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
 )
 from gpuscale.common.logs import get_logger
-from gpuscale.common.names import node_name
+from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.validation import violations
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.delta import refuse_change
@@ -188,23 +188,27 @@ class Nodes:
     def _take_snapshot(self, stream: Stream, snapshot: types_api.Snapshot, now: float) -> str:
         record = stream.record
         sample = Sample(stream.epoch, snapshot.seq, now - seconds(snapshot.age), seconds(snapshot.period))
-        reason = (
-            refuse_snapshot(snapshot, stream.node, stream.epoch.id)
-            or refuse_sample(record.sample, sample)
-            or self._owners.refuse(record, snapshot, now)
+        reason = refuse_snapshot(snapshot, stream.node, stream.epoch.id) or refuse_sample(
+            record.sample, sample
         )
+        if reason:
+            return reason
+        for gpu in snapshot.gpus:
+            gpu.name = gpu_name(record.node, gpu.uuid)
+        picture = Picture(snapshot)
+        reason = self._owners.refuse(record, picture, now)
         if not reason:
-            for loser in self._owners.own(record, snapshot):
+            for loser in self._owners.own(record, picture):
                 self._changed(loser, now)
-            self._took(stream, sample, Picture(snapshot), now, None)
+            self._took(stream, sample, picture, now, None)
         return reason
 
     def _take_delta(self, stream: Stream, delta: monitor_api.SnapshotDelta, now: float) -> str:
         picture, last = stream.record.picture, stream.record.sample
         if stream.base_seq is None or delta.base_seq != stream.base_seq or picture is None or last is None:
             return "it changes another snapshot than the last one that was taken in"
-        sample = Sample(stream.epoch, delta.seq, now - seconds(delta.age), last.period)
         change = Change.of(delta)
+        sample = Sample(stream.epoch, change.stamp.seq, now - change.stamp.age, last.period)
         reason = refuse_sample(last, sample) or refuse_change(change, picture)
         if not reason:
             picture.merge(change)
@@ -228,6 +232,7 @@ class Nodes:
         self.taken_count += 1
         for observe in self.observers:
             observe(record.node, picture, now, change)
+        picture.rest()
         self._changed(record, now)
 
     def _reject(self, stream: Stream, reason: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.names import gpu_name, node_name
+from gpuscale.common.names import node_name
 from gpuscale.monitor.fleet.record import Record
 from gpuscale.monitor.merging import Picture
 
@@ -18,25 +18,23 @@ class Owners:
         """The node of a GPU; None if no node reports it."""
         return self._owners.get(uuid.lower())
 
-    def refuse(self, record: Record, snapshot: types_api.Snapshot, now: float) -> str:
-        """Why a node may not report these GPUs; empty if it may."""
-        for gpu in snapshot.gpus:
-            owner = self._owners.get(gpu.uuid.lower(), record)
+    def refuse(self, record: Record, picture: Picture, now: float) -> str:
+        """Why a node may not report the GPUs of a picture; empty if it may."""
+        if record.uuids == picture.uuids:
+            return ""
+        for place, uuid in enumerate(picture.uuids):
+            owner = self._owners.get(uuid, record)
             if owner is not record and not owner.is_gone(now):
-                return f"GPU {gpu.uuid} is reported by {node_name(owner.node)}"
+                return f"GPU {picture.snapshot.gpus[place].uuid} is reported by {node_name(owner.node)}"
         return ""
 
-    def own(self, record: Record, snapshot: types_api.Snapshot) -> list[Record]:
-        """Name the GPUs of a snapshot that is about to become the node's; the nodes that lost one to it."""
-        uuids = {gpu.uuid.lower() for gpu in snapshot.gpus}
-        if record.snapshot is not None:
-            self._release(
-                record, (gpu.uuid.lower() for gpu in record.snapshot.gpus if gpu.uuid.lower() not in uuids)
-            )
+    def own(self, record: Record, picture: Picture) -> list[Record]:
+        """Note the GPUs of a picture that is about to become the node's; the nodes that lost one to it."""
+        if record.uuids == picture.uuids:
+            return []
+        self._release(record, set(record.uuids).difference(picture.uuids))
         losers: list[Record] = []
-        for gpu in snapshot.gpus:
-            gpu.name = gpu_name(record.node, gpu.uuid)
-            uuid = gpu.uuid.lower()
+        for uuid in picture.uuids:
             owner = self._owners.get(uuid)
             if owner is not None and owner is not record:
                 _strike(owner, uuid)
@@ -46,8 +44,7 @@ class Owners:
 
     def forget(self, record: Record) -> None:
         """Release all GPUs of a node."""
-        if record.snapshot is not None:
-            self._release(record, (gpu.uuid.lower() for gpu in record.snapshot.gpus))
+        self._release(record, record.uuids)
 
     def _release(self, record: Record, uuids: Iterable[str]) -> None:
         for uuid in uuids:
@@ -57,9 +54,9 @@ class Owners:
 
 def _strike(record: Record, uuid: str) -> None:
     """Remove a GPU from what is known of a node that is gone."""
-    if record.snapshot is not None:
+    if record.picture is not None:
         kept = types_api.Snapshot()
-        kept.CopyFrom(record.snapshot)
-        del kept.gpus[:]
-        kept.gpus.extend(gpu for gpu in record.snapshot.gpus if gpu.uuid.lower() != uuid)
+        record.picture.write(kept)
+        del kept.gpus[record.uuids.index(uuid)]
         record.picture = Picture(kept)
+        record.picture.rest()

@@ -38,8 +38,13 @@ class Record:
 
     @property
     def snapshot(self) -> types_api.Snapshot | None:
-        """The last snapshot, if there was one; not to be changed or kept."""
+        """The last snapshot, if there was one; not to be changed or kept. It is put together for each who asks."""
         return None if self.picture is None else self.picture.snapshot
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """The GPUs of the node, in lower case: no other node has one of them."""
+        return () if self.picture is None else self.picture.uuids
 
     def state(self, now: float) -> NodeState:
         """Whether the node can be counted on."""

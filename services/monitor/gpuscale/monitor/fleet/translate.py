@@ -21,8 +21,8 @@ def to_node(record: Record, now: float) -> monitor_api.Node:
         first_seen_time=to_timestamp(record.first_seen),
         rejected_count=record.rejected_count,
     )
-    if record.snapshot is not None:
-        node.snapshot.CopyFrom(record.snapshot)
+    if record.picture is not None:
+        record.picture.write(node.snapshot)
         count_on(node.snapshot, now - record.received_at)
         if state is not NodeState.ONLINE:
             for gpu in node.snapshot.gpus:

@@ -43,7 +43,10 @@ def unpack(body: bytes, width: int, shift: int) -> Rows:
         one.frombytes(body[at : at + size])
         _ordered(one)
         at += size
-    return rows._replace(numbers=array("i", [number - shift for number in rows.numbers]))
+    try:
+        return rows._replace(numbers=array("i", [number - shift for number in rows.numbers]))
+    except OverflowError as error:
+        raise ValueError(f"a row has a number that is no number of a step: {error}") from error
 
 
 def _ordered(numbers: "array[int] | array[float]") -> "array[int] | array[float]":

@@ -7,6 +7,7 @@ it is below 0 before the boot of the host. A step without a sample has no bucket
 from array import array
 from collections.abc import Sequence
 from itertools import compress
+from math import isnan
 from operator import mul
 from typing import NamedTuple, TypeVar
 
@@ -123,23 +124,27 @@ class Ring:
 
     def extend(self, numbers: "array[int]", values: "array[float]") -> None:
         """Add buckets of a single sample each, row by row; their numbers are above those before, and rise."""
-        counts = array("H", [value == value for value in values])  # NaN is not
-        room, width = self._capacity - len(self._numbers), self._width
-        fits = min(room, len(numbers))
-        if fits:
-            cells = values[: fits * width]
-            self._numbers.extend(numbers[:fits])
+        counts = array("H", [1]) * len(values)
+        if isnan(sum(values)):  # rarely is something absent
+            counts = array("H", [value == value for value in values])  # NaN is not
+        width, done = self._width, min(self._capacity - len(self._numbers), len(numbers))
+        if done:
+            cells = values[: done * width]
+            self._numbers.extend(numbers[:done])
             for column in (self._mins, self._means, self._maxs):
                 column.extend(cells)
-            self._counts.extend(counts[: fits * width])
-        for row in range(fits, len(numbers)):
-            begin, source = self._oldest * width, slice(row * width, (row + 1) * width)
+            self._counts.extend(counts[: done * width])
+        while done < len(numbers):
+            rows = min(len(numbers) - done, self._capacity - self._oldest)
+            source = slice(done * width, (done + rows) * width)
+            target = slice(self._oldest * width, (self._oldest + rows) * width)
+            self._numbers[self._oldest : self._oldest + rows] = numbers[done : done + rows]
             cells = values[source]
-            self._numbers[self._oldest] = numbers[row]
             for column in (self._mins, self._means, self._maxs):
-                column[begin : begin + width] = cells
-            self._counts[begin : begin + width] = counts[source]
-            self._oldest = (self._oldest + 1) % self._capacity
+                column[target] = cells
+            self._counts[target] = counts[source]
+            self._oldest = (self._oldest + rows) % self._capacity
+            done += rows
 
     def merged(self, rows: int) -> Bucket:
         """The newest so many buckets as one."""

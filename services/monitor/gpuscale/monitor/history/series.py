@@ -114,8 +114,10 @@ class Series:
 
     def _before(self, metric: int, tier: int, start: float, end: float) -> tuple[list[Point], float]:
         """What a run before had, by the finest tier that was restored and is not finer; and where the tier itself begins."""
-        ring, step = self._rings[-2], self._tiers[-2].step
-        begin = self._restored_until if ring.first is None else min(self._restored_until, ring.first * step)
+        ring, step, coarse = self._rings[-2], self._tiers[-2].step, self._tiers[-1].step
+        begin = self._restored_until
+        if ring.first is not None:  # what it has of a coarse bucket whose begin it has not is in that bucket
+            begin = min(begin, ceil(ring.first * step / coarse) * coarse)
         found = self._rings[-1].points(metric, self._tiers[-1].step, start, min(end, begin))
         if tier == len(self._rings) - 2:
             return found, max(start, begin)

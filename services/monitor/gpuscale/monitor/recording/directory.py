@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.names import GPU, NODE, gpu_name, match, node_name
-from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Record
 from gpuscale.monitor.recording.model import Target
@@ -86,11 +85,12 @@ def _named(record: Record, name: str) -> Target:
 
 
 def _gpus(record: Record) -> Sequence[types_api.Gpu]:
-    return record.snapshot.gpus if record.snapshot is not None else ()
+    snapshot = record.snapshot
+    return snapshot.gpus if snapshot is not None else ()
 
 
 def _target(record: Record, gpu: types_api.Gpu) -> Target:
-    period = seconds(record.snapshot.period) if record.snapshot is not None else 0.0
+    period = record.picture.period if record.picture is not None else 0.0
     return Target(gpu.name, gpu.uuid, gpu.index, gpu.model, period)
 
 

@@ -2,9 +2,11 @@
 
 A reading counts once, however often a snapshot repeats it (that of a GPU whose driver is slow stays, with its age): it
 is new if it was made a quarter of the agent's period or more after the one before. Of nodes whose samples nobody takes,
-since there is no memory for more history and no recording of them, nothing is looked at.
+since there is no memory for more history and no recording of them, nothing is looked at. Of the others the readings that
+are kept stand by column, as the tables of numbers bring them, so that a change need not be looked up in a snapshot.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 
@@ -14,20 +16,82 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import node_name
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.history.history import History
-from gpuscale.monitor.history.metrics import ABSENT, Sample
-from gpuscale.monitor.merging import Change, Picture
+from gpuscale.monitor.history.metrics import ABSENT, GPU_METRICS, Metric, Sample
+from gpuscale.monitor.merging import Change, Numbers, Picture
 from gpuscale.monitor.recording.recordings import Recordings
 
 NEW_AFTER_PERIODS = 0.25
 _HUNDRED = 100.0
+_NEVER = float("-inf")
+_FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
+_TOTAL = _FIELDS["memory_total_bytes"].number
+_PERCENT = GPU_METRICS.index(Metric.MEMORY_USED_PERCENT)
+_USED = GPU_METRICS.index(Metric.MEMORY_USED_BYTES)
+_COLUMNS = {
+    _FIELDS[metric.name.lower()].number: place
+    for place, metric in enumerate(GPU_METRICS)
+    if metric is not Metric.MEMORY_USED_PERCENT
+}
+"""The place among `GPU_METRICS` of a field of GpuReading."""
 
 
 @dataclass(slots=True)
-class _Seen:
-    """The newest sample of a GPU."""
+class _Gpus:
+    """The readings of a node's GPUs, by place.
 
-    at: float
-    sample: Sample | None
+    Attributes:
+        uuids: in lower case.
+        newest: when the newest sample of each was made.
+        ages: of their readings, in seconds, when the newest snapshot came; None of one that was never read.
+        columns: for each of `GPU_METRICS`, its value for each GPU.
+        totals: the memory of each; 0 where it is absent.
+    """
+
+    uuids: tuple[str, ...]
+    newest: list[float]
+    ages: list[float | None]
+    columns: list[Sequence[float]]
+    totals: Sequence[float]
+
+    @classmethod
+    def of(cls, picture: Picture, before: "_Gpus | None") -> "_Gpus":
+        """What a picture shows, after what was seen before."""
+        newest = dict(zip(before.uuids, before.newest, strict=True)) if before is not None else {}
+        readings = [gpu.reading for gpu in picture.snapshot.gpus]
+        return cls(
+            picture.uuids,
+            [newest.get(uuid, _NEVER) for uuid in picture.uuids],
+            [_age(reading) for reading in readings],
+            list(zip(*map(gpu_sample, readings), strict=True)),
+            picture.memory_totals,
+        )
+
+    def merge(self, numbers: Numbers) -> None:
+        """Take in a table of numbers."""
+        memory = False
+        for field, values in zip(numbers.fields, numbers.columns, strict=True):
+            place = _COLUMNS.get(field)
+            if place is not None:
+                self.columns[place] = _merged(self.columns[place], numbers.places, values)
+                memory = memory or place == _USED
+            elif field == _TOTAL:
+                self.totals, memory = _merged(self.totals, numbers.places, values), True
+        if memory:
+            self.columns[_PERCENT] = [
+                _HUNDRED * used / total if total else ABSENT
+                for used, total in zip(self.columns[_USED], self.totals, strict=True)
+            ]
+
+
+@dataclass(slots=True)
+class _Host:
+    """The readings of a host: their age when the newest snapshot came, and what is kept of them."""
+
+    age: float | None
+    newest: float
+    cpu: float
+    memory: float
+    load: float
 
 
 class SampleObserver:
@@ -36,8 +100,8 @@ class SampleObserver:
     def __init__(self, history: History, recordings: Recordings) -> None:
         self._history = history
         self._recordings = recordings
-        self._gpus: dict[str, dict[str, _Seen]] = {}
-        self._hosts: dict[str, float] = {}
+        self._gpus: dict[str, _Gpus] = {}
+        self._hosts: dict[str, _Host] = {}
         self._kept: set[str] = set()  # nodes of which there is, or may be, history
 
     def observe(self, node: str, picture: Picture, now: float, change: Change | None) -> None:
@@ -46,36 +110,38 @@ class SampleObserver:
             self._kept.add(node)
         elif node not in self._kept and node not in self._recordings.nodes:
             self._gpus.pop(node, None)
+            self._hosts.pop(node, None)
             return
-        snapshot, changed = picture.snapshot, None if change is None else change.changed_places()
-        apart = NEW_AFTER_PERIODS * seconds(snapshot.period)
-        before, seen = self._gpus.get(node, {}), dict[str, _Seen]()
-        for index, gpu in enumerate(snapshot.gpus):
-            uuid = gpu.uuid.lower()
-            old = before.get(uuid)
-            at = _read_at(gpu.reading, now)
-            if at is None or (old is not None and at - old.at < apart):
-                if old is not None:
-                    seen[uuid] = old
+        apart = NEW_AFTER_PERIODS * picture.period
+        gpus, host = self._gpus.get(node), self._hosts.get(node)
+        if gpus is None or change is None or change.gpus:
+            gpus = self._gpus[node] = _Gpus.of(picture, gpus)
+        elif change.numbers.fields:
+            gpus.merge(change.numbers)
+        if host is None or change is None or change.host is not None:
+            host = self._hosts[node] = _host(picture.host_reading, _NEVER if host is None else host.newest)
+        self._add_gpus(gpus, now, apart)
+        if host.age is not None and now - host.age - host.newest >= apart:
+            host.newest = at = now - host.age
+            sample = host.cpu, host.memory, host.load, _mean(gpus.columns[0]) if gpus.columns else ABSENT
+            self._history.add_node(node_name(node), at, sample)
+
+    def _add_gpus(self, gpus: _Gpus, now: float, apart: float) -> None:
+        rows: zip[Sample] = zip(*gpus.columns, strict=True)
+        for place, (uuid, age, sample) in enumerate(zip(gpus.uuids, gpus.ages, rows, strict=True)):
+            if age is None or now - age - gpus.newest[place] < apart:
                 continue
-            same = old is not None and changed is not None and index not in changed
-            sample = old.sample if old is not None and same else gpu_sample(gpu.reading)
-            seen[uuid] = _Seen(at, sample)
-            if sample is not None:
+            gpus.newest[place] = at = now - age
+            if not all(map(isnan, sample)):
                 self._history.add_gpu(uuid, at, sample)
                 self._recordings.add(uuid, at, sample)
-        self._gpus[node] = seen
-        at = _read_at(snapshot.host_reading, now)
-        if at is not None and at - self._hosts.get(node, float("-inf")) >= apart:
-            self._hosts[node] = at
-            self._history.add_node(node_name(node), at, _node_sample(snapshot))
 
 
-def gpu_sample(reading: types_api.GpuReading) -> Sample | None:
-    """What is kept of a reading, in the order of `GPU_METRICS`; None where every part is absent."""
+def gpu_sample(reading: types_api.GpuReading) -> Sample:
+    """What is kept of a reading, in the order of `GPU_METRICS`."""
     used = float(reading.memory_used_bytes) if reading.HasField("memory_used_bytes") else ABSENT
     total = reading.memory_total_bytes
-    sample = (
+    return (
         reading.utilization_percent if reading.HasField("utilization_percent") else ABSENT,
         reading.memory_utilization_percent if reading.HasField("memory_utilization_percent") else ABSENT,
         used,
@@ -84,26 +150,35 @@ def gpu_sample(reading: types_api.GpuReading) -> Sample | None:
         reading.power_watts if reading.HasField("power_watts") else ABSENT,
         reading.sm_clock_mhz if reading.HasField("sm_clock_mhz") else ABSENT,
     )
-    return None if all(map(isnan, sample)) else sample
 
 
-def _node_sample(snapshot: types_api.Snapshot) -> Sample:
-    """What is kept of a host, in the order of `NODE_METRICS`."""
-    host = snapshot.host_reading
-    busy = [
-        gpu.reading.utilization_percent
-        for gpu in snapshot.gpus
-        if gpu.reading.HasField("utilization_percent")
-    ]
-    return (
-        host.cpu_percent if host.HasField("cpu_percent") else ABSENT,
-        float(host.memory_used_bytes) if host.HasField("memory_used_bytes") else ABSENT,
-        host.load_1m if host.HasField("load_1m") else ABSENT,
-        sum(busy) / len(busy) if busy else ABSENT,
+def _host(reading: types_api.HostReading, newest: float) -> _Host:
+    return _Host(
+        _age(reading),
+        newest,
+        reading.cpu_percent if reading.HasField("cpu_percent") else ABSENT,
+        float(reading.memory_used_bytes) if reading.HasField("memory_used_bytes") else ABSENT,
+        reading.load_1m if reading.HasField("load_1m") else ABSENT,
     )
 
 
-def _read_at(reading: types_api.GpuReading | types_api.HostReading, now: float) -> float | None:
-    """When a reading was made; None if it never was."""
+def _merged(column: Sequence[float], places: Sequence[int], values: Sequence[float]) -> Sequence[float]:
+    """A column with new values at these places; at all without places."""
+    if not places:
+        return values
+    merged = list(column)
+    for place, value in zip(places, values, strict=True):
+        merged[place] = value
+    return merged
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of what is there; absent where nothing is."""
+    there = [value for value in values if not isnan(value)]
+    return sum(there) / len(there) if there else ABSENT
+
+
+def _age(reading: types_api.GpuReading | types_api.HostReading) -> float | None:
+    """How old a reading was in the snapshot; None if it never was made."""
     age: Duration = reading.age
-    return now - seconds(age) if reading.HasField("age") else None
+    return seconds(age) if reading.HasField("age") else None
