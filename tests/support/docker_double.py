@@ -37,6 +37,8 @@ class DockerDouble:
         create_fault: the status of every create, after which nothing was made; 0 for none.
         start_fault: the text with which every start fails; empty for none.
         kill_fault: the status of every signal, which is then not sent; 0 for none.
+        stuck: names of containers that no signal can be sent to.
+        hung: names of containers of which nothing is told but that they are there, ever.
         forgets_gpus: whether it drops requests for devices, as Podman does.
         ignores_filters: whether it lists what was not asked for too.
         lists_health: whether listings tell of health, as Docker's do.
@@ -52,6 +54,8 @@ class DockerDouble:
     create_fault: int = 0
     start_fault: str = ""
     kill_fault: int = 0
+    stuck: set[str] = field(default_factory=set)
+    hung: set[str] = field(default_factory=set)
     forgets_gpus: bool = False
     ignores_filters: bool = False
     lists_health: bool = True
@@ -102,10 +106,12 @@ class DockerDouble:
         assert isinstance(answer, web.StreamResponse)
         return answer
 
-    def _one(self, request: web.Request) -> Container:
+    async def _one(self, request: web.Request) -> Container:
         one = self.named(request.match_info["id"])
         if one is None:
             raise web.HTTPNotFound(text='{"message": "no such container"}', content_type="application/json")
+        if one.name in self.hung:
+            await asyncio.sleep(3600)
         return one
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -142,7 +148,7 @@ class DockerDouble:
         return web.json_response({"Id": one.id, "Warnings": []}, status=201)
 
     async def _inspect(self, request: web.Request) -> web.Response:
-        one = self._one(request)
+        one = await self._one(request)
         return web.json_response(
             {
                 "Id": one.id,
@@ -159,23 +165,25 @@ class DockerDouble:
         )
 
     async def _start(self, request: web.Request) -> web.Response:
-        one = self._one(request)
+        one = await self._one(request)
         if self.start_fault:
             return _error(500, self.start_fault)
         self.change(one, "running")
         return web.Response(status=204)
 
     async def _kill(self, request: web.Request) -> web.Response:
-        one = self._one(request)
+        one = await self._one(request)
         if self.kill_fault or one.state != "running":
             return _error(self.kill_fault or 409, "cannot be sent")
+        if one.name in self.stuck:
+            return _error(500, "tried to kill container, but did not receive an exit event")
         one.signals.append(request.query["signal"])
         if one.signals[-1] == "SIGKILL":
             self.change(one, "exited", 137, one.health)
         return web.Response(status=204)
 
     async def _remove(self, request: web.Request) -> web.Response:
-        one = self._one(request)
+        one = await self._one(request)
         if one.state == "running":
             return _error(409, "it runs")
         del self.containers[one.id]

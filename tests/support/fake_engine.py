@@ -13,6 +13,7 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Sighting,
     Start,
     Step,
+    StepsFailedError,
 )
 
 
@@ -24,6 +25,7 @@ class FakeEngine:
         hidden: names that it does not show although it has them.
         away: why it does not answer; empty while it does.
         refuses: why it starts nothing; empty while it does.
+        stuck: why steps of these replicas fail, by name.
         taken: every step it took, in order.
         starts: how often each replica was newly made.
     """
@@ -33,6 +35,7 @@ class FakeEngine:
         self.hidden: set[str] = set()
         self.away = ""
         self.refuses = ""
+        self.stuck: dict[str, str] = {}
         self.taken: list[Step] = []
         self.starts: Counter[str] = Counter()
         self.changed = asyncio.Event()
@@ -58,9 +61,12 @@ class FakeEngine:
         """As `Engine.apply`; a replica that is asked to finish goes on until the test ends it."""
         self._answer()
         refused: dict[str, str] = {}
+        failed = {step.replica: self.stuck[step.replica] for step in steps if step.replica in self.stuck}
         for step in steps:
             self.taken.append(step)
             match step:
+                case _ if step.replica in failed:
+                    pass
                 case Start(order) if self.refuses:
                     refused[order.replica] = self.refuses
                 case Start(order) if order.replica not in self.has:
@@ -72,6 +78,8 @@ class FakeEngine:
                     self.has.pop(replica, None)
                 case Start() | Finish() | Kill():
                     pass
+        if failed:
+            raise StepsFailedError(failed, refused)
         return refused
 
     async def watch(self) -> None:

@@ -5,7 +5,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,8 @@ class FakeKubernetes:
             except TimeoutError:
                 return response
         event = {"type": "MODIFIED", "object": {"metadata": {"resourceVersion": str(self._version)}}}
-        await response.write(json.dumps(event).encode() + b"\n")
+        with suppress(ConnectionResetError):  # whoever watched went away meanwhile
+            await response.write(json.dumps(event).encode() + b"\n")
         return response
 
     async def _create(self, request: web.Request) -> web.Response:

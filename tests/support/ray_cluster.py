@@ -1,6 +1,7 @@
 """A Ray cluster of one node with logical GPUs, gone with the test run; skipped where Ray is not installed.
 
-Ray listens on every address of the host whatever it is told, so it takes only who knows a token made for this run.
+Ray listens on every address of the host whatever it is told, so it takes only who knows a token made for this run. In a network
+namespace of its own it would be out of reach of the adapter under test, whose autoscaler is on this host's loopback.
 """
 
 import os

@@ -27,6 +27,7 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Remove,
     Sighting,
     Start,
+    StepsFailedError,
 )
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
@@ -34,7 +35,7 @@ from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 if TYPE_CHECKING:
     from types_boto3_ecs import ECSClient
 
-ONE, TWO = "endpoints/e/replicas/one", "endpoints/e/replicas/two"
+ONE, TWO, THREE = (f"endpoints/e/replicas/{name}" for name in ("one", "two", "three"))
 TEMPLATE = TaskTemplate("worker", "worker", "main")
 STARTER = "gpuscale/a"
 BORN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -222,12 +223,35 @@ async def test_what_will_never_start_says_why(engine: EcsEngine, aws: Aws) -> No
 
 
 @pytest.mark.parametrize("code", ["ThrottlingException", "AccessDeniedException", "ExpiredTokenException"])
-async def test_an_answer_that_says_nothing_of_the_task_refuses_none(
+async def test_a_no_that_is_not_for_ever_is_waited_for_and_holds_up_no_other(
     engine: EcsEngine, aws: Aws, code: str
 ) -> None:
+    aws.lists(["arn:2"])
+    aws.describes(described("arn:2", TWO))
+    await engine.observe()
+    aws.stops("arn:2")
     aws.stub.add_client_error("run_task", code, "not now")
-    with pytest.raises(EngineUnavailableError, match=code):
-        await engine.apply([start()])
+    assert await engine.apply([Kill(TWO), start()]) == {}
+    aws.lists()
+    assert (await engine.observe())[ONE] == Sighting(Life.WAITING, reason=f"{code}: not now")
+
+
+async def test_an_error_of_ecs_itself_tells_nothing_and_holds_up_no_other(
+    engine: EcsEngine, aws: Aws
+) -> None:
+    """Perhaps the task was started: so it is no wait either, which could be given up."""
+    aws.lists(["arn:2"])
+    aws.describes(described("arn:2", TWO))
+    await engine.observe()
+    aws.stub.add_client_error("stop_task", "ServerException", "of its own", http_status_code=500)
+    aws.stub.add_client_error("run_task", "ServerException", "of its own", http_status_code=500)
+    aws.runs({"tasks": [{"taskArn": "arn:3"}], "failures": []}, THREE)
+    with pytest.raises(StepsFailedError, match="of its own") as caught:
+        await engine.apply([Kill(TWO), start(), start(THREE)])
+    assert set(caught.value.failed) == {ONE, TWO}
+    aws.lists(["arn:3"])
+    aws.describes(described("arn:3", THREE))
+    assert set(await engine.observe()) == {THREE}
 
 
 async def test_a_task_that_is_gone_needs_no_stop(engine: EcsEngine, aws: Aws) -> None:

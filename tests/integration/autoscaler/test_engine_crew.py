@@ -1,6 +1,7 @@
 """All replicas of an adapter on an engine: adopted, not lost while the engine is silent, and never started twice."""
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 
 from gpuscale.autoscaler.adapters.engines.crew import FRESH, EngineCrew
 from gpuscale.autoscaler.adapters.engines.model import Finish, Kill, Life, Remove, Sighting
+from gpuscale.autoscaler.adapters.engines.steps import KILLED
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
+from gpuscale.autoscaler.adapters.records import Phase, Record
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
 from gpuscale.common.lifecycle import TaskScope
@@ -54,7 +57,8 @@ async def test_a_life_from_start_to_being_forgotten(tmp_path: Path) -> None:
         crew.apply([desired(goal=Goal.STOP, drain=5.0)])
         await state(crew, ReplicaState.DRAINING)
         assert engine.of(Finish) == [Finish(ONE, 5.0)]
-        assert (await state(crew, ReplicaState.STOPPED)).exit_code == -9
+        ended = await state(crew, ReplicaState.STOPPED)
+        assert (ended.exit_code, ended.reason) == (-9, KILLED)
         assert len(engine.of(Kill)) == 1
         crew.apply([desired(goal=Goal.FORGET)])
         await eventually(lambda: crew.reports() == {})
@@ -122,3 +126,55 @@ async def test_what_will_never_start_is_a_failure_with_its_reason(tmp_path: Path
         assert (await state(crew, ReplicaState.FAILED)).reason == engine.refuses
         await asyncio.sleep(5)
     assert len(engine.taken) == 1
+
+
+class FullDisk(Journal):
+    """Nothing can be written to it while it is full."""
+
+    full = False
+
+    def write(self, record: Record) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(record)
+
+
+async def test_on_a_full_disk_nothing_starts_and_what_should_stop_stops(tmp_path: Path) -> None:
+    """It is asked to finish once, not with every look: for many a second SIGTERM means at once."""
+    engine, journal = FakeEngine(), FullDisk(tmp_path)
+    crew = EngineCrew(engine, journal, LoopClock(), asyncio.Event())
+    await crew.recover()
+    async with TaskScope() as tasks:
+        tasks.spawn("crew", crew.run())
+        crew.apply([desired()])
+        await state(crew, ReplicaState.STARTING)
+        journal.full = True
+        crew.apply([desired(goal=Goal.STOP, drain=30.0), desired(TWO)])
+        await asyncio.sleep(25)
+        assert engine.of(Finish) == [Finish(ONE, 30.0)]
+        assert engine.of(Kill) == []
+        assert TWO not in engine.starts
+        await state(crew, ReplicaState.STOPPED)
+        journal.full = False
+        await state(crew, ReplicaState.STARTING, TWO)
+    assert engine.starts == {ONE: 1, TWO: 1}
+
+
+async def test_an_engine_whose_watch_hangs_is_looked_at_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine()
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine, "watch", hang)
+    async with running(engine, tmp_path) as crew:
+        crew.apply([desired()])
+        await state(crew, ReplicaState.STARTING)
+        await asyncio.sleep(1)
+        [kept] = Journal(tmp_path).load()
+        assert kept.phase is Phase.RUNNING, "what came of a step is looked at without waiting for the engine"
+        engine.show(ONE, Sighting(Life.READY))
+        await asyncio.sleep(FRESH + 1)
+        await state(crew, ReplicaState.READY)

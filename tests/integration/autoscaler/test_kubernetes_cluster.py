@@ -6,29 +6,37 @@ import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 import pytest
-from ruamel.yaml import YAML
 
 from gpuscale.autoscaler.adapters.engines.kubernetes.checks import check_templates
-from gpuscale.autoscaler.adapters.engines.kubernetes.model import COST, REPLICA, Kind
+from gpuscale.autoscaler.adapters.engines.kubernetes.model import COST, Kind
 from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
 from gpuscale.autoscaler.adapters.orders import Goal
 from gpuscale.autoscaler.replicas import ReplicaState
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.lifecycle import TaskScope
 from tests.support.clock import ManualClock
 from tests.support.kubernetes import ADAPTER, NOBODY, ControlPlane, Kubelet, why_unavailable
 from tests.support.kubernetes_adapter import TEMPLATES, desired, name, running
+from tests.support.kubernetes_site import (
+    WORKERS,
+    applied,
+    by_replica,
+    deployments,
+    made,
+    manifests,
+    place,
+    pods_asked_for,
+    site,
+)
+from tests.support.moving import containers, journey, pods
 from tests.support.waiting import eventually
 
 READY, STARTING, STOPPED = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STOPPED
-DEPLOY = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
-WORKERS = "gpuscale-workers"
 NOT_BEFORE_1_21 = "policy/v1"
 SERVED_BY_OTHERS = "monitoring.coreos.com/v1"
 COST_COUNTS_FROM = 22
@@ -60,101 +68,12 @@ async def admin(plane: ControlPlane) -> AsyncGenerator[httpx.AsyncClient]:
         yield client
 
 
-def manifests() -> list[dict[str, Any]]:
-    """Every object of deploy/kubernetes, namespaces first."""
-    files = [path for path in sorted(DEPLOY.rglob("*.yaml")) if path.name != "kustomization.yaml"]
-    files.sort(key=lambda path: path.name != "namespace.yaml")
-    return [found for path in files for found in YAML(typ="safe").load_all(path.read_text())]
-
-
-def place(found: dict[str, Any]) -> str:
-    """Where objects of its kind are made."""
-    group, kind, meta = found["apiVersion"], found["kind"].lower(), found["metadata"]
-    plural = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
-    space = f"/namespaces/{meta['namespace']}" if "namespace" in meta else ""
-    base = f"/api/{group}" if "/" not in group else f"/apis/{group}"
-    return f"{base}{space}/{plural}"
-
-
-async def applied(
-    admin: httpx.AsyncClient, found: dict[str, Any], *, dry_run: bool = False
-) -> httpx.Response:
-    """The server's answer to a manifest: as `kubectl create` sends it, or `kubectl apply` where it is there already."""
-    params = {"dryRun": "All"} if dry_run else {}
-    answer = await admin.post(place(found), params=params, json=found)
-    if answer.status_code != httpx.codes.CONFLICT:
-        return answer
-    return await admin.patch(
-        f"{place(found)}/{found['metadata']['name']}",
-        params={"fieldManager": "test", "force": "true", **params},
-        headers={"Content-Type": "application/apply-patch+yaml"},
-        json=found,
-    )
-
-
-async def made(admin: httpx.AsyncClient, found: dict[str, Any]) -> None:
-    """Apply a manifest that must be taken."""
-    answer = await applied(admin, found)
-    assert answer.is_success, answer.text
-
-
-@asynccontextmanager
-async def site(plane: ControlPlane, admin: httpx.AsyncClient) -> AsyncGenerator[Kubelet]:
-    """The namespace of the workers as deploy/kubernetes makes it, with one Deployment and nothing left of tests before."""
-    objects = [
-        one
-        for one in manifests()
-        if one["kind"] == "Namespace" or one["metadata"].get("namespace") == WORKERS
-    ]
-    for one in objects:
-        if one["kind"] == "Deployment":
-            await admin.delete(f"{deployments()}/worker", params={"propagationPolicy": "Background"})
-        await made(admin, one)
-    await made(admin, {**binding(), "metadata": {"name": "pods", "namespace": WORKERS}})
-    await admin.delete(f"/apis/apps/v1/namespaces/{WORKERS}/replicasets")
-    await admin.delete(f"/api/v1/namespaces/{WORKERS}/pods", params={"gracePeriodSeconds": "0"})
-    kubelet = Kubelet(admin, WORKERS)
-    async with TaskScope() as tasks:
-        tasks.spawn("kubelet", kubelet.run())
-        yield kubelet
-
-
-def binding() -> dict[str, Any]:
-    """The right to make pods, which is given only where it is needed."""
-    return {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "RoleBinding",
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "gpuscale-adapter-pods"},
-        "subjects": [{"kind": "ServiceAccount", "name": "kubernetes-adapter", "namespace": "gpuscale"}],
-    }
-
-
-def deployments() -> str:
-    return f"/apis/apps/v1/namespaces/{WORKERS}/deployments"
-
-
-async def pods_asked_for(admin: httpx.AsyncClient) -> int:
-    found = (await admin.get(f"{deployments()}/worker")).json()
-    replicas = found["spec"]["replicas"]
-    assert isinstance(replicas, int)
-    return replicas
-
-
-def by_replica(pods: dict[str, Any]) -> dict[str, str]:
-    """Names of pods that are not being deleted, by their replica."""
-    return {
-        pod["metadata"].get("annotations", {}).get(REPLICA, ""): key
-        for key, pod in pods.items()
-        if "deletionTimestamp" not in pod["metadata"]
-    }
-
-
 async def test_up_to_three_and_down_to_the_one_that_should_stay(
     plane: ControlPlane, admin: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     """With the rights of deploy/kubernetes/rbac.yaml and no others."""
     config = plane.kubeconfig(ADAPTER, WORKERS)
-    async with site(plane, admin) as kubelet, running(config, tmp_path, adapter="kubernetes") as one:
+    async with site(admin) as kubelet, running(config, tmp_path, adapter="kubernetes") as one:
         for count in (1, 3):
             one.want([desired(replica) for replica in "abc"[:count]])
             for replica in "abc"[:count]:
@@ -191,7 +110,7 @@ async def test_a_stale_version_is_refused_by_the_server_and_not_forced(
     plane: ControlPlane, admin: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     config = plane.kubeconfig(ADAPTER, WORKERS)
-    async with site(plane, admin), running(config, tmp_path, adapter="kubernetes") as one:
+    async with site(admin), running(config, tmp_path, adapter="kubernetes") as one:
         template = TEMPLATES["worker"]
         read = await one.cluster.workload(template.kind, template.workload)
         merge = {"Content-Type": "application/merge-patch+json"}
@@ -214,7 +133,7 @@ async def scaled_as_seen(cluster: Any, workload: str) -> bool:
 async def test_a_dry_run_changes_nothing_and_names_the_right_that_is_missing(
     plane: ControlPlane, admin: httpx.AsyncClient, tmp_path: Path
 ) -> None:
-    async with site(plane, admin) as kubelet:
+    async with site(admin) as kubelet:
         async with running(plane.kubeconfig(ADAPTER, WORKERS), tmp_path / "a", adapter="kubernetes") as one:
             found = await check_templates(one.cluster, TEMPLATES, one.engine._bare)
             assert found["worker"].probed
@@ -241,7 +160,7 @@ async def test_a_pod_that_is_not_ready_goes_first_and_the_right_replica_stops_al
     plane: ControlPlane, admin: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     config = plane.kubeconfig(ADAPTER, WORKERS)
-    async with site(plane, admin) as kubelet, running(config, tmp_path, adapter="kubernetes") as one:
+    async with site(admin) as kubelet, running(config, tmp_path, adapter="kubernetes") as one:
         one.want([desired("a")])
         await one.state("a", READY)
         kept = by_replica(await kubelet.pods())[name("a")]
@@ -276,7 +195,7 @@ async def test_nothing_happens_while_the_api_server_is_away(
 ) -> None:
     """The way to it is cut, and comes back."""
     clock = ManualClock()
-    async with site(plane, admin) as kubelet, Way(plane.port) as way:
+    async with site(admin) as kubelet, Way(plane.port) as way:
         config = tmp_path / "kubeconfig"
         text = plane.kubeconfig(ADAPTER, WORKERS).read_text()
         config.write_text(text.replace(f":{plane.port}", f":{way.port}"))
@@ -349,7 +268,7 @@ async def test_the_program_is_killed_and_its_next_run_adopts_the_pods(
 ) -> None:
     """Killed right after it changed the number of pods, before any pod was marked."""
     config = plane.kubeconfig(ADAPTER, WORKERS)
-    async with site(plane, admin) as kubelet:
+    async with site(admin) as kubelet:
         killed = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -383,7 +302,7 @@ async def test_a_pod_of_its_own_lives_and_stops_within_its_drain_timeout(
 
     config = plane.kubeconfig(ADAPTER, WORKERS)
     async with (
-        site(plane, admin) as kubelet,
+        site(admin) as kubelet,
         running(config, tmp_path, adapter="kubernetes", ranking=Ranking()) as one,
     ):
         one.want([desired("a", template="pod", gpu_count=2)])
@@ -409,7 +328,7 @@ async def test_a_stateful_set_ends_its_newest_pod_and_the_right_replica_stops(
     [like] = [one for one in manifests() if one["metadata"].get("name") == "worker"]
     found = {**like, "kind": "StatefulSet", "spec": {**like["spec"], "serviceName": "worker"}}
     config = plane.kubeconfig(ADAPTER, WORKERS)
-    async with site(plane, admin) as kubelet:
+    async with site(admin) as kubelet:
         await made(admin, found)
         async with running(config, tmp_path, adapter="kubernetes", templates=templates) as one:
             one.want([desired(replica) for replica in "ab"])
@@ -424,6 +343,28 @@ async def test_a_stateful_set_ends_its_newest_pod_and_the_right_replica_stops(
             await eventually(lambda: only_replica(kubelet, name(stays)), timeout=SLOW)
             assert set(await kubelet.pods()) == {"worker-0"}
         await admin.delete(f"{place(found)}/worker", params={"propagationPolicy": "Background"})
+
+
+async def test_an_endpoint_moves_there_and_back_by_one_field(
+    plane: ControlPlane, admin: httpx.AsyncClient, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As test_moving.py has it, with the rights that deploy/kubernetes gives."""
+    folder = tmp_path_factory.mktemp("m")
+    async with (
+        site(admin) as kubelet,
+        journey(folder) as one,
+        containers(one, folder) as engine,
+        pods(one, folder, plane.kubeconfig(ADAPTER, WORKERS)),
+    ):
+        await one.move("adapters/containers")
+        await one.move("adapters/kubernetes")
+        await one.holds(0)
+        assert set(by_replica(await kubelet.pods())) == {found.name for found in await one.replicas()}
+        assert await pods_asked_for(admin) == 1
+        await one.move("adapters/host")
+        await one.holds(1)
+        assert await pods_asked_for(admin) == 0
+        assert (engine.containers, one.fewest) == ({}, 1)
 
 
 async def test_every_manifest_is_taken_by_the_server(plane: ControlPlane, admin: httpx.AsyncClient) -> None:

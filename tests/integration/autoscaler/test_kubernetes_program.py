@@ -7,10 +7,14 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.engines.kubernetes import ranking
 from gpuscale.autoscaler.adapters.engines.kubernetes.ranking import AllocatorRanking
 from gpuscale.common.channel import open_channel
 from tests.support.fake_kubernetes import FakeKubernetes, deployment, serving
@@ -103,9 +107,39 @@ async def test_a_template_without_its_deployment_is_one_line_and_an_exit_code(
     )
 
 
-async def test_without_an_allocator_the_cluster_decides() -> None:
-    """A ranking that nobody gives is no reason not to start a pod."""
-    async with open_channel("127.0.0.1:1") as channel:
-        ranking = AllocatorRanking(channel)
-        assert await ranking.best(1) == ()
-        assert await ranking.best(1) == ()
+class Capacity(allocator_api.CapacityServiceServicer):
+    """Ranks one node, or does not answer in time."""
+
+    calls = 0
+    away = True
+
+    async def RankNodes(
+        self, request: allocator_api.RankNodesRequest, context: Any
+    ) -> allocator_api.RankNodesResponse:
+        self.calls += 1
+        if self.away:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "later")
+        node = allocator_api.RankedNode(name="nodes/n7", sufficient=True)
+        return allocator_api.RankNodesResponse(nodes=[node])
+
+
+async def test_without_an_allocator_the_cluster_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ranking that nobody gives is no reason not to start a pod, nor to start many of them late."""
+    capacity = Capacity()
+    server = grpc.aio.server()
+    allocator_api.add_CapacityServiceServicer_to_server(capacity, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            asked = AllocatorRanking(channel)
+            for _ in range(3):
+                assert await asked.best(1) == ()
+            assert capacity.calls == 1
+            monkeypatch.setattr(ranking, "SILENCE", 0.0)
+            asked = AllocatorRanking(channel)
+            assert await asked.best(1) == ()
+            capacity.away = False
+            assert await asked.best(1) == ("n7",)
+    finally:
+        await server.stop(None)

@@ -15,7 +15,7 @@ from gpuscale.autoscaler.adapters.engines.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engines.model import EngineUnavailableError, Finish, Life, Remove, Start
 from gpuscale.autoscaler.adapters.engines.ray.driver_process import RayDriver
 from gpuscale.autoscaler.adapters.engines.ray.engine import RayEngine
-from gpuscale.autoscaler.adapters.engines.ray.messages import Order, Question, Verb
+from gpuscale.autoscaler.adapters.engines.ray.messages import Order, Question, RayLaunch, Verb
 from gpuscale.autoscaler.adapters.engines.ray.settings import RayTemplateSettings
 from gpuscale.autoscaler.adapters.engines.steps import KILLED
 from gpuscale.autoscaler.adapters.journal import Journal
@@ -187,6 +187,9 @@ async def test_a_cluster_that_does_not_answer_says_nothing(cluster: RayCluster, 
         async def runs() -> bool:
             return [one.life for one in (await engine.observe()).values()] == [Life.READY]
 
+        async def ended() -> bool:
+            return [one.life for one in (await engine.observe()).values()] == [Life.ENDED]
+
         try:
             assert await engine.apply([Start(order, "worker")]) == {}
             await eventually(runs, timeout=LONG)
@@ -199,6 +202,17 @@ async def test_a_cluster_that_does_not_answer_says_nothing(cluster: RayCluster, 
             assert await runs()
             assert await engine.apply([Start(order, "worker"), Finish("endpoints/e/replicas/none")]) == {}
             assert await runs()
+            fine = RayLaunch(("/bin/true",), {}, resources={"too-fine": 0.00001})
+            answer = await driver.ask(
+                Question(
+                    (Order(Verb.START, "endpoints/e/replicas/none", fine), Order(Verb.FINISH, order.replica))
+                )
+            )
+            assert set(answer.failed) == {
+                "endpoints/e/replicas/none"
+            }  # and the driver goes on, and the rest is done
+            await engine.apply([Remove("endpoints/e/replicas/none")])
+            await eventually(ended, timeout=LONG)
             await engine.apply([Remove(order.replica)])
             assert await engine.observe() == {}
             assert (notes / "a").read_text().count(";") == 1

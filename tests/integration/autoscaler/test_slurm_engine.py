@@ -13,6 +13,7 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Remove,
     Sighting,
     Start,
+    StepsFailedError,
 )
 from gpuscale.autoscaler.adapters.engines.slurm.commands import Answer, Commands
 from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmEngine
@@ -178,8 +179,20 @@ async def test_one_that_waits_for_its_turn_is_cancelled(engine: SlurmEngine, que
 async def test_one_that_cannot_be_asked_was_not_asked(engine: SlurmEngine, queue: Queue) -> None:
     queue.jobs[3] = ("PENDING", "0:00")
     await engine.observe()
-    with pytest.raises(EngineUnavailableError, match="do not end"):
+    with pytest.raises(EngineUnavailableError, match="does not end"):
         await engine.apply([Finish(ONE)])
+
+
+async def test_one_that_cannot_be_signalled_holds_up_no_start(engine: SlurmEngine, queue: Queue) -> None:
+    queue.jobs[3] = ("RUNNING", "5:00")
+    await engine.observe()
+    queue.said = FAILED + "Access/permission denied"
+    other = Start(ReplicaOrder("endpoints/e/replicas/two", "endpoints/e", {}), "worker")
+    for step in (Finish(ONE), Kill(ONE)):
+        with pytest.raises(StepsFailedError) as caught:
+            await engine.apply([step, other])
+        assert set(caught.value.failed) == {ONE}
+        assert caught.value.refused == {other.replica: queue.said}
 
 
 async def test_a_job_that_is_gone_needs_no_kill(engine: SlurmEngine, queue: Queue) -> None:

@@ -82,6 +82,16 @@ def test_what_the_engine_lost_counts_as_ended_only_after_a_while(goal: Goal, rea
     ]
 
 
+def test_one_that_ran_is_not_started_again_where_the_engine_has_it_back_at_the_beginning() -> None:
+    """As a container that somebody removed and made anew, or a job that was put back into the queue."""
+    at = situation(wanted(), Sighting(Life.WAITING), record())
+    plan = plan_steps(replace(at, missing_since={}))
+    assert plan.steps == []
+    [gone] = plan.write
+    assert (gone.phase, gone.failed, gone.reason) == (Phase.ENDED, True, GONE)
+    assert plan_steps(replace(at, records={ONE: gone})) == Plan(steps=[Remove(ONE)])
+
+
 def test_what_was_never_started_and_should_stop_has_stopped() -> None:
     plan = plan_steps(situation(wanted(goal=Goal.STOP)))
     assert [(one.phase, one.failed, one.reason) for one in plan.write] == [
@@ -120,9 +130,19 @@ def test_it_is_killed_when_its_time_is_over(
 
 
 def test_what_ended_is_kept_until_the_autoscaler_has_noted_it() -> None:
-    assert plan_steps(situation(wanted(), OVER, record())) == Plan()
-    plan = plan_steps(situation(wanted(goal=Goal.FORGET), OVER, record()))
+    [kept] = plan_steps(situation(wanted(), OVER, record())).write
+    assert plan_steps(situation(wanted(), OVER, kept)) == Plan()
+    plan = plan_steps(situation(wanted(goal=Goal.FORGET), OVER, kept))
     assert plan == Plan(steps=[Remove(ONE)], forget=[ONE])
+
+
+@pytest.mark.parametrize("asked", [None, 5.0])
+def test_how_it_ended_is_known_when_the_engine_has_forgotten_it(asked: float | None) -> None:
+    """Slurm forgets a job within minutes, and an autoscaler may be away for longer."""
+    goal = Goal.RUN if asked is None else Goal.STOP
+    [kept] = plan_steps(situation(wanted(goal=goal), OVER, record(asked=asked))).write
+    assert plan_steps(situation(wanted(goal=goal), None, kept, missing=100.0)) == Plan()
+    assert reports({}, {ONE: kept}, ()) == reports({ONE: OVER}, {ONE: record(asked=asked)}, ())
 
 
 def test_what_runs_is_never_forgotten() -> None:
@@ -141,6 +161,12 @@ def test_no_more_than_the_adapter_may_run() -> None:
     assert plan.steps == []
     assert [(one.replica, one.failed) for one in plan.write] == [(TWO, True)]
     assert plan_steps(situation(wanted(TWO), OVER, record(), most=1)).steps != []
+
+
+@pytest.mark.parametrize(("missing", "room"), [(VANISHED_AFTER - 0.1, 0), (VANISHED_AFTER, 1)])
+def test_what_is_not_shown_for_a_moment_keeps_its_place(missing: float, room: int) -> None:
+    plan = plan_steps(situation(wanted(TWO), None, record(), missing=missing, most=1))
+    assert len(plan.steps) == room
 
 
 def test_a_start_that_is_under_way_takes_a_place() -> None:

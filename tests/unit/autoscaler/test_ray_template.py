@@ -87,6 +87,8 @@ def test_a_template_that_is_not_there() -> None:
         {"resources": {"GPU": 1}},
         {"resources": {"rack": 0}},
         {"num_cpus": -1},
+        {"num_cpus": 0.33333},
+        {"resources": {"rack-7": 0.00001}},
     ],
     ids=[
         "no path",
@@ -95,6 +97,8 @@ def test_a_template_that_is_not_there() -> None:
         "GPUs as resource",
         "nothing of it",
         "less than nothing",
+        "finer than Ray counts",
+        "finer of its own",
     ],
 )
 def test_templates_that_are_refused(fields: dict[str, object]) -> None:

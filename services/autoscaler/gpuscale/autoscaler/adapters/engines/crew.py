@@ -9,9 +9,12 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Kill,
     Life,
     Sighting,
+    Start,
     Step,
+    StepsFailedError,
 )
 from gpuscale.autoscaler.adapters.engines.steps import Situation, plan_steps, refused, reports
+from gpuscale.autoscaler.adapters.engines.taking import ends_first
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.orders import Desired
 from gpuscale.autoscaler.adapters.records import Phase, Record
@@ -25,6 +28,8 @@ FRESH = 10.0
 """Seconds for which what the engine said counts; after that nothing is reported until it answers again."""
 OBSERVE_TIMEOUT = 30.0
 APPLY_TIMEOUT = 60.0
+AT_A_TIME = 16
+"""Steps after which the engine is looked at again: while many are taken, what is reported stays fresh."""
 
 _log = get_logger(__name__)
 
@@ -62,6 +67,7 @@ class EngineCrew:
         self._missing_since: dict[str, float] = {}
         self._killed: set[str] = set()
         self._steps: Sequence[Step] = ()
+        self._failed: Mapping[str, str] = {}
         self._poke = asyncio.Event()
         self._reported: dict[str, ReplicaReport] = {}
 
@@ -106,9 +112,13 @@ class EngineCrew:
                 await asyncio.sleep(backoff.next())
 
     async def _round(self) -> None:
-        """Observe, write down, act, report."""
-        async with asyncio.timeout(OBSERVE_TIMEOUT):
-            self._see(await self._engine.observe())
+        """Observe, write down, act, report.
+
+        Raises:
+            EngineUnavailableError: the engine does not answer.
+            OSError: something could not be written down; the rest is done.
+        """
+        await self._look()
         plan = plan_steps(
             Situation(
                 wanted=self._wanted,
@@ -120,24 +130,56 @@ class EngineCrew:
                 most=self._most,
             )
         )
-        await self._write(plan.write)
+        problem = await self._write(plan.write)
         self._tell()
-        if plan.steps:
-            await hit_async("adapter.engine.before_apply")
-            self._killed |= {step.replica for step in plan.steps if isinstance(step, Kill)}
-            async with asyncio.timeout(APPLY_TIMEOUT):
-                refusals = await self._engine.apply(plan.steps)
-            await hit_async("adapter.engine.after_apply")
-            await self._write(plan.done)
-            await self._write(refused(name, why, self._clock.boot_id) for name, why in refusals.items())
-            if plan.steps != self._steps:
-                self._poke.set()  # what came of it is to be seen; the same once more can wait for `watch`
-        self._steps = plan.steps
-        for name in plan.forget:
+        # What cannot be written down is not started; it is no reason to let something run that should stop.
+        steps = ends_first(step for step in plan.steps if problem is None or not isinstance(step, Start))
+        failed: dict[str, str] = {}
+        for first in range(0, len(steps), AT_A_TIME):
+            if first:
+                await self._look()
+                self._tell()
+            problem = await self._take(steps[first : first + AT_A_TIME], plan.done, failed) or problem
+        if steps and steps != self._steps:
+            self._poke.set()  # what came of it is to be seen; the same once more can wait for `watch`
+        for name in failed.keys() - self._failed.keys():
+            _log.warning("a step failed, and comes again", replica=name, why=failed[name])
+        self._steps, self._failed = steps, failed
+        for name in (one for one in plan.forget if one not in failed):
             await asyncio.to_thread(self._journal.remove, name)
             self._records.pop(name, None)
             self._killed.discard(name)
         self._tell()
+        if problem is not None:
+            raise problem
+
+    async def _look(self) -> None:
+        async with asyncio.timeout(OBSERVE_TIMEOUT):
+            self._see(await self._engine.observe())
+
+    async def _take(
+        self, steps: Sequence[Step], done: Iterable[Record], failed: dict[str, str]
+    ) -> OSError | None:
+        """Take steps, and write down what came of them; `failed` gets those that failed, each with the reason.
+
+        Returns:
+            Why something could not be written down.
+
+        Raises:
+            EngineUnavailableError: perhaps none of them was taken.
+        """
+        await hit_async("adapter.engine.before_apply")
+        self._killed |= {step.replica for step in steps if isinstance(step, Kill)}
+        try:
+            async with asyncio.timeout(APPLY_TIMEOUT):
+                refusals = await self._engine.apply(steps)
+        except StepsFailedError as error:
+            refusals = error.refused
+            failed.update(error.failed)
+        await hit_async("adapter.engine.after_apply")
+        taken = {step.replica for step in steps} - failed.keys()
+        never = [refused(name, why, self._clock.boot_id) for name, why in refusals.items()]
+        return await self._write([*(record for record in done if record.replica in taken), *never])
 
     def _see(self, seen: Mapping[str, Sighting]) -> None:
         now = self._seen_at = self._clock.now()
@@ -154,12 +196,24 @@ class EngineCrew:
                 _log.info("replica ended", replica=name, exit_code=sighting.exit_code, why=sighting.reason)
         self._seen, self._shown = seen, {**stand, **seen}
 
-    async def _write(self, records: Iterable[Record]) -> None:
+    async def _write(self, records: Iterable[Record]) -> OSError | None:
+        """Go on from these records, but for starts that cannot be written down; returns why one cannot."""
+        problem: OSError | None = None
         for record in records:
-            await asyncio.to_thread(self._journal.write, record)
-            self._records[record.replica] = record
-            if record.phase is Phase.ENDED:
-                self._shown = {name: one for name, one in self._shown.items() if name != record.replica}
+            if record.phase is not Phase.INTENT:
+                self._keep(record)
+            try:
+                await asyncio.to_thread(self._journal.write, record)
+            except OSError as error:
+                problem = error
+            else:
+                self._keep(record)
+        return problem
+
+    def _keep(self, record: Record) -> None:
+        self._records[record.replica] = record
+        if record.phase is Phase.ENDED and record.replica not in self._seen:
+            self._shown = {name: one for name, one in self._shown.items() if name != record.replica}
 
     def _tell(self) -> None:
         """Have it reported where it is news."""
@@ -180,7 +234,7 @@ class EngineCrew:
         watching = asyncio.ensure_future(self._engine.watch())
         poked = asyncio.ensure_future(self._poke.wait())
         try:
-            await asyncio.wait((watching, poked), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((watching, poked), timeout=FRESH, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 watching.result()
         finally:

@@ -19,6 +19,20 @@ class EngineUnavailableError(Exception):
     """The engine did not answer, or not in time, or refused to be asked; the text says why, for a person."""
 
 
+class StepsFailedError(EngineUnavailableError):
+    """Some steps were perhaps not taken, and all the others were.
+
+    Attributes:
+        failed: why, for a person, by name of the replica; the steps of these come again if they are still wanted.
+        refused: what `Engine.apply` returns of the others.
+    """
+
+    def __init__(self, failed: Mapping[str, str], refused: Mapping[str, str]) -> None:
+        super().__init__("; ".join(sorted(set(failed.values()))))
+        self.failed = failed
+        self.refused = refused
+
+
 class Life(Enum):
     """How an engine sees a replica."""
 
@@ -55,6 +69,11 @@ class Start:
 
     order: ReplicaOrder
     template: str
+
+    @property
+    def replica(self) -> str:
+        """Name of the replica."""
+        return self.order.replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +113,14 @@ class Engine(Protocol):
         ...
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """Take these steps; each is harmless when it was taken before.
+        """Take these steps; each is harmless when it was taken before, and one that fails holds up no other.
 
         Returns:
             Why a replica will never be started, for a person, by name: what was ordered is of no use.
 
         Raises:
-            EngineUnavailableError: some were perhaps not taken; they come again if they are still wanted.
+            StepsFailedError: some were perhaps not taken.
+            EngineUnavailableError: perhaps none was; they come again if they are still wanted.
         """
         ...
 

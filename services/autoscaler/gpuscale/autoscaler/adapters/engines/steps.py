@@ -80,14 +80,17 @@ def plan_steps(at: Situation) -> Plan:
 
 
 def _room(at: Situation) -> float:
-    """How many more replicas may run, beside those that do and those whose start is under way."""
+    """How many more replicas may run, beside those that do, or may for all that is known, and those that are being started."""
     if not at.most:
         return math.inf
     living = {name for name, one in at.seen.items() if one.life is not Life.ENDED}
-    under_way = {
-        name for name, one in at.records.items() if one.phase is Phase.INTENT and name not in at.seen
+    not_shown = {
+        name
+        for name, one in at.records.items()
+        if name not in at.seen
+        and (one.phase is Phase.INTENT or (one.phase is Phase.RUNNING and not _vanished(at, name)))
     }
-    return at.most - len(living | under_way)
+    return at.most - len(living | not_shown)
 
 
 def refused(name: str, why: str, boot_id: str) -> Record:
@@ -154,7 +157,16 @@ def _tend(at: Situation, name: str, desired: Desired, plan: Plan) -> None:
     record = before or Record(name, Phase.RUNNING, at.boot_id)
     if record.phase is Phase.INTENT:
         record = replace(record, phase=Phase.RUNNING)
-    if desired.goal is not Goal.STOP or at.seen[name].life is Life.ENDED:
+    sighting = at.seen[name]
+    if sighting.life is Life.ENDED:  # an engine forgets that one day
+        record = replace(
+            record,
+            phase=Phase.ENDED,
+            failed=record.asked_to_stop_at is None,
+            exit_code=sighting.exit_code,
+            reason=sighting.reason,
+        )
+    if desired.goal is not Goal.STOP or sighting.life is Life.ENDED:
         if record != before:
             plan.write.append(record)
         return

@@ -24,6 +24,8 @@ UNIX = "unix://"
 CALL_TIMEOUT = 30.0
 """Seconds for an answer; a start with GPUs may take some."""
 LIST_TIMEOUT = 8.0
+ONE_TIMEOUT = 5.0
+"""Seconds for a look at one container, or a signal to it: one that hangs must not hold up the others for long."""
 CONNECT_TIMEOUT = 5.0
 PULL_TIMEOUT = 3600.0
 
@@ -135,7 +137,7 @@ class DockerApi:
         """One container by its id or name; None where it is not there."""
         async with _asked():
             try:
-                async with _answers():
+                async with _answers(ONE_TIMEOUT):
                     return Inspected.model_validate(await self._docker.containers.container(container).show())
             except EngineRefusedError as error:
                 if error.not_found:
@@ -154,7 +156,7 @@ class DockerApi:
 
     async def kill(self, container: str, signal: str) -> None:
         """Send its first process a signal; refused where nothing of it runs."""
-        async with _answers():
+        async with _answers(ONE_TIMEOUT):
             await self._docker.containers.container(container).kill(signal=signal)
 
     async def remove(self, container: str) -> None:

@@ -28,6 +28,7 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Start,
     Step,
 )
+from gpuscale.autoscaler.adapters.engines.taking import Taking
 from gpuscale.common.backoff import Backoff
 from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.logs import get_logger
@@ -62,11 +63,13 @@ class ContainerEngine:
         self._details: dict[str, tuple[str, Details]] = {}
         self._finishing: set[str] = set()
         self._given_up: dict[str, str] = {}
+        self._untold: set[str] = set()
 
     async def observe(self) -> Mapping[str, Sighting]:
         """As `Engine.observe`: one listing, and a look at each container that changed since the last.
 
-        One that its health check gave up is killed, unless it is finishing its work.
+        One that its health check gave up is killed, unless it is finishing its work. One that the engine lists and does not
+        tell more of, such as since it hangs, is nobody else's trouble.
         """
         listed = await self._api.containers()
         found = {
@@ -74,11 +77,14 @@ class ContainerEngine:
             for one in listed
             if (replica := marks.owned(self._adapter, one.names, one.labels or {})) is not None
         }
-        await self._all(self._look(one) for one in found.values())
+        untold = await self._look_at([one for one in found.values() if not self._is_known(one)])
+        if untold and len(untold) == len(found):
+            raise EngineUnavailableError(untold[0])
         self._found = {replica: one for replica, one in found.items() if one.id in self._details}
         living = {one.id for one in self._found.values()}
         self._details = {container: kept for container, kept in self._details.items() if container in living}
         self._finishing &= living
+        self._untold &= living
         self._given_up = {container: why for container, why in self._given_up.items() if container in living}
         await self._all(self._end_unwell(one) for one in self._found.values())
         waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._pulls.waiting().items()}
@@ -86,12 +92,9 @@ class ContainerEngine:
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
         """As `Engine.apply`."""
-        taken = await self._all(self._take(step) for step in steps)
-        return {
-            step.order.replica: refusal
-            for step, refusal in zip(steps, taken, strict=True)
-            if isinstance(step, Start) and refusal
-        }
+        taking = Taking()
+        await self._all(taking.note(step, self._take(step)) for step in steps)
+        return taking.outcome()
 
     async def watch(self) -> None:
         """As `Engine.watch`: until an event comes, or for `POLL` seconds."""
@@ -105,31 +108,54 @@ class ContainerEngine:
     def _sighting(self, one: Listed) -> Sighting:
         return sighting(one.state, self._details[one.id][1], self._given_up.get(one.id, ""))
 
-    async def _look(self, one: Listed) -> None:
-        """Learn what a listing does not tell, where it is not known for this state."""
-        state = f"{one.state} {listed_health(one.status)}"
+    def _is_known(self, one: Listed) -> bool:
+        """Whether what a listing does not tell is known for this state."""
         kept = self._details.get(one.id)
         # Some engines leave the health out of their listings.
-        if kept is not None and kept[0] == state and (not kept[1].health or listed_health(one.status)):
-            return
-        found = await self._api.inspect(one.id)
+        return (
+            kept is not None
+            and kept[0] == _state(one)
+            and (not kept[1].health or bool(listed_health(one.status)))
+        )
+
+    async def _look_at(self, listed: Iterable[Listed]) -> list[str]:
+        """Learn the rest of these; returns why the engine does not tell it, of each of which it does not."""
+        return [why for why in await self._all(self._look(one) for one in listed) if why]
+
+    async def _look(self, one: Listed) -> str:
+        """Learn the rest of one; where the engine does not tell it, and why is returned, it stands as far as it is listed."""
+        try:
+            found = await self._api.inspect(one.id)
+        except EngineUnavailableError as error:
+            if one.id not in self._untold:
+                _log.warning("the engine does not tell of a container", container=one.id, why=str(error))
+            self._untold.add(one.id)
+            self._details[one.id] = ("", Details(unknown=True))
+            return str(error)
+        self._untold.discard(one.id)
         if found is None:
             self._details.pop(one.id, None)
         else:
-            self._details[one.id] = (state, found.details())
+            self._details[one.id] = (_state(one), found.details())
+        return ""
 
     async def _end_unwell(self, one: Listed) -> None:
-        unwell = self._details[one.id][1].health == "unhealthy" and not is_over(one.state)
-        if unwell and one.id not in self._finishing:
+        """Kill one that was given up, until it has ended."""
+        if is_over(one.state):
+            return
+        if why := self._given_up.get(one.id):
+            await self._give_up(one.id, why)
+        elif self._details[one.id][1].health == "unhealthy" and one.id not in self._finishing:
             await self._give_up(one.id, "its health check failed too often")
 
     async def _give_up(self, container: str, why: str) -> None:
-        """End one that must not go on; it may hang, so it is not asked first."""
-        _log.warning("container given up", container=container, why=why)
+        """End one that must not go on; it may hang, so it is not asked first, and killed again with every look."""
+        if container not in self._given_up:
+            _log.warning("container given up", container=container, why=why)
         self._given_up[container] = why
         try:
             await self._api.kill(container, "SIGKILL")
-        except EngineRefusedError as error:
+        except (EngineRefusedError, EngineUnavailableError) as error:
             _log.info("container not killed", container=container, why=str(error))
 
     async def _take(self, step: Step) -> str:
@@ -183,6 +209,10 @@ class ContainerEngine:
             if isinstance(outcome, BaseException):
                 raise outcome
         return [outcome for outcome in done if not isinstance(outcome, BaseException)]
+
+
+def _state(one: Listed) -> str:
+    return f"{one.state} {listed_health(one.status)}"
 
 
 @asynccontextmanager

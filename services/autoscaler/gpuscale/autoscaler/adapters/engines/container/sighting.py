@@ -10,6 +10,7 @@ from gpuscale.autoscaler.adapters.engines.model import Life, Sighting
 
 STARTING = "its health check has not succeeded yet"
 UNWELL = "its health check fails"
+UNTOLD = "its engine lists it, and does not tell how it fares"
 
 _NOT_STARTED = frozenset({"created", "configured", "initialized"})
 _RUNNING = frozenset({"running", "stopping"})
@@ -31,6 +32,7 @@ class Details:
         health: `starting`, `healthy`, `unhealthy`; empty where nobody asks.
         stop_signal: what asks it to finish; empty for SIGTERM.
         gpu_uuids: the devices that the engine gives it.
+        unknown: whether the engine does not tell.
     """
 
     pid: int = 0
@@ -41,6 +43,7 @@ class Details:
     health: str = ""
     stop_signal: str = ""
     gpu_uuids: tuple[str, ...] = ()
+    unknown: bool = False
 
 
 def is_over(state: str) -> bool:
@@ -69,11 +72,15 @@ def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
     """
     if state in _NOT_STARTED:
         return Sighting(Life.WAITING, reason="its container is made, and not started yet")
+    if state in _OVER and details.unknown:
+        return Sighting(Life.ENDED, None, given_up or UNTOLD)
     if state in _OVER:
         code = _exit_code(details.exit_code)
         return Sighting(Life.ENDED, code, given_up or _ending(details, code))
     if state not in _RUNNING:
         return Sighting(Life.STARTING, reason=f"its engine calls it {state}", pid=details.pid)
+    if details.unknown:
+        return Sighting(Life.STARTING, reason=UNTOLD)
     match details.health:
         case "starting":
             return Sighting(Life.STARTING, reason=STARTING, pid=details.pid)

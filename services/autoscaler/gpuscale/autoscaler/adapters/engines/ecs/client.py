@@ -26,6 +26,8 @@ ATTEMPTS = 2
 DESCRIBED_AT_ONCE = 100
 """Tasks that one DescribeTasks takes at most."""
 
+_CLIENT_ERRORS = 4
+"""Hundreds of the HTTP status of an answer that says no."""
 _MISSING = "MISSING"
 _NO_SUCH_TASK = "task was not found"
 _NO_INSTANCES = "No Container Instances were found"
@@ -38,7 +40,6 @@ _NEVER = frozenset(
         "UnsupportedFeatureException",
     }
 )
-_NOT_NOW = frozenset({"ConflictException", "LimitExceededException"})
 _Desired = Literal["RUNNING", "STOPPED"]
 T = TypeVar("T")
 
@@ -128,10 +129,11 @@ class EcsCalls:
             answer = self._client.run_task(**request)
         except ClientError as error:
             code, why = error_of(error)
-            if code in _NOT_NOW or _NO_INSTANCES in why:
-                raise NoRoomError(why) from error
-            if code in _NEVER:
+            if code in _NEVER and _NO_INSTANCES not in why:
                 raise TaskRefusedError(why) from error
+            # A no that is not for ever: a limit, a right that is missing, too many calls. Nothing was started.
+            if _is_no(error):
+                raise NoRoomError(why) from error
             raise EngineUnavailableError(why) from error
         except BotoCoreError as error:
             raise EngineUnavailableError(str(error)) from error
@@ -194,6 +196,11 @@ def error_of(error: ClientError) -> tuple[str, str]:
     said = error.response.get("Error", {})
     code = said.get("Code", "")
     return code, f"{code}: {said.get('Message', '')}"
+
+
+def _is_no(error: ClientError) -> bool:
+    """Whether ECS did not do what it was asked to; an error of its own says nothing of that."""
+    return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) // 100 == _CLIENT_ERRORS
 
 
 def _container(found: "TaskTypeDef") -> "ContainerTypeDef":

@@ -7,6 +7,8 @@ from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls, NoRoomErro
 from gpuscale.autoscaler.adapters.engines.ecs.request import TaskTemplate, run_request
 from gpuscale.autoscaler.adapters.engines.ecs.tasks import Task, first, sighting, started_by
 from gpuscale.autoscaler.adapters.engines.model import Finish, Kill, Life, Remove, Sighting, Start, Step
+from gpuscale.autoscaler.adapters.engines.taking import Taking
+from gpuscale.autoscaler.adapters.engines.twice import one_each
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
 from gpuscale.common.logs import get_logger
 
@@ -49,46 +51,43 @@ class EcsEngine:
 
     async def observe(self) -> Mapping[str, Sighting]:
         """As `Engine.observe`. A task that stopped does not change any more and is described once."""
-        tasks: dict[str, list[Task]] = {}
-        for task in await self._described():
-            tasks.setdefault(task.replica, []).append(task)
-        self._tasks = {}
-        for replica, own in tasks.items():
-            task = first(own)
-            for other in own:
-                if other is not task and not other.over:
-                    _log.warning("stopping a task that was started twice", task=other.arn, replica=replica)
-                    await self._calls.stop(other.arn)
-            if task.arn not in self._removed:
-                self._tasks[replica] = task
+        described = [(task.replica, task) for task in await self._described()]
+        counts = await one_each(described, first, lambda task: self._calls.stop(task.arn))
+        self._tasks = {name: task for name, task in counts.items() if task.arn not in self._removed}
         self._waits = {name: why for name, why in self._waits.items() if name not in self._tasks}
         waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._waits.items()}
         return waiting | {name: sighting(task) for name, task in self._tasks.items()}
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
         """As `Engine.apply`. Where a template finds no room, its other starts wait with it, and cost no call each."""
-        refusals: dict[str, str] = {}
+        taking = Taking()
         full: dict[str, str] = {}
         for step in steps:
-            match step:
-                case Start(order, template) if order.replica not in self._tasks:
-                    if template in full:
-                        self._waits[order.replica] = full[template]
-                    elif why := await self._start(step):
-                        refusals[order.replica] = why
-                    elif order.replica in self._waits:
-                        full[template] = self._waits[order.replica]
-                case Finish(replica) | Kill(replica) if (task := self._tasks.get(replica)) and not task.over:
-                    await self._calls.stop(task.arn)
-                case Remove(replica):
-                    self._remove(replica)
-                case Start() | Finish() | Kill():
-                    pass
-        return refusals
+            await taking.note(step, self._take(step, full))
+        return taking.outcome()
 
     async def watch(self) -> None:
         """As `Engine.watch`: ECS tells nobody here, so it is asked again after a while."""
         await asyncio.sleep(self._poll)
+
+    async def _take(self, step: Step, full: dict[str, str]) -> str:
+        """Take one step; of a start, why it will never be. `full` is why a template has no room, by its name."""
+        match step:
+            case Start(order, template) if order.replica not in self._tasks:
+                if template in full:
+                    self._waits[order.replica] = full[template]
+                    return ""
+                why = await self._start(step)
+                if order.replica in self._waits:
+                    full[template] = self._waits[order.replica]
+                return why
+            case Finish(replica) | Kill(replica) if (task := self._tasks.get(replica)) and not task.over:
+                await self._calls.stop(task.arn)
+            case Remove(replica):
+                self._remove(replica)
+            case Start() | Finish() | Kill():
+                pass
+        return ""
 
     async def _described(self) -> list[Task]:
         """Every task, whether it was listed or only just started."""
@@ -117,6 +116,7 @@ class EcsEngine:
         try:
             arn = await self._calls.run(run_request(template, step.order, self._adapter, self._cluster))
         except (LaunchRefusedError, TaskRefusedError) as error:
+            self._waits.pop(replica, None)
             return str(error)
         except NoRoomError as error:
             if self._waits.get(replica) != str(error):

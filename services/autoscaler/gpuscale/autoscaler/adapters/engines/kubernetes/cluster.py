@@ -41,7 +41,7 @@ from gpuscale.common.errors import FailedPreconditionError
 TIMEOUT = 10.0
 """Seconds that an answer may take."""
 FIELD_MANAGER = "gpuscale"
-UNAUTHORIZED, FORBIDDEN, NOT_FOUND, CONFLICT, INVALID = 401, 403, 404, 409, 422
+BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, CONFLICT, INVALID = 400, 401, 403, 404, 409, 422
 
 
 class NotAllowedError(EngineUnavailableError):
@@ -207,7 +207,8 @@ class Cluster:
             try:
                 await self._client.create(pod, dry_run=dry_run)
             except ApiError as error:
-                if error.status.code in {FORBIDDEN, INVALID}:
+                # A webhook that denies it without saying more makes it a bad request.
+                if error.status.code in {BAD_REQUEST, FORBIDDEN, INVALID}:
                     raise RefusedError(error.status.message or str(error)) from error
                 if error.status.code != CONFLICT or error.status.reason != "AlreadyExists":
                     raise

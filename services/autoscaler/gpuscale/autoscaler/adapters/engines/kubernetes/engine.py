@@ -12,6 +12,7 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.model import Kind, Pod, Wor
 from gpuscale.autoscaler.adapters.engines.kubernetes.sightings import gone, sighting
 from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate, why_not
 from gpuscale.autoscaler.adapters.engines.model import (
+    EngineUnavailableError,
     Finish,
     Kill,
     Life,
@@ -20,6 +21,7 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Start,
     Step,
 )
+from gpuscale.autoscaler.adapters.engines.taking import Taking
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
 from gpuscale.common.clock import Clock
 from gpuscale.common.failpoints import hit_async
@@ -62,6 +64,7 @@ class KubernetesEngine:
         self._nobodys: dict[str, list[Pod]] = {}  # by template
         self._ended: dict[str, Sighting] = {}
         self._foreign: dict[str, int] = {}  # by template: pods that somebody else asked for
+        self._unscaled: dict[str, str] = {}  # by template: why it could not be scaled
         self._patience = {name: Patience() for name in templates}
 
     async def observe(self) -> Mapping[str, Sighting]:
@@ -94,27 +97,31 @@ class KubernetesEngine:
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
         """As `Engine.apply`."""
         self._told = True
-        refused: dict[str, str] = {}
+        taking = Taking()
         for step in steps:
-            match step:
-                case Start():
-                    if why := await self._start(step):
-                        refused[step.order.replica] = why
-                case Finish(name, drain_timeout):
-                    await self._finish(name, drain_timeout)
-                case Kill(name):
-                    await self._kill(name)
-                case Remove(name):
-                    await self._remove(name)
+            await taking.note(step, self._take(step))
         await hit_async("kubernetes.apply.before_scale")
         await self._settle()
-        return refused
+        return taking.outcome()
 
     async def watch(self) -> None:
         """As `Engine.watch`; what earlier steps still need is done first."""
         await self._settle()
         under_way = self._waiting or any(pod.stopping or pod.going for pod in self._pods.values())
         await self._cluster.changed(BUSY if under_way else QUIET)
+
+    async def _take(self, step: Step) -> str:
+        """Take one step; of a start, why it will never be."""
+        match step:
+            case Start():
+                return await self._start(step)
+            case Finish(name, drain_timeout):
+                await self._finish(name, drain_timeout)
+            case Kill(name):
+                await self._kill(name)
+            case Remove(name):
+                await self._remove(name)
+        return ""
 
     async def _give(self, template: str, pods: Sequence[Pod], before: Mapping[str, Pod]) -> None:
         """Mark the pods of a workload as the replicas that they are."""
@@ -199,13 +206,24 @@ class KubernetesEngine:
         del self._pods[name]
 
     async def _settle(self) -> None:
-        """Ask every workload for as many pods as are wanted of it; nothing before the first step was asked for."""
+        """Ask every workload for as many pods as are wanted of it; nothing before the first step was asked for.
+
+        One that cannot be scaled holds up no other: it is looked at again, and asked again, in any case.
+        """
         if not self._told:
             return
         for name in list(self._workloads):
             template, workload = self._templates[name], self._workloads[name]
-            if template.kind is not Kind.PODS and not workload.problem:
+            if template.kind is Kind.PODS or workload.problem:
+                continue
+            try:
                 await self._settle_one(name, workload)
+            except EngineUnavailableError as error:
+                if self._unscaled.get(name) != str(error):
+                    _log.warning("the workload is not scaled", workload=workload.name, why=str(error))
+                self._unscaled[name] = str(error)
+            else:
+                self._unscaled.pop(name, None)
 
     async def _settle_one(self, name: str, workload: Workload) -> None:
         mine = [pod for pod in self._pods.values() if pod.owner == workload.name]
@@ -247,6 +265,8 @@ class KubernetesEngine:
         workload = self._workloads.get(self._waiting[replica])
         if workload is None or workload.kind is Kind.PODS:
             return "its pod is not there yet"
+        if unscaled := self._unscaled.get(self._waiting[replica]):
+            return unscaled
         return workload.trouble or f"{workload.kind.value} {workload.name} has not made its pod yet"
 
     def _note(self, pod: Pod) -> str:

@@ -1,5 +1,7 @@
 """The allocator's ranking of nodes, for pods that the adapter makes itself."""
 
+import asyncio
+
 import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -9,6 +11,8 @@ from gpuscale.common.status import rpc_errors
 
 TIMEOUT = 3.0
 """Seconds that the ranking may take; a pod without it starts where the cluster's scheduler says."""
+SILENCE = 15.0
+"""Seconds for which an allocator that did not answer is not asked again: many pods must not wait for it one by one."""
 
 _log = get_logger(__name__)
 
@@ -19,9 +23,13 @@ class AllocatorRanking:
     def __init__(self, allocator: grpc.aio.Channel) -> None:
         self._stub = allocator_api.CapacityServiceStub(allocator)
         self._silent = False
+        self._again = 0.0
 
     async def best(self, gpu_count: int) -> tuple[str, ...]:
         """As `NodeRanking.best`: none without telemetry, or where no node has as many idle GPUs."""
+        now = asyncio.get_running_loop().time()
+        if now < self._again:
+            return ()
         try:
             with rpc_errors():
                 answer = await self._stub.RankNodes(
@@ -31,6 +39,7 @@ class AllocatorRanking:
             if not self._silent:
                 _log.warning("no ranking of nodes; the cluster's scheduler decides", why=error.message)
             self._silent = True
+            self._again = now + SILENCE
             return ()
         self._silent = False
         return tuple(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import ray
 from ray import cloudpickle
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util import get_placement_group, list_named_actors, placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -76,21 +76,29 @@ class Cluster:
             for name, row in table.items()
         )
 
-    def take(self, orders: Sequence[Order]) -> None:
-        """Take orders; each is harmless when it was taken before."""
+    def take(self, orders: Sequence[Order]) -> dict[str, str]:
+        """Take orders; each is harmless when it was taken before. Returns why some failed, by name of the replica."""
+        failed: dict[str, str] = {}
         for order in orders:
-            name = self._prefix + order.replica
-            match order:
-                case Order(Verb.START, launch=RayLaunch() as launch):
-                    self._start(name, launch)
-                case Order(Verb.FINISH):
-                    self._finish(name)
-                case Order(Verb.KILL):
-                    self._kill(name)
-                case Order(Verb.REMOVE):
-                    self._remove(name)
-                case _:
-                    raise ValueError(f"no such order: {order}")
+            try:
+                self._take(order)
+            except (RayError, ValueError) as error:
+                failed[order.replica] = f"Ray failed: {error}"
+        return failed
+
+    def _take(self, order: Order) -> None:
+        name = self._prefix + order.replica
+        match order:
+            case Order(Verb.START, launch=RayLaunch() as launch):
+                self._start(name, launch)
+            case Order(Verb.FINISH):
+                self._finish(name)
+            case Order(Verb.KILL):
+                self._kill(name)
+            case Order(Verb.REMOVE):
+                self._remove(name)
+            case _:
+                raise ValueError(f"no such order: {order}")
 
     def _start(self, name: str, launch: RayLaunch) -> None:
         if _group(name) is not None:

@@ -33,9 +33,8 @@ def _serve(cluster: Cluster, answers: BinaryIO) -> int:
     for line in sys.stdin.buffer:
         orders = QUESTION.validate_json(line).orders
         try:
-            if orders:
-                cluster.take(orders)
-            _put(answers, Answer(() if orders else cluster.observe()))
+            answer = Answer(failed=cluster.take(orders)) if orders else Answer(cluster.observe())
+            _put(answers, answer)
         except (RayError, ConnectionError, TimeoutError) as error:
             _put(answers, Answer(error=f"Ray failed: {error}"))
     return 0

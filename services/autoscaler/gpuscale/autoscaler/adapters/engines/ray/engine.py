@@ -3,7 +3,15 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from gpuscale.autoscaler.adapters.engines.model import Finish, Kill, Remove, Sighting, Start, Step
+from gpuscale.autoscaler.adapters.engines.model import (
+    Finish,
+    Kill,
+    Remove,
+    Sighting,
+    Start,
+    Step,
+    StepsFailedError,
+)
 from gpuscale.autoscaler.adapters.engines.ray.driver_process import RayDriver
 from gpuscale.autoscaler.adapters.engines.ray.messages import Order, Question, Verb, sighting
 from gpuscale.autoscaler.adapters.engines.ray.settings import RayTemplateSettings, ray_launch
@@ -54,7 +62,9 @@ class RayEngine:
             else:
                 orders.append(Order(Verb.START, step.order.replica, launch))
         if orders:
-            await self._driver.ask(Question(tuple(orders)))
+            answer = await self._driver.ask(Question(tuple(orders)))
+            if answer.failed:
+                raise StepsFailedError(answer.failed, refused)
         return refused
 
     async def watch(self) -> None:

@@ -104,10 +104,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What there is, or why Ray could not be asked."""
+    """What there is, or why Ray could not be asked; or why some orders failed, by name of the replica."""
 
     groups: tuple[Group, ...] = ()
     error: str = ""
+    failed: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 QUESTION: TypeAdapter[Question] = TypeAdapter(Question)

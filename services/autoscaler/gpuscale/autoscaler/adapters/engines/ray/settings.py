@@ -18,6 +18,8 @@ from gpuscale.autoscaler.adapters.templates import (
 )
 from gpuscale.common.names import is_id
 
+FINEST_DIGITS = 4
+"""Digits behind the point: Ray counts no finer parts of a resource."""
 _OWN_RESOURCES = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 
 
@@ -50,6 +52,9 @@ class RayTemplateSettings(BaseModel):
     @model_validator(mode="after")
     def _check_rest(self) -> Self:
         check_environment(self.env, self.pass_env)
+        for name, amount in {"num_cpus": self.num_cpus, **self.resources}.items():
+            if round(amount, FINEST_DIGITS) != amount:
+                raise ValueError(f"{name}: Ray counts no finer than {10**-FINEST_DIGITS:g}")
         for name, amount in self.resources.items():
             if name in _OWN_RESOURCES or not name.strip() or not 0 < amount <= 1_000_000:
                 raise ValueError(

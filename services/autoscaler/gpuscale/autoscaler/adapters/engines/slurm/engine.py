@@ -28,6 +28,8 @@ from gpuscale.autoscaler.adapters.engines.slurm.submission import (
     is_refusal,
     submission,
 )
+from gpuscale.autoscaler.adapters.engines.taking import Taking
+from gpuscale.autoscaler.adapters.engines.twice import one_each
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
 from gpuscale.common.logs import get_logger
 
@@ -77,22 +79,11 @@ class SlurmEngine:
 
     async def observe(self) -> Mapping[str, Sighting]:
         """As `Engine.observe`: one squeue. Jobs that stand there twice are cancelled but for the first."""
-        jobs: dict[str, list[Job]] = {}
-        for job in await self._list():
-            if (replica := replica_of(self._adapter, job.name)) is not None:
-                jobs.setdefault(replica, []).append(job)
-        self._removed &= jobs.keys()
-        self._jobs = {}
-        for replica, own in jobs.items():
-            job = first(own)
-            for other in own:
-                if other is not job and not other.over:
-                    _log.warning(
-                        "cancelling a job that was submitted twice", job=other.number, replica=replica
-                    )
-                    await self._cancel(other)
-            if not job.over or replica not in self._removed:
-                self._jobs[replica] = job
+        named = [(replica_of(self._adapter, job.name), job) for job in await self._list()]
+        own = [(replica, job) for replica, job in named if replica is not None]
+        counts = await one_each(own, first, self._cancel)
+        self._removed &= counts.keys()
+        self._jobs = {name: job for name, job in counts.items() if not job.over or name not in self._removed}
         self._asked &= self._jobs.keys()
         self._waits = {name: why for name, why in self._waits.items() if name not in self._jobs}
         waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._waits.items()}
@@ -100,25 +91,29 @@ class SlurmEngine:
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
         """As `Engine.apply`."""
-        refusals: dict[str, str] = {}
-        await self._finish({step.replica for step in steps if isinstance(step, Finish)} - self._asked)
+        taking = Taking()
+        await self._finish({step.replica for step in steps if isinstance(step, Finish)} - self._asked, taking)
         for step in steps:
-            match step:
-                case Start(order) if order.replica not in self._jobs:
-                    if why := await self._start(step):
-                        refusals[order.replica] = why
-                case Kill(replica) if (job := self._jobs.get(replica)) is not None:
-                    await self._cancel(job)
-                case Remove(replica):
-                    self._waits.pop(replica, None)
-                    self._removed.add(replica)  # Slurm forgets it by itself, some minutes after its end
-                case Start() | Finish() | Kill():
-                    pass
-        return refusals
+            await taking.note(step, self._take(step))
+        return taking.outcome()
 
     async def watch(self) -> None:
         """As `Engine.watch`: Slurm tells nobody, so it is asked again after a while."""
         await asyncio.sleep(self._poll)
+
+    async def _take(self, step: Step) -> str:
+        """Take one step but for `Finish`; of a start, why it will never be."""
+        match step:
+            case Start(order) if order.replica not in self._jobs:
+                return await self._start(step)
+            case Kill(replica) if (job := self._jobs.get(replica)) is not None:
+                await self._cancel(job)
+            case Remove(replica):
+                self._waits.pop(replica, None)
+                self._removed.add(replica)  # Slurm forgets it by itself, some minutes after its end
+            case Start() | Finish() | Kill():
+                pass
+        return ""
 
     async def _list(self) -> list[Job]:
         answer = await self._commands.run("squeue", *question(self._user))
@@ -147,26 +142,32 @@ class SlurmEngine:
         if is_away(answer.err):
             raise EngineUnavailableError(answer.why)
         if is_refusal(answer.err):
+            self._waits.pop(replica, None)
             return answer.why
         if self._waits.get(replica) != answer.why:
             _log.warning("Slurm takes no job for now", replica=replica, why=answer.why)
         self._waits[replica] = answer.why
         return ""
 
-    async def _finish(self, left: set[str]) -> None:
+    async def _finish(self, left: set[str], taking: Taking) -> None:
         """Have jobs end by themselves. One that waits is cancelled, one that has only just begun is given a moment."""
         for look in range(LOOKS + 1):
             for replica in sorted(left):
-                if await self._ask(replica, patient=look < LOOKS):
+                try:
+                    done = await self._ask(replica, patient=look < LOOKS)
+                except EngineUnavailableError as error:
+                    taking.fail(replica, str(error))
+                    left = left - {replica}
+                    continue
+                if done:
                     self._asked.add(replica)
                     left = left - {replica}
             if not left:
                 return
             await asyncio.sleep(LOOK_GAP)
             await self.observe()
-        raise EngineUnavailableError(
-            f"jobs do not end although they were cancelled, such as that of {min(left)}"
-        )
+        for replica in left:
+            taking.fail(replica, "its job does not end although it was cancelled")
 
     async def _ask(self, replica: str, *, patient: bool) -> bool:
         """Ask one to finish; returns whether there is nothing more to do."""

@@ -1,0 +1,220 @@
+"""A replica whose steps fail, again and again, holds up no other: on every engine, and in what is kept of them."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuscale.autoscaler.adapters.admission import Admission
+from gpuscale.autoscaler.adapters.engines.container import docker_api
+from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
+from gpuscale.autoscaler.adapters.engines.container.engine import ContainerEngine, open_container_engine
+from gpuscale.autoscaler.adapters.engines.container.marks import container_name
+from gpuscale.autoscaler.adapters.engines.container.sighting import STARTING, UNTOLD
+from gpuscale.autoscaler.adapters.engines.container.starting import Shop
+from gpuscale.autoscaler.adapters.engines.container.template import ContainerTemplate, Logs
+from gpuscale.autoscaler.adapters.engines.crew import EngineCrew
+from gpuscale.autoscaler.adapters.engines.kubernetes.model import Kind
+from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
+from gpuscale.autoscaler.adapters.engines.model import (
+    Finish,
+    Kill,
+    Life,
+    Remove,
+    Sighting,
+    Start,
+    Step,
+    StepsFailedError,
+)
+from gpuscale.autoscaler.adapters.journal import Journal
+from gpuscale.autoscaler.adapters.orders import Desired, Goal
+from gpuscale.autoscaler.adapters.templates import ReplicaOrder
+from gpuscale.autoscaler.replicas import ReplicaState
+from gpuscale.common.lifecycle import TaskScope
+from tests.support import kubernetes_adapter as pods
+from tests.support.clock import LoopClock
+from tests.support.docker_double import DockerDouble
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_kubernetes import deployment
+from tests.support.fake_kubernetes import serving as cluster_double
+from tests.support.waiting import eventually
+
+ONE, TWO, THREE = (f"endpoints/e/replicas/{name}" for name in ("one", "two", "three"))
+ORDER = ReplicaOrder(ONE, "endpoints/e", {})
+
+
+def desired(name: str, goal: Goal = Goal.RUN, drain: float | None = None) -> Desired:
+    return Desired(replace(ORDER, replica=name), goal, "worker", drain)
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("stuck", [Goal.RUN, Goal.STOP], ids=["start", "stop"])
+async def test_the_others_are_asked_once_killed_in_time_started_and_forgotten(
+    tmp_path: Path, stuck: Goal
+) -> None:
+    engine = FakeEngine()
+    crew = EngineCrew(engine, Journal(tmp_path), LoopClock(), asyncio.Event())
+    await crew.recover()
+    async with TaskScope() as tasks:
+        tasks.spawn("crew", crew.run())
+        wanted = [desired(TWO), *([desired(ONE)] if stuck is Goal.STOP else [])]
+        crew.apply(wanted)
+        await eventually(lambda: len(engine.has) == len(wanted))
+        engine.stuck[ONE] = "its device is hung"
+        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, Goal.STOP, 5.0), desired(THREE)])
+        await eventually(lambda: engine.of(Kill), timeout=60)
+        assert engine.of(Finish).count(Finish(TWO, 5.0)) == 1
+        await eventually(lambda: THREE in engine.starts, timeout=60)
+        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, Goal.FORGET), desired(THREE)])
+        await eventually(lambda: TWO not in (crew.reports() or (TWO,)), timeout=60)
+        assert Remove(TWO) in engine.taken
+        assert not any(isinstance(step, Kill) and step.replica == ONE for step in engine.taken)
+        engine.stuck.clear()
+        at_last = (
+            (lambda: Kill(ONE) in engine.taken) if stuck is Goal.STOP else (lambda: ONE in engine.starts)
+        )
+        await eventually(at_last, timeout=60)
+
+
+class Slow(FakeEngine):
+    """Takes its time for each step."""
+
+    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
+        for _ in steps:
+            await asyncio.sleep(0.5)
+        return await super().apply(steps)
+
+
+@pytest.mark.looptime
+async def test_what_is_reported_stays_fresh_while_many_steps_are_taken_and_ends_come_first(
+    tmp_path: Path,
+) -> None:
+    engine = Slow()
+    crew = EngineCrew(engine, Journal(tmp_path), LoopClock(), asyncio.Event())
+    await crew.recover()
+    async with TaskScope() as tasks:
+        tasks.spawn("crew", crew.run())
+        crew.apply([desired(TWO)])
+        await eventually(lambda: TWO in engine.has)
+        many = [f"endpoints/e/replicas/r{number:02}" for number in range(60)]
+        crew.apply([desired(TWO, Goal.STOP, 5.0), *(desired(name) for name in many)])
+        while len(engine.has) <= len(many):
+            assert crew.reports() is not None
+            await asyncio.sleep(1)
+        assert engine.taken[1] == Finish(TWO, 5.0)
+        assert engine.starts == dict.fromkeys([TWO, *many], 1)
+
+
+@pytest.fixture
+async def docker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[tuple[DockerDouble, ContainerEngine]]:
+    """Two containers that run, on an engine that is waited for a moment only."""
+    double = DockerDouble()
+    socket = tmp_path / "docker.sock"
+    templates = {"worker": ContainerTemplate("worker", "worker:1")}
+    shop = Shop("here", templates, {}, Logs("json-file", 4096), Admission(None, required=False))
+    address = f"unix://{socket}"
+    async with (
+        double.served(socket),
+        open_docker_api(address, "here", ca_file=None, cert_file=None, key_file=None) as api,
+        open_container_engine(api, shop) as engine,
+    ):
+        await engine.apply([Start(ORDER, "worker"), Start(replace(ORDER, replica=TWO), "worker")])
+        assert set((await engine.observe()).values()) == {Sighting(Life.READY, pid=4711)}
+        monkeypatch.setattr(docker_api, "ONE_TIMEOUT", 1.0)
+        yield double, engine
+
+
+async def test_a_container_that_cannot_be_killed(docker: tuple[DockerDouble, ContainerEngine]) -> None:
+    double, engine = docker
+    double.stuck.add(container_name("here", ONE))
+    with pytest.raises(StepsFailedError, match="exit event") as caught:
+        await engine.apply([Kill(ONE), Kill(TWO), Start(replace(ORDER, replica=THREE), "none")])
+    assert set(caught.value.failed) == {ONE}
+    assert caught.value.refused == {THREE: "this adapter has no template none"}
+    seen = await engine.observe()
+    assert seen[ONE].life is Life.READY
+    assert seen[TWO].life is Life.ENDED
+
+
+async def test_a_container_that_hangs_is_alone_with_that(
+    docker: tuple[DockerDouble, ContainerEngine],
+) -> None:
+    """Neither a look at it nor a signal to it is answered; the rest is known, and is ended when it should be."""
+    double, engine = docker
+    hung = container_name("here", ONE)
+    double.hung.add(hung)
+    for name in (hung, container_name("here", TWO)):
+        own = double.named(name)
+        assert own is not None
+        double.change(own, "running", health="starting")
+    for _ in range(2):
+        seen = await engine.observe()
+        assert (seen[ONE].life, seen[ONE].reason) == (Life.STARTING, UNTOLD)
+        assert seen[TWO].life is Life.STARTING
+    with pytest.raises(StepsFailedError) as caught:
+        await engine.apply([Finish(ONE), Kill(TWO)])
+    assert set(caught.value.failed) == {ONE}
+    double.hung.clear()
+    seen = await engine.observe()
+    assert (seen[ONE].reason, seen[TWO].life) == (STARTING, Life.ENDED)
+
+
+async def test_a_container_that_was_given_up_is_killed_until_it_has_ended(
+    docker: tuple[DockerDouble, ContainerEngine],
+) -> None:
+    double, engine = docker
+    name = container_name("here", ONE)
+    own = double.named(name)
+    assert own is not None
+    double.stuck.add(name)
+    double.change(own, "running", health="unhealthy")
+    for _ in range(2):
+        assert (await engine.observe())[TWO].life is Life.READY
+    double.hung.add(name)  # it does not even say no
+    assert (await engine.observe())[TWO].life is Life.READY
+    double.hung.clear()
+    double.stuck.clear()
+    own.health = ""
+    await engine.observe()
+    assert own.signals == ["SIGKILL"]
+    assert (await engine.observe())[ONE].reason == "its health check failed too often"
+
+
+async def test_a_deployment_that_may_not_be_scaled_says_so_and_the_other_one_is(tmp_path: Path) -> None:
+    templates = {
+        name: KubernetesTemplate(name, Kind.DEPLOYMENT, name, {"queue": "tasks"})
+        for name in ("denied", "worker")
+    }
+    async with cluster_double() as fake:
+        for name in templates:
+            fake.add(deployment(name))
+        why = 'admission webhook "policy" denied the request'
+        fake.fail = lambda method, path: (400, why) if path == "/deployments/denied/scale" else None
+        config = fake.kubeconfig(tmp_path)
+        async with pods.running(config, tmp_path / "data", templates=templates) as site:
+            site.want([pods.desired("a", template="denied"), pods.desired("b")])
+            await eventually(lambda: fake.deployments["worker"]["spec"]["replicas"] == 1)
+            fake.run(next(iter(fake.pods)))
+            await site.state("b", ReplicaState.READY)
+            await eventually(lambda: why in site.report("a").reason, timeout=60)
+            assert site.report("a").state is ReplicaState.STARTING
+            fake.fail = lambda method, path: None
+            await eventually(lambda: fake.deployments["denied"]["spec"]["replicas"] == 1, timeout=60)
+
+
+@pytest.mark.parametrize("status", [400, 403, 422])
+async def test_a_pod_that_the_cluster_denies_is_a_failure_with_the_reason(
+    tmp_path: Path, status: int
+) -> None:
+    why = 'admission webhook "policy" denied the request'
+    async with cluster_double() as fake:
+        fake.add(deployment())
+        fake.fail = lambda method, path: (status, why) if (method, path) == ("POST", "/pods") else None
+        async with pods.running(fake.kubeconfig(tmp_path), tmp_path / "data") as site:
+            site.want([pods.desired("a", template="pod")])
+            report = await site.state("a", ReplicaState.FAILED)
+            assert report.reason == f"the cluster refuses its pod: {why}"
