@@ -1,15 +1,10 @@
 """The same endpoint on one engine and then on another: one field of its file says where."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.app import open_process_adapter
-from gpuscale.autoscaler.adapters.engines.container import main as container
 from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAdapterSettings
 from gpuscale.autoscaler.adapters.engines.ecs.settings import EcsAdapterSettings
 from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesAdapterSettings
@@ -19,17 +14,12 @@ from gpuscale.autoscaler.adapters.settings import AdapterSettings
 from gpuscale.autoscaler.translate import spec_from_wire
 from gpuscale.autoscaler.validate import violations as contradictions
 from gpuscale.cli.manifests import parse
-from gpuscale.common.channel import open_channel
-from gpuscale.common.clock import SystemClock
 from gpuscale.common.settings import Settings, load_table, read_config
 from gpuscale.common.validation import violations
-from tests.support.autoscaler_app import running
-from tests.support.docker_double import DockerDouble
-from tests.support.fake_allocator import FakeAllocator, serving
-from tests.support.waiting import eventually
+from tests.support.fake_kubernetes import FakeKubernetes, deployment
+from tests.support.fake_kubernetes import serving as cluster_double
+from tests.support.moving import CONFIG, ROOT, containers, journey, pods
 
-ROOT = Path(__file__).resolve().parents[3]
-CONFIG = ROOT / "examples" / "anywhere.toml"
 ENGINES: list[type[Settings]] = [
     AdapterSettings,
     ContainerAdapterSettings,
@@ -38,8 +28,6 @@ ENGINES: list[type[Settings]] = [
     RayAdapterSettings,
     SlurmAdapterSettings,
 ]
-READY = api.Replica.STATE_READY
-LONG = 90.0
 
 
 @pytest.fixture
@@ -64,80 +52,48 @@ def test_each_engine_of_the_example_has_its_template_and_is_a_place_for_it(
     assert contradictions(spec_from_wire(wanted.spec)) == []
 
 
-@asynccontextmanager
-async def containers(autoscaler: str, folder: Path) -> AsyncGenerator[DockerDouble]:
-    """The container adapter on an engine in memory."""
-    double = DockerDouble()
-    stop = asyncio.Event()
-    overrides = {
-        "data_dir": folder / "containers",
-        "autoscaler_address": autoscaler,
-        "engine": f"unix://{folder / 'docker.sock'}",
-        "node": "n",
-    }
-    settings = load_table(ContainerAdapterSettings, read_config(CONFIG), overrides, environ={})
-    async with double.served(folder / "docker.sock"), asyncio.TaskGroup() as group:
-        group.create_task(container.serve(settings, stop))
-        yield double
-        stop.set()
+class Kubelet:
+    """Runs the pods of the double in memory, and ends those that are to be deleted."""
 
+    def __init__(self, cluster: FakeKubernetes) -> None:
+        self._cluster = cluster
 
-@asynccontextmanager
-async def processes(autoscaler: str, folder: Path) -> AsyncGenerator[None]:
-    """The process adapter."""
-    overrides = {"data_dir": folder / "processes", "node": "n"}
-    settings = load_table(AdapterSettings, read_config(CONFIG), overrides, environ={})
-    async with (
-        open_channel(autoscaler) as channel,
-        open_process_adapter(settings, autoscaler=channel, clock=SystemClock()),
-    ):
-        yield
+    async def run(self) -> None:
+        while True:
+            for name, pod in list(self._cluster.pods.items()):
+                if name in self._cluster.going():
+                    self._cluster.end(name)
+                elif pod["status"]["phase"] == "Pending":
+                    self._cluster.run(name)
+            await asyncio.sleep(0.05)
 
 
 async def test_it_moves_by_one_field(
-    wanted: api.Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """From processes to containers and back: never fewer than wanted, GPUs reserved in both, and the last one stays."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("GPUSCALE_EXAMPLE_AMQP_URL", "amqp://nobody:none@127.0.0.1:1/")
-    allocator = FakeAllocator({"n": ["GPU-0", "GPU-1"]})
+    """From processes to containers, to pods of a cluster and back: never fewer READY than wanted."""
+    folder = tmp_path_factory.mktemp("m")  # a short name, since sockets are below it
+    labels = {"app": "worker", "gpuscale.adapter": "kubernetes"}
     async with (
-        serving(allocator) as address,
-        running(tmp_path / "state", address) as autoscaler,
-        processes(autoscaler.address, tmp_path),
-        containers(autoscaler.address, tmp_path) as double,
+        journey(folder) as one,
+        containers(one, folder) as engine,
+        cluster_double() as cluster,
+        asyncio.TaskGroup() as group,
     ):
-
-        async def on(*adapters: str) -> None:
-            async def so() -> bool:
-                for one in double.containers.values():
-                    if one.signals and one.state == "running":
-                        double.change(one, "exited")  # it was asked to finish, and did
-                found = await autoscaler.replicas(parent="endpoints/jobs")
-                return sorted(one.adapter for one in found if one.state == READY) == sorted(adapters) and len(
-                    found
-                ) == len(adapters)
-
-            await eventually(so, timeout=LONG)
-
-        async def set_replicas(count: int) -> None:
-            request = api.SetReplicasRequest(name="endpoints/jobs", replicas=count)
-            await autoscaler.endpoints.SetReplicas(request, timeout=10)
-
-        autoscaler.watchers.queues["jobs"] = (5, 0)  # neither of the rules has anything to say
-        await autoscaler.create(wanted)
-        await on("adapters/host")
-        for adapter, others in (
-            ("adapters/containers", "adapters/host"),
-            ("adapters/host", "adapters/containers"),
-        ):
-            now = await autoscaler.get("endpoints/jobs")
-            now.spec.template.adapter = adapter
-            await autoscaler.update(now, "spec.template.adapter")
-            await set_replicas(2)
-            await on(adapter, others)
-            assert len(allocator.held) == 2
-            await set_replicas(1)
-            await on(adapter)
-        assert double.count("/kill") >= 1
-        await autoscaler.delete("endpoints/jobs")
+        cluster.add(deployment("worker", 0, **labels))
+        kubelet = group.create_task(Kubelet(cluster).run())
+        async with pods(one, folder, cluster.kubeconfig(folder)):
+            await one.move("adapters/containers")
+            await one.holds(1)
+            await one.move("adapters/kubernetes")
+            await one.holds(0)  # the cluster gives out its GPUs itself
+            assert [pod["metadata"]["annotations"]["gpuscale.replica"] for pod in cluster.pods.values()] == [
+                found.name for found in await one.replicas()
+            ]
+            assert engine.count("/kill") == 1
+            assert engine.containers == {}
+            await one.move("adapters/host")
+            assert cluster.deployments["worker"]["spec"]["replicas"] == 0
+            await one.holds(1)
+            assert one.fewest == 1
+        kubelet.cancel()

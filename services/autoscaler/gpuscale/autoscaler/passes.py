@@ -20,6 +20,7 @@ from gpuscale.autoscaler.remembered import Remembered
 from gpuscale.autoscaler.replicas import Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.store import Connection
 from gpuscale.autoscaler.whatif import Question, asked
+from gpuscale.common.names import adapter_name
 
 _ID_LENGTH = 12
 
@@ -218,7 +219,9 @@ def _steps(rows: Sequence[Replica], planned: Plan, silent: frozenset[str], delay
     elif planned.start:
         add(Code.START, count + planned.start, f"starts {planned.start} more")
     if planned.stop:
-        victims = ", ".join(one.id for one in planned.stop)
+        victims = ", ".join(
+            f"{one.id} on {adapter_name(one.adapter)}" if one.adapter else one.id for one in planned.stop
+        )
         add(Code.STOP, count - len(planned.stop), f"asked to finish and stop: {victims}")
     return tuple(steps)
 
