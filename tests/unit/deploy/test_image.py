@@ -1,0 +1,66 @@
+"""Dockerfile, .dockerignore and docker-compose.yml fit each other; `make image` builds and runs what they say."""
+
+import re
+import tomllib
+from fnmatch import fnmatch
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from tests.unit.docs.pages import ROOT
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+COPIED = [
+    path
+    for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE)
+    for path in line.split()[:-1]
+]
+COMPOSE: dict[str, Any] = YAML(typ="safe").load(ROOT / "docker-compose.yml")
+OWN = {name: one for name, one in COMPOSE["services"].items() if one["image"] == "gpuscale:local"}
+
+
+def test_what_is_copied_is_let_through_and_nothing_else() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    assert sorted(rule[1:] for rule in rules if rule.startswith("!")) == sorted(COPIED)
+    assert all((ROOT / path).exists() for path in COPIED)
+
+
+def test_what_the_build_settles_on_is_written_down() -> None:
+    """pip's constraints hold for what builds the wheel, too, by the environment alone."""
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert "PIP_CONSTRAINT=/src/constraints.txt" in DOCKERFILE
+    assert "constraints.txt" in COPIED
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert {re.split(r"[><=]", one)[0] for one in project["build-system"]["requires"]} <= pinned
+
+
+def test_it_runs_as_a_user_with_a_number_that_is_not_root() -> None:
+    [user] = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.MULTILINE)
+    assert int(user) > 0
+    assert f"useradd --uid {user} " in DOCKERFILE
+
+
+def test_every_extra_that_is_asked_for_is_there() -> None:
+    [extras] = re.findall(r"install '\.\[(.*)\]'", DOCKERFILE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+
+
+def test_every_service_is_asked_to_stop_and_hears_it() -> None:
+    """By an init, or by not being the first of its processes: the first is deaf to a signal that it has not asked for."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert len(OWN) >= 9
+    for name, one in OWN.items():
+        assert one["command"][0] in scripts, name
+        assert one["init"] is (one.get("pid") != "host"), name
+        assert one["read_only"] is True, name
+        assert one["cap_drop"] == ["ALL"], name
+        assert float(one["stop_grace_period"].removesuffix("s")) > 10, name
+
+
+def test_ports_are_published_on_loopback_alone() -> None:
+    published = [port for one in COMPOSE["services"].values() for port in one.get("ports", [])]
+    assert published
+    assert all(fnmatch(port, "127.0.0.1:*:*") for port in published)
