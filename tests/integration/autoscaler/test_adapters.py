@@ -186,6 +186,22 @@ async def test_a_second_connection_takes_over_and_the_first_is_aborted(autoscale
         await shows(autoscaler, "READY")
 
 
+async def test_no_adapter_of_another_kind_takes_over_what_another_runs(autoscaler: Autoscaler) -> None:
+    """Two on one host may have the host's name for their id: each would start what the other runs."""
+    other = FakeAdapter("a")
+    other.register.kind = "container"
+    async with FakeAdapter("a").connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=1, high=1))
+        await shows(autoscaler, "READY")
+        async with connection(autoscaler.channel, other.register) as refused:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await refused.receive()
+        assert reason(caught.value) == ("FAILED_PRECONDITION", "OTHER_KIND")
+        await shows(autoscaler, "READY")
+    async with other.connected(autoscaler.address):
+        await eventually(lambda: len(other.starts) == 1)
+
+
 def _report(*states: State.ValueType, name: str = STRAY) -> api.Report:
     return api.Report(replicas=[api.ReplicaReport(replica=name, state=state) for state in states])
 

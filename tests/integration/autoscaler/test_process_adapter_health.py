@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -171,6 +172,19 @@ async def test_http_asks_for_a_status(status: bytes, problem: str) -> None:
 async def test_tcp_asks_for_a_connection() -> None:
     async with answers(b"") as address:
         assert await ask(Probe(ProbeKind.TCP, (address,), Timing(timeout=10.0)), {}) == ""
+
+
+@pytest.mark.looptime
+async def test_a_probe_that_not_even_a_kill_ends_is_a_probe_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a program that asks a GPU's driver may hang in the kernel: the replica must not count as well for ever."""
+    hangs = Mock(spec=asyncio.subprocess.Process, returncode=None, wait=asyncio.Event().wait)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", AsyncMock(return_value=hangs))
+    probe = Probe(ProbeKind.EXEC, ("/usr/bin/nvidia-smi",), Timing(timeout=2.0))
+    async with asyncio.timeout(60):
+        assert await ask(probe, {}) == "no answer within 2 s"
+    hangs.kill.assert_called_once_with()
 
 
 async def test_nobody_at_the_address_and_no_answer_in_time_are_told_apart() -> None:

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Collection
+from unittest.mock import AsyncMock
 
 import pytest
 
-from gpuscale.autoscaler.queues.brokers import Broker
+from gpuscale.autoscaler.queues.brokers import Broker, VirtualHostError
 from gpuscale.autoscaler.queues.management import Counted, ManagementClient, Measured
-from gpuscale.autoscaler.queues.model import QueueTarget
+from gpuscale.autoscaler.queues.model import PENDING, Declared, QueueFailure, QueueState, QueueTarget
+from gpuscale.autoscaler.queues.rabbitmq import AmqpSession
 from gpuscale.autoscaler.queues.sweeps import BrokerSweeps
 from gpuscale.common.clock import SystemClock
 from gpuscale.common.secrets import SecretUrl
@@ -17,6 +19,8 @@ SECONDS = 60
 BROKER = Broker(
     "default", SecretUrl("amqp://user:word@localhost"), SecretUrl("http://user:word@localhost:15672")
 )
+
+AWAY = QueueFailure(QueueState.UNREACHABLE, "the management API cannot be reached")
 
 
 class Asked:
@@ -71,3 +75,103 @@ async def test_a_broker_is_asked_for_statistics_rarely_where_nobody_reads_rates(
     assert asked.counts == SECONDS + 1
     assert asked.statistics == SECONDS // 30
     assert sweeps.reading(target).consumers == 2
+
+
+async def test_a_queue_that_is_to_be_read_more_often_is_read_so_from_now_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not when the long interval that it had before is over."""
+    asked = Asked(monkeypatch, statistics_seconds=0.2)
+    target, other = QueueTarget("default", "/", "jobs"), QueueTarget("default", "/", "more")
+    await asyncio.sleep(0.5)
+    sweeps = BrokerSweeps(BROKER, SystemClock())
+    sweeps.watch({target: 3600.0})
+    task = asyncio.create_task(sweeps.run())
+    await asyncio.sleep(10)
+    assert asked.counts == 1
+    sweeps.watch({target: 1.0})
+    await asyncio.sleep(10)
+    assert asked.counts == 12
+    sweeps.watch({target: 3600.0, other: 3600.0})
+    await asyncio.sleep(10)
+    assert asked.counts == 14, "the new one at once, and the other once more as it would have been"
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_queue_that_is_gone_keeps_the_time_of_its_last_count_and_one_that_nobody_watches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Asked(monkeypatch, statistics_seconds=0.1)
+    target, other = QueueTarget("default", "/", "jobs"), QueueTarget("default", "/", "gone")
+    await asyncio.sleep(0.5)
+    sweeps = BrokerSweeps(BROKER, SystemClock())
+    sweeps.watch({target: 1.0, other: 1.0})
+    task = asyncio.create_task(sweeps.run())
+    await asyncio.sleep(2)
+    seen = sweeps.reading(target).observed_at
+    assert (seen is None, sweeps.reading(other).observed_at) == (False, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(ManagementClient, "totals", AsyncMock(return_value={}))
+        await asyncio.sleep(2)
+    gone = sweeps.reading(target)
+    assert (gone.state, gone.ready, gone.observed_at is None) == (QueueState.NOT_FOUND, None, False)
+    await asyncio.sleep(0.52)  # in the middle of a sweep
+    sweeps.watch({other: 1.0})
+    await asyncio.sleep(2)
+    assert sweeps.reading(target) is PENDING
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_no_rates_are_told_while_the_management_api_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the time before are as old as it is away, and the counts beside them are fresh."""
+    Asked(monkeypatch, statistics_seconds=0.1)
+    target, away = QueueTarget("default", "/", "jobs", rates=True), VirtualHostError(AWAY)
+    monkeypatch.setattr(AmqpSession, "declare", AsyncMock(return_value=Declared(ready=4, consumers=1)))
+    await asyncio.sleep(0.5)
+    sweeps = BrokerSweeps(BROKER, SystemClock())
+    sweeps.watch({target: 1.0})
+    task = asyncio.create_task(sweeps.run())
+    await asyncio.sleep(10)
+    assert sweeps.reading(target).rates is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(ManagementClient, "totals", AsyncMock(side_effect=away))
+        await asyncio.sleep(60)
+        found = sweeps.reading(target)
+        assert (found.ready, found.unacked, found.rates) == (4, None, None)
+    await asyncio.sleep(10)
+    found = sweeps.reading(target)
+    assert (found.ready, found.unacked) == (3, 0)
+    assert found.rates is not None
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_pattern_that_an_earlier_version_took_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    Asked(monkeypatch, statistics_seconds=0.2)
+    stored, other = (
+        QueueTarget("default", "/", "(job){,9}s", pattern=True),
+        QueueTarget("default", "/", "jobs"),
+    )
+    sweeps = await swept([stored, other], 3)
+    assert sweeps.reading(stored).state is QueueState.ERROR
+    assert "must not repeat a group" in sweeps.reading(stored).message
+    assert sweeps.reading(other).ready == 3
+
+
+@pytest.mark.parametrize("virtual_host", [".", ".."])
+async def test_no_virtual_host_is_a_way_to_another_page_of_the_api(
+    virtual_host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that ends with a dot is that of the folder: there are the queues of all virtual hosts."""
+
+    async def asked(_client: ManagementClient, path: str, _params: object) -> bytes:
+        raise AssertionError(path)
+
+    monkeypatch.setattr(ManagementClient, "_get", asked)
+    client = ManagementClient(BROKER, SecretUrl("http://user:word@localhost:15672"))
+    with pytest.raises(VirtualHostError) as failed:
+        await client.totals(virtual_host)
+    assert failed.value.failure.state is QueueState.NOT_FOUND
+    await client.close()

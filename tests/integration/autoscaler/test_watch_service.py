@@ -256,6 +256,7 @@ async def test_a_watcher_of_several_queues_or_of_a_pattern_comes_back_as_it_was_
         ({"queues": ["a"], "queue_pattern": "a"}, "queue_watcher.spec.queue"),
         ({"queue_pattern": "(a+)+"}, "queue_watcher.spec.queue_pattern"),
         ({"queues": ["a", "\u00e9" * 128]}, "queue_watcher.spec.queues"),
+        ({"queues": ["a", ""]}, "queue_watcher.spec.queues"),
     ],
 )
 async def test_a_watcher_that_does_not_say_what_to_watch_is_refused(

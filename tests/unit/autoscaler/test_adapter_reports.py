@@ -3,7 +3,8 @@
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.connection import one_line
+from gpuscale.autoscaler.adapters.connection import one_line, to_wire
+from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
 from gpuscale.common.validation import violations
 
 
@@ -24,3 +25,12 @@ def test_a_reason_in_the_words_of_an_engine_never_has_a_whole_report_refused(
     )
     assert reported.reason == expected
     assert violations(api.ConnectRequest(report=api.Report(replicas=[reported]))) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [(None, None), (-9, -9), (3_221_225_786, None), (2**31 - 1, 2**31 - 1)]
+)
+def test_an_exit_code_that_the_contract_cannot_hold_is_not_known(code: int | None, told: int | None) -> None:
+    wire = to_wire("endpoints/e/replicas/r", ReplicaReport(ReplicaState.FAILED, -1, code))
+    assert (wire.exit_code if wire.HasField("exit_code") else None, wire.pid) == (told, 0)
+    assert violations(api.ConnectRequest(report=api.Report(replicas=[wire]))) == []

@@ -75,6 +75,12 @@ def test_measured_arrivals_become_requests_whose_time_is_learnt() -> None:
     assert [one.arrival for one in found] == sorted(one.arrival for one in found)
 
 
+def test_fractions_of_requests_are_owed_to_the_next_step() -> None:
+    """One and a half in each half minute are six in two minutes."""
+    found = workload([Reading(SPACING * n, 0, 0, 0.05, 0.05) for n in range(5)], service=1.0)
+    assert len(found) == 6
+
+
 def test_arrivals_without_rates_are_what_left_and_what_grew() -> None:
     """Four in hand that take two seconds each: two leave a second, and ten more are there after half a minute."""
     found = workload([Reading(0, 0, 4), Reading(30, 10, 4)], service=2.0)

@@ -129,3 +129,16 @@ async def test_so_many_questions_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
     async with polling_of(Place()) as poller:
         poller.ask("q", 1.0)
         assert "1 questions already" in poller.ask("other", 1.0).problem
+
+
+async def test_a_question_that_is_to_be_asked_more_often_is_asked_so_from_now_on() -> None:
+    """As when the tick of an endpoint is made shorter; not when the long period that it had is over."""
+    place = Place()
+    async with polling_of(place) as poller:
+        poller.ask("q", 1800.0)
+        await asyncio.sleep(10)
+        await keep_asking(lambda: poller.ask("q", 2.0), 10)
+        assert len(place.calls) == 5
+        poller.ask("q", 1800.0)
+        await asyncio.sleep(3)
+        assert len(place.calls) == 7, "who asks less often does not make it less often for others"

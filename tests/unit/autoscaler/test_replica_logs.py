@@ -1,6 +1,8 @@
 """What is read of a replica's log: the part that was asked for, and of nothing but its own file."""
 
+import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,49 @@ def test_a_replica_cannot_have_anything_else_read(logs: ReplicaLogs, tmp_path: P
     found = logs.read(NAME, None, 100)
     assert found.content == b""
     assert found.problem
+
+
+@pytest.mark.parametrize("what", ["link to nothing", "link to a large file", "directory", "pipe"])
+def test_what_one_replica_puts_there_keeps_no_other_from_being_bounded(tmp_path: Path, what: str) -> None:
+    folder, secret = tmp_path / "logs" / "jobs", tmp_path / "large"
+    folder.mkdir(parents=True)
+    secret.write_bytes(b"x" * 2000)
+    odd = folder / "a.log"
+    match what:
+        case "link to nothing":
+            odd.symlink_to(tmp_path / "nothing")
+        case "link to a large file":
+            odd.symlink_to(secret)
+        case "directory":
+            odd.mkdir()
+        case _:
+            os.mkfifo(odd)
+    for name in ("b", "c"):
+        (folder / f"{name}.log").write_bytes(b"y" * 2000)
+    (folder / "b.log.1").symlink_to(secret)
+    ReplicaLogs(tmp_path / "logs", 1000).bound({"endpoints/jobs/replicas/b", "endpoints/jobs/replicas/c"})
+    assert [(folder / f"{name}.log").stat().st_size for name in ("b", "c")] == [0, 0]
+    assert (folder / "b.log.1").read_bytes() == b"y" * 2000
+    assert secret.read_bytes() == b"x" * 2000, "nothing but their own files is touched"
+
+
+@pytest.mark.parametrize(("code", "left"), [(errno.ENOSPC, 0), (errno.EIO, 2000)])
+def test_a_log_is_cut_where_the_disk_is_too_full_for_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, left: int
+) -> None:
+    """Else the one that fills the disk could never be cut. Any other failure is told, and the others are bounded."""
+    logs = ReplicaLogs(tmp_path, 1000)
+    for endpoint in ("a", "b"):
+        (tmp_path / endpoint).mkdir()
+        (tmp_path / endpoint / "r.log").write_bytes(b"y" * 2000)
+
+    def copyfile(source: Path, target: Path) -> None:
+        target.write_bytes(b"y")
+        if source.parent.name == "a":
+            raise OSError(code, "cannot be copied")
+
+    monkeypatch.setattr("shutil.copyfile", copyfile)
+    with pytest.raises(OSError, match="copied") if left else nullcontext():
+        logs.bound(set())
+    assert [(tmp_path / one / "r.log").stat().st_size for one in ("a", "b")] == [left, 0]
+    assert not (tmp_path / "a" / "r.log.1").exists()

@@ -59,6 +59,8 @@ class AdapterSession:
             ResourceExhaustedError: too many ask.
             UnavailableError: it did not answer, or its connection ended.
         """
+        if self._closed:
+            raise _disconnected()
         question = self.logs.put(replica, offset, most)
         self._changed.set()
         return await self.logs.answer(question)
@@ -67,9 +69,7 @@ class AdapterSession:
         """End `updates`, with an error if there is one. Only the first call counts."""
         if not self._closed:
             self._closed, self._error = True, error
-            self.logs.fail(
-                UnavailableError("the connection of the adapter ended", reason="ADAPTER_DISCONNECTED")
-            )
+            self.logs.fail(_disconnected())
             self._changed.set()
 
     async def updates(self) -> AsyncGenerator[tuple[int, Sequence[DesiredReplica]] | LogQuestion]:
@@ -91,3 +91,7 @@ class AdapterSession:
                     await self._changed.wait()
         if self._error is not None:
             raise self._error
+
+
+def _disconnected() -> UnavailableError:
+    return UnavailableError("the connection of the adapter ended", reason="ADAPTER_DISCONNECTED")

@@ -67,11 +67,13 @@ class AskedLogs:
             raise UnavailableError(text, reason="ADAPTER_SILENT") from None
         finally:
             del self._answers[question.number]
+            if question in self._unsent:  # over a stream that takes nothing they would come to any number
+                self._unsent.remove(question)
 
     def unsent(self) -> list[LogQuestion]:
-        """The questions that were not sent yet, and are now."""
+        """The questions that were not sent yet, and are now; but for those that nobody waits for any more."""
         taken, self._unsent = self._unsent, []
-        return taken
+        return [question for question in taken if question.number in self._answers]
 
     def heard(self, number: int, part: LogPart) -> None:
         """Take an answer; one that nobody waits for any more is dropped."""

@@ -7,7 +7,7 @@ and said in the log: the store has every decision all the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -43,20 +43,21 @@ class DecisionFile:
     async def run(self) -> None:
         """Write for ever."""
         while True:
-            lines = [_line(await self._waiting.get())]
+            taken = [await self._waiting.get()]
             while not self._waiting.empty():
-                lines.append(_line(self._waiting.get_nowait()))
+                taken.append(self._waiting.get_nowait())
             try:
-                await asyncio.to_thread(self._write, "".join(lines))
+                await asyncio.to_thread(self._write, taken)
             except OSError as error:
                 self._dropped(error.strerror or str(error))
             else:
                 self._dropping = False
 
-    def _write(self, text: str) -> None:
+    def _write(self, decisions: Sequence[api.Decision]) -> None:
         path = self._path
         if path is None:
             return
+        text = "".join(_line(decision) for decision in decisions)
         if path.exists() and path.stat().st_size + len(text) > self._most:
             path.replace(path.with_name(f"{path.name}.1"))
         with path.open("a", encoding="utf-8") as file:

@@ -1,5 +1,6 @@
 """What the queues of each endpoint were like, as its evaluations saw them: for backtests on an endpoint's own history."""
 
+import asyncio
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -11,9 +12,12 @@ from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.model import EndpointSpec
 from gpuscale.autoscaler.queues.model import QueueReading
 from gpuscale.autoscaler.replicas import Moment
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
+from gpuscale.common.logs import get_logger
 from gpuscale.common.names import endpoint_name
 from gpuscale.common.store import Store
+
+_log = get_logger(__name__)
 
 
 class Histories:
@@ -32,8 +36,7 @@ class Histories:
     async def note(self, endpoint: str, spec: EndpointSpec, at: Moment) -> None:
         """Keep what its queues are like now, if it is time; nothing where one of them cannot be had.
 
-        Raises:
-            GpuscaleError: it cannot be written.
+        Where it cannot be written, that is a gap in the history, and no reason to hold up what scales.
         """
         if at.now - self._noted.get(endpoint, float("-inf")) < history.SPACING:
             return
@@ -42,7 +45,10 @@ class Histories:
         if seen and len(seen) == len(found):
             self._noted[endpoint] = at.now
             reading = _reading(seen, at.wall)
-            await self._store.write(partial(history_store.keep, endpoint=endpoint, reading=reading))
+            try:
+                await self._store.write(partial(history_store.keep, endpoint=endpoint, reading=reading))
+            except GpuscaleError as error:
+                _log.warning("a reading of queues was not kept", endpoint=endpoint, error=error.message)
 
     def forget(self, endpoint: str) -> None:
         """An endpoint is gone, and its readings with it."""
@@ -54,10 +60,13 @@ class Histories:
         Raises:
             FailedPreconditionError: none follows from what was seen of it.
         """
-        since = wall.timestamp() - history.SPACING * history.KEPT
-        readings = await self._store.read(partial(history_store.readings, endpoint=endpoint, since=since))
+        until = wall.timestamp()  # what is later was read while the clock was wrong
+        since = until - history.SPACING * history.KEPT
+        readings = await self._store.read(
+            partial(history_store.readings, endpoint=endpoint, since=since, until=until)
+        )
         try:
-            return workload(readings, service)
+            return await asyncio.to_thread(workload, readings, service)  # there may be many requests
         except NoWorkloadError as error:
             text = f"{endpoint_name(endpoint)} has no history to run: {error}"
             raise FailedPreconditionError(text, reason="NO_HISTORY") from error

@@ -38,10 +38,11 @@ def keep(connection: Connection, endpoint: str, reading: Reading) -> None:
     )
 
 
-def readings(connection: Connection, endpoint: str, since: float) -> list[Reading]:
-    """The readings of an endpoint since a moment, in seconds since 1970; oldest first."""
-    own = select(ReadingRow).where(col(ReadingRow.endpoint) == endpoint, col(ReadingRow.at) >= since)
-    rows = connection.execute(own.order_by(col(ReadingRow.at))).mappings()
+def readings(connection: Connection, endpoint: str, since: float, until: float) -> list[Reading]:
+    """The readings of an endpoint between two moments, in seconds since 1970; oldest first."""
+    at = col(ReadingRow.at)
+    own = select(ReadingRow).where(col(ReadingRow.endpoint) == endpoint, at >= since, at <= until)
+    rows = connection.execute(own.order_by(at)).mappings()
     return [
         Reading(row["at"], row["ready"], row["unacked"], row["published"], row["delivered"]) for row in rows
     ]

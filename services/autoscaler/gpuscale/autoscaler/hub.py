@@ -69,10 +69,20 @@ class AdapterHub:
         self._seen: dict[str, Moment] = {}
 
     def connect(self, facts: AdapterFacts) -> AdapterSession:
-        """Begin a connection; one that the adapter had before ends with AbortedError."""
-        before = self._sessions.get(facts.id)
+        """Begin a connection; one that the adapter had before ends with AbortedError.
+
+        Raises:
+            FailedPreconditionError: that one is of another kind: two adapters have one id, and each would start what the
+                other runs.
+        """
+        before, name = self._sessions.get(facts.id), adapter_name(facts.id)
         if before is not None:
-            name = adapter_name(facts.id)
+            if before.facts.kind != facts.kind:
+                raise FailedPreconditionError(
+                    f"{name} is connected, and of kind {before.facts.kind}: give the one of kind {facts.kind} another id",
+                    reason="OTHER_KIND",
+                    metadata={"name": name},
+                )
             before.close(AbortedError(f"another connection of {name} took over", reason="TAKEN_OVER"))
         session = AdapterSession(facts, self._next_revision)
         self._sessions[facts.id] = session

@@ -1,9 +1,10 @@
 """`gpuscalectl logs replica`: what a replica wrote."""
 
+import codecs
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -12,6 +13,7 @@ from gpuscale.cli.options import Name
 from gpuscale.cli.session import note, session_of
 
 if TYPE_CHECKING:
+    from gpuscale.api.autoscaler import v1 as api
     from gpuscale.client.client import Client
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -19,7 +21,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 PERIOD: Final = 1.0
 """Seconds from one look of --follow to the next."""
 _PART: Final = 262_144
-_UNSAFE: Final = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]")
+_UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @app.command("replica")
@@ -40,8 +42,9 @@ def logs_replica(
 
     full = full_name(REPLICA, name)
     with session_of(context).connect() as client:
+        write = _writer()
         for part in _parts(client, full, last, follow=follow):
-            _write(part)
+            write(part)
 
 
 def _parts(client: "Client", name: str, last: int, *, follow: bool) -> Iterator[bytes]:
@@ -54,14 +57,35 @@ def _parts(client: "Client", name: str, last: int, *, follow: bool) -> Iterator[
             time.sleep(PERIOD)
         asked = found.next_offset
         request = api.ReadReplicaLogRequest(name=name, offset=asked, max_bytes=_PART)
-        found = client.endpoints.ReadReplicaLog(request)
+        found = _next(client, request)
         if found.offset != asked:
             note("what it wrote before was cut off; from the beginning of what is kept:")
         yield found.content
 
 
-def _write(content: bytes) -> None:
-    """Byte for byte; to a terminal without what would steer it."""
-    safe = _UNSAFE.sub(b"?", content) if sys.stdout.isatty() else content
-    sys.stdout.buffer.write(safe)
-    sys.stdout.buffer.flush()
+def _next(client: "Client", request: "api.ReadReplicaLogRequest") -> "api.ReadReplicaLogResponse":
+    """A part; while the adapter, or what leads to it, is away or busy it is asked for again."""
+    from gpuscale.common.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
+
+    said = False
+    while True:
+        try:
+            return client.endpoints.ReadReplicaLog(request)
+        except (DeadlineExceededError, ResourceExhaustedError, UnavailableError) as error:
+            if not said:
+                note(f"it cannot be read now, and is asked for again: {error.message}")
+            said = True
+            time.sleep(PERIOD if error.retry_after is None else error.retry_after)
+
+
+def _writer() -> Callable[[bytes], None]:
+    """Writes byte for byte; to a terminal without what would steer it, in whichever part its bytes come."""
+    out, terminal = sys.stdout, sys.stdout.isatty()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(content: bytes) -> None:
+        safe = _UNSAFE.sub("?", decoder.decode(content)).encode() if terminal else content
+        out.buffer.write(safe)
+        out.buffer.flush()
+
+    return write

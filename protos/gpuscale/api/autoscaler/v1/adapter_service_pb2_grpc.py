@@ -60,8 +60,9 @@ class AdapterServiceServicer(object):
         """An adapter's connection. The adapter sends Register, then a Report of all its replicas at once, at every
         change, and every few seconds. The autoscaler sends the whole desired state whenever it changes, and again
         until a report acknowledges its revision. A first message that is not Register: FAILED_PRECONDITION. A second
-        connection of the same adapter takes over, and the first ends with ABORTED. A caller of role agent may only
-        be the adapter of the node that bears its name: PERMISSION_DENIED.
+        connection of the same adapter takes over, and the first ends with ABORTED; one of another kind under the id of
+        one that is connected: FAILED_PRECONDITION. A caller of role agent may only be the adapter of the node that
+        bears its name: PERMISSION_DENIED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

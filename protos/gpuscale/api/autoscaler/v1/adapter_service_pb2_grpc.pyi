@@ -37,8 +37,9 @@ class AdapterServiceStub:
     """An adapter's connection. The adapter sends Register, then a Report of all its replicas at once, at every
     change, and every few seconds. The autoscaler sends the whole desired state whenever it changes, and again
     until a report acknowledges its revision. A first message that is not Register: FAILED_PRECONDITION. A second
-    connection of the same adapter takes over, and the first ends with ABORTED. A caller of role agent may only
-    be the adapter of the node that bears its name: PERMISSION_DENIED.
+    connection of the same adapter takes over, and the first ends with ABORTED; one of another kind under the id of
+    one that is connected: FAILED_PRECONDITION. A caller of role agent may only be the adapter of the node that
+    bears its name: PERMISSION_DENIED.
     """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]
     """Lists adapters by id."""
@@ -58,8 +59,9 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """An adapter's connection. The adapter sends Register, then a Report of all its replicas at once, at every
     change, and every few seconds. The autoscaler sends the whole desired state whenever it changes, and again
     until a report acknowledges its revision. A first message that is not Register: FAILED_PRECONDITION. A second
-    connection of the same adapter takes over, and the first ends with ABORTED. A caller of role agent may only
-    be the adapter of the node that bears its name: PERMISSION_DENIED.
+    connection of the same adapter takes over, and the first ends with ABORTED; one of another kind under the id of
+    one that is connected: FAILED_PRECONDITION. A caller of role agent may only be the adapter of the node that
+    bears its name: PERMISSION_DENIED.
     """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists adapters by id."""
@@ -82,8 +84,9 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         """An adapter's connection. The adapter sends Register, then a Report of all its replicas at once, at every
         change, and every few seconds. The autoscaler sends the whole desired state whenever it changes, and again
         until a report acknowledges its revision. A first message that is not Register: FAILED_PRECONDITION. A second
-        connection of the same adapter takes over, and the first ends with ABORTED. A caller of role agent may only
-        be the adapter of the node that bears its name: PERMISSION_DENIED.
+        connection of the same adapter takes over, and the first ends with ABORTED; one of another kind under the id of
+        one that is connected: FAILED_PRECONDITION. A caller of role agent may only be the adapter of the node that
+        bears its name: PERMISSION_DENIED.
         """
 
     @_abc_1.abstractmethod

@@ -1,6 +1,7 @@
 """The adapter's connection to the autoscaler: says what runs, hears what should, and comes back when it is lost."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from random import SystemRandom
 from typing import Protocol
@@ -10,7 +11,7 @@ import grpc
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
-from gpuscale.autoscaler.asked_logs import LogPart
+from gpuscale.autoscaler.asked_logs import MOST_AT_ONCE, LogPart
 from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
 from gpuscale.common import names, wire
 from gpuscale.common.backoff import Backoff
@@ -94,7 +95,8 @@ class AutoscalerConnection:
         self._replicas = replicas
         self._changed = changed
         self._read_log = read_log
-        self._log_parts: list[api.LogPart] = []
+        # Over a stream that takes nothing the oldest go: nobody waits for more answers than that.
+        self._log_parts: deque[api.LogPart] = deque(maxlen=MOST_AT_ONCE)
         self._revision = 0
         self._backoff = Backoff(initial=0.5, cap=10.0)
 
@@ -135,7 +137,7 @@ class AutoscalerConnection:
             while True:
                 self._changed.clear()
                 while self._log_parts:
-                    await call.write(api.ConnectRequest(log_part=self._log_parts.pop(0)))
+                    await call.write(api.ConnectRequest(log_part=self._log_parts.popleft()))
                 if (report := self._report()) is not None:
                     await call.write(api.ConnectRequest(report=report))
                 await self._wait()
@@ -192,7 +194,7 @@ class AutoscalerConnection:
         reports = self._replicas.reports()
         if reports is None:
             return None
-        replicas = [_to_wire(name, report) for name, report in reports.items()]
+        replicas = [to_wire(name, report) for name, report in reports.items()]
         return api.Report(revision=self._revision, replicas=replicas)
 
 
@@ -213,14 +215,20 @@ def to_desired(item: api.DesiredReplica) -> Desired | None:
     return Desired(order, _GOALS[item.goal], item.template, wire.optional_seconds(item, "drain_timeout"))
 
 
-def _to_wire(name: str, report: ReplicaReport) -> api.ReplicaReport:
+def to_wire(name: str, report: ReplicaReport) -> api.ReplicaReport:
+    """What is reported of a replica, as the contract takes it."""
     return api.ReplicaReport(
         replica=name,
         state=_STATES[report.state],
-        pid=report.pid,
-        exit_code=report.exit_code,
+        pid=max(0, report.pid),
+        exit_code=_exit_code(report.exit_code),
         reason=one_line(report.reason),
     )
+
+
+def _exit_code(code: int | None) -> int | None:
+    """An exit code, where the contract takes it: an engine may tell one of another system, which has more bits."""
+    return code if code is not None and -(2**31) <= code < 2**31 else None
 
 
 def one_line(text: str) -> str:

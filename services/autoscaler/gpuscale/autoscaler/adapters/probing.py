@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from gpuscale.autoscaler.adapters.health import Probe, ProbeKind
 
 HTTP_PORT = 80
 _MAX_STATUS_LINE = 4096
+_END_SECONDS = 1.0
 _WELL = range(200, 400)
 
 
@@ -44,7 +46,10 @@ async def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> str:
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            # One that hangs in the kernel, as whatever asks a GPU's driver may, does not end.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_SECONDS):
+                    await process.wait()
     return "" if code == 0 else f"the program ended with {code}"
 
 

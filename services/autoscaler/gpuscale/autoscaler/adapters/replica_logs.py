@@ -6,6 +6,7 @@ to nothing. So a replica keeps at most two times the limit and what it writes be
 the copy and the cut is lost. Of replicas that have ended, the newest `KEPT` files of each endpoint stay.
 """
 
+import errno
 import os
 import shutil
 import stat
@@ -16,6 +17,7 @@ from gpuscale.autoscaler.asked_logs import LogPart
 from gpuscale.common.names import REPLICA, match
 
 KEPT = 50
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _READS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -61,18 +63,44 @@ class ReplicaLogs:
         """Cut what is too large, and remove what is too old, except of the replicas that run.
 
         Raises:
-            OSError: a file cannot be changed.
+            OSError: a file cannot be changed; those of the others were.
         """
         in_use = {self.path(replica) for replica in running}
+        problem: OSError | None = None
         for endpoint in self._directory.glob("*/"):
             ended: list[tuple[float, Path]] = []
             for path in endpoint.glob("*.log"):
-                status = path.stat()
-                if status.st_size > self._max_bytes:
-                    shutil.copyfile(path, path.with_name(f"{path.name}.1"))
-                    os.truncate(path, 0)
+                try:
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode) and status.st_size > self._max_bytes:
+                        _cut(path)
+                except OSError as error:
+                    problem = error
+                    continue
                 if path not in in_use:
                     ended.append((status.st_mtime, path))
-            for _, path in sorted(ended, reverse=True)[KEPT:]:
-                path.unlink(missing_ok=True)
-                path.with_name(f"{path.name}.1").unlink(missing_ok=True)
+            try:
+                for _, path in sorted(ended, reverse=True)[KEPT:]:
+                    path.unlink(missing_ok=True)
+                    _older(path).unlink(missing_ok=True)
+            except OSError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+
+
+def _cut(path: Path) -> None:
+    """Copy a file over the copy before, and cut it to nothing: also where the disk is too full for the copy."""
+    older = _older(path)
+    older.unlink(missing_ok=True)
+    try:
+        shutil.copyfile(path, older)
+    except OSError as error:
+        older.unlink(missing_ok=True)
+        if error.errno not in _FULL:
+            raise
+    os.truncate(path, 0)
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")

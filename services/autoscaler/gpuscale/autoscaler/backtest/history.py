@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
-from gpuscale.autoscaler.backtest.trace import Request
+from gpuscale.autoscaler.backtest.trace import MOST_REQUESTS, Request
 
 SPACING = 30.0
 """Least seconds between two readings that are kept."""
@@ -48,14 +48,16 @@ def workload(readings: Sequence[Reading], service: float | None = None) -> list[
         service: seconds that a request takes; None to learn it.
 
     Raises:
-        NoWorkloadError: it is too short, tells of no arrivals, or not how long they take.
+        NoWorkloadError: it is too short, tells of no arrivals, of too many, or not how long they take.
     """
     if len(readings) < 2:
         raise NoWorkloadError(f"less than {2 * SPACING:g} s were seen of it")
     each = _learnt(readings) if service is None else service
-    found = list(_requests(readings, each))
+    found = list(islice(_requests(readings, each), MOST_REQUESTS + 1))
     if not found:
         raise NoWorkloadError("nothing arrived in all that was seen of it")
+    if len(found) > MOST_REQUESTS:
+        raise NoWorkloadError(f"more than {MOST_REQUESTS} requests came, which is too much to run")
     return found
 
 

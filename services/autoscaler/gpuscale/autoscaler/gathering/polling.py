@@ -71,7 +71,10 @@ class Poller(Generic[K, V]):
         now, period = self._clock.now(), max(SHORTEST_PERIOD, period)
         known = self._questions.get(key)
         if known is not None:
-            known.period, known.asked_at = min(known.period, period), now
+            known.asked_at = now
+            if period < known.period:
+                known.period, known.next_at = period, min(known.next_at, now + period)
+                self._changed.set()
         elif len(self._questions) < MAX_QUESTIONS:
             self._questions[key] = _Question(period, now)
             self._changed.set()

@@ -8,11 +8,11 @@ queues, and its answer is a third as long (measured on RabbitMQ 3.10: `python -m
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from gpuscale.autoscaler.queues.brokers import Broker, VirtualHostError
 from gpuscale.autoscaler.queues.model import QueueFailure, QueueState
@@ -20,6 +20,8 @@ from gpuscale.common.secrets import SecretUrl
 
 TIMEOUT = 5.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+_DOTS = frozenset({".", ".."})
+"""In a path these mean another directory, however they are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class _Rate:
-    rate: float = 0.0
+    rate: Annotated[float, Field(allow_inf_nan=False)] = 0.0
 
 
 _NO_RATE = _Rate()
@@ -141,6 +143,8 @@ class ManagementClient:
     async def _list(
         self, virtual_host: str, params: Mapping[str, str], kind: TypeAdapter[list[T]]
     ) -> list[T]:
+        if virtual_host in _DOTS:
+            raise self._error(QueueState.NOT_FOUND, f"cannot be asked for a virtual host {virtual_host!r}")
         try:
             async with asyncio.timeout(TIMEOUT):
                 answer = await self._get(f"queues/{quote(virtual_host, safe='')}", params)

@@ -39,8 +39,12 @@ class BrokerSweeps:
         self._changed, self._swept = asyncio.Event(), asyncio.Event()
 
     def watch(self, intervals: Mapping[QueueTarget, float]) -> None:
-        """Watch these queues, every so many seconds, and no others; new ones are read at once."""
-        self._next = {target: self._next.get(target, 0.0) for target in intervals}
+        """Watch these queues, every so many seconds, and no others; new ones, and those to be read more often, at once."""
+        before = self._intervals
+        self._next = {
+            target: self._next[target] if target in before and before[target] <= interval else 0.0
+            for target, interval in intervals.items()
+        }
         self._readings = {target: self._readings.get(target, PENDING) for target in intervals}
         self._intervals = intervals
         self._rated = frozenset(target.virtual_host for target in intervals if target.rates)

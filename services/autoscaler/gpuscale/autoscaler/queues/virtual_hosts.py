@@ -99,7 +99,10 @@ class VirtualHostReader:
     ) -> QueueReading | QueueFailure:
         """All queues that match a pattern, as one."""
         if target.queue not in self._patterns:
-            self._patterns[target.queue] = NamePattern(target.queue)
+            try:
+                self._patterns[target.queue] = NamePattern(target.queue)
+            except ValueError as error:  # it was taken by an earlier version
+                return QueueFailure(QueueState.ERROR, f"pattern {target.queue!r} {error}")
         readings: list[QueueReading] = []
         for queue in self._patterns[target.queue].of(totals):
             ready, unacked = totals[queue].messages_ready, totals[queue].messages_unacknowledged
@@ -112,8 +115,10 @@ class VirtualHostReader:
         return combined(readings)
 
     def _rated(self, queue: str, reading: QueueReading) -> QueueReading:
-        """A reading with the rates of its queue, where they are known."""
-        return reading._replace(rates=self._statistics.rates(queue)) if self._statistics else reading
+        """A reading with the rates of its queue, where they are known: while the API does not answer they are not."""
+        if self._statistics is None or not self._counted:
+            return reading
+        return reading._replace(rates=self._statistics.rates(queue))
 
     async def _totals(self) -> dict[str, Counted]:
         """The counts of the management API.

@@ -130,7 +130,7 @@ def _to_spec(spec: api.QueueWatcherSpec) -> WatchSpec:
     """The spec of a message.
 
     Raises:
-        InvalidArgumentError: not exactly one of the three ways to say what is watched is set.
+        InvalidArgumentError: not exactly one of the three ways to say what is watched is set, or a name is empty.
     """
     ways = [queues for queues in ((spec.queue,), tuple(spec.queues), (spec.queue_pattern,)) if any(queues)]
     if len(ways) != 1:
@@ -138,6 +138,8 @@ def _to_spec(spec: api.QueueWatcherSpec) -> WatchSpec:
             "queue_watcher.spec must set one of queue, queues and queue_pattern",
             field="queue_watcher.spec.queue",
         )
+    if not all(ways[0]):  # over AMQP that is the queue that was asked for before
+        raise InvalidArgumentError("must not be empty", field="queue_watcher.spec.queues")
     interval = wire.optional_seconds(spec, "interval")
     return WatchSpec(
         spec.broker,

@@ -1,0 +1,208 @@
+"""What the queues of an endpoint were like is kept for a day, through restarts and clocks that are set, and is in nobody's way."""
+
+import sqlite3
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, closing
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from unittest.mock import AsyncMock
+
+import pytest
+from sqlmodel import func, select
+
+from gpuscale.autoscaler import history_store
+from gpuscale.autoscaler import store as autoscaler_store
+from gpuscale.autoscaler.backtest import history
+from gpuscale.autoscaler.backtest.history import KEPT, SPACING, UNKNOWN, Reading
+from gpuscale.autoscaler.histories import Histories
+from gpuscale.autoscaler.history_store import ReadingRow
+from gpuscale.autoscaler.model import EndpointSpec
+from gpuscale.autoscaler.queues import watcher_store
+from gpuscale.autoscaler.queues.model import QueueReading, QueueState, Rates
+from gpuscale.autoscaler.replicas import Moment
+from gpuscale.autoscaler.store import Connection
+from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.store import Store
+from tests.support.autoscaler_values import signal, spec
+from tests.support.clock import ManualClock
+
+DAY = SPACING * KEPT
+
+
+class Site:
+    """Histories over a store; `queues` is what its watchers read last."""
+
+    def __init__(self, store: Store) -> None:
+        self.queues: dict[str, QueueReading] = {}
+        self.clock = ManualClock()
+        self.store = store
+        self.histories = Histories(self.queues.get, store)
+
+    async def note(self, wanted: EndpointSpec, endpoint: str = "e") -> None:
+        await self.histories.note(endpoint, wanted, Moment(self.clock.now(), self.clock.wall()))
+
+    async def kept(self, endpoint: str = "e") -> list[Reading]:
+        until = self.clock.wall().timestamp()
+        own = partial(history_store.readings, endpoint=endpoint, since=until - DAY, until=until)
+        return await self.store.read(own)
+
+    async def rows(self) -> int:
+        def count(connection: Connection) -> int:
+            return connection.execute(select(func.count()).select_from(ReadingRow)).scalar_one()
+
+        return await self.store.read(count)
+
+
+def opened(path: Path) -> AbstractAsyncContextManager[Store]:
+    metadata, migrations = autoscaler_store.METADATA, autoscaler_store.MIGRATIONS
+    return Store.open(
+        path, metadata, name="autoscaler", version=autoscaler_store.VERSION, migrations=migrations
+    )
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncGenerator[Site]:
+    async with opened(tmp_path / "a.db") as store:
+        yield Site(store)
+
+
+def watches(*watchers: str) -> EndpointSpec:
+    return spec(signals=tuple(signal(f"s{at}", watcher=one) for at, one in enumerate(watchers)))
+
+
+def reading(ready: int, unacked: int | None = 2, rates: Rates | None = None) -> QueueReading:
+    return QueueReading(QueueState.OK, ready, unacked, observed_at=1.0, rates=rates)
+
+
+async def test_it_is_kept_now_and_then_where_every_queue_is_known(site: Site) -> None:
+    two = watches("jobs", "more")
+    site.queues["jobs"] = reading(3, rates=Rates(2.0, 1.5, 1.0))
+    await site.note(two)
+    assert await site.kept() == [], "no such watcher"
+    site.queues["more"] = reading(1, None, Rates(1.0, 1.0, 1.0))
+    await site.note(two)
+    assert await site.kept() == [], "unknown is not 0"
+    site.queues["more"] = reading(1, 5, Rates(1.0, 1.0, 1.0))
+    begin = site.clock.wall().timestamp()
+    await site.note(two)
+    site.clock.advance(SPACING - 0.1)
+    await site.note(two)
+    site.clock.advance(0.1)
+    site.queues["more"] = reading(1, 5)
+    await site.note(two)
+    assert await site.kept() == [
+        Reading(begin, 4, 7, 3.0, 2.5),
+        Reading(begin + SPACING, 4, 7, UNKNOWN, UNKNOWN),
+    ]
+    assert await site.kept("other") == []
+
+
+async def test_a_day_is_kept_and_the_oldest_goes_as_the_newest_comes(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "KEPT", 20)
+    for number in range(50):
+        site.queues["jobs"] = reading(number)
+        await site.note(watches("jobs"))
+        site.clock.advance(SPACING)
+    assert [one.ready for one in await site.kept()] == list(range(30, 50))
+    assert await site.rows() == 20
+    await site.store.write(partial(history_store.remove_readings, endpoint="e"))
+    assert await site.rows() == 0
+
+
+@pytest.mark.parametrize("step", [-3_600.0, 36 * 3_600.0, 400 * 86_400.0])
+async def test_a_clock_that_was_wrong_for_a_while_leaves_no_readings_of_another_time(
+    site: Site, step: float
+) -> None:
+    """Rows stay as few as a day has, and what was written with a date that is still to come is not told."""
+    site.queues["jobs"] = reading(1)
+    site.clock.step_wall(step)
+    for _ in range(4):
+        await site.note(watches("jobs"))
+        site.clock.advance(SPACING)
+    site.clock.step_wall(-step)
+    for number in range(4):
+        site.queues["jobs"] = reading(10 + number)
+        await site.note(watches("jobs"))
+        site.clock.advance(SPACING)
+    found = await site.kept()
+    assert [one.ready for one in found][-4:] == [10, 11, 12, 13]
+    assert [one.at for one in found] == sorted(one.at for one in found)
+    assert await site.rows() <= 8
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
+    tmp_path: Path, version: int
+) -> None:
+    """The first knew neither patterns nor rates of watchers, and both kept no readings."""
+    path = tmp_path / "a.db"
+    async with opened(path):
+        pass
+    with closing(sqlite3.connect(path)) as old, old:
+        old.execute("DROP TABLE readingrow")
+        for column in ("pattern", "rates") if version == 1 else ():
+            old.execute(f"ALTER TABLE watcherrow DROP COLUMN {column}")
+        columns = "id, broker, virtual_host, queue, interval_seconds, etag, create_time_us, request_id, request_fingerprint"
+        values = "'jobs', 'default', '/', 'q', 2.5, 'e', 0, 'r', 'f'"
+        more, stated = ("", "") if version == 1 else (", pattern, rates", ", 1, 1")
+        old.execute(f"INSERT INTO watcherrow ({columns}{more}) VALUES ({values}{stated})")
+        old.execute(f"PRAGMA user_version={version}")
+    for _ in range(2):
+        async with opened(path) as store:
+            [watcher] = await store.read(watcher_store.load)
+            assert (watcher.watcher.spec.pattern, watcher.watcher.spec.rates) == (version == 2,) * 2
+            site = Site(store)
+            site.queues["jobs"] = reading(1)
+            await site.note(watches("jobs"))
+            assert len(await site.kept()) == 1
+
+
+async def test_a_file_of_a_later_version_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    async with opened(path):
+        pass
+    with closing(sqlite3.connect(path)) as later, later:
+        later.execute(f"PRAGMA user_version={autoscaler_store.VERSION + 1}")
+    with pytest.raises(FailedPreconditionError) as refused:
+        async with opened(path):
+            pass
+    assert refused.value.reason == "STATE_VERSION"
+    with closing(sqlite3.connect(path)) as later:
+        assert later.execute("PRAGMA user_version").fetchone() == (autoscaler_store.VERSION + 1,)
+
+
+async def test_a_reading_that_cannot_be_written_holds_up_nobody(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An endpoint is looked after all the same: what was decided is to be carried out."""
+    site.queues["jobs"] = reading(1)
+    with monkeypatch.context() as patch:
+        full = UnavailableError("the disk is full", reason="DISK_FULL")
+        patch.setattr(Store, "write", AsyncMock(side_effect=full))
+        await site.note(watches("jobs"))
+    assert await site.kept() == []
+    site.clock.advance(SPACING)
+    await site.note(watches("jobs"))
+    assert len(await site.kept()) == 1
+
+
+async def test_a_workload_is_that_of_the_last_day_and_not_too_much_to_run(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "MOST_REQUESTS", 1_000)
+    for ready in (500, 0, 0):
+        site.queues["jobs"] = reading(ready, 0, Rates(1.0, 1.0, 1.0))
+        await site.note(watches("jobs"))
+        site.clock.advance(SPACING)
+    found = await site.histories.workload("e", 2.0, site.clock.wall())
+    assert (len(found), {one.service for one in found}) == (500 + 2 * SPACING, {2.0})
+    site.queues["jobs"] = reading(0, 0, Rates(1e12, 1.0, 1.0))
+    await site.note(watches("jobs"))
+    with pytest.raises(FailedPreconditionError, match="more than 1000 requests") as refused:
+        await site.histories.workload("e", 2.0, site.clock.wall())
+    assert refused.value.reason == "NO_HISTORY"
+    with pytest.raises(FailedPreconditionError, match="less than 60 s"):
+        await site.histories.workload("e", 2.0, site.clock.wall() + timedelta(days=2))

@@ -1,0 +1,68 @@
+"""Questions for logs: each ends, and none outlives who asked it."""
+
+import asyncio
+from unittest.mock import AsyncMock
+
+import pytest
+
+from gpuscale.autoscaler.adapter_session import AdapterSession
+from gpuscale.autoscaler.asked_logs import MOST_AT_ONCE, AskedLogs, LogPart
+from gpuscale.autoscaler.log_reading import DEFAULT_BYTES, LogReading
+from gpuscale.autoscaler.planning import AdapterFacts
+from gpuscale.autoscaler.replicas import ReplicaState
+from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
+from tests.support.autoscaler_values import replica
+
+NAME = "endpoints/e/replicas/r"
+FACTS = AdapterFacts("a", "process", "n", frozenset({"worker"}), 0, live=False)
+
+
+async def test_who_gives_up_leaves_nothing_to_be_sent() -> None:
+    """Over a stream that takes nothing, callers who come and go must not fill the memory."""
+    logs = AskedLogs()
+    for _ in range(100):
+        asking = asyncio.create_task(logs.answer(logs.put(NAME, None, 10)))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+    assert logs._unsent == []
+    waits = logs.put(NAME, None, 10)
+    asking = asyncio.create_task(logs.answer(waits))
+    assert logs.unsent() == [waits]
+    assert logs.unsent() == []
+    logs.heard(1, LogPart(b"late"))
+    logs.heard(waits.number, LogPart(b"in time"))
+    logs.heard(waits.number, LogPart(b"twice"))
+    assert (await asking).content == b"in time"
+
+
+async def test_no_more_than_some_wait_and_all_hear_of_the_end() -> None:
+    logs = AskedLogs()
+    waiting = [asyncio.create_task(logs.answer(logs.put(NAME, None, 10))) for _ in range(MOST_AT_ONCE)]
+    with pytest.raises(ResourceExhaustedError):
+        logs.put(NAME, None, 10)
+    await asyncio.sleep(0)
+    logs.fail(UnavailableError("gone", reason="GONE"))
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [getattr(end, "reason", end) for end in ends] == ["GONE"] * MOST_AT_ONCE
+    logs.put(NAME, None, 10)
+
+
+async def test_a_connection_that_has_ended_is_not_asked() -> None:
+    """Else each call would wait for an answer that cannot come."""
+    session = AdapterSession(FACTS, lambda: 1)
+    session.close()
+    with pytest.raises(UnavailableError) as refused:
+        await session.read_log(NAME, None, 10)
+    assert refused.value.reason == "ADAPTER_DISCONNECTED"
+
+
+async def test_a_caller_gets_no_more_than_it_asked_for_whatever_an_adapter_answers() -> None:
+    store, hub = AsyncMock(), AsyncMock()
+    store.read.return_value = replica(state=ReplicaState.READY)
+    hub.read_log.return_value = LogPart(b"x" * 100_000, 7)
+    logs = LogReading(store, hub)
+    assert await logs.read("e", "r0", 7, 10) == (LogPart(b"x" * 10, 7), False)
+    assert len((await logs.read("e", "r0", 7, 0))[0].content) == DEFAULT_BYTES
+    with pytest.raises(NotFoundError):
+        await logs.read("other", "r0", 7, 10)

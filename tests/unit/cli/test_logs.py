@@ -1,0 +1,96 @@
+"""`gpuscalectl logs replica`: a terminal is not steered by what a replica wrote, and nothing short of its end ends --follow."""
+
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli import logs
+from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
+
+NAME = "endpoints/e/replicas/r"
+
+
+class Screen(io.BytesIO):
+    """Standard output; what is written to it as text goes to the same bytes."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        super().__init__()
+        self.buffer = self
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize(
+    ("parts", "shown"),
+    [
+        ([b"plain\ttext\n"], b"plain\ttext\n"),
+        ([b"\x1b[2Jgone\x07\r\n"], b"?[2Jgone??\n"),
+        ([b"\xc2\x9b2J"], b"?2J"),
+        ([b"\xc2", b"\x9b2J"], b"?2J"),
+        ([b"caf\xc3", b"\xa9 \xe2\x82", b"\xac"], "café €".encode()),
+        ([b"\xff\x9b["], "\ufffd\ufffd[".encode()),
+    ],
+    ids=["plain", "escape", "eight bits", "eight bits in two parts", "letters in two parts", "no text"],
+)
+def test_a_terminal_is_not_steered(parts: list[bytes], shown: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal, expected in ((True, shown), (False, b"".join(parts))):
+        screen = Screen(terminal=terminal)
+        monkeypatch.setattr("sys.stdout", screen)
+        write = logs._writer()
+        for part in parts:
+            write(part)
+        assert screen.getvalue() == expected
+
+
+def part(content: bytes, offset: int, *, ended: bool = False) -> api.ReadReplicaLogResponse:
+    end = offset + len(content)
+    return api.ReadReplicaLogResponse(content=content, offset=offset, next_offset=end, ended=ended)
+
+
+def followed(answers: list[Any], monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, list[int], list[float]]:
+    """What is shown, from which offsets it was asked for, and how long it was waited."""
+    asked, slept = list[int](), list[float]()
+
+    def read(request: api.ReadReplicaLogRequest) -> api.ReadReplicaLogResponse:
+        asked.append(request.offset if request.HasField("offset") else -1)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, api.ReadReplicaLogResponse)
+        return answer
+
+    sleep: Callable[[float], None] = slept.append
+    monkeypatch.setattr("time.sleep", sleep)
+    client: Any = SimpleNamespace(endpoints=SimpleNamespace(ReadReplicaLog=read))
+    return b"".join(logs._parts(client, NAME, 100, follow=True)), asked, slept
+
+
+def test_following_goes_on_where_it_was_when_all_that_leads_there_was_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an adapter, an autoscaler or a gateway is while it is restarted."""
+    away = UnavailableError("adapters/a is not connected", reason="ADAPTER_DISCONNECTED")
+    busy = ResourceExhaustedError("try again", reason="LOGS_BUSY", retry_after=0.25)
+    answers = [part(b"one ", 40), away, away, busy, part(b"two", 44), part(b"", 47, ended=True)]
+    shown, asked, slept = followed(answers, monkeypatch)
+    assert (shown, asked) == (b"one two", [-1, 44, 44, 44, 44, 47])
+    assert slept == [logs.PERIOD, logs.PERIOD, 0.25]
+    assert capsys.readouterr().err.count("not connected") == 1
+
+
+def test_following_says_what_was_cut_off_and_ends_with_what_cannot_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [part(b"old", 97), part(b"new", 0), part(b"", 3, ended=True)]
+    assert followed(answers, monkeypatch)[0] == b"oldnew"
+    assert "cut off" in capsys.readouterr().err
+    with pytest.raises(NotFoundError):
+        followed([part(b"x", 0), NotFoundError("it is gone")], monkeypatch)
+    with pytest.raises(UnavailableError):
+        followed([UnavailableError("nobody is there")], monkeypatch)
