@@ -53,6 +53,8 @@ def complete(address: str) -> Any:
         ("renew ", ["r1"]),
         ("drain ", ["host-1"]),
         ("get replicas -e ", ["jobs"]),
+        ("wait ep jobs --for ", ["ready", "deleted"]),
+        ("wait ep jobs --for = d", ["deleted"]),
         ("get replicas --endpoint j", ["jobs"]),
         ("get nodes -o js", ["json", "jsonl", "jsonpath="]),
         ("get nodes --output = yam", ["yaml"]),

@@ -107,6 +107,7 @@ def test_labels_come_before_fields_and_columns_before_paths(ctl: Any, world: can
     del world.things["reservations/r1"]
     assert ctl("get", "res", "-l", "zone=x", "-o", "name").out.split() == ["reservations/a", "reservations/c"]
     assert ctl("get", "res", "-l", "zone=x,holder=a", "-o", "name").out.split() == ["reservations/a"]
+    assert ctl("get", "res", "-l", "zone=x,fence>=10", "-o", "name").out.split() == ["reservations/c"]
     for by in ("fence", ".fence", "FENCE"):
         assert ctl("get", "res", "--sort-by", by, "-o", "name").out.split()[-1] == "reservations/b"
         assert ctl("get", "res", "--sort-by", f"-{by}", "-o", "name").out.split()[0] == "reservations/b"

@@ -75,6 +75,9 @@ def test_an_endpoint_is_waited_for_until_it_is_ready(
     [
         ("endpoint jobs --for=status.ready_replicas=3", {"ready_replicas": 3}),
         ("endpoints/jobs --for=status.desiredReplicas=7", {"desired_replicas": 7}),
+        ("ep jobs --for=status.readyReplicas>=3", {"ready_replicas": 4}),
+        ("ep jobs --for ready>=3", {"ready_replicas": 3}),
+        ("ep jobs --for ready<2,desired>2", {"ready_replicas": 1}),
         ("ep jobs --for=deleted", None),
     ],
 )
@@ -109,6 +112,9 @@ def test_a_wait_that_is_over_is_6_and_says_why(ctl: Any) -> None:
         ("endpoint nobody", 3, "not found"),
         ("endpoint jobs --for status.redyReplicas=1", 2, "did you mean readyReplicas?"),
         ("endpoint jobs --for =", 2, "--for"),
+        ("endpoint jobs --for ready>=many", 2, "--for: 'ready>=many': 'many' is no number"),
+        ("endpoint jobs --for name>=3", 2, "--for: name is 'endpoints/jobs', no number"),
+        ("endpoint jobs --for redy>=3", 2, "did you mean ready?"),
         ("quota x", 2, "cannot be waited for"),
         ("endpoint", 2, "NAME"),
     ],

@@ -7,7 +7,15 @@ import pytest
 from gpuscale.cli.selecting import order, parse_selector
 
 LABELS = {"zone": "a", "app.kubernetes.io/name": "x"}
-DATA = {"name": "nodes/n1", "state": "NODE_STATE_ONLINE", "fence": "41", "status": {"readyReplicas": 2}}
+DATA = {
+    "name": "nodes/n1",
+    "state": "NODE_STATE_ONLINE",
+    "fence": "41",
+    "status": {"readyReplicas": 2},
+    "memory": "85899345920",
+    "left": "90s",
+    "share": 0.6,
+}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +40,19 @@ DATA = {"name": "nodes/n1", "state": "NODE_STATE_ONLINE", "fence": "41", "status
         ("status.ready_replicas=2", True),
         ("app.kubernetes.io/name=x", True),
         ("name=n1", False),
+        ("status.readyReplicas>=2", True),
+        ("status.readyReplicas > 2", False),
+        ("status.readyReplicas<=2,fence<42", True),
+        ("fence>41.5", False),
+        ("fence<41.5", True),
+        ("memory>=79GiB", True),
+        ("memory>80GiB", False),
+        ("left<2m", True),
+        ("left<1m", False),
+        ("share>=0.5", True),
+        ("share>0.7", False),
+        ("zone>=1", False),
+        ("absent<1", False),
     ],
 )
 def test_a_selector(selector: str, *, fits: bool) -> None:
@@ -44,10 +65,33 @@ def test_what_is_no_condition_is_said(text: str) -> None:
         parse_selector(text)
 
 
+@pytest.mark.parametrize("text", ["fence>", "fence>=many", "zone<b"])
+def test_an_amount_is_compared_with_an_amount(text: str) -> None:
+    with pytest.raises(ValueError, match="no number, size or duration"):
+        parse_selector(text)
+
+
 def test_amounts_stand_in_order_then_texts_then_what_is_absent() -> None:
-    wanted = ["0", "9", 10, "37%", "1m30s", "210W", "512MiB", "12GiB/80GiB", "a", "b1", "zz", "-", "", None]
+    wanted = [
+        "0",
+        "0.2",
+        "0.7",
+        "9",
+        10,
+        "37%",
+        "1m30s",
+        "210W",
+        "512MiB",
+        "12GiB/80GiB",
+        "a",
+        "b1",
+        "zz",
+        "-",
+        "",
+        None,
+    ]
     mixed = list(wanted)
     random.Random(1).shuffle(mixed)
     ordered = sorted(mixed, key=order)
     assert [order(one) for one in ordered] == [order(one) for one in wanted]
-    assert ordered[:11] == wanted[:11]
+    assert ordered[:13] == wanted[:13]

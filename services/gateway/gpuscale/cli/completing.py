@@ -144,6 +144,11 @@ def _options(line: Line) -> list[Candidate]:
 def _values(line: Line, option: str) -> list[Candidate]:
     if option in {"-o", "--output"}:
         return [Candidate(f"{one}=" if one in WITH_EXPRESSION else one) for one in Format]
+    if option == "--for" and line.path[:1] == ("wait",):
+        return [
+            Candidate("ready", "until it is as it should be"),
+            Candidate("deleted", "until it is gone"),
+        ]
     if option in _NAMED:
         return _names(line.session, option)
     return _choices(_parameter(line.command, option))

@@ -7,21 +7,25 @@ from google.protobuf.message import Message
 
 from gpuscale.api.autoscaler.v1 import Endpoint
 from gpuscale.cli import resources
-from gpuscale.cli.jsonpath import Path, parse_path
-from gpuscale.cli.views.cells import word
+from gpuscale.cli.views.allocator import RESERVATIONS
+from gpuscale.cli.views.autoscaler import ADAPTERS, ENDPOINTS, REPLICAS, WATCHERS
+from gpuscale.cli.views.cells import Column, word
 from gpuscale.cli.views.monitor import NODES
 from gpuscale.client import Client
 
-_LABELS = parse_path("labels")
-
 
 class Kind(NamedTuple):
-    """One kind of resource: how those of given names are read, where its labels are, and what READY is to it."""
+    """One kind of resource: how those of given names are read, what READY is to it, and its columns."""
 
     read: Callable[[Client, Sequence[str]], Sequence[Message]]
     ready: str
     """A selector; empty for endpoints, which have counts."""
-    labels: Path = _LABELS
+    columns: Sequence[Column[Any]] = ()
+    """Those that a resource fills by itself: none of GPUs, whose table takes more than the GPU."""
+
+    def column(self, heading: str) -> Column[Any] | None:
+        """The column of that heading, in any case."""
+        return next((one for one in self.columns if one.heading.casefold() == heading.casefold()), None)
 
 
 def _gpus(client: Client, typed: Sequence[str]) -> Sequence[Message]:
@@ -29,13 +33,13 @@ def _gpus(client: Client, typed: Sequence[str]) -> Sequence[Message]:
 
 
 KINDS: Mapping[str, Kind] = {
-    "nodes": Kind(resources.nodes, "state=ONLINE", NODES.labels),
+    "nodes": Kind(resources.nodes, "state=ONLINE", NODES.columns),
     "gpus": Kind(_gpus, "state=OK"),
-    "reservations": Kind(resources.reservations, "state=ACTIVE"),
-    "endpoints": Kind(resources.endpoints, ""),
-    "replicas": Kind(resources.replicas, "state=READY"),
-    "watchers": Kind(resources.watchers, "status.state=OK"),
-    "adapters": Kind(resources.adapters, "state=CONNECTED"),
+    "reservations": Kind(resources.reservations, "state=ACTIVE", RESERVATIONS.columns),
+    "endpoints": Kind(resources.endpoints, "", ENDPOINTS.columns),
+    "replicas": Kind(resources.replicas, "state=READY", REPLICAS.columns),
+    "watchers": Kind(resources.watchers, "status.state=OK", WATCHERS.columns),
+    "adapters": Kind(resources.adapters, "state=CONNECTED", ADAPTERS.columns),
 }
 
 

@@ -1,7 +1,7 @@
 """`gpuscalectl wait`: until things are as they should be, with news of why they are not yet."""
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,7 +9,7 @@ from gpuscale.cli.field_names import check, near
 from gpuscale.cli.options import duration
 from gpuscale.cli.output import Format, to_dict, write_lines
 from gpuscale.cli.progress import Progress
-from gpuscale.cli.selecting import Condition, parse_selector
+from gpuscale.cli.selecting import Condition, amount, parse_selector
 from gpuscale.cli.session import session_of
 from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, NotFoundError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from gpuscale.cli.kinds import Kind
+    from gpuscale.cli.views.cells import Column
     from gpuscale.client import Client
 
 READY, GONE = "ready", "deleted"
@@ -33,7 +34,7 @@ def wait(
         typer.Option(
             "--for",
             metavar="CONDITION",
-            help="ready, deleted, or FIELD=VALUE such as status.readyReplicas=3.",
+            help="ready, deleted, or a FIELD or column and =, !=, >=, <=, > or < a VALUE: 'ready>=3'.",
         ),
     ] = READY,
     timeout: Annotated[
@@ -102,10 +103,34 @@ class _Awaited:
             return False
         if self.until == READY and isinstance(item, Endpoint):
             return is_ready(item)
-        for one in self._conditions:
-            check(one.path, item.DESCRIPTOR, "--for", (READY, GONE))
         data = to_dict(item)
-        return all(one.fits({}, data) for one in self._conditions)
+        return all(one.holds(self._values(one, item, data)) for one in self._conditions)
+
+    def _values(self, condition: Condition, item: "Message", data: object) -> list[str]:
+        """What an item has where a condition looks: in a field, or else in a column of its table.
+
+        Raises:
+            InvalidArgumentError: it has neither, or nothing that could be compared.
+        """
+        column = None
+        try:
+            check(condition.path, item.DESCRIPTOR, "--for", (READY, GONE))
+        except InvalidArgumentError:
+            column = self.kind.column(condition.key)
+            if column is None:
+                raise
+        values = condition.values(data) if column is None else _cell(column, item)
+        odd = next((one for one in values if condition.compares and amount(one) is None), None)
+        if odd is not None:
+            raise InvalidArgumentError(f"--for: {condition.key} is {odd!r}, no number, size or duration")
+        return values
+
+
+def _cell(column: "Column[Any]", item: "Message") -> list[str]:
+    from gpuscale.cli.views.cells import ABSENT
+
+    text = column.cell(item)
+    return [] if text == ABSENT else [text]
 
 
 def _wait(client: "Client", awaited: _Awaited, name: str, timeout: float, progress: Progress) -> None:

@@ -34,7 +34,7 @@ def options(
             "--selector",
             "-l",
             metavar="KEY=VALUE,...",
-            help="Only those with this label, or field: state=READY,zone!=a,!cordoned.",
+            help="Only those with this label, or field: state=READY,zone!=a,!cordoned,fence>=3.",
         ),
     ] = "",
     sort_by: Annotated[
