@@ -1,4 +1,4 @@
-"""docker-compose.yml is what it says: all of it comes up, and one allocator may die."""
+"""docker-compose.yml is what it says: all of it comes up, one allocator may die, and all ends when it is asked to."""
 
 import subprocess
 from collections.abc import Iterator
@@ -54,3 +54,5 @@ def test_everything_comes_up_and_the_standby_takes_over(compose: Compose) -> Non
     eventually_sync(there, timeout=120.0, interval=1.0)
     compose.ctl("reserve", "--gpus", "1")
     assert LEADING in compose.logs(standby)
+    for first_process, service in (("an init", "adapter"), ("of the host", "agent")):
+        assert compose.stop(service) == 0, first_process

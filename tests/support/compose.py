@@ -1,8 +1,9 @@
 """docker-compose.yml brought up by podman-compose, in a network namespace of its own, without a registry.
 
-The image `gpuscale:local` is made here: gpuscale as its wheel installs it, over the Python and the libraries of this
-machine, which an override file mounts. The image of PostgreSQL is the same with another command; RabbitMQ has a stand-in
-that does nothing, and no service has a GPU or the network of its own that an engine would give it.
+The image `gpuscale:local` is the one that the Dockerfile builds where GPUSCALE_IMAGE names its archive (`make image`).
+Otherwise it is made here: gpuscale as its wheel installs it, over the Python and the libraries of this machine, which an
+override file mounts. The image of PostgreSQL is made so too, with another command; RabbitMQ has a stand-in that does
+nothing, and no service has a GPU or the network of its own that an engine would give it.
 """
 
 import json
@@ -17,15 +18,21 @@ from configparser import ConfigParser
 from importlib.util import find_spec
 from io import BytesIO, StringIO
 from pathlib import Path
+from shutil import which
 from types import TracebackType
 from typing import Any, Self
+
+from ruamel.yaml import YAML
 
 from tests.support.podman import Podman, missing_programs
 from tests.support.postgresql import program
 
 ROOT = Path(__file__).parents[2]
+COMPOSE_FILE = ROOT / "docker-compose.yml"
 TIMEOUT_S = 240.0
 OWN_USER = 10_001
+MADE = "localhost/of-this-machine:local"
+ARCHIVE = os.environ.get("GPUSCALE_IMAGE")
 PYTHON = "/opt/python/bin/python3"
 _FOLDERS = (
     "usr",
@@ -62,6 +69,8 @@ def why_unavailable() -> str | None:
         return "podman-compose is not installed (requirements-dev.txt)"
     if program("postgres") is None:
         return "PostgreSQL is not installed (Debian package postgresql)"
+    if which("catatonit") is None:
+        return "no init for containers is installed (Debian package catatonit)"
     tried = subprocess.run(
         ["unshare", "--net", "true"], check=False, capture_output=True, text=True, timeout=60
     )
@@ -73,7 +82,7 @@ class Compose:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._podman = Podman()
+        self._podman = Podman("overlay") if ARCHIVE else Podman()
         self._holder: subprocess.Popen[str] | None = None
         self._override = folder / "override.yml"
 
@@ -88,6 +97,12 @@ class Compose:
     def kill(self, service: str) -> None:
         """kill -9."""
         self._inside("podman", "kill", "--signal", "KILL", f"gpuscale_{service}_1")
+
+    def stop(self, service: str) -> int:
+        """Ask it to end, and kill it 15 s later; its exit status: 137 when it was killed."""
+        name = f"gpuscale_{service}_1"
+        self._inside("podman", "stop", "--time", "15", name)
+        return int(self._inside("podman", "inspect", "--format", "{{.State.ExitCode}}", name))
 
     def logs(self, service: str) -> str:
         """What a service wrote."""
@@ -117,8 +132,9 @@ class Compose:
             assert self._holder.stdout is not None
             assert self._holder.stdout.readline() == "ready\n"
             self._import()
-            services = self._inside(*self._command(), "config", "--services").split()
-            override = json.dumps({"services": {name: _changed(name) for name in services}})
+            built = self._load(ARCHIVE) if ARCHIVE else None
+            services = YAML(typ="safe").load(COMPOSE_FILE)["services"]
+            override = json.dumps({"services": {name: _changed(name, built) for name in services}})
             self._override.write_text(override.replace(json.dumps(_RESET), "!reset null"))
         except BaseException:
             self.__exit__(None, None, None)
@@ -139,8 +155,10 @@ class Compose:
                 self._holder.communicate()
 
     def _command(self, *files: Path) -> list[str]:
-        named = [word for file in (ROOT / "docker-compose.yml", *files) for word in ("--file", str(file))]
-        return [sys.executable, "-m", "podman_compose", "--project-name", "gpuscale", *named]
+        named = [word for file in (COMPOSE_FILE, *files) for word in ("--file", str(file))]
+        # Podman's own parent has the share of the CPU that one process has, for all containers together.
+        parent = "--podman-run-args=--cgroup-parent=/"
+        return [sys.executable, "-m", "podman_compose", "--project-name", "gpuscale", parent, *named]
 
     def _compose(self, *arguments: str) -> str:
         return self._inside(*self._command(self._override), *arguments)
@@ -191,8 +209,12 @@ class Compose:
             "import",
             *(word for one in changes for word in ("--change", one)),
             str(file),
-            "localhost/gpuscale:local",
+            MADE,
         )
+
+    def _load(self, archive: str) -> str:
+        """The name of the image in an archive, which is loaded."""
+        return self._podman.run("load", "--quiet", "--input", archive).removeprefix("Loaded image: ")
 
     def _wheel(self) -> Path:
         build = ("wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(self._folder))
@@ -246,21 +268,17 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes, mode: int = 0o644)
     archive.addfile(info, BytesIO(content))
 
 
-def _changed(name: str) -> dict[str, Any]:
+def _changed(name: str, built: str | None) -> dict[str, Any]:
     """What is other for a service than the file says."""
-    host = ["/usr:/usr:ro", f"{sys.base_prefix}:/opt/python:ro", f"{site.getsitepackages()[0]}:/opt/deps:ro"]
-    if (libraries := Path("/etc/ld.so.cache")).exists():
-        host.append(f"{libraries}:{libraries}:ro")
     own: dict[str, Any] = {
-        "image": "localhost/gpuscale:local",
+        "image": built,
         "network_mode": "host",
         "extra_hosts": ["postgres:127.0.0.1", "rabbitmq:127.0.0.1"],
-        "volumes": host,
     }
+    if built is None or name in ("postgres", "rabbitmq"):
+        own["image"], own["volumes"] = MADE, _of_this_machine()
     if name in ("agent", "adapter"):
         own["deploy"] = _RESET
-    if name == "adapter":
-        own["init"] = False  # its program is one that this machine may not have
     if name == "postgres":
         postgres = program("postgres")
         assert postgres is not None
@@ -272,3 +290,11 @@ def _changed(name: str) -> dict[str, Any]:
     if name == "rabbitmq":
         own["command"] = ["/bin/sleep", "10000"]
     return own
+
+
+def _of_this_machine() -> list[str]:
+    """What the image that is made here needs of this machine."""
+    mounts = {"/usr": "/usr", sys.base_prefix: "/opt/python", site.getsitepackages()[0]: "/opt/deps"}
+    if Path(libraries := "/etc/ld.so.cache").exists():
+        mounts[libraries] = libraries
+    return [f"{here}:{there}:ro" for here, there in mounts.items()]

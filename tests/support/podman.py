@@ -41,7 +41,7 @@ default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
 """
 _STORAGE_CONF = """\
 [storage]
-driver = "vfs"
+driver = "{driver}"
 graphroot = "{folder}/storage"
 runroot = "{folder}/run"
 """
@@ -61,7 +61,8 @@ class Podman:
     Containers live on when the service is stopped or killed, as they do with Docker's live restore.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, driver: str = "vfs") -> None:
+        """`driver` keeps the images: vfs works anywhere, and copies all of an image for each container."""
         self._folder = GuardedFolder("gpuscale-podman-")
         self.path = self._folder.path
         # A path of a unix socket may have 107 characters.
@@ -70,7 +71,7 @@ class Podman:
         self._service: GuardedProcess | None = None
         (self.path / "home").mkdir()
         (self.path / "containers.conf").write_text(_CONTAINERS_CONF.format(folder=self.path))
-        (self.path / "storage.conf").write_text(_STORAGE_CONF.format(folder=self.path))
+        (self.path / "storage.conf").write_text(_STORAGE_CONF.format(folder=self.path, driver=driver))
 
     @property
     def environment(self) -> Mapping[str, str]:
