@@ -3,9 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Half of their time tests wait for real servers, so there is one more at a time than cores.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# What builds the image and saves it.
+ENGINE ?= docker
+# Where set, each of the hundreds of programs that the tests start would compile gpuscale anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run install test unit check api docs format bench wheel clean
+.PHONY: help run install test unit check api docs format bench wheel image clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,7 +26,7 @@ test: $(VENV)/.dev  ## install what the tests need (RabbitMQ too, where it may) 
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 endif
 
 unit: $(VENV)/.dev  ## run the tests that need no server
@@ -55,6 +61,12 @@ bench: $(VENV)/.dev  ## measure: tables of ratios to a baseline run side by side
 wheel: $(VENV)/.installed  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
+image: $(VENV)/.dev  ## build the image and bring docker-compose.yml up with it (ENGINE=podman where there is no docker)
+	$(ENGINE) build $(ARGS) -t gpuscale:local .
+	mkdir -p build && rm -f build/image.tar
+	$(ENGINE) save -o build/image.tar gpuscale:local
+	GPUSCALE_IMAGE=$(CURDIR)/build/image.tar $(BIN)/python -m pytest tests/e2e/test_compose.py
+
 clean:  ## remove what was built and installed here
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
@@ -65,6 +77,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e '.[all]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.installed
-	$(PIP) -r requirements-dev.txt
-	@touch $@
+# In one step, which settles the versions once.
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt requirements-dev.txt
+	$(PIP) -e '.[all]' -r requirements-dev.txt
+	@touch $(VENV)/.installed $@

@@ -21,15 +21,23 @@ asyncio.set_event_loop(None)
 settings.register_profile("gpuscale", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gpuscale")
 
-REAL = {"fault", "integration", "e2e"}
+SLOW_FIRST = ("e2e", "fault", "integration")
+"""Folders of tests over real processes, servers and clocks, those with the longest files first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests over real processes, servers and clocks may be run once more; that they were is printed (RERUN).
+    """Tests over real processes, servers and clocks begin first, and may be run once more; that they were is printed (RERUN).
 
-    A machine that stands still for seconds breaks any bound on real time. What is wrong fails twice.
+    A machine that stands still for seconds breaks any bound on real time. What is wrong fails twice. Workers take one
+    file after the other (`make test`), so a long one that came last would be waited for alone.
     """
     here = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in REAL:
+        if _folder(item, here) in SLOW_FIRST:
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=1))
+    ranks = {name: rank for rank, name in enumerate(SLOW_FIRST)}
+    items.sort(key=lambda item: ranks.get(_folder(item, here), len(ranks)))
+
+
+def _folder(item: pytest.Item, here: Path) -> str:
+    return item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""

@@ -10,6 +10,7 @@ ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || packages="$packages pos
 command -v podman >/dev/null 2>&1 || packages="$packages podman"
 command -v runc >/dev/null 2>&1 || packages="$packages runc"
 command -v conmon >/dev/null 2>&1 || packages="$packages conmon"
+command -v catatonit >/dev/null 2>&1 || packages="$packages catatonit"
 # Not any busybox: the image of the tests is this one file.
 dpkg -s busybox-static >/dev/null 2>&1 || packages="$packages busybox-static"
 command -v promtool >/dev/null 2>&1 || packages="$packages prometheus"

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import quote
 
 import httpx
 
@@ -132,6 +133,19 @@ class RabbitBroker:
         """Kill the broker if it runs, and start it on the same data, ports and node name."""
         self.kill()
         self.start()
+
+    def clear(self) -> None:
+        """Delete every queue, with what is in it.
+
+        Raises:
+            httpx.HTTPError: the broker did not do it.
+        """
+        with httpx.Client(
+            base_url=self.management_url, auth=(self.user, self.password), timeout=30
+        ) as client:
+            for queue in client.get("/api/queues").raise_for_status().json():
+                place = f"{quote(queue['vhost'], safe='')}/{quote(queue['name'], safe='')}"
+                client.delete(f"/api/queues/{place}").raise_for_status()
 
     def close(self) -> None:
         """End the broker and its port mapper and remove every file; a later `start` begins with no data."""

@@ -1,4 +1,4 @@
-"""Fixtures with a real broker: `rabbitmq` (one for the whole run) and `rabbitmq_private` (one for one test)."""
+"""Fixtures with a real broker, one for each process of the run: `rabbitmq`, and `rabbitmq_private` to do harm to it."""
 
 import os
 from collections.abc import Iterator
@@ -17,11 +17,12 @@ def rabbitmq() -> Iterator[RabbitBroker]:
 
 
 @pytest.fixture
-def rabbitmq_private() -> Iterator[RabbitBroker]:
-    """A broker of the test's own, to kill, pause and restart; it takes some seconds to start."""
-    _require_broker()
-    with RabbitBroker() as broker:
-        yield broker
+def rabbitmq_private(rabbitmq: RabbitBroker) -> Iterator[RabbitBroker]:
+    """The same broker without a queue, to kill, pause and restart: tests of a process run one after the other."""
+    rabbitmq.clear()
+    yield rabbitmq
+    rabbitmq.resume()
+    rabbitmq.start()
 
 
 def _require_broker() -> None:
