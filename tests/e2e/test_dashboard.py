@@ -7,10 +7,12 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.request import urlopen
 
 import pytest
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import connect
 from gpuscale.common.wire import to_duration
 from tests.support.browser import chromium, page_of
@@ -92,6 +94,21 @@ def test_a_reservation_is_seen_without_loading_the_page_again(browser: Browser, 
             eventually_sync(lambda: tile(page, "reserved") == "5", timeout=30)
             print(f"\nseen after {time.monotonic() - started:.2f} s")
         eventually_sync(lambda: tile(page, "reserved") == "2", timeout=30)
+
+
+def test_a_page_comes_with_its_data(up: Up, site: str) -> None:
+    """What is drawn first needs no second answer."""
+    with connect(up.address) as client:
+        [node] = client.fleet.ListNodes(monitor_api.ListNodesRequest()).nodes
+    uuids = [gpu.uuid for gpu in node.snapshot.gpus]
+    assert len(uuids) == 8
+
+    def all_are_there() -> bool:
+        with urlopen(site, timeout=30) as answer:
+            page = answer.read().decode()
+        return all(uuid in page for uuid in uuids)
+
+    eventually_sync(all_are_there, timeout=30)
 
 
 def test_a_gpu_has_charts_of_what_it_read(browser: Browser, site: str) -> None:
