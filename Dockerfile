@@ -3,8 +3,8 @@
 #   docker build -t gpuscale:local .
 #   docker run --init gpuscale:local gpuscale-agent --help
 #
-# PYTHON may name a mirror's copy, or a digest: --build-arg PYTHON=registry.example/python@sha256:...
-ARG PYTHON=docker.io/library/python:3.12-slim
+# --build-arg PYTHON=NAME takes another base: a mirror's copy, a digest, or the whole name where an engine asks for it.
+ARG PYTHON=python:3.12-slim
 
 FROM ${PYTHON} AS build
 # Settles what builds the wheel, too.
