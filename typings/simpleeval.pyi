@@ -1,5 +1,6 @@
 # The part of simpleeval that is used here.
 
+import ast
 from ast import AST
 from collections.abc import Callable, Mapping
 
@@ -14,4 +15,4 @@ class SimpleEval:
         functions: Mapping[str, Callable[..., object]] | None = None,
         names: Mapping[str, float] | None = None,
     ) -> None: ...
-    def eval(self, expr: str) -> object: ...
+    def eval(self, expr: str, previously_parsed: ast.expr | None = None) -> object: ...

@@ -1,5 +1,6 @@
 """Rules that say how many replicas there should be: targets, bursts, drains and formulas."""
 
+import ast
 import math
 from typing import Any
 
@@ -212,3 +213,17 @@ def test_the_allowed_formulas_are_allowed() -> None:
     assert not problem(
         "min(max(ceil(queue / 20), 1), floor(9.5)) + abs(-1) if queue >= 3 and ready < 4 else 0"
     )
+
+
+def test_a_formula_is_read_although_python_lost_count_of_its_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 3.11 does where the garbage collector runs a finalizer meanwhile that parses, too."""
+    parse, errors = ast.parse, iter([SystemError("AST constructor recursion depth mismatch")])
+
+    def disturbed(text: str, mode: str) -> ast.AST:
+        for error in errors:
+            raise error
+        return parse(text, mode=mode)
+
+    monkeypatch.setattr(ast, "parse", disturbed)
+    assert apply(FormulaRule("queue / 8 + 0"), 1, 16.0).step.after == 2
+    assert list(errors) == []

@@ -66,10 +66,25 @@ def name_of(signal: str) -> str:
 
 
 @lru_cache(maxsize=1024)
+def _tree(expression: str) -> ast.Expression:
+    """A formula taken apart.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it is none.
+    """
+    try:
+        return ast.parse(expression.strip(), mode="eval")
+    except SystemError:
+        # Python 3.11 counts the depth of all trees in one place (gh-106905): it loses count where the garbage collector
+        # meanwhile ends something that parses too, as whatever writes a traceback does. The next time it counts anew.
+        return ast.parse(expression.strip(), mode="eval")
+
+
+@lru_cache(maxsize=1024)
 def problem(expression: str) -> str:
     """What is wrong with a formula; empty where nothing is."""
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
+        tree = _tree(expression)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return "is no formula"
     if _depth(tree) > DEEPEST:
@@ -91,8 +106,7 @@ def problem(expression: str) -> str:
 @lru_cache(maxsize=1024)
 def names(expression: str) -> frozenset[str]:
     """The names in a sound formula, those of functions left out."""
-    tree = ast.parse(expression.strip(), mode="eval")
-    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    found = {node.id for node in ast.walk(_tree(expression)) if isinstance(node, ast.Name)}
     return frozenset(found - _FUNCTIONS.keys())
 
 
@@ -120,7 +134,7 @@ def formula(kind: FormulaRule, inputs: Inputs) -> Proposal:
 
 def _evaluate(expression: str, values: Mapping[str, float]) -> float:
     evaluator = SimpleEval(operators=_OPERATORS, functions=dict(_FUNCTIONS), names=dict(values))
-    result = evaluator.eval(expression)
+    result = evaluator.eval(expression, _tree(expression).body)
     if not isinstance(result, int | float):
         raise TypeError(f"gives {type(result).__name__}, not a number")
     return float(result)
