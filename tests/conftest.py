@@ -1,6 +1,7 @@
 """What every test shares: private servers that live as long as the tests that need them."""
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ pytest_plugins = [
 # Python 3.11 makes an event loop for the main thread when pytest-asyncio first asks for the current one, and nobody
 # closes it; with warnings as errors an arbitrary test would fail.
 asyncio.set_event_loop(None)
+
+# A run that a script starts in the background ignores Ctrl-C, and so would every program that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine makes examples slow, not wrong.
 settings.register_profile("gpuscale", deadline=None, suppress_health_check=[HealthCheck.too_slow])
