@@ -9,9 +9,9 @@ import sys
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any, Literal, TextIO, TypeGuard
 
+import structlog
 from pydantic import SecretBytes, SecretStr
 
-from gpuscale.common.plain_structlog import structlog
 from gpuscale.common.secrets import SecretUrl
 
 Level = Literal["debug", "info", "warning", "error"]
