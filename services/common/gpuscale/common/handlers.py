@@ -66,12 +66,12 @@ class HandlerList(grpc.aio.Server):
             self.handlers[f"/{service_name}/{name}"] = handler
 
     def add_insecure_port(self, address: str) -> int:
-        """Nobody listens here."""
-        raise NotImplementedError(address)
+        """Refused: nobody listens here."""
+        raise RuntimeError(f"handlers that are only kept cannot be served at {address}")
 
-    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
-        """Nobody listens here."""
-        raise NotImplementedError(address)
+    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:  # noqa: ARG002
+        """Refused: nobody listens here."""
+        raise RuntimeError(f"handlers that are only kept cannot be served at {address}")
 
     async def start(self) -> None:
         """Nothing."""

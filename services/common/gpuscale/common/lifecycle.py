@@ -88,12 +88,23 @@ class TaskScope:
         return task
 
 
+class _Named:
+    """Adds the name of the task to an error that leaves the block."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            error.add_note(f"in task {self._name}")
+
+
 async def _named(name: str, work: Coroutine[Any, Any, T]) -> T:
-    try:
+    with _Named(name):
         return await work
-    except Exception as error:
-        error.add_note(f"in task {name}")
-        raise
 
 
 async def _never_ending(name: str, work: Coroutine[Any, Any, None]) -> None:
