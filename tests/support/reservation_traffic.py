@@ -5,6 +5,8 @@ several kinds of broken allocators look healthy.
 """
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
 from uuid import UUID
@@ -78,6 +80,16 @@ class Traffic:
         self.stopped = asyncio.Event()
         self._client = client
         self._random = Random(seed)
+
+    @asynccontextmanager
+    async def of(self, callers: int) -> AsyncGenerator[None]:
+        """So many who reserve, and one who lists, while the block runs; each finishes what it is at then."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(callers):
+                group.create_task(self.holder())
+            group.create_task(self.lister())
+            yield
+            self.stop()
 
     def stop(self) -> None:
         """Let every caller finish what it is at."""

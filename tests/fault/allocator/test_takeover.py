@@ -34,12 +34,8 @@ async def test_no_acknowledged_grant_is_lost_or_given_twice_when_leaders_are_kil
         await both.leader()
         await reached(both.client, 12)
         traffic = Traffic(both.client, SEED)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(CALLERS):
-                group.create_task(traffic.holder())
-            group.create_task(traffic.lister())
+        async with traffic.of(CALLERS):
             took = [await killed(both, traffic) for _ in range(ROUNDS)]
-            traffic.stop()
         print(f"take-overs took {sorted(round(one, 2) for one in took)} s")
         assert traffic.history.violations() == []
         assert len(traffic.history.grants) > 20 * ROUNDS, "too little happened to prove anything"

@@ -86,15 +86,11 @@ async def test_no_promise_breaks_whatever_happens_to_leaders_sessions_and_the_se
         await both.leader()
         await reached(both.client, 12)
         traffic = Traffic(both.client, SEED)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(CALLERS):
-                group.create_task(traffic.holder())
-            group.create_task(traffic.lister())
+        async with traffic.of(CALLERS):
             for trouble in troubles:
                 await granted(traffic, CALLERS)
                 await trouble(both, postgresql_private)
             await granted(traffic, CALLERS)
-            traffic.stop()
         assert traffic.history.violations() == []
 
 

@@ -123,14 +123,20 @@ async def test_several_releases_at_once_over_a_failing_disk_free_the_gpu_once(
 
 
 async def test_a_lease_whose_end_cannot_be_written_stays_held_and_ends_later(
-    tmp_path: Path, points: SetPoints
+    tmp_path: Path, points: SetPoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = ManualClock()
+    clock, tries, hit = ManualClock(), list[str](), failpoints.hit_async
+
+    async def noted(name: str) -> None:
+        tries.append(name)
+        await hit(name)
+
+    monkeypatch.setattr(failpoints, "hit_async", noted)
     async with running(tmp_path, FakeFleet(node_message("n0", count=1)), clock=clock) as client:
         granted = await client.reserve(ttl=60)
         points("allocator.end.before_commit=error")
         clock.advance(60)
-        await asyncio.sleep(1.0)  # past the sweeper's start delay and a round or two of failing writes
+        await eventually(lambda: tries.count("allocator.end.before_commit") >= 2)
         assert (await client.get(granted.name)).state == Reservation.STATE_ACTIVE
         assert await _is_held(client)
         points("")

@@ -50,11 +50,21 @@ async def site(
         yield client, api.QuotaServiceStub(channel)
 
 
+async def until_waiting(quotas: api.QuotaServiceStub, count: int) -> None:
+    """Until so many calls of one tenant wait."""
+
+    async def waiting() -> bool:
+        listed = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=5)).quotas
+        return [one.waiting_count for one in listed] == [count]
+
+    await eventually(waiting)
+
+
 async def test_a_call_that_waits_is_served_by_a_release(tmp_path: Path) -> None:
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
+    async with site(tmp_path, FakeFleet(node_message("n0", count=1))) as (client, quotas):
         held = await client.reserve()
         call = asyncio.create_task(client.reserve(wait=to_duration(20)))
-        await asyncio.sleep(0.2)
+        await until_waiting(quotas, 1)
         assert not call.done()
         await client.release(held)
         granted = await call
@@ -75,19 +85,19 @@ async def test_a_wait_ends_in_time_and_no_wait_is_one_look(tmp_path: Path) -> No
 
 async def test_a_new_node_serves_who_waits(tmp_path: Path) -> None:
     fleet = FakeFleet(node_message("n0", count=1))
-    async with running(tmp_path, fleet) as client:
+    async with site(tmp_path, fleet) as (client, quotas):
         await client.reserve()
         call = asyncio.create_task(client.reserve(wait=to_duration(20)))
-        await asyncio.sleep(0.1)
+        await until_waiting(quotas, 1)
         fleet.put(node_message("n1", count=1))
         assert (await call).gpus[0].node == "n1"
 
 
 async def test_memory_that_an_outsider_gives_back_serves_who_waits(tmp_path: Path) -> None:
     fleet = FakeFleet(node_message("n0", gpu_message("g0", free=1000)))
-    async with running(tmp_path, fleet) as client:
+    async with site(tmp_path, fleet) as (client, quotas):
         call = asyncio.create_task(client.reserve(memory=40_000, wait=to_duration(20)))
-        await asyncio.sleep(0.1)
+        await until_waiting(quotas, 1)
         assert not call.done()
         fleet.put(node_message("n0", gpu_message("g0", free=70_000)))
         assert (await call).gpus[0].uuid == "g0"
@@ -129,17 +139,12 @@ async def test_a_caller_who_goes_away_leaves_the_queue(tmp_path: Path) -> None:
         held = await client.reserve()
         call = client.stub.Reserve(request(20), timeout=20)
         stream = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20)), timeout=20)
-
-        async def waiting(count: int) -> bool:
-            listed = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=5)).quotas
-            return [one.waiting_count for one in listed] == [count]
-
-        await eventually(lambda: waiting(1))
+        await until_waiting(quotas, 1)
         with pytest.raises(ResourceExhaustedError) as full, rpc_errors():
             await anext(aiter(stream))
         assert full.value.reason == "QUEUE_FULL"
         call.cancel()
-        await eventually(lambda: waiting(0))
+        await until_waiting(quotas, 0)
         await client.release(held)
         assert await client.live() == []
 
