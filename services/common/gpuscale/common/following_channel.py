@@ -1,21 +1,21 @@
 """A channel to several addresses that follows the leader among them, for the running event loop.
 
-Channels are wrapped, as in `gpuscale.common.token_metadata` and for the same reason. A call with one request is made
+A call with one request is made
 again where it was surely not executed, within its own deadline. A stream of requests is not: it fails, and whoever opens
 it again, as every client of one must, reaches the next address.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 
 from gpuscale.common.following import Leader, Trail
+from gpuscale.common.wrapped_channel import WrappedChannel
 
 
-class FollowingChannel(grpc.aio.Channel):
+class FollowingChannel(WrappedChannel):
     """One channel of several; closing it closes them.
 
     Args:
@@ -24,6 +24,7 @@ class FollowingChannel(grpc.aio.Channel):
     """
 
     def __init__(self, addresses: Sequence[str], channels: Sequence[grpc.aio.Channel]) -> None:
+        super().__init__(channels[0])
         self._leader = Leader(addresses)
         self._channels = tuple(channels)
 
@@ -54,28 +55,9 @@ class FollowingChannel(grpc.aio.Channel):
         """Close each of them."""
         await asyncio.gather(*(one.close(grace) for one in self._channels))
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As of the channel of the leader."""
-        return self._channels[self._leader.index].get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As of the channel of the leader."""
-        await self._channels[self._leader.index].wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """As of the channel of the leader."""
-        await self._channels[self._leader.index].channel_ready()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        await self.close()
+    def _inside(self) -> grpc.aio.Channel:
+        """The channel of the leader."""
+        return self._channels[self._leader.index]
 
 
 class _Call:

@@ -3,15 +3,15 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
 from gpuscale.common.following import Leader, Trail
+from gpuscale.common.wrapped_channel import SyncWrappedChannel
 
 
-class SyncFollowingChannel(grpc.Channel):
+class SyncFollowingChannel(SyncWrappedChannel):
     """One channel of several; closing it closes them.
 
     Args:
@@ -20,8 +20,8 @@ class SyncFollowingChannel(grpc.Channel):
     """
 
     def __init__(self, addresses: Sequence[str], channels: Sequence[grpc.Channel]) -> None:
+        super().__init__(*channels)
         self._leader = Leader(addresses)
-        self._channels = tuple(channels)
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         """As of the channel of the leader."""
@@ -42,34 +42,6 @@ class SyncFollowingChannel(grpc.Channel):
         """As of the channel of the leader."""
         methods = [one.stream_stream(*args, **kwargs) for one in self._channels]
         return partial(_open_stream, methods, self._leader, again=False)
-
-    def subscribe(
-        self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool | None = False
-    ) -> None:
-        """As of every channel."""
-        for one in self._channels:
-            one.subscribe(callback, bool(try_to_connect))
-
-    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
-        """As of every channel."""
-        for one in self._channels:
-            one.unsubscribe(callback)
-
-    def close(self) -> None:
-        """Close each of them."""
-        for one in self._channels:
-            one.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Unary:

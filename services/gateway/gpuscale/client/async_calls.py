@@ -1,21 +1,16 @@
-"""What every call of an async client gets: a deadline where it has none, and errors of the tree.
-
-The channel is wrapped and not intercepted: gRPC's interceptors turn a call into another kind of object, which behaves
-differently when it is cancelled or written to, and they must be known before the channel is made. The types of calls are
-those of the generated stubs; here, underneath them, they are `Any`.
-"""
+"""What every call of an async client gets: a deadline where it has none, and errors of the tree."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 
 from gpuscale.client.sync_calls import Explain
 from gpuscale.common.errors import CancelledCallError, UnavailableError
 from gpuscale.common.status import rpc_errors
+from gpuscale.common.wrapped_channel import WrappedChannel
 
 
 @asynccontextmanager
@@ -28,11 +23,11 @@ async def _errors(explain: Explain) -> AsyncGenerator[None]:
         raise await asyncio.to_thread(explain, error) from error.__cause__
 
 
-class AsyncCalls(grpc.aio.Channel):
+class AsyncCalls(WrappedChannel):
     """A channel whose calls raise errors of the tree; `timeout` seconds for a unary call that names none. Streams last."""
 
     def __init__(self, channel: grpc.aio.Channel, timeout: float, explain: Explain) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._timeout = timeout
         self._explain = explain
 
@@ -51,33 +46,6 @@ class AsyncCalls(grpc.aio.Channel):
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
         """As of the channel."""
         return _Method(self._channel.stream_stream(*args, **kwargs), None, self._explain)
-
-    async def close(self, grace: float | None = None) -> None:
-        """As of the channel."""
-        await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As of the channel."""
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As of the channel."""
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """As of the channel."""
-        await self._channel.channel_ready()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        await self.close()
 
 
 class _Method:

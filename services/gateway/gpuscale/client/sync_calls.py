@@ -1,17 +1,14 @@
-"""What every call of a sync client gets: a deadline where it has none, and errors of the tree.
-
-As in `gpuscale.client.async_calls`, the channel is wrapped, and calls are `Any` underneath the types of the stubs.
-"""
+"""What every call of a sync client gets: a deadline where it has none, and errors of the tree."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
 from gpuscale.common.errors import CancelledCallError, GpuscaleError, UnavailableError
 from gpuscale.common.status import rpc_errors
+from gpuscale.common.wrapped_channel import SyncWrappedChannel
 
 Explain = Callable[[UnavailableError], GpuscaleError]
 """Finds out more about why nothing answers."""
@@ -31,10 +28,11 @@ def _errors(explain: Explain) -> Generator[None]:
         raise CancelledCallError("the client was closed") from error
 
 
-class SyncCalls(grpc.Channel):
+class SyncCalls(SyncWrappedChannel):
     """A channel whose calls raise errors of the tree; `timeout` seconds for a unary call that names none. Streams last."""
 
     def __init__(self, channel: grpc.Channel, timeout: float, explain: Explain) -> None:
+        super().__init__(channel)
         self._channel = channel
         self._timeout = timeout
         self._explain = explain
@@ -54,31 +52,6 @@ class SyncCalls(grpc.Channel):
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
         """As of the channel."""
         return _Streaming(self._channel.stream_stream(*args, **kwargs), self._explain)
-
-    def subscribe(
-        self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False
-    ) -> None:
-        """As of the channel."""
-        self._channel.subscribe(callback, try_to_connect)
-
-    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
-        """As of the channel."""
-        self._channel.unsubscribe(callback)
-
-    def close(self) -> None:
-        """As of the channel."""
-        self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class _Unary:
