@@ -92,6 +92,7 @@ ROWS = (
     Row(16, "overflow", sent(Duration(seconds=2**62)), InvalidArgumentError, "ttl"),
     bad(17, "ask.min_memory_bytes", memory=-1),
     reserve(17, "more memory than any GPU has", FailedPreconditionError, "UNSATISFIABLE", memory=10_000_000),
+    reserve(17, "a share of 8 EiB", FailedPreconditionError, "UNSATISFIABLE", gpu_memory_bytes=2**63 - 1),
     bad(18, "ask.max_utilization_percent", max_utilization_percent=float("nan")),
     bad(18, "ask.max_utilization_percent", max_utilization_percent=float("inf")),
     bad(18, "ask.max_utilization_percent", max_utilization_percent=-0.1),

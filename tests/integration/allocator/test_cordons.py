@@ -1,5 +1,6 @@
 """Cordons and drains over real gRPC, with a real store and a fake fleet."""
 
+import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from gpuscale.client import (
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
+    connect_async,
 )
+from gpuscale.common import failpoints
 from gpuscale.common.wire import seconds, to_datetime, to_duration
-from tests.support.allocator import running
+from tests.support.allocator import allocator, calling, running
 from tests.support.allocator_client import allocator_client
-from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
+from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 from tests.support.waiting import eventually
 
 N0, N1, GPU = "nodes/n0", "nodes/n1", "nodes/n0/gpus/n0-0"
@@ -205,6 +208,61 @@ async def test_lifting_the_cordon_ends_the_drain(tmp_path: Path) -> None:
         await uncordon(client, GPU)
         left = await state_of(client, there.name)
         assert (left.end_reason, left.HasField("revoke_time")) == ("", False)
+
+
+async def test_a_drain_reaches_a_grant_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can look it up yet, and its holder would never be told."""
+    writing, go, hit = asyncio.Event(), asyncio.Event(), failpoints.hit_async
+
+    async def slow(name: str) -> None:
+        if name == "allocator.reserve.before_commit":
+            writing.set()
+            await go.wait()
+        await hit(name)
+
+    async with allocator_client(tmp_path, fleet()) as client:
+        monkeypatch.setattr(failpoints, "hit_async", slow)
+        granted = asyncio.ensure_future(client.reserve(1, "me", ttl=600, nodes=[N1]))
+        await writing.wait()
+        drained = asyncio.create_task(drain(client, N1, 300))
+
+        async def is_cordoned() -> bool:
+            return bool(await cordons(client))
+
+        await eventually(is_cordoned)
+        go.set()
+        there = await granted
+        assert [one.name for one in (await drained).reservations] == [there.name]
+        assert (await state_of(client, there.name)).end_reason == f"{N1} is drained"
+
+
+async def test_lifting_a_cordon_gives_no_time_to_who_has_to_leave_for_another_reason(tmp_path: Path) -> None:
+    settings = {"preemption_min_runtime_seconds": 0, "preemption_grace_seconds": 200}
+    async with (
+        serving(fleet()) as fleet_address,
+        allocator(tmp_path, fleet_address, **settings) as address,
+        calling(address) as client,
+        connect_async(address) as operator,
+    ):
+        await client.ready()
+        there = await client.reserve(nodes=[N1], preemptible=True)
+        waits = asyncio.create_task(
+            client.reserve(nodes=[N1], priority=1, may_preempt=True, wait=to_duration(500))
+        )
+
+        async def told() -> str:
+            return (await client.get(there.name)).end_reason
+
+        reason = await eventually(told)
+        assert "preempted" in reason
+        waits.cancel()
+        await asyncio.wait([waits])
+        await drain(operator, N1, 300)
+        await uncordon(operator, N1)
+        left = await client.get(there.name)
+        assert (left.end_reason, left.HasField("revoke_time")) == (reason, True)
 
 
 async def test_cordons_and_drains_survive_a_restart(tmp_path: Path) -> None:

@@ -95,13 +95,16 @@ class QueueMachine(RuleBasedStateMachine):
         if queue.look_again is not None and queue.look_again <= world.now:
             queue.changed(())
 
-    @rule()
-    def play(self) -> None:
+    @rule(leaves_after=st.none() | st.integers(1, 6))
+    def play(self, leaves_after: int | None) -> None:
+        """Rounds until nothing is due; after so many steps the caller of the one that was looked at goes away."""
         world, queue, rounds = self.line.world, self.line.queue, 0
         while queue.due:
             rounds += 1
             assert rounds < 20, "the queue never comes to rest"
-            for step in queue.round(world.now):
+            for number, step in enumerate(queue.round(world.now), start=1):
+                if number == leaves_after and queue.get(step.waiter.order.request_id):
+                    queue.remove(step.waiter)
                 if isinstance(step, Grant):
                     order = step.waiter.order
                     assert over_quota(world, order) is None

@@ -173,6 +173,17 @@ def test_a_renewal_that_could_not_be_written_is_taken_back_unless_a_later_one_wa
     assert ledger.get(before.id) is later
 
 
+def test_of_two_times_to_leave_the_earlier_holds_with_its_reason() -> None:
+    ledger = Ledger()
+    one = active(ledger)
+    ledger.revoke(one.id, NOW + 100, "first")
+    assert ledger.revoke(one.id, NOW + 200, "later").end_reason == "first"
+    sooner = ledger.revoke(one.id, NOW + 50, "sooner")
+    assert (sooner.revoke_at, sooner.end_reason) == (NOW + 50, "sooner")
+    back = ledger.revoke(one.id, None, "")
+    assert (back.revoke_at, back.end_reason) == (None, "")
+
+
 def test_what_is_being_written_is_not_due() -> None:
     ledger = Ledger()
     pending = granted(ledger, "GPU-a", wish=order(ttl=60))

@@ -1,7 +1,7 @@
 """Preemption: both sides agreed, lower priority, long enough, proven to help, fewest and least."""
 
 from gpuscale.allocator.model import Order
-from gpuscale.allocator.queueing.model import Rules
+from gpuscale.allocator.queueing.model import Revoke, Rules
 from tests.support.queue_world import Line, QueueWorld, wish
 
 RULES = Rules(min_runtime=100.0, grace=30.0)
@@ -115,3 +115,39 @@ def test_two_preemptors_do_not_count_on_the_same_victims() -> None:
     assert sorted(line.revoked()) == ["n0-0", "n0-1"]
     line.end("n0-1", "n0-0")
     assert line.granted() == ["u0", "u1"]
+
+
+def test_nothing_is_kept_for_who_leaves_while_its_victims_are_told() -> None:
+    """Between two steps of a round a caller may go away; what was about to be kept for it would be kept for ever."""
+    line = line_of(1)
+    line.ask(urgent(), wish("next"))
+    steps = line.queue.round(line.world.now)
+    assert isinstance(next(steps), Revoke)
+    line.leave("urgent")
+    assert [step.waiter.order.request_id for step in steps] == ["next"]
+    line.end("n0-0")
+    assert line.granted() == ["next"]
+
+
+def test_whoever_would_be_ended_in_vain_is_spared() -> None:
+    """The youngest lease is the cheapest to end, but the two that make room together are on the other node."""
+    line = Line(QueueWorld({"n0": 2, "n1": 2}), RULES)
+    for name in ("n0-0", "n1-0", "n1-1", "n0-1"):
+        line.world.hold(wish(name, preemptible=True, ttl=1000), [name])
+        line.world.now += 1
+    line.world.now += 200
+    line.ask(urgent(count=2))
+    assert sorted(line.revoked()) == ["n1-0", "n1-1"]
+
+
+def test_of_leases_of_any_size_the_one_with_the_least_service_makes_room() -> None:
+    line = Line(QueueWorld({"n0": 4}), RULES)
+    for name, gpus, seconds in (
+        ("old", ["n0-0"], 50),
+        ("wide", ["n0-1", "n0-2"], 50),
+        ("young", ["n0-3"], 200),
+    ):
+        line.world.hold(wish(name, len(gpus), preemptible=True, ttl=1000), gpus)
+        line.world.now += seconds
+    line.ask(urgent())
+    assert line.revoked() == ["young"]

@@ -219,6 +219,23 @@ def test_shares_do_not_move_the_head() -> None:
     assert line.granted() == ["a-big"]
 
 
+def test_the_head_keeps_its_turn_before_a_tenant_that_holds_less() -> None:
+    """Else what is kept would be kept for another each time that shares change, and nobody would ever get it."""
+    line = Line(QueueWorld({"n0": 2, "n1": 1}))
+    line.world.hold(wish("a-held", tenant="a"), ["n1-0"])
+    for index in range(2):
+        line.world.hold(wish(f"old-{index}", tenant="x"), [f"n0-{index}"])
+    line.ask(wish("a-big", 2, tenant="a"))
+    line.play()
+    line.ask(wish("b-big", 2, tenant="b"))
+    line.play()
+    assert (line.place("a-big").position, line.place("b-big").position) == (0, 1)
+    line.end("old-0")
+    assert line.granted() == []
+    line.end("old-1")
+    assert line.granted() == ["a-big"]
+
+
 def test_only_those_are_placed_again_whom_a_change_could_help() -> None:
     line = Line(QueueWorld({"n0": 1, "n1": 1}))
     line.world.hold(wish("h0"), ["n0-0"])

@@ -209,6 +209,23 @@ async def test_a_victim_is_told_ends_after_the_grace_and_makes_room() -> None:
         assert site.ledger.get(victim.id).state is State.CANCELLED
 
 
+async def test_who_repeats_a_request_with_a_longer_wait_may_preempt() -> None:
+    """The first caller would have left before the grace is over; nothing else changes."""
+    async with queue_site(Rules(min_runtime=0, grace=30), n0=1) as site:
+        victim = await site.grant(wish("victim", ttl=1000, preemptible=True))
+        urgent = wish("urgent", priority=5, may_preempt=True)
+        short = asyncio.create_task(site.waiting.wait(urgent, 20))
+        await asyncio.sleep(10)
+        assert site.ledger.get(victim.id).revoke_at is None
+        long = asyncio.create_task(site.waiting.wait(urgent, 500))
+        await asyncio.sleep(1)
+        assert site.ledger.get(victim.id).revoke_at == pytest.approx(40, abs=0.1)
+        with pytest.raises(ResourceExhaustedError):
+            await short
+        await long
+        assert 40 <= now() < 41
+
+
 async def test_a_revocation_that_cannot_be_written_is_tried_again() -> None:
     async with queue_site(Rules(min_runtime=0, grace=30), n0=1) as site:
         victim = await site.grant(wish("victim", ttl=1000, preemptible=True))

@@ -1,7 +1,8 @@
 """Vanishing: GPUs under a lease that their node, although it reports, no longer has. Pure.
 
 A node that is silent, or cannot read its GPUs, proves nothing about them. Only one that is ONLINE and does not name a
-GPU any more, or names it as LOST, for longer than a moment has lost it; so has one that the fleet was told to forget.
+GPU any more, or names it as LOST, for longer than a moment has lost it; so has one that the fleet was told to forget,
+and one that has split it into MIG instances: these are offered, and the GPU as a whole is none any more.
 """
 
 from collections import defaultdict
@@ -31,7 +32,7 @@ class Vanishing:
         if silent and not node.forgotten:
             self._missing.pop(node.id, None)
             return
-        there = {gpu.uuid for gpu in node.gpus if gpu.trouble != LOST}
+        there = {gpu.uuid for gpu in node.gpus if gpu.trouble != LOST} - {gpu.parent for gpu in node.gpus}
         held = {gpu.uuid for one in use.reservations(node.id) for gpu in one.gpus if gpu.node == node.id}
         since = self._missing.pop(node.id, {})
         if missing := held - there:

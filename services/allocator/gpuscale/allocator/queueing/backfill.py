@@ -17,9 +17,11 @@ from gpuscale.allocator.queueing.model import Lease, Waiter, World
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """GPUs that are kept for a waiter; with `whole_nodes` their nodes too, for the sake of CPU and main memory.
+    """GPUs (their UUIDs in lower case, as an ask names them) that are kept for a waiter.
 
-    `start` is when they are free if every lease ends in time; `victims` are the leases that were revoked for it.
+    With `whole_nodes` their nodes are kept too, for the sake of CPU and main memory, or of being apart from others.
+    `start` is when they are free if every lease that it `awaits` ends in time; `victims` are those that were revoked
+    for it.
     """
 
     waiter: Waiter
@@ -28,6 +30,7 @@ class Promise:
     whole_nodes: bool
     start: float
     victims: frozenset[str] = frozenset()
+    awaits: frozenset[str] = frozenset()
 
 
 def make_promise(waiter: Waiter, ask: Ask, world: World, now: float) -> Promise | None:
@@ -35,12 +38,12 @@ def make_promise(waiter: Waiter, ask: Ask, world: World, now: float) -> Promise 
 
     `ask` is the waiter's, beside what is promised to others.
     """
-    leases = sorted(world.leases(), key=lambda lease: (lease.ends, lease.id))
+    leases = sorted(world.leases(), key=_ending)
     found = fewest(ask, [], leases, world, now)
     if found is None:
         return None
     pick, freed = found
-    return promise_of(waiter, pick, max((lease.ends for lease in freed), default=now))
+    return replace(promise_of(waiter, pick, _over(freed, now)), awaits=_ids(freed))
 
 
 def promise_of(waiter: Waiter, pick: Pick, start: float, victims: Iterable[str] = ()) -> Promise:
@@ -48,9 +51,9 @@ def promise_of(waiter: Waiter, pick: Pick, start: float, victims: Iterable[str] 
     ask = waiter.order.ask
     return Promise(
         waiter,
-        gpus=frozenset(gpu.uuid for gpu in pick.gpus),
+        gpus=frozenset(gpu.uuid.lower() for gpu in pick.gpus),
         nodes=frozenset(gpu.node for gpu in pick.gpus),
-        whole_nodes=bool(ask.cpu_milli or ask.host_memory_bytes or not ask.gpu_count),
+        whole_nodes=bool(ask.cpu_milli or ask.host_memory_bytes or ask.apart_from or not ask.gpu_count),
         start=start,
         victims=frozenset(victims),
     )
@@ -58,14 +61,19 @@ def promise_of(waiter: Waiter, pick: Pick, start: float, victims: Iterable[str] 
 
 def renewed(promise: Promise, ask: Ask, world: World, now: float) -> Promise | None:
     """The promise as it stands now; None if even with all leases on it ended it would not serve the ask any more."""
-    leases = world.leases(promise.nodes)
+    leases = sorted(world.leases(promise.nodes), key=_ending)
     only = replace(ask, nodes=promise.nodes) if promise.whole_nodes else replace(ask, gpus=promise.gpus)
-    found = world.place_after(only, now, [lease.id for lease in leases])
-    if not isinstance(found, Pick):
-        return None
+    # Not all that is on the nodes counts: others pass there, beside the GPUs that are promised.
+    awaited: Sequence[Lease] = [lease for lease in leases if lease.id in promise.awaits]
+    if not isinstance(world.place_after(only, now, [lease.id for lease in awaited]), Pick):
+        found = fewest(only, [], leases, world, now)
+        if found is None:
+            return None
+        _, awaited = found
     return replace(
         promise,
-        start=max((lease.ends for lease in leases), default=now),
+        start=_over(awaited, now),
+        awaits=_ids(awaited),
         victims=promise.victims.intersection(lease.id for lease in leases if lease.revoked),
     )
 
@@ -84,7 +92,7 @@ def beside(ask: Ask, promises: Collection[Promise]) -> Ask:
 def clear_of(pick: Pick, promises: Iterable[Promise]) -> bool:
     """Whether a pick takes nothing that was promised."""
     return not any(
-        gpu.node in promise.nodes if promise.whole_nodes else gpu.uuid in promise.gpus
+        gpu.node in promise.nodes if promise.whole_nodes else gpu.uuid.lower() in promise.gpus
         for promise in promises
         for gpu in pick.gpus
     )
@@ -113,3 +121,17 @@ def fewest(
         else:
             low = middle + 1
     return best, leases[:high]
+
+
+def _over(leases: Iterable[Lease], now: float) -> float:
+    """When all of them have ended, if none is renewed."""
+    return max((lease.ends for lease in leases), default=now)
+
+
+def _ids(leases: Iterable[Lease]) -> frozenset[str]:
+    return frozenset(lease.id for lease in leases)
+
+
+def _ending(lease: Lease) -> tuple[float, str]:
+    """Sort key: what ends first."""
+    return lease.ends, lease.id

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 
 from gpuscale.allocator.model import WHOLE, Ask, Order
+from gpuscale.allocator.placement import Pick
 from gpuscale.allocator.queueing.model import Obstacle, Reason, Waiter, World
 
 
@@ -19,21 +20,25 @@ def share(world: World, tenant: str) -> float:
 
 
 def asked_milli(ask: Ask) -> int:
-    """Thousandths of GPUs that an ask would hold."""
-    return ask.member_count * ask.gpu_count * ask.gpu_milli
+    """Thousandths of GPUs that an ask would hold at least: what memory alone takes depends on the size of the GPU."""
+    by_memory = ask.gpu_memory_bytes is not None and ask.gpu_milli >= WHOLE
+    return ask.member_count * ask.gpu_count * (1 if by_memory else ask.gpu_milli)
 
 
-def over_quota(world: World, order: Order) -> Obstacle | None:
-    """Why the quota of its tenant does not admit an order; None when it does."""
+def over_quota(world: World, order: Order, pick: Pick | None = None) -> Obstacle | None:
+    """Why the quota of its tenant does not admit an order, or what was found for it; None when it does."""
     limit = world.quota(order.tenant).gpu_milli_limit
-    held, asked = world.gpu_milli_held(order.tenant), asked_milli(order.ask)
-    if limit is None or not asked or held + asked <= limit:
+    if limit is None:
+        return None
+    held, least = world.gpu_milli_held(order.tenant), asked_milli(order.ask)
+    asked = least if pick is None else sum(gpu.milli for gpu in pick.gpus)
+    if not asked or held + asked <= limit:
         return None
     return Obstacle(
         Reason.QUOTA_EXCEEDED,
         f"tenant {order.tenant} may hold {_gpus(limit)} GPUs and holds {_gpus(held)}; this asks for {_gpus(asked)}."
         " Release some, or have the quota raised.",
-        lasting=asked > limit,
+        lasting=least > limit,
     )
 
 

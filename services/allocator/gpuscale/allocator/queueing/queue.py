@@ -140,6 +140,8 @@ class Queue:
             if isinstance(found, Refusal):
                 return BEHIND_OTHERS
         if isinstance(found, Pick):
+            if obstacle := over_quota(self._world, order, found):
+                return obstacle
             self._spends(order)
         return found
 
@@ -160,7 +162,7 @@ class Queue:
         head: Waiter | None = None
         position = 0
         for waiter in in_turn(list(self._waiters.values()), self._promises.copy(), self._world):
-            if self._waiters.get(waiter.order.request_id) is not waiter:
+            if not self._waits(waiter):
                 continue
             found = self._find(waiter, refused, changes, now)
             if isinstance(found, Pick):
@@ -172,11 +174,16 @@ class Queue:
                 self._give_up(waiter)
             else:
                 yield from self._keep(waiter, now, first=head is None)
+                if not self._waits(waiter):
+                    continue
                 head = head or waiter
             promise = self._promises.get(waiter)
             waiter.place = Place(position, found, promise.start if promise else None)
             position += 1
             yield Looked(waiter)
+
+    def _waits(self, waiter: Waiter) -> bool:
+        return self._waiters.get(waiter.order.request_id) is waiter
 
     def foresee(self, now: float) -> Iterator[tuple[Waiter, float | None]]:
         """When the first of the line are served at the latest, as far as that is known; nothing changes by it.
@@ -199,6 +206,8 @@ class Queue:
             found = self._place(beside(waiter.order.ask, others), refused, now)
             found = found if isinstance(found, Pick) else BEHIND_OTHERS
         waiter.obstacle = found if isinstance(found, Obstacle) else None
+        if isinstance(found, Pick):
+            return over_quota(self._world, waiter.order, found) or found
         return found
 
     def _place(self, ask: Ask, refused: dict[Ask, Obstacle], now: float) -> Pick | Obstacle:
@@ -224,6 +233,8 @@ class Queue:
             promise = preempting or promise
             if victims:
                 yield Revoke(waiter, victims)
+                if not self._waits(waiter):
+                    return  # it left meanwhile: nothing is kept for nobody
         if first:
             self._give_up_all_but(waiter)
             promise = promise or make_promise(waiter, ask, self._world, now)

@@ -234,7 +234,9 @@ class Waiting:
             entry = _Entry(waiter, asyncio.get_running_loop().create_future())
             self._entries[order.request_id] = entry
             self._wake.set()
-        entry.waiter.until = max(entry.waiter.until, now + seconds)
+        if entry.waiter.until < now + seconds:
+            entry.waiter.until = now + seconds
+            self.changed(())  # leases may be worth ending for it now
         entry.callers += 1
         return entry
 

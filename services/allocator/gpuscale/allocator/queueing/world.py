@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from gpuscale.allocator.ledger import Ledger, due_at
-from gpuscale.allocator.model import Ask, Reservation
+from gpuscale.allocator.model import Ask, Reservation, State
 from gpuscale.allocator.placement import Pick
 from gpuscale.allocator.placer import Placer
 from gpuscale.allocator.queueing.model import Lease, Quota
@@ -63,18 +63,26 @@ class AllocatorWorld:
                     yield held
 
     def _lease(self, one: Reservation) -> Lease:
+        """One that is not on disk yet cannot be revoked, and one whose end is on its way there needs not be."""
         return Lease(
             id=one.id,
             priority=one.priority,
-            preemptible=one.preemptible,
+            preemptible=one.preemptible and one.state is not State.PENDING,
             gpu_milli=sum(gpu.milli for gpu in one.gpus),
             since=self._granted_at(one),
             ends=due_at(one),
-            revoked=one.revoke_at is not None,
+            revoked=one.revoke_at is not None or self._ledger.closing(one.id),
         )
 
     def _granted_at(self, one: Reservation) -> float:
-        """When it was granted, on the boot clock: worked out once, so that later steps of the wall clock do not count."""
+        """When it was granted, on the boot clock.
+
+        Of one of an earlier run of the program the date is all that is known: worked out once, so that later steps of the
+        wall clock do not count.
+        """
+        known = self._ledger.granted_at(one.id)
+        if known is not None:
+            return known
         if one.id not in self._since:
             age = (self._clock.wall() - one.created).total_seconds()
             self._since[one.id] = self._clock.now() - max(0.0, age)
