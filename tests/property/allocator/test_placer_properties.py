@@ -22,12 +22,13 @@ from gpuscale.allocator.model import (
 )
 from gpuscale.allocator.placement import Pick
 from gpuscale.allocator.placer import Placer
-from gpuscale.allocator.placing.columns import Columns, Row
+from gpuscale.allocator.placing.columns import Columns
 from gpuscale.allocator.placing.constraints import ABSENT, Constraints
 from gpuscale.allocator.placing.demand import Demand, Tariff
 from gpuscale.allocator.placing.fragmentation import typical
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.policies import value
+from gpuscale.allocator.placing.row import Row
 from gpuscale.allocator.placing.rows import gpu_codes, node_code
 from gpuscale.allocator.placing.rows import value as row_value
 from gpuscale.allocator.use import Use
@@ -188,6 +189,37 @@ def test_neither_history_nor_order_matters(data: st.DataObject, ask: Ask, shuffl
         assert other.place(ask, NOW) == world.placer.place(ask, NOW)
 
 
+WISHES = tuple(
+    Ask(count, 0, 100.0, policy=policy, gpu_milli=milli, cpu_milli=cpu)
+    for policy in PLAIN
+    for count, milli, cpu in ((1, WHOLE, 0), (1, 300, 0), (1, 500, 20_000), (2, 300, 0))
+)
+
+
+@given(data=st.data(), wish=st.sampled_from(WISHES))
+@settings(max_examples=60)
+def test_an_ask_that_comes_again_is_answered_as_by_a_placer_that_never_saw_it(
+    data: st.DataObject, wish: Ask
+) -> None:
+    """Of what was worked out for it before, only the GPUs that were held or freed since are looked at anew."""
+    world = World()
+    for rank in range(2):
+        gpus_of = tuple(gpu(f"{rank}-{index}", index=index, utilization=5.0 * index) for index in range(3))
+        world.nodes[f"n{rank}"] = Node(f"n{rank}", rank, NodeState.ONLINE, gpus_of, cpu_milli=64_000)
+        world.placer.apply_node(world.nodes[f"n{rank}"])
+    live: list[str] = []
+    for name in range(data.draw(st.integers(2, 12))):
+        if live and data.draw(st.integers(0, 2)) == 0:
+            world.use.free(live.pop(data.draw(st.integers(0, len(live) - 1))))
+        other = data.draw(st.sampled_from([wish, *WISHES]))
+        found = world.placer.place(other, NOW)
+        if isinstance(found, Pick):
+            world.use.hold(reservation(found.gpus, name=f"r{name}", ask=other))
+            live.append(f"r{name}")
+        answer = world.placer.place(wish, NOW, again=True)
+        assert answer == placer(world.nodes.values(), world.use).place(wish, NOW, again=True)
+
+
 @given(
     data=st.data(),
     wish=asks(),
@@ -274,7 +306,7 @@ def test_a_row_alone_is_worth_what_it_is_worth_among_many(
     fits = free.sum(1) >= count if count else node_codes_then == 0
     for at in range(len(columns)):
         row = columns.row(at)
-        node, codes = node_code(wish, row), gpu_codes(wish, row, constraints, NOW)
+        node, codes = node_code(wish, row), gpu_codes(wish, row, constraints, NOW, range(len(row.held)))
         assert node == node_codes_then[at]
         assert codes == gpu_codes_then[at, : len(codes)].tolist()
         assert set(gpu_codes_then[at, len(codes) :].tolist()) <= {ABSENT}

@@ -232,3 +232,18 @@ def test_what_cannot_be_computed_is_refused(wish: Wish, field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         estimate(wish)
     assert [violation.field for violation in caught.value.violations] == [field]
+
+
+@pytest.mark.parametrize("count", [0.0, -1.0, math.nan, math.inf, 1e308, 2e18])
+@pytest.mark.parametrize("dtype", ["", "fp32"])
+def test_a_number_of_parameters_that_no_model_has_is_refused(count: float, dtype: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        estimate(Wish(parameter_count=count, dtype=dtype))
+    assert caught.value.violations[0].field == "parameter_count"
+
+
+def test_the_largest_numbers_there_are_are_reckoned_with() -> None:
+    assert estimate(Wish(parameter_count=1e18, dtype="fp32")).memory_bytes == 4 * 10**18
+    most = 2**63 - 1
+    with pytest.raises(InvalidArgumentError):
+        estimate(Wish("70b", dtype="fp8", kv_cache_tokens=most, kv_cache_bytes_per_token=most))

@@ -59,6 +59,34 @@ def test_memory_that_is_granted_is_not_there_for_the_next_even_before_it_is_used
     take(of, use, replace(ask(), gpu_milli=100, gpu_memory_bytes=20_000 * MIB))
 
 
+def test_a_share_beside_outsiders_holds_at_least_what_was_looked_for() -> None:
+    """Half of the memory is in use by nobody's process: half a GPU fits once, and then it holds nine tenths of its part."""
+    use = Use()
+    of = placer([node("n0", gpu(free=40_000))], use)
+    half = replace(ask(), gpu_milli=500)
+    assert take(of, use, half)[0].memory_bytes == 36_000 * MIB
+    assert refused(of, half).obstacles == {Obstacle.MEMORY_BELOW_MIN: 1}
+
+
+@pytest.mark.parametrize("shares", [[100] * 10, [300, 300, 400], [50] * 20, [333, 333, 333, 1]])
+def test_shares_add_up_exactly(shares: list[int]) -> None:
+    use = Use()
+    of = placer([node("n0", gpu(free=79_400))], use)
+    taken = [take(of, use, replace(ask(), gpu_milli=milli))[0] for milli in shares]
+    assert use.gpu("GPU-a").milli == 1000
+    assert sum(one.memory_bytes or 0 for one in taken) <= 79_400 * MIB
+    assert refused(of, replace(ask(), gpu_milli=1)).obstacles == {Obstacle.HELD: 1}
+
+
+@pytest.mark.parametrize("size", [2**63 - 1, 2**53, 10**16])
+def test_a_share_larger_than_any_gpu_is_never_had(size: int) -> None:
+    of = placer([plain_node("n0", 2)])
+    for policy in Policy:
+        wish = replace(ask(), gpu_memory_bytes=size, policy=policy)
+        assert refused(of, wish).kind is RefusalKind.UNSATISFIABLE
+        assert refused(of, replace(wish, nodes=frozenset({"n0"}))).kind is RefusalKind.UNSATISFIABLE
+
+
 def test_memory_in_use_by_its_holder_is_not_counted_twice() -> None:
     use = Use()
     of = placer([plain_node("n0", 1)], use)
@@ -125,6 +153,19 @@ def test_a_cordon_covers_a_node_a_gpu_and_the_instances_of_a_gpu() -> None:
     assert answer.nodes == ("n1",)
 
 
+def test_of_several_labels_all_have_to_be_there() -> None:
+    """On the node that is asked for, and on a reservation to stay apart from."""
+    use = Use()
+    of = placer([replace(plain_node("a", 2), labels={"zone": "a"})], use)
+    both = (("disk", "ssd"), ("zone", "a"))
+    assert refused(of, replace(ask(), node_labels=both)).obstacles == {Obstacle.LABELS_DIFFER: 2}
+    first = of.place(ask(), NOW)
+    assert isinstance(first, Pick)
+    use.hold(reservation(first.gpus, labels={"zone": "a"}))
+    assert isinstance(of.place(replace(ask(), apart_from=both), NOW), Pick)
+    assert refused(of, replace(ask(), apart_from=both[1:])).obstacles == {Obstacle.NOT_APART: 2}
+
+
 def test_a_balanced_set_is_searched_for_not_refused() -> None:
     """seeds/001 refused two of 80, 60 and 60 GB for being uneven; 60 and 60 are even."""
     of = placer(
@@ -152,6 +193,15 @@ def test_the_set_with_the_most_nvlinks_is_found_by_search() -> None:
     answer = placer([node("n0", *gpus)]).place(replace(ask(4), gpu_set=GpuSet.NVLINK), NOW)
     assert isinstance(answer, Pick)
     assert [one.uuid for one in answer.gpus] == ["g2", "g3", "g4", "g5"]
+
+
+@pytest.mark.parametrize(("teller", "told"), [(1, 3), (3, 1)])
+def test_a_link_that_only_one_end_tells_of_counts(teller: int, told: int) -> None:
+    gpus = [gpu(f"g{index}", index=index) for index in range(4)]
+    gpus[teller] = replace(gpus[teller], nvlinks={f"g{told}": 2})
+    answer = placer([node("n0", *gpus)]).place(replace(ask(2), gpu_set=GpuSet.NVLINK), NOW)
+    assert isinstance(answer, Pick)
+    assert [one.index for one in answer.gpus] == [1, 3]
 
 
 def test_the_best_linked_of_sixteen_is_exact() -> None:
@@ -191,6 +241,50 @@ def test_strict_strategies_refuse_what_the_others_serve() -> None:
     assert Counter(spread.nodes) == {"b": 2, "a": 1}
 
 
+@pytest.mark.parametrize("strategy", [GangStrategy.PACK, GangStrategy.STRICT_PACK, GangStrategy.SPREAD])
+@pytest.mark.parametrize("policy", Policy)
+def test_members_that_share_several_gpus_each_find_every_place_there_is(
+    strategy: GangStrategy, policy: Policy
+) -> None:
+    """Three GPUs with room for one share, one with room for three: each of three members takes the last and another."""
+    use = Use()
+    of = placer([plain_node("a", 4)], use)
+    for index in range(3):
+        only = frozenset({f"a-{index}"})
+        take(of, use, replace(ask(), gpu_milli=700, gpus=only), fence=index + 10)
+    wish = replace(
+        ask(2), gpu_milli=300, member_count=3, policy=policy, gang_strategy=strategy, gpu_set=GpuSet.NVLINK
+    )
+    taken = Counter(one.uuid for one in take(of, use, wish))
+    assert taken == {"a-0": 1, "a-1": 1, "a-2": 1, "a-3": 3}
+
+
+def test_a_node_that_turns_out_too_small_for_a_gang_keeps_nothing_of_it() -> None:
+    """By numbers there is room on the first node, by preference the last member finds none there: the second serves."""
+    use = Use()
+    of = placer([plain_node("a", 4), plain_node("b", 4, rank=1)], use)
+    for index in range(3):
+        take(of, use, replace(ask(), gpu_milli=700, gpus=frozenset({f"a-{index}"})), fence=index + 10)
+    before = [use.gpu(f"{name}-{index}") for name in "ab" for index in range(4)]
+    wish = replace(ask(2), gpu_milli=300, member_count=3, policy=Policy.FIRSTFIT)
+    answer = of.place(replace(wish, gang_strategy=GangStrategy.STRICT_PACK), NOW)
+    assert isinstance(answer, Pick)
+    assert answer.nodes == ("b", "b", "b")
+    assert before == [use.gpu(f"{name}-{index}") for name in "ab" for index in range(4)]
+
+
+def test_a_gang_whose_memory_no_gpu_has_room_for_twice_is_never_had() -> None:
+    """Its thousandths would do, its bytes would not: nobody has to wait for that."""
+    wish = replace(ask(), gpu_milli=100, gpu_memory_bytes=50_000 * MIB, member_count=3)
+    assert refused(placer([plain_node("a", 2)]), wish).kind is RefusalKind.UNSATISFIABLE
+    unread = node("a", gpu("u", total=None, free=None), gpu("v", index=1))
+    assert refused(placer([unread]), wish).kind is RefusalKind.NO_CAPACITY
+    by_memory = replace(wish, gpu_milli=1000, gpu_count=2)
+    assert refused(placer([unread]), replace(by_memory, member_count=2)).kind is RefusalKind.UNSATISFIABLE
+    small = replace(by_memory, member_count=2, gpu_memory_bytes=30_000 * MIB)
+    assert refused(placer([unread]), small).kind is RefusalKind.NO_CAPACITY
+
+
 def test_a_gang_that_does_not_find_room_holds_nothing_and_says_how_far_it_came() -> None:
     use = Use()
     of = placer([plain_node("a", 2), plain_node("b", 2, rank=1)], use)
@@ -210,6 +304,36 @@ def test_members_take_cpu_and_main_memory_of_their_node() -> None:
     take(of, use, replace(wish, member_count=2))
     assert refused(of, wish).obstacles == {Obstacle.HELD: 2, Obstacle.CPU_BELOW_MIN: 2}
     assert take(of, use, replace(wish, cpu_milli=2000))
+
+
+@pytest.mark.parametrize("scarce", [{"cpu_milli": 4000}, {"host_memory_bytes": 40 * MIB}])
+def test_a_packed_gang_counts_the_room_of_a_node_by_all_that_it_takes(scarce: dict[str, int]) -> None:
+    """The first node has GPUs for both members and the rest for one: the second takes both."""
+    first = replace(plain_node("a", 4), cpu_milli=7_000, memory_total_bytes=70 * MIB)
+    second = replace(plain_node("b", 2, rank=1), cpu_milli=8_000, memory_total_bytes=80 * MIB)
+    wish = replace(ask(), member_count=2, policy=Policy.FIRSTFIT, **scarce)
+    answer = placer([first, second]).place(wish, NOW)
+    assert isinstance(answer, Pick)
+    assert answer.nodes == ("b", "b")
+
+
+def test_each_member_takes_cpu_and_main_memory_once_however_many_gpus_it_has() -> None:
+    """Twice two members of two GPUs each; whoever ends first, nothing of it stays held."""
+    use = Use()
+    of = placer([replace(plain_node("a", 8), cpu_milli=16_000, memory_total_bytes=160 * MIB)], use)
+    wish = replace(ask(2), member_count=2, cpu_milli=4000, host_memory_bytes=40 * MIB)
+    held: list[str] = []
+    for _ in range(2):
+        answer = of.place(wish, NOW)
+        assert isinstance(answer, Pick)
+        one = reservation(answer.gpus, ask=wish)
+        use.hold(one)
+        held.append(one.id)
+    assert (use.node("a").cpu_milli, use.node("a").memory_bytes) == (16_000, 160 * MIB)
+    for name in held:
+        use.free(name)
+    assert (use.node("a").cpu_milli, use.node("a").memory_bytes, len(use)) == (0, 0, 0)
+    assert not use.tenants
 
 
 def test_thinking_a_reservation_away_gives_back_what_its_processes_use() -> None:
@@ -296,3 +420,13 @@ def test_an_explanation_says_what_each_constraint_removes_and_what_would_help() 
         "Ask for less memory: 1 node does then.",
         "Allow a higher utilization: 1 node does then.",
     )
+
+
+def test_only_what_alone_would_make_room_is_named_as_a_help() -> None:
+    """Another model is no help where that GPU is cordoned too."""
+    nodes = [node("a", replace(gpu("a-0"), model="T4")), node("b", replace(gpu("b-0"), model="T4"), rank=1)]
+    of = placer(nodes, cordons=frozenset({"nodes/a"}))
+    of_one = of.explain(replace(ask(), models=("a100",)), NOW).remedies
+    assert of_one == ("Admit other models: 1 node does then.",)
+    of.set_cordons(frozenset({"nodes/a", "nodes/b"}))
+    assert of.explain(replace(ask(), models=("a100",)), NOW).remedies == ()

@@ -9,7 +9,6 @@ A caller who gives up neither undoes nor forgets a change, and a caller who repe
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
 
@@ -19,6 +18,7 @@ from gpuscale.allocator.ledger import Ledger, activated
 from gpuscale.allocator.model import Reservation
 from gpuscale.allocator.outcome import Outcome
 from gpuscale.allocator.store import AllocatorStore
+from gpuscale.allocator.values import value
 from gpuscale.common import failpoints
 from gpuscale.common.errors import UnavailableError
 
@@ -32,7 +32,7 @@ class _Kind(Enum):
     CHANGE = "allocator.change.before_commit"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class _Unit:
     """What is written wholly or not at all. `before` are the reservations as they were, of a CHANGE only."""
 

@@ -24,6 +24,8 @@ LARGE_MIB, LARGE_FROM = 20_000, 29e9
 BYTES_OF_TYPE: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
 """Bytes of one parameter by its data type."""
 
+MOST_PARAMETERS = 1e18
+"""Most parameters that a model may be said to have, a million times those of the largest."""
 _SIXTEEN_BIT = 2
 _LARGEST = 2**63 - 1
 
@@ -79,8 +81,10 @@ def estimate(wish: Wish) -> Estimate:
 def _size(wish: Wish) -> ModelSize | None:
     if wish.parameter_count is None:
         return size_in(wish.model)
-    if not (math.isfinite(wish.parameter_count) and wish.parameter_count > 0):
-        raise InvalidArgumentError("parameter_count must be above 0", field="parameter_count")
+    if not 0 < wish.parameter_count <= MOST_PARAMETERS:
+        raise InvalidArgumentError(
+            f"parameter_count must be above 0, and {MOST_PARAMETERS:g} at most", field="parameter_count"
+        )
     return ModelSize(wish.parameter_count, "")
 
 

@@ -1,12 +1,12 @@
 """Use cases of whoever holds a reservation: renew, keep alive, release; and what is done to it: revoke, lose."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from gpuscale.allocator.commits import Commits
 from gpuscale.allocator.ledger import Ledger
 from gpuscale.allocator.model import Reservation, State
 from gpuscale.allocator.outcome import Outcome
+from gpuscale.allocator.values import value
 from gpuscale.common.clock import Clock
 from gpuscale.common.errors import (
     FailedPreconditionError,
@@ -17,7 +17,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.principal import Principal, Role
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Lease:
     """A reservation by its id, with the fence that proves who speaks."""
 
@@ -25,7 +25,7 @@ class Lease:
     fence: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Renewal:
     """How a lease stands after it was to be renewed: as it is now, if it is known, and why it was not renewed."""
 

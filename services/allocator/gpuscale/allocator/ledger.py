@@ -37,6 +37,7 @@ class Ledger:
         self._by_request: dict[str, str] = {}
         self._use = Use()
         self._closing: set[str] = set()
+        self._granted_at: dict[str, float] = {}
         self._deadlines = Deadlines()
 
     @property
@@ -68,6 +69,10 @@ class Ledger:
         """The reservations that are on disk, oldest first; ended ones only if asked for."""
         kept = self._reservations if ended else self._live
         return (reservation for reservation in kept.values() if reservation.state is not State.PENDING)
+
+    def granted_at(self, reservation_id: str) -> float | None:
+        """When a live reservation was granted; None of one that the disk held, or that is none."""
+        return self._granted_at.get(reservation_id)
 
     def next_deadline(self) -> float | None:
         """When something will be due at the earliest; None while nothing is kept."""
@@ -128,6 +133,7 @@ class Ledger:
             member_count=order.ask.member_count,
         )
         self._add(granted)
+        self._granted_at[granted.id] = now
         return granted
 
     def confirm(self, granted: Reservation) -> Reservation:
@@ -218,6 +224,7 @@ class Ledger:
         """Free the GPUs of a closed reservation: its end is on disk."""
         self._closing.discard(closed.id)
         self._live.pop(closed.id, None)
+        self._granted_at.pop(closed.id, None)
         self._use.free(closed.id)
         self._put(closed)
 
@@ -310,6 +317,7 @@ class Ledger:
         dropped = self._reservations.pop(reservation_id)
         del self._by_request[dropped.request_id]
         self._live.pop(reservation_id, None)
+        self._granted_at.pop(reservation_id, None)
         self._use.free(reservation_id)
 
 

@@ -5,10 +5,12 @@ in bytes, utilization in percent (0-100). None is a reading that was not obtaine
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from enum import Enum, StrEnum
 from typing import TypedDict, Unpack
+
+from gpuscale.allocator.values import value
 
 
 class NodeState(Enum):
@@ -23,7 +25,7 @@ WHOLE = 1000
 """A whole GPU, in thousandths; also a whole core."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class GpuProcess:
     """A process on a GPU. `fence` is that of the reservation it was admitted for; None of an outsider."""
 
@@ -33,7 +35,7 @@ class GpuProcess:
     fence: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Gpu:
     """A GPU as last reported.
 
@@ -59,7 +61,7 @@ class Gpu:
     processes: tuple[GpuProcess, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Node:
     """A node and its GPUs.
 
@@ -108,7 +110,7 @@ class GpuSet(StrEnum):
     MEMORY_BALANCED = "memory_balanced"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Weights:
     """Weights of the spread score; the seeds' values by default."""
 
@@ -116,7 +118,7 @@ class Weights:
     utilization: float = 0.4
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Ask:
     """What GPUs are wanted: `member_count` members, each of `gpu_count` GPUs of one node, all or none.
 
@@ -154,7 +156,7 @@ class Ask:
         return self.gpu_milli >= WHOLE and self.gpu_memory_bytes is None
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Order:
     """Who wants GPUs, for how long (`ttl` in seconds), and under which request id.
 
@@ -174,7 +176,7 @@ class Order:
     may_preempt: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ScorePart:
     """One part of a score: its `value` (of spread 0-1), None where the GPU does not report what it needs."""
 
@@ -183,7 +185,7 @@ class ScorePart:
     weight: float
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Score:
     """Why a GPU was preferred: `total` is the sum of value x weight over the parts that have a value."""
 
@@ -192,7 +194,7 @@ class Score:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ReservedGpu:
     """A GPU of a reservation, as it was when it was chosen.
 
@@ -227,7 +229,7 @@ LIVE = frozenset({State.PENDING, State.ACTIVE})
 """States in which a reservation holds its GPUs."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Reservation:
     """GPUs held by a holder under a lease.
 

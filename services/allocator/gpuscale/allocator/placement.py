@@ -1,11 +1,10 @@
 """Placement: what is picked for an ask. Pure."""
 
-from dataclasses import dataclass
-
 from gpuscale.allocator.model import ReservedGpu
+from gpuscale.allocator.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Pick:
     """The GPUs that serve an ask, member by member, best first, and the mean of their scores.
 

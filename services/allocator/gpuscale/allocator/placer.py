@@ -108,8 +108,7 @@ class Placer:
         index = self._index
         shape = index.shape(ask, now)
         value = index.value(shape)
-        row = int(np.argmax(value)) if len(value) else 0
-        if not len(value) or value[row] == -np.inf:
+        if not len(value) or value[row := int(value.argmax())] == -np.inf:
             return []
         return [(index.columns.nodes[row].id, index.members().take(shape, row, 0))]
 
@@ -126,6 +125,6 @@ class Placer:
 
 
 def _pick(placed: Sequence[Member]) -> Pick:
-    gpus: tuple[ReservedGpu, ...] = tuple(gpu for _, member in placed for gpu in member)
-    mean = math.fsum(gpu.score.total for gpu in gpus) / max(len(gpus), 1)
-    return Pick(gpus, mean, tuple(node for node, _ in placed))
+    gpus: tuple[ReservedGpu, ...] = tuple([gpu for _, member in placed for gpu in member])
+    mean = math.fsum([gpu.score.total for gpu in gpus]) / max(len(gpus), 1)
+    return Pick(gpus, mean, tuple([node for node, _ in placed]))

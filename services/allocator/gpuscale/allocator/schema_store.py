@@ -1,8 +1,8 @@
 """Schema of the allocator's state: its tables, and reservations as rows of them. Table names are the class names."""
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from json import JSONEncoder
 from typing import Any
 
 from sqlalchemy import JSON, Connection, Index, Row, event, text
@@ -15,6 +15,7 @@ from gpuscale.common.columns import Whole
 VERSION = 3
 FENCE = "fence"
 """The counter that keeps the highest fence when records are forgotten."""
+_to_json = JSONEncoder(check_circular=False).encode
 
 
 class Table(SQLModel, registry=registry()):
@@ -136,7 +137,7 @@ def to_lasting(reservation: model.Reservation) -> dict[str, object]:
         "fingerprint": reservation.fingerprint,
         "holder": reservation.holder,
         "owner": reservation.owner,
-        "labels": json.dumps(dict(reservation.labels)) if reservation.labels else "{}",
+        "labels": _to_json(dict(reservation.labels)) if reservation.labels else "{}",
         "policy": reservation.policy.value,
         "create_time": reservation.created.timestamp(),
         "tenant": reservation.tenant,
@@ -175,7 +176,7 @@ def to_lost(reservation: model.Reservation) -> dict[str, object]:
 
 def to_gpus(reservation: model.Reservation) -> str:
     """The GPUs of a reservation, as JSON."""
-    return json.dumps([_from_gpu(gpu) for gpu in reservation.gpus])
+    return _to_json([_from_gpu(gpu) for gpu in reservation.gpus])
 
 
 def to_holds(reservation: model.Reservation) -> Sequence[dict[str, object]]:

@@ -17,27 +17,24 @@ def spread(gpu: Gpu, weights: Weights) -> float:
     Raises:
         ValueError: the GPU does not report its memory; placement lets no such GPU through.
     """
-    if gpu.utilization_percent is None:
-        return weights.memory * _free_share(gpu)
-    return weights.memory * _free_share(gpu) + weights.utilization * _idle_share(gpu.utilization_percent)
+    return explained(gpu, weights).total
 
 
 def explained(gpu: Gpu, weights: Weights) -> Score:
     """The score of a GPU with its parts, and a note where it was scored by memory alone. Raises as `spread` does."""
-    utilization = gpu.utilization_percent
-    idle = None if utilization is None else _idle_share(utilization)
-    parts = (
-        ScorePart("memory", _free_share(gpu), weights.memory),
-        ScorePart("utilization", idle, weights.utilization),
-    )
-    return Score(spread(gpu, weights), parts, UNKNOWN_UTILIZATION if idle is None else "")
+    return scored(gpu, weights, gpu.memory_free_bytes)
 
 
-def _free_share(gpu: Gpu) -> float:
-    if gpu.memory_free_bytes is None or gpu.memory_total_bytes is None:
+def scored(gpu: Gpu, weights: Weights, free_bytes: int | None, note: str = "") -> Score:
+    """As `explained`, of a GPU of whose memory so much is free. Raises as `spread` does."""
+    if free_bytes is None or gpu.memory_total_bytes is None:
         raise ValueError(f"GPU {gpu.uuid} does not report its memory")
-    return gpu.memory_free_bytes / gpu.memory_total_bytes
-
-
-def _idle_share(utilization_percent: float) -> float:
-    return (100 - utilization_percent) / 100
+    free, used = free_bytes / gpu.memory_total_bytes, gpu.utilization_percent
+    total, idle = weights.memory * free, None
+    if used is None:
+        note = UNKNOWN_UTILIZATION
+    else:
+        idle = (100 - used) / 100
+        total += weights.utilization * idle
+    parts = ScorePart("memory", free, weights.memory), ScorePart("utilization", idle, weights.utilization)
+    return Score(total, parts, note)

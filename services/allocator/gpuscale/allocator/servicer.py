@@ -1,6 +1,6 @@
 """AllocatorService on the wire: messages to values, one use case, values to messages."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import TypeAlias
 
@@ -77,7 +77,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         """Grant several requests, all or none."""
         orders = translate.to_orders(request, current_principal().name, self._settings)
         granted = await self._reserving.reserve_all(orders)
-        return api.BatchReserveResponse(reservations=[self._message(one) for one in granted])
+        return api.BatchReserveResponse(reservations=self._messages(granted))
 
     async def RenewReservation(
         self, request: api.RenewReservationRequest, context: _Renew
@@ -112,7 +112,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         """Give several back, all or none."""
         leases = [translate.to_lease(one) for one in request.requests]
         released = await self._leases.release(leases, current_principal())
-        return api.BatchReleaseResponse(reservations=[self._message(one) for one in released])
+        return api.BatchReleaseResponse(reservations=self._messages(released))
 
     async def GetReservation(
         self, request: api.GetReservationRequest, context: _Get
@@ -145,7 +145,12 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             )
 
     def _message(self, reservation: Reservation) -> api.Reservation:
-        return translate.from_reservation(reservation, self._clock.now(), self._clock.wall())
+        return self._messages([reservation])[0]
+
+    def _messages(self, reservations: Iterable[Reservation]) -> list[api.Reservation]:
+        """The messages of reservations, answered in one moment."""
+        now, wall = self._clock.now(), self._clock.wall()
+        return [translate.from_reservation(one, now, wall) for one in reservations]
 
     def _report(self, reservation: Reservation) -> api.Reservation:
         """The message of a reservation with what its holder makes of it."""

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from datetime import datetime, timedelta
 from typing import TypeAlias
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.allocator.leases import Lease, Renewal
@@ -125,20 +126,25 @@ def from_reservation(
     message = allocator_api.Reservation()
     message.CopyFrom(_lasting(reservation))
     message.state = _STATES[reservation.state]
-    message.ttl.FromNanoseconds(round(reservation.ttl * _NANOS))
+    _put_seconds(message.ttl, reservation.ttl)
     if reservation.end_reason:
         message.end_reason = reservation.end_reason
     if usage is not None:
         message.usage.CopyFrom(_from_usage(usage))
     if reservation.live:
         remaining = max(0.0, reservation.deadline - now)
-        message.remaining.FromNanoseconds(round(remaining * _NANOS))
-        message.expire_time.CopyFrom(wire.to_timestamp(wall + timedelta(seconds=remaining)))
+        _put_seconds(message.remaining, remaining)
+        wire.put_timestamp(message.expire_time, wall + timedelta(seconds=remaining))
     if reservation.revoke_at is not None:
         message.revoke_time.CopyFrom(_at(reservation.revoke_at, now, wall))
     if reservation.ended is not None:
-        message.end_time.CopyFrom(wire.to_timestamp(reservation.ended))
+        wire.put_timestamp(message.end_time, reservation.ended)
     return message
+
+
+def _put_seconds(duration: Duration, seconds: float) -> None:
+    """Set a Duration that is part of a message, not below 0."""
+    duration.seconds, duration.nanos = divmod(round(seconds * _NANOS), _NANOS)
 
 
 _Known: TypeAlias = tuple[tuple[ReservedGpu, ...], allocator_api.Reservation]
@@ -154,12 +160,9 @@ def _lasting(reservation: Reservation) -> allocator_api.Reservation:
         name=names.reservation_name(reservation.id),
         holder=reservation.holder,
         fence=reservation.fence,
-        gpus=[from_gpu(gpu) for gpu in reservation.gpus],
-        create_time=wire.to_timestamp(reservation.created),
         policy=_POLICIES[reservation.policy],
         request_id=reservation.request_id,
         owner=reservation.owner,
-        labels=reservation.labels,
         tenant=reservation.tenant,
         priority=reservation.priority,
         preemptible=reservation.preemptible,
@@ -167,6 +170,11 @@ def _lasting(reservation: Reservation) -> allocator_api.Reservation:
         host_memory_bytes=reservation.host_memory_bytes,
         member_count=reservation.member_count,
     )
+    if reservation.labels:
+        message.labels.update(reservation.labels)
+    wire.put_timestamp(message.create_time, reservation.created)
+    for gpu in reservation.gpus:
+        _put_gpu(message.gpus.add(), gpu)
     _known[reservation.id] = reservation.gpus, message
     if len(_known) > _REMEMBERED:
         _known.popitem(last=False)
@@ -180,19 +188,20 @@ def _at(moment: float, now: float, wall: datetime) -> Timestamp:
 
 def from_gpu(gpu: ReservedGpu) -> allocator_api.ReservedGpu:
     """The message of a GPU that was chosen."""
-    return allocator_api.ReservedGpu(
-        name=names.gpu_name(gpu.node, gpu.uuid),
-        node=gpu.node,
-        uuid=gpu.uuid,
-        index=gpu.index,
-        model=gpu.model,
-        simulated=gpu.simulated,
-        score=from_score(gpu.score),
-        milli=gpu.milli,
-        memory_bytes=gpu.memory_bytes,
-        member=gpu.member,
-        lost=gpu.lost,
-    )
+    message = allocator_api.ReservedGpu()
+    _put_gpu(message, gpu)
+    return message
+
+
+def _put_gpu(message: allocator_api.ReservedGpu, gpu: ReservedGpu) -> None:
+    """Set the message of a GPU; field by field, which takes a third as long as to make one and copy it."""
+    message.name = names.gpu_name(gpu.node, gpu.uuid)
+    message.node, message.uuid, message.index = gpu.node, gpu.uuid, gpu.index
+    message.model, message.simulated = gpu.model, gpu.simulated
+    _put_score(message.score, gpu.score)
+    message.milli, message.member, message.lost = gpu.milli, gpu.member, gpu.lost
+    if gpu.memory_bytes is not None:
+        message.memory_bytes = gpu.memory_bytes
 
 
 def _from_usage(usage: Usage) -> allocator_api.ReservationUsage:
@@ -210,10 +219,18 @@ def _from_usage(usage: Usage) -> allocator_api.ReservationUsage:
 
 def from_score(score: Score) -> allocator_api.GpuScore:
     """The message of a score, with its parts."""
-    parts = (
-        allocator_api.ScorePart(name=part.name, value=part.value, weight=part.weight) for part in score.parts
-    )
-    return allocator_api.GpuScore(total=score.total, parts=parts, note=score.note)
+    message = allocator_api.GpuScore()
+    _put_score(message, score)
+    return message
+
+
+def _put_score(message: allocator_api.GpuScore, score: Score) -> None:
+    message.total, message.note = score.total, score.note
+    for part in score.parts:
+        of = message.parts.add()
+        of.name, of.weight = part.name, part.weight
+        if part.value is not None:
+            of.value = part.value
 
 
 def from_place(place: Place, now: float, since: float) -> allocator_api.QueuePlace:

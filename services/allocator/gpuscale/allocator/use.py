@@ -5,25 +5,27 @@ memory held add up.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from gpuscale.allocator.model import WHOLE, Reservation, ReservedGpu
+from gpuscale.allocator.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class GpuUse:
     """What is held of a GPU: thousandths of it, bytes of its memory, and by which reservations.
 
-    `memory_bytes` counts only what holders of shares hold; a GPU that is held whole has `milli` of WHOLE.
+    `unsized` counts the parts of reservations that do not say how much of its memory they hold: each holds all of it.
+    A GPU that is held whole has `milli` of WHOLE.
     """
 
     milli: int = 0
-    memory_bytes: int = 0
+    claimed_bytes: int = 0
+    unsized: int = 0
     reservations: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class NodeUse:
     """What is held of a node: CPU in thousandths of a core, bytes of main memory, and by which reservations."""
 
@@ -122,12 +124,13 @@ class Use:
         for gpu in reservation.gpus:
             use = self.gpu(gpu.uuid)
             self._changed.setdefault(gpu.node, set()).add(gpu.uuid)
-            memory = 0 if gpu.milli >= WHOLE else gpu.memory_bytes or 0
+            claimed = gpu.memory_bytes or 0
             self._put_gpu(
                 gpu.uuid,
                 GpuUse(
                     use.milli + sign * gpu.milli,
-                    use.memory_bytes + sign * memory,
+                    use.claimed_bytes + sign * claimed,
+                    use.unsized + (0 if claimed else sign),
                     _names(use.reservations, reservation.id, sign),
                 ),
             )
@@ -160,5 +163,6 @@ class Use:
 
 def _names(names: tuple[str, ...], name: str, sign: int) -> tuple[str, ...]:
     """The names with one more, or without it, each once."""
-    rest = tuple([one for one in names if one != name])
-    return (*rest, name) if sign > 0 else rest
+    if sign > 0:
+        return names if name in names else (*names, name)
+    return tuple([one for one in names if one != name])

@@ -22,6 +22,7 @@ class Prepared:
     def __init__(self, statement: ClauseElement) -> None:
         self._build: Callable[[str], ClauseElement] = lambda _dialect: statement
         self._sqlite = ""
+        self._names: Sequence[str] = ()
         self._postgresql = ""
         self._truths: tuple[str, ...] = ()
 
@@ -45,10 +46,12 @@ class Prepared:
 
     def _run_sqlite(self, driver: sqlite3.Connection, rows: Sequence[Mapping[str, object]]) -> int:
         if not self._sqlite:
-            dialect = sqlite.dialect(paramstyle="named")
-            self._sqlite = str(self._build("sqlite").compile(dialect=dialect))
+            compiled = self._build("sqlite").compile(dialect=sqlite.dialect(paramstyle="qmark"))
+            self._names = _in_order(compiled)
+            self._sqlite = str(compiled)
+        names = self._names  # the driver would look up each parameter of each row by its name
         try:
-            return driver.executemany(self._sqlite, rows).rowcount
+            return driver.executemany(self._sqlite, [[row[name] for name in names] for row in rows]).rowcount
         except sqlite3.IntegrityError as error:
             raise _refusal(error) from error
 
@@ -67,6 +70,11 @@ class Prepared:
                 return cursor.rowcount
         except IntegrityError as error:
             raise _refusal(error) from error
+
+
+def _in_order(compiled: Compiled) -> Sequence[str]:
+    """Names of the parameters, each as often as the statement has it."""
+    return (compiled.positiontup or ()) if isinstance(compiled, SQLCompiler) else ()
 
 
 def _truths(compiled: Compiled) -> tuple[str, ...]:

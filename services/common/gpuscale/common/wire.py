@@ -40,10 +40,17 @@ def optional_seconds(message: Message, field: str) -> float | None:
 
 def to_timestamp(date: datetime) -> Timestamp:
     """The Timestamp of an aware date; ValueError for a date without a time zone."""
+    timestamp = Timestamp()
+    put_timestamp(timestamp, date)
+    return timestamp
+
+
+def put_timestamp(timestamp: Timestamp, date: datetime) -> None:
+    """Set a Timestamp, such as one that is part of a message; ValueError for a date without a time zone."""
     if date.tzinfo is None:
         raise ValueError("a Timestamp needs a date with a time zone")
     passed = date - _EPOCH  # by far cheaper than Timestamp.FromDatetime, which goes through a calendar
-    return Timestamp(seconds=passed.days * _DAY + passed.seconds, nanos=passed.microseconds * 1000)
+    timestamp.seconds, timestamp.nanos = passed.days * _DAY + passed.seconds, passed.microseconds * 1000
 
 
 def to_datetime(timestamp: Timestamp) -> datetime:

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuscale.allocator.model import WHOLE, Gpu, Node, NodeState, Reservation
-from gpuscale.allocator.placing.memory import available
-from gpuscale.allocator.use import Use
+from gpuscale.allocator.placing.memory import available, unused
+from gpuscale.allocator.placing.row import Row
+from gpuscale.allocator.use import GpuUse, Use
 
 UNKNOWN = int(np.iinfo(np.int64).min)
 """A number that is not known."""
@@ -21,51 +22,13 @@ PARTED = -2
 WHOLE_GPU = 0
 MOST_READ = 1024
 """Rows that are kept as plain numbers."""
-MOST_TOLD = 64
+MOST_TOLD = 128
 """Changes of rows that are told one by one; of more, `changed` tells."""
 
 _STATES = {NodeState.ONLINE: 0, NodeState.STALE: 1, NodeState.OFFLINE: 2}
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-
-class Row:
-    """What the columns say of a row, of each of its GPUs where it is a list."""
-
-    __slots__ = (
-        "available",
-        "cordoned",
-        "cpu_free",
-        "free_milli",
-        "fresh_until",
-        "held",
-        "kind",
-        "memory_free",
-        "model",
-        "node_cordoned",
-        "state",
-        "total",
-        "trouble",
-        "utilization",
-    )
-
-    def __init__(self, columns: "Columns", row: int) -> None:
-        count = int(columns.gpu_count[row])
-        self.state = int(columns.state[row])
-        self.node_cordoned = bool(columns.node_cordoned[row])
-        self.cpu_free = int(columns.cpu_free[row])
-        self.memory_free = int(columns.memory_free[row])
-        self.free_milli = int(columns.free_milli[row])
-        self.kind: list[int] = columns.kind[row, :count].tolist()
-        self.model: list[int] = columns.model[row, :count].tolist()
-        self.fresh_until: list[float] = columns.fresh_until[row, :count].tolist()
-        self.trouble: list[bool] = columns.trouble[row, :count].tolist()
-        self.cordoned: list[bool] = columns.cordoned[row, :count].tolist()
-        self.held: list[int] = columns.held[row, :count].tolist()
-        self.total: list[int] = columns.total[row, :count].tolist()
-        self.available: list[int] = columns.available[row, :count].tolist()
-        self.utilization: list[float] = columns.utilization[row, :count].tolist()
 
 
 class Columns:
@@ -91,7 +54,7 @@ class Columns:
         self.gpus: list[tuple[Gpu, ...]] = []
         self.row_of: dict[str, int] = {}
         self.sequence = 0
-        self._touched: list[int] = []
+        self._touched: list[tuple[int, Sequence[int] | None]] = []
         self.layout = 0
         self._aged = -np.inf
         self._soonest = np.inf
@@ -118,10 +81,21 @@ class Columns:
             row = self._read[at] = Row(self, at)
         return row
 
-    def changed_since(self, sequence: int) -> list[int] | None:
-        """The rows that changed after the change of that number; None where those were too many to tell."""
+    def changed_since(self, sequence: int) -> dict[int, set[int] | None] | None:
+        """The rows that changed after the change of that number; None where those were too many to tell.
+
+        Each with the columns of the GPUs of which that is true, or None where it is true of the whole node.
+        """
         first = len(self._touched) - (self.sequence - sequence)
-        return sorted(set(self._touched[first:])) if first >= 0 else None
+        if first < 0:
+            return None
+        found: dict[int, set[int] | None] = {}
+        for row, columns in self._touched[first:]:
+            if columns is None:
+                found[row] = None
+            elif (known := found.setdefault(row, set())) is not None:
+                known.update(columns)
+        return found
 
     def has_room(self, node: Node) -> bool:
         """Whether a new node can be appended: there is a row, it is wide enough, and no later rank stands before."""
@@ -170,29 +144,31 @@ class Columns:
         gpus, count = self.gpus[row], len(self.gpus[row])
         uses = [self._use.gpu(gpu.uuid) for gpu in gpus]
         self.held[row, :count] = [use.milli for use in uses]
-        self.available[row, :count] = [
-            self._available(gpu, use.reservations) for gpu, use in zip(gpus, uses, strict=True)
-        ]
+        self.available[row, :count] = [self._available(gpu, use) for gpu, use in zip(gpus, uses, strict=True)]
         self.utilization[row, :count] = [self._utilization(gpu) for gpu in gpus]
         working = (self.kind[row] == WHOLE_GPU) & ~self.trouble[row] & ~self.cordoned[row]
         self.free_milli[row] = int((WHOLE - self.held[row])[working].sum())
         self._write_use_of_node(row)
+        self._touch(row)
         self._read.pop(row, None)
 
     def write_use_of(self, at: int, uuids: Collection[str]) -> None:
         """Write anew what is held of a node and these GPUs of it."""
         row = self.row(at)
-        for column, gpu in enumerate(self.gpus[at]):
-            if gpu.uuid not in uuids:
-                continue
+        columns = [column for column, gpu in enumerate(self.gpus[at]) if gpu.uuid in uuids]
+        for column in columns:
+            gpu = self.gpus[at][column]
             use, before = self._use.gpu(gpu.uuid), row.held[column]
             self.held[at, column] = row.held[column] = use.milli
-            self.available[at, column] = row.available[column] = self._available(gpu, use.reservations)
+            self.available[at, column] = row.available[column] = self._available(gpu, use)
             self.utilization[at, column] = row.utilization[column] = self._utilization(gpu)
+            row.rescore(column)
             if row.kind[column] == WHOLE_GPU and not row.trouble[column] and not row.cordoned[column]:
                 row.free_milli += before - use.milli
         self.free_milli[at] = row.free_milli
-        row.cpu_free, row.memory_free = self._write_use_of_node(at)
+        left = row.cpu_free, row.memory_free
+        row.cpu_free, row.memory_free = now_left = self._write_use_of_node(at)
+        self._touch(at, columns if left == now_left else None)
 
     def _write_use_of_node(self, row: int) -> tuple[int, int]:
         """Write anew what is left of a node's CPU and memory; both of them."""
@@ -201,7 +177,6 @@ class Columns:
         cpu = _left(node.cpu_milli, held.cpu_milli)
         memory = _left(node.memory_total_bytes, held.memory_bytes)
         self.cpu_free[row], self.memory_free[row] = cpu, memory
-        self._touch(row)
         return cpu, memory
 
     def set_cordons(self, cordons: frozenset[str]) -> None:
@@ -266,17 +241,19 @@ class Columns:
             self.cpu_beside_gpus += sign * node.cpu_milli
             self.gpus_beside_cpu += sign * len(whole)
 
-    def _available(self, gpu: Gpu, reservations: Sequence[str]) -> int:
-        if not reservations and not self.gone:
+    def _available(self, gpu: Gpu, use: GpuUse) -> int:
+        if not use.reservations and not self.gone:
             return UNKNOWN if gpu.memory_total_bytes is None else _number(gpu.memory_free_bytes)
-        live = [self._use.live(reservation) for reservation in reservations]
+        if not gpu.processes and not self.gone:
+            return _number(unused(gpu, use.claimed_bytes, use.unsized))
+        live = [self._use.live(reservation) for reservation in use.reservations]
         return _number(available(gpu, live, self.gone.get(gpu.uuid, ())))
 
     def _utilization(self, gpu: Gpu) -> float:
         """NaN where it is not known; a GPU whose holder is thought away is taken to be idle."""
-        if gpu.uuid in self.gone:
-            return 0.0
-        return np.nan if gpu.utilization_percent is None else gpu.utilization_percent
+        if gpu.utilization_percent is None:
+            return np.nan
+        return 0.0 if gpu.uuid in self.gone else gpu.utilization_percent
 
     def _kind(self, gpu: Gpu, parted: set[str]) -> int:
         if gpu.uuid in parted:
@@ -292,10 +269,11 @@ class Columns:
         """Whether a GPU is cordoned, or the GPU whose MIG instance it is."""
         return bool(self._cordons) and not self._cordons.isdisjoint((gpu.uuid.lower(), gpu.parent.lower()))
 
-    def _touch(self, row: int) -> None:
+    def _touch(self, row: int, columns: Sequence[int] | None = None) -> None:
+        """Note that a row has changed: all of it, or only what is held of the GPUs in these columns."""
         self.sequence += 1
         self.changed[row] = self.sequence
-        self._touched.append(row)
+        self._touched.append((row, columns))
         if len(self._touched) > 2 * MOST_TOLD:
             del self._touched[:MOST_TOLD]
 

@@ -108,6 +108,8 @@ class Demand:
 
     def _prices(self, supply: Mapping[int, int]) -> dict[int, float]:
         """The demand for a model over its supply, as if all demand together were the whole supply."""
+        if not self._constrained:
+            return {}
         scale = sum(supply.values()) / (self._gpu + PRICE_PRIOR)
         return {
             model: milli * scale / supply[model]

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpuscale.allocator.model import WHOLE, Ask, GangStrategy
 from gpuscale.allocator.placing.columns import UNKNOWN, Bools, Columns, Floats, Ints
-from gpuscale.allocator.placing.shares import milli_of
+from gpuscale.allocator.placing.shares import memory_floor, milli_of
 
 Fill = Callable[[int, int], int]
 """Places up to so many members on a row, and tells how many."""
@@ -22,8 +22,8 @@ def capacities(ask: Ask, columns: Columns, free: Bools) -> Ints:
     total = columns.total[rows]
     milli = np.broadcast_to(milli_of(ask, total), total.shape)
     each = np.where(free, (WHOLE - columns.held[rows]) // np.maximum(milli, 1), 0)
-    if ask.gpu_memory_bytes is not None:
-        each = np.minimum(each, columns.available[rows] // ask.gpu_memory_bytes)
+    if not ask.exclusive:
+        each = np.minimum(each, columns.available[rows] // np.maximum(memory_floor(ask, total), 1))
     room = _members(ask, np.maximum(each, 0))
     room = np.minimum(room, _times(columns.cpu_free[rows], ask.cpu_milli, ask.member_count))
     return np.minimum(room, _times(columns.memory_free[rows], ask.host_memory_bytes, ask.member_count))
@@ -36,8 +36,12 @@ def could_ever(ask: Ask, columns: Columns, fit: Bools) -> Ints:
     """
     rows = np.arange(len(fit))
     total = columns.total[rows]
-    milli = np.broadcast_to(milli_of(ask, total), total.shape)
-    room = _members(ask, np.where(fit, WHOLE // np.maximum(milli, 1), 0))
+    milli = np.broadcast_to(milli_of(ask, _or_enough(total)), total.shape)
+    each = np.where(fit, WHOLE // np.maximum(milli, 1), 0)
+    if not ask.exclusive:
+        by_memory = total // np.maximum(memory_floor(ask, total), 1)
+        each = np.where(total == UNKNOWN, each, np.minimum(each, by_memory))
+    room = _members(ask, each)
     cpu, memory = _or_enough(columns.cpu[rows]), _or_enough(columns.memory[rows])
     room = np.minimum(room, _times(cpu, ask.cpu_milli, ask.member_count))
     return np.minimum(room, _times(memory, ask.host_memory_bytes, ask.member_count))

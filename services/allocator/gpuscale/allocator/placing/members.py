@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
-from gpuscale.allocator.model import WHOLE, Ask, Policy, ReservedGpu, Score, ScorePart
-from gpuscale.allocator.placing.columns import Columns, Row, listed
+from gpuscale.allocator.model import WHOLE, Ask, GpuSet, Policy, ReservedGpu, Score, ScorePart
+from gpuscale.allocator.placing.columns import Columns, listed
 from gpuscale.allocator.placing.demand import Tariff
 from gpuscale.allocator.placing.fragmentation import Typical
 from gpuscale.allocator.placing.gpu_sets import Candidate, best_first, choose, tightest_first
@@ -17,10 +16,10 @@ from gpuscale.allocator.placing.policies import (
     fragmentation_scores,
     parts,
 )
-from gpuscale.allocator.placing.rows import spread_score
+from gpuscale.allocator.placing.row import Row
 from gpuscale.allocator.placing.shapes import Shape
-from gpuscale.allocator.placing.shares import memory_on, milli_on
-from gpuscale.allocator.scoring import explained
+from gpuscale.allocator.placing.shares import floor_on, memory_on, milli_on
+from gpuscale.allocator.scoring import scored
 
 FGD_NOTE = "score = floor(100 / (1 + exp(-gradient / 1000))), gradient in thousandths of a GPU"
 SHARED = "shared already: scored by the memory that is left"
@@ -34,8 +33,8 @@ class Members:
         self._tariff = tariff
         self._typical = typical
 
-    def take(self, shape: Shape, row: int, member: int) -> tuple[ReservedGpu, ...]:
-        """The GPUs of a row that a member gets; the row fits."""
+    def take(self, shape: Shape, row: int, member: int, *, roomiest: bool = False) -> tuple[ReservedGpu, ...]:
+        """The GPUs of a row that a member gets, those with room for most members like it if `roomiest`; the row fits."""
         ask = shape.ask
         if not ask.gpu_count:
             return ()
@@ -43,10 +42,12 @@ class Members:
             chosen = [self._preferred(shape, row)]
         else:
             candidates = sorted(self._candidates(shape, row), key=_preference(ask))
-            chosen = choose(candidates, ask.gpu_count, ask.gpu_set)
+            if roomiest:
+                candidates.sort(key=lambda one: -_room(ask, one))
+            chosen = choose(candidates, ask.gpu_count, GpuSet.BEST if roomiest else ask.gpu_set)
         scores = self._scores(shape, row, [one.column for one in chosen])
         return tuple(
-            self._reserved(ask, row, one, score, member) for one, score in zip(chosen, scores, strict=True)
+            [self._reserved(ask, row, one, score, member) for one, score in zip(chosen, scores, strict=True)]
         )
 
     def scores(self, shape: Shape, row: int) -> dict[str, Score]:
@@ -84,7 +85,8 @@ class Members:
         """How good GPUs of a row are, where that differs between them."""
         ask = shape.ask
         if ask.policy is Policy.SPREAD:
-            return [spread_score(ask, row, column) for column in fitting]
+            scores = row.spread(ask.weights)
+            return [scores[column] for column in fitting]
         if ask.policy is Policy.FGD:
             rows = np.array([at])
             fits = shape.gpu_codes[rows] == 0
@@ -122,11 +124,9 @@ class Members:
 
     def _spread(self, ask: Ask, row: int, column: int) -> Score:
         """As the seed says; of a GPU that is shared already, what its holders have is not free."""
-        gpu, available = self._columns.gpus[row][column], int(self._columns.available[row, column])
-        if available == gpu.memory_free_bytes:
-            return explained(gpu, ask.weights)
-        score = explained(replace(gpu, memory_free_bytes=available), ask.weights)
-        return replace(score, note=score.note or SHARED)
+        gpu, available = self._columns.gpus[row][column], self._columns.row(row).available[column]
+        note = "" if available == gpu.memory_free_bytes else SHARED
+        return scored(gpu, ask.weights, available, note)
 
     def _fragmentation(self, shape: Shape, row: int, fitting: list[int]) -> list[Score]:
         rows = np.array([row])
@@ -143,6 +143,13 @@ def _of_gradient(gradient: float, score: float) -> Score:
 def _fitting(shape: Shape, at: int) -> list[int]:
     """The columns of a row's GPUs that fit."""
     return [column for column, code in enumerate(listed(shape.gpu_codes[at])) if code == 0]
+
+
+def _room(ask: Ask, one: Candidate) -> int:
+    """How many shares like the one asked for a GPU has room for."""
+    total = one.gpu.memory_total_bytes
+    by_memory = one.available // max(floor_on(ask, total or 0), 1)
+    return min(one.free_milli // milli_on(ask, total), by_memory)
 
 
 def _by_score(ask: Ask) -> bool:

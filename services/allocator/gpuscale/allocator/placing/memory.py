@@ -26,6 +26,14 @@ def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation]
     return max(0, min(free, total))
 
 
+def unused(gpu: Gpu, claimed_bytes: int, unsized: int) -> int | None:
+    """As `available`, of a GPU without processes, whose holders claim so many bytes, and so many of them all of it."""
+    free, total = gpu.memory_free_bytes, gpu.memory_total_bytes
+    return (
+        None if free is None or total is None else max(0, min(free - claimed_bytes - unsized * total, total))
+    )
+
+
 def outsiders(gpu: Gpu, live: Iterable[Reservation]) -> list[tuple[str, int]]:
     """The processes on a GPU that belong to no live reservation, as `command (pid)`, and the memory they use."""
     fences = {reservation.fence for reservation in live}

@@ -6,12 +6,12 @@ rows the same rules, GPU by GPU, cost a tenth of that. What is answered here is 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from gpuscale.allocator.feasibility import ADMITS_ALL_PERCENT, Obstacle
 from gpuscale.allocator.model import WHOLE, Ask, Policy
-from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU, Row
+from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU
 from gpuscale.allocator.placing.constraints import CODES, Constraints
 from gpuscale.allocator.placing.demand import Tariff
 from gpuscale.allocator.placing.policies import (
@@ -22,10 +22,11 @@ from gpuscale.allocator.placing.policies import (
     PRICE_WEIGHT,
     TIGHTNESS,
 )
+from gpuscale.allocator.placing.row import Row
 from gpuscale.allocator.placing.shares import floor_on, milli_on
 
-MOST: Final = 8
-"""Up to so many rows are looked at here; for more of them arrays are quicker."""
+MOST: Final = 128
+"""Up to so many GPUs are looked at here; for more of them arrays are quicker."""
 NO_FIT: Final = -math.inf
 
 _ONLINE, _IS_STALE = 0, 1
@@ -50,13 +51,6 @@ def plain(ask: Ask) -> bool:
     return not (chosen or ask.apart_from or ask.policy is Policy.FGD)
 
 
-def spread_score(ask: Ask, row: Row, column: int) -> float:
-    """As `policies.spread_scores`, of a GPU that fits."""
-    memory = ask.weights.memory * (row.available[column] / max(row.total[column], 1))
-    used = row.utilization[column]
-    return memory if math.isnan(used) else memory + ask.weights.utilization * ((100 - used) / 100)
-
-
 def node_code(ask: Ask, row: Row) -> int:
     """The first obstacle of the node as such, as `Constraints.codes`."""
     if row.state not in (_ONLINE, _IS_STALE):
@@ -64,13 +58,14 @@ def node_code(ask: Ask, row: Row) -> int:
     return _short(ask, row) or (_STALE if row.state == _IS_STALE else _CORDONED if row.node_cordoned else 0)
 
 
-def gpu_codes(ask: Ask, row: Row, constraints: Constraints, now: float) -> list[int]:
-    """The first obstacle of each GPU that there is, as `Constraints.codes`."""
+def gpu_codes(ask: Ask, row: Row, constraints: Constraints, now: float, columns: Iterable[int]) -> list[int]:
+    """The first obstacle of the GPUs in some columns, as `Constraints.codes`."""
     admitted = constraints.admitted() if ask.models else None
     node = 0 if row.state == _ONLINE else _STALE if row.state == _IS_STALE else _OFFLINE
     kind, exclusive, short = constraints.kind, ask.exclusive, _short(ask, row)
     found: list[int] = []
-    for column, held in enumerate(row.held):
+    for column in columns:
+        held = row.held[column]
         if admitted is not None and not admitted[row.model[column]]:
             code = _MODEL
         elif row.kind[column] != kind:
@@ -94,7 +89,7 @@ def gpu_codes(ask: Ask, row: Row, constraints: Constraints, now: float) -> list[
 def value(ask: Ask, row: Row, node: int, codes: Sequence[int], kind: int, tariff: Tariff) -> float:
     """How good the row is for the ask, as `policies.value`; NO_FIT where it does not fit.
 
-    `node` and `codes` are what `node_code` and `gpu_codes` found, `kind` is the sort of GPU that is asked for.
+    `node` and `codes` are what `node_code` and `gpu_codes` found, for all columns; `kind` is the sort of GPU that is asked for.
     """
     if (codes.count(0) < ask.gpu_count) if ask.gpu_count else node:
         return NO_FIT
@@ -143,7 +138,7 @@ def _spread(ask: Ask, row: Row, codes: Sequence[int]) -> float:
     """The mean score of the best GPUs, added up from the best on; the free CPU where no GPU is asked for."""
     if not ask.gpu_count:
         return float(row.cpu_free)
-    scores = [spread_score(ask, row, column) for column, code in enumerate(codes) if not code]
+    scores = [score for score, code in zip(row.spread(ask.weights), codes, strict=False) if not code]
     if ask.gpu_count == 1:
         return max(scores)
     total = 0.0

@@ -20,8 +20,20 @@ _WALL = datetime.fromtimestamp(0, UTC)
 
 
 def place_gang(index: Index, use: Use, ask: Ask, now: float) -> list[Member]:
-    """The members of a gang; fewer than asked for if they do not all find a place. Nothing stays held."""
-    scratch = _Scratch(index, use, ask, now)
+    """The members of a gang; fewer than asked for if they do not all find a place. Nothing stays held.
+
+    Where each member shares several GPUs, those that are preferred may run out early and leave the last members with
+    too few different ones: then all take the GPUs with most room, which serves as many members as can be (the greedy
+    construction of the Gale-Ryser theorem).
+    """
+    placed = _placed(_Scratch(index, use, ask, now, roomiest=False))
+    if len(placed) < ask.member_count and ask.gpu_count > 1 and not ask.exclusive:
+        roomy = _placed(_Scratch(index, use, ask, now, roomiest=True))
+        placed = max(placed, roomy, key=len)
+    return placed
+
+
+def _placed(scratch: "_Scratch") -> list[Member]:
     try:
         return scratch.place()
     finally:
@@ -49,11 +61,12 @@ def without(index: Index, use: Use, reservations: Sequence[Reservation]) -> Gene
 class _Scratch:
     """The members placed so far, held in `use` until they are undone."""
 
-    def __init__(self, index: Index, use: Use, ask: Ask, now: float) -> None:
+    def __init__(self, index: Index, use: Use, ask: Ask, now: float, *, roomiest: bool) -> None:
         self._index = index
         self._use = use
         self._ask = ask
         self._now = now
+        self._roomiest = roomiest
         self._placed: list[Member] = []
         self._held: list[str] = []
 
@@ -112,7 +125,7 @@ class _Scratch:
 
     def _take(self, shape: Shape, row: int) -> None:
         member = len(self._placed)
-        gpus = self._index.members().take(shape, row, member)
+        gpus = self._index.members().take(shape, row, member, roomiest=self._roomiest)
         self._placed.append((self._index.columns.nodes[row].id, gpus))
         reservation = _stand_in(f"scratch {member}", self._ask, gpus)
         self._use.hold(reservation)

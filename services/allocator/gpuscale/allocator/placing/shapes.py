@@ -4,12 +4,13 @@ An ask that was seen before costs only the rows that have changed since, and one
 """
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuscale.allocator.model import Ask, Policy
-from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints
+from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints, listed
 from gpuscale.allocator.placing.constraints import ABSENT, Constraints
 from gpuscale.allocator.placing.demand import Tariff
 from gpuscale.allocator.placing.fragmentation import Typical
@@ -60,9 +61,9 @@ class Shape:
             return
         seen, self._seen = self._seen, columns.sequence
         few = columns.changed_since(seen) if self._plain and not moved else None
-        if few is not None and len(few) <= MOST:
-            for row in few:
-                self._look(row, now, tariff)
+        if few is not None and sum(map(self._width, few.values())) <= MOST:
+            for row, gpus in few.items():
+                self._look(row, gpus, now, tariff)
             return
         rows = np.flatnonzero(columns.changed[: len(columns)] > seen)
         if len(rows):
@@ -85,14 +86,22 @@ class Shape:
             self._ever = (self._columns.layout, could_ever(self.ask, self._columns, fit))
         return self._ever[1]
 
-    def _look(self, at: int, now: float, tariff: Tariff) -> None:
-        """Bring one row up to date."""
-        ask, kind = self.ask, self.constraints.kind
+    def _width(self, gpus: Collection[int] | None) -> int:
+        return self._columns.width if gpus is None else len(gpus)
+
+    def _look(self, at: int, gpus: Collection[int] | None, now: float, tariff: Tariff) -> None:
+        """Bring one row up to date: the GPUs in some columns, or all of it."""
+        ask, constraints = self.ask, self.constraints
         row = self._columns.row(at)
-        node, codes = node_code(ask, row), gpu_codes(ask, row, self.constraints, now)
-        self.node_codes[at] = node
-        self.gpu_codes[at] = codes + [ABSENT] * (self._columns.width - len(codes))
-        self.value[at] = row_value(ask, row, node, codes, kind, tariff)
+        if gpus is None:
+            node, codes = node_code(ask, row), gpu_codes(ask, row, constraints, now, range(len(row.held)))
+            self.node_codes[at] = node
+            self.gpu_codes[at] = codes + [ABSENT] * (self._columns.width - len(codes))
+        else:
+            for column, code in zip(gpus, gpu_codes(ask, row, constraints, now, gpus), strict=True):
+                self.gpu_codes[at, column] = code
+            node, codes = int(self.node_codes[at]), listed(self.gpu_codes[at])
+        self.value[at] = row_value(ask, row, node, codes, constraints.kind, tariff)
 
     def _values(self, rows: Ints, tariff: Tariff, typical: Typical) -> Floats:
         """How good rows are; only those that fit are reckoned."""

@@ -13,6 +13,9 @@ from gpuscale.allocator.model import WHOLE, Ask
 SHARE_FLOOR = (9, 10)
 """The least part of its nominal memory that a share without a memory of its own accepts, as a fraction."""
 
+MOST_MEMORY = (2**63 - 1) // WHOLE
+"""More than any GPU has, in bytes, of which thousandths can be reckoned without running over."""
+
 Ints = NDArray[np.int64]
 
 
@@ -20,7 +23,8 @@ def milli_of(ask: Ask, total: Ints) -> Ints | int:
     """Thousandths of each GPU of these sizes that the ask takes; an array only where the size decides."""
     if ask.gpu_memory_bytes is None or ask.gpu_milli < WHOLE:
         return ask.gpu_milli
-    milli: Ints = np.clip(ask.gpu_memory_bytes * WHOLE // np.maximum(total, 1), 1, WHOLE)
+    wanted = min(ask.gpu_memory_bytes, MOST_MEMORY) * WHOLE
+    milli: Ints = np.clip(wanted // np.maximum(total, 1), 1, WHOLE)
     return milli
 
 
@@ -56,11 +60,12 @@ def milli_on(ask: Ask, total: int | None) -> int:
 def memory_on(ask: Ask, total: int | None, available: int | None, free_milli: int) -> int | None:
     """Bytes of one GPU that the ask takes: all of a whole one, else its memory or its part of what is left.
 
-    `free_milli` is what nobody holds of the GPU. Rounded so that the last share takes what is left.
+    `free_milli` is what nobody holds of the GPU. Rounded so that the last share takes what is left; where outsiders
+    have some of it, never less than what was looked for.
     """
     if ask.exclusive or total is None or available is None:
         return total
     if ask.gpu_memory_bytes is not None:
         return max(ask.min_memory_bytes, ask.gpu_memory_bytes)
     nominal = total * ask.gpu_milli // WHOLE
-    return max(ask.min_memory_bytes, min(nominal, available * ask.gpu_milli // max(free_milli, 1)))
+    return max(floor_on(ask, total), min(nominal, available * ask.gpu_milli // max(free_milli, 1)))
