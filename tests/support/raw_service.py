@@ -83,6 +83,10 @@ class RawService(grpc.GenericRpcHandler):
             self.cancelled.set()
             raise
 
+    async def _close(self, context: Any) -> None:
+        """End the call as gRPC core does with one that arrives while its server closes the connections."""
+        await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+
     async def unary(self, request: bytes, context: Any) -> bytes:
         self._note(context)
         if request in ERRORS:
@@ -90,6 +94,8 @@ class RawService(grpc.GenericRpcHandler):
             await context.abort(status.code, status.details, status.trailing_metadata)
         if request == b"hang":
             await self._hang()
+        if request == b"closing":
+            await self._close(context)
         context.set_trailing_metadata((("x-end", "there"),))
         return b"echo " + request
 
@@ -102,6 +108,8 @@ class RawService(grpc.GenericRpcHandler):
             yield number.to_bytes(4, "big").ljust(int(size), b"x")
         if error == [b"hang"]:
             await self._hang()
+        if error == [b"closing"]:
+            await self._close(context)
         if error:
             status = to_rpc_status(ERRORS[error[0]])
             await context.abort(status.code, status.details, status.trailing_metadata)

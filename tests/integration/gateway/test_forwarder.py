@@ -13,15 +13,17 @@ from typing import Any
 import grpc
 import pytest
 
+from gpuscale.common import server as servers
 from gpuscale.common.auth import Authenticator
 from gpuscale.common.channel import open_channel
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.server import Server, ServerOptions
 from gpuscale.common.status import from_rpc_error
+from gpuscale.gateway import upstreams
 from gpuscale.gateway.app import open_gateway
 from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.settings import GatewaySettings
-from gpuscale.gateway.upstreams import Upstream
+from gpuscale.gateway.upstreams import Lanes, Upstream
 from tests.support.ports import free_port
 from tests.support.raw_service import (
     BOTH_STREAMS,
@@ -124,7 +126,9 @@ async def test_an_error_comes_back_unchanged(chain: Chain, request_: bytes) -> N
 
 
 async def test_client_stream(chain: Chain) -> None:
-    forwarder = Forwarder({UPLOADS: Upstream("uploads", chain.direct, private=True)})
+    forwarder = Forwarder(
+        {UPLOADS: Upstream("uploads", chain.direct, Lanes(lambda: chain.direct), private=True)}
+    )
     async with served(forwarder, UPLOADS) as through:
         call: Any = through.stream_unary(CLIENT_STREAM)(iter([b"a", b"b"]), timeout=30)
         assert await call == b"a+b"
@@ -211,10 +215,53 @@ async def test_a_slow_reader_slows_the_upstream(chain: Chain) -> None:
     call.cancel()
 
 
+async def test_more_streams_than_a_connection_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes to the upstream at once, and so does a unary call beside them; room that is free is used again."""
+    each = 2
+    limit = ("grpc.max_concurrent_streams", each)
+    others = tuple(pair for pair in servers.SERVER_ARGUMENTS if pair[0] != limit[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(servers, "SERVER_ARGUMENTS", (*others, limit))
+        fleet = Server(ServerOptions(), Authenticator())
+    fleet.add_generic(RawService(), [FLEET])
+    address = fleet.bind()
+    monkeypatch.setattr(upstreams, "STREAMS", each)
+    opened: list[grpc.aio.Channel] = []
+
+    def lane() -> grpc.aio.Channel:
+        opened.append(open_channel(address))
+        return opened[-1]
+
+    async with fleet, open_channel(address) as unary, upstreams.Lanes(lane) as lanes:
+        forwarder = Forwarder({FLEET: Upstream("fleet", unary, lanes, private=True)})
+        async with served(forwarder, FLEET) as through:
+            for connections in (3, 3):
+                calls: list[Any] = [
+                    through.unary_stream(SERVER_STREAM)(b"1 4 hang", timeout=60) for _ in range(5)
+                ]
+                for call in calls:
+                    assert await call.read() == bytes(4)
+                assert await through.unary_unary(UNARY)(b"a", timeout=60) == b"echo a"
+                assert len(opened) == connections
+                for call in calls:
+                    call.cancel()
+                await eventually(lambda: not any(one.streams for one in lanes._lanes))
+
+
 async def test_an_upstream_that_is_away_is_named(chain: Chain) -> None:
     error = await failure(chain.through.unary_unary(ALLOCATOR_METHOD)(b"", timeout=10))
     assert why(error) == (UnavailableError, "UPSTREAM_UNAVAILABLE", {"service": "allocator"})
     assert error.details() == "the allocator does not answer"
+
+
+@pytest.mark.parametrize(
+    ("path", "call", "request_"),
+    [(UNARY, "unary_unary", b"closing"), (SERVER_STREAM, "unary_stream", b"1 1 closing")],
+)
+async def test_an_upstream_that_closes_is_away(chain: Chain, path: str, call: str, request_: bytes) -> None:
+    """Who cancelled nothing is not told that the call was cancelled, which no client repeats."""
+    error = await failure(getattr(chain.through, call)(path)(request_, timeout=10))
+    assert why(error) == (UnavailableError, "UPSTREAM_UNAVAILABLE", {"service": "fleet"})
 
 
 async def test_an_upstream_that_is_killed_in_the_middle() -> None:
@@ -259,7 +306,9 @@ async def test_nothing_is_left_when_the_upstream_ends_first(chain: Chain) -> Non
 
 
 async def test_a_token_stays_here_where_others_could_read_it(chain: Chain) -> None:
-    forwarder = Forwarder({FLEET: Upstream("fleet", chain.direct, private=False)})
+    forwarder = Forwarder(
+        {FLEET: Upstream("fleet", chain.direct, Lanes(lambda: chain.direct), private=False)}
+    )
     async with served(forwarder, FLEET) as channel:
         metadata = (("authorization", "Bearer abc"), ("x-trace", "t1"))
         await channel.unary_unary(UNARY)(b"", timeout=10, metadata=metadata)

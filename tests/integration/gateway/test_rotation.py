@@ -10,7 +10,7 @@ from gpuscale.common.auth import Authenticator
 from gpuscale.common.channel import ClientTls, open_channel
 from gpuscale.common.server import Server, ServerOptions
 from gpuscale.gateway.forwarder import Forwarder
-from gpuscale.gateway.upstreams import Upstream
+from gpuscale.gateway.upstreams import Lanes, Upstream
 from tests.support.certificates import Authority
 from tests.support.raw_service import FLEET, UNARY, RawService
 
@@ -44,7 +44,8 @@ async def test_certificates_change_under_load_without_a_failed_call(tmp_path: Pa
 
     async with upstream, open_channel(upstream_address) as channel:
         gateway = Server(ServerOptions(tls=files), Authenticator())
-        gateway.add_generic(Forwarder({FLEET: Upstream("fleet", channel, private=True)}), [FLEET])
+        fleet = Upstream("fleet", channel, Lanes(lambda: channel), private=True)
+        gateway.add_generic(Forwarder({FLEET: fleet}), [FLEET])
         address = gateway.bind()
         async with gateway, asyncio.TaskGroup() as tasks, open_channel(address, tls=trust) as old:
             assert await old.unary_unary(UNARY)(b"a", timeout=60) == b"echo a"

@@ -2,12 +2,13 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from gpuscale.common.bind import parse_listen
 from gpuscale.common.following import split_addresses
 from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.settings import GatewaySettings
-from gpuscale.gateway.upstreams import SERVICES, Upstream
+from gpuscale.gateway.upstreams import SERVICES, Lanes, Upstream
 
 
 @asynccontextmanager
@@ -28,7 +29,8 @@ async def open_gateway(settings: GatewaySettings) -> AsyncGenerator[tuple[Forwar
         for name, address in addresses.items():
             private = settings.ca_file is not None or all(map(_local, split_addresses(address)))
             channel = await stack.enter_async_context(settings.open_channel(address))
-            upstreams.update(dict.fromkeys(SERVICES[name], Upstream(name, channel, private)))
+            streams = await stack.enter_async_context(Lanes(partial(settings.open_channel, address)))
+            upstreams.update(dict.fromkeys(SERVICES[name], Upstream(name, channel, streams, private)))
         yield Forwarder(upstreams), tuple(upstreams)
 
 

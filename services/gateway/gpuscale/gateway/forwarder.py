@@ -25,8 +25,16 @@ RETRY_AFTER = 1.0
 
 # Of the connection to the gateway, or written anew by gRPC.
 _NOT_FORWARDED = frozenset({"user-agent", "te", "content-type", "host"})
-# Codes that gRPC itself gives when a connection cannot be made or breaks; from a service they come with details.
-_BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
+# Codes that gRPC itself gives when a connection cannot be made, breaks, or is closed by a server that stops (CANCELLED,
+# though no caller cancelled anything); from a service they come with details.
+_BROKEN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.CANCELLED,
+    }
+)
 
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -73,33 +81,31 @@ class _Method:
     def __init__(self, path: str, upstream: Upstream) -> None:
         self._path = path
         self._upstream = upstream
-        channel = upstream.channel
-        self._unary_unary: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
-        self._unary_stream: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(path)
-        self._stream_unary: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(path)
-        self._stream_stream: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
+        self._unary_unary: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = upstream.channel.unary_unary(path)
 
     async def unary_unary(self, request: bytes, context: _Context) -> bytes:
         call = self._unary_unary(request, timeout=context.time_remaining(), metadata=self._metadata(context))
         return await self._response(call, context)
 
     async def stream_unary(self, requests: AsyncIterator[bytes], context: _Context) -> bytes:
-        call = self._stream_unary(
-            requests, timeout=context.time_remaining(), metadata=self._metadata(context)
-        )
-        return await self._response(call, context)
+        with self._upstream.streams.stream() as channel:
+            method: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(self._path)
+            call = method(requests, timeout=context.time_remaining(), metadata=self._metadata(context))
+            return await self._response(call, context)
 
     async def unary_stream(self, request: bytes, context: _Context) -> AsyncIterator[bytes]:
-        call = self._unary_stream(request, timeout=context.time_remaining(), metadata=self._metadata(context))
-        async for response in self._responses(call, context):
-            yield response
+        with self._upstream.streams.stream() as channel:
+            method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(self._path)
+            call = method(request, timeout=context.time_remaining(), metadata=self._metadata(context))
+            async for response in self._responses(call, context):
+                yield response
 
     async def stream_stream(self, requests: AsyncIterator[bytes], context: _Context) -> AsyncIterator[bytes]:
-        call = self._stream_stream(
-            requests, timeout=context.time_remaining(), metadata=self._metadata(context)
-        )
-        async for response in self._responses(call, context):
-            yield response
+        with self._upstream.streams.stream() as channel:
+            method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(self._path)
+            call = method(requests, timeout=context.time_remaining(), metadata=self._metadata(context))
+            async for response in self._responses(call, context):
+                yield response
 
     async def _response(self, call: _UnaryCall, context: _Context) -> bytes:
         """The response of a unary call. Awaiting it while we are cancelled cancels it upstream."""

@@ -1,7 +1,14 @@
-"""Which service runs where."""
+"""Which service runs where, and the connections to it.
 
-from collections.abc import Mapping
+A server lets a connection have so many streams; a call beyond them waits, without a word, until one ends. So unary calls,
+of which no more are under way than the gateway itself admits, have a connection of their own, and streams as many as they need.
+"""
+
+import asyncio
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final, Self
 
 import grpc
 
@@ -10,8 +17,12 @@ from gpuscale.api import externalscaler as _keda_api
 from gpuscale.api.allocator import v1 as _allocator_api
 from gpuscale.api.autoscaler import v1 as _autoscaler_api
 from gpuscale.api.monitor import v1 as _monitor_api
+from gpuscale.common.limits import MAX_STREAMS_PER_CONNECTION
 
-__all__ = ["SERVICES", "Upstream"]
+__all__ = ["SERVICES", "Lanes", "Upstream"]
+
+STREAMS: Final = MAX_STREAMS_PER_CONNECTION * 9 // 10
+"""Streams of one connection; fewer than the server admits, which learns later than we do that one has ended."""
 
 _CONTRACT = (_allocator_api, _autoscaler_api, _keda_api, _monitor_api)
 
@@ -43,16 +54,57 @@ SERVICES: Mapping[str, tuple[str, ...]] = {
 """The services of each program. The agents' service is not among them: there is one on every host."""
 
 
+@dataclass(slots=True)
+class _Lane:
+    """A channel, and how many streams it has."""
+
+    channel: grpc.aio.Channel
+    streams: int = 0
+
+
+class Lanes:
+    """Channels for the streams of one upstream; closed at the end of the block.
+
+    Args:
+        open_channel: makes one; called for the first stream, and whenever all there are have as many as they may.
+    """
+
+    def __init__(self, open_channel: Callable[[], grpc.aio.Channel]) -> None:
+        self._open = open_channel
+        self._lanes: list[_Lane] = []
+
+    @contextmanager
+    def stream(self) -> Generator[grpc.aio.Channel]:
+        """The channel for one stream, which lasts as long as the block."""
+        lane = next((one for one in self._lanes if one.streams < STREAMS), None)
+        if lane is None:
+            lane = _Lane(self._open())
+            self._lanes.append(lane)
+        lane.streams += 1
+        try:
+            yield lane.channel
+        finally:
+            lane.streams -= 1
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(lane.channel.close() for lane in self._lanes))
+
+
 @dataclass(frozen=True, slots=True)
 class Upstream:
     """A program that calls are forwarded to.
 
     Attributes:
         name: what to call it in errors.
-        channel: where it is; the caller closes it.
+        channel: where its unary calls go; the caller closes it.
+        streams: where its streams go.
         private: whether nobody can listen in, so that tokens may travel.
     """
 
     name: str
     channel: grpc.aio.Channel
+    streams: Lanes
     private: bool
