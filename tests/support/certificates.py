@@ -44,6 +44,8 @@ class Authority:
         now = datetime.now(UTC)
         end = now + timedelta(days=1 if valid else -1)
         issuer = x509.load_pem_x509_certificate(self._ca.cert_pem.bytes())
+        ca_key = serialization.load_pem_private_key(self._ca.private_key_pem.bytes(), None)
+        assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
         builder = (
             x509.CertificateBuilder()
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
@@ -53,11 +55,13 @@ class Authority:
             .not_valid_before(now - timedelta(days=2))
             .not_valid_after(end)
         )
+        known_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+        builder = builder.add_extension(
+            known_by, critical=False
+        )  # Python 3.13 refuses certificates without it
         if uri is not None:
             names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])
             builder = builder.add_extension(names, critical=False)
-        ca_key = serialization.load_pem_private_key(self._ca.private_key_pem.bytes(), None)
-        assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
         cert_file, key_file = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         signed = builder.sign(ca_key, hashes.SHA256())
         cert_file.write_bytes(signed.public_bytes(serialization.Encoding.PEM))

@@ -196,6 +196,8 @@ async def running_agent(
 ) -> AsyncGenerator["AgentServiceAsyncStub", None]:
     """An agent on a port of its own, with simulated GPUs and four snapshots a second unless settings say otherwise."""
     merged = {"node": "alpha", "source": "simulated", "period_seconds": 0.25} | settings
+    if fleet_address is not None:
+        merged["fleet_address"] = fleet_address
     async with AsyncExitStack() as stack:
         fleet = None
         if fleet_address is not None:

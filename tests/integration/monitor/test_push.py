@@ -4,13 +4,17 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 
 import grpc
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.server import Registration
+from gpuscale.common.auth import Authenticator
+from gpuscale.common.server import Registration, Server, ServerOptions
 from gpuscale.monitor.agent import push
+from tests.support.certificates import Authority
 from tests.support.monitor import running_agent, running_fleet, serve
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
@@ -49,6 +53,24 @@ async def test_an_agent_finds_a_fleet_that_comes_later_and_one_that_was_restarte
                 node = await fleet.until("alpha", ONLINE, above_seq=seq)
                 assert node.rejected_count == 0
                 seq = node.snapshot.seq
+
+
+async def test_an_agent_without_tls_is_told_that_its_fleet_speaks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that gRPC says is that the socket was closed."""
+    logged: list[str] = []
+
+    class Log:
+        def warning(self, _event: str, *, error: str, **_: object) -> None:
+            logged.append(error)
+
+    monkeypatch.setattr(push, "_log", Log())
+    server = Server(ServerOptions(listen="127.0.0.1:0", tls=Authority(tmp_path).server()), Authenticator())
+    address = server.bind()
+    async with server, running_agent(address):
+        await eventually(lambda: logged, timeout=60)
+    assert logged[0] == f"{address} speaks TLS: name its authority with --ca-file"
 
 
 async def test_the_newer_of_two_agents_of_one_node_wins_and_the_older_keeps_away() -> None:
@@ -119,6 +141,31 @@ async def scripted(fleet: ScriptedFleet) -> AsyncGenerator[str, None]:
 @pytest.fixture
 def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push, "Backoff", partial(push.Backoff, initial=0.02, cap=0.05))
+
+
+async def test_an_agent_whose_snapshots_are_all_refused_sends_them_less_and_less_often() -> None:
+    """As where another node claims its GPUs. It sent a whole one each second, for ever."""
+
+    class Refusing(ScriptedFleet):
+        async def StreamTelemetry(
+            self,
+            request_iterator: AsyncIterator[monitor_api.StreamTelemetryRequest],
+            context: grpc.aio.ServicerContext[
+                monitor_api.StreamTelemetryRequest, monitor_api.StreamTelemetryResponse
+            ],
+        ) -> AsyncGenerator[monitor_api.StreamTelemetryResponse, None]:
+            async for request in request_iterator:
+                if not request.HasField("hello"):
+                    self.snapshots.append(request.snapshot.seq)
+                yield monitor_api.StreamTelemetryResponse(
+                    acked_seq=-1, resync=True, rejected_count=len(self.snapshots)
+                )
+
+    fleet = Refusing()
+    async with scripted(fleet) as address, running_agent(address, period_seconds=0.1):
+        await eventually(lambda: len(fleet.snapshots) >= 5, timeout=60)
+    gaps = [later - seq for seq, later in pairwise(fleet.snapshots)]
+    assert all(gap >= 2**number - 1 for number, gap in enumerate(gaps)), gaps
 
 
 @pytest.mark.usefixtures("quick_backoff")

@@ -16,7 +16,8 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from gpuscale.common.audit import AuditOptions
 from gpuscale.common.auth import Authenticator
 from gpuscale.common.channel import ClientTls, open_channel
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.diagnosis import PATIENCE, explained
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.logs import Format, Level
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.server import ServerOptions
@@ -156,8 +157,14 @@ class UpstreamSettings(Settings):
         Raises:
             FailedPreconditionError: a file cannot be read.
         """
-        tls = None if self.ca_file is None else ClientTls(self.ca_file, self.cert_file, self.key_file)
-        return open_channel(address, tls=tls, token=self._token())
+        return open_channel(address, tls=self._tls(), token=self._token())
+
+    def why_unavailable(self, address: str, error: UnavailableError) -> GpuscaleError:
+        """The error with what is wrong with TLS on the way to `address`, if that is it. Blocks for two seconds at most."""
+        return explained(address, self._tls(), error, PATIENCE)
+
+    def _tls(self) -> ClientTls | None:
+        return None if self.ca_file is None else ClientTls(self.ca_file, self.cert_file, self.key_file)
 
     def _token(self) -> SecretStr | None:
         if self.token_file is None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from gpuscale.client.async_calls import AsyncCalls
 from gpuscale.client.client import AsyncClient, Client
 from gpuscale.client.contexts import Context, find_context
-from gpuscale.client.diagnosis import explained
 from gpuscale.client.sync_calls import SyncCalls
 from gpuscale.common.channel import RPC_TIMEOUT, ClientTls, open_channel, open_sync_channel
+from gpuscale.common.diagnosis import explained
 from gpuscale.common.errors import FailedPreconditionError
 
 if TYPE_CHECKING:
@@ -118,11 +118,14 @@ def read_token(path: Path) -> str:
     """The bearer token in a file.
 
     Raises:
-        FailedPreconditionError: it cannot be read (reason TOKEN_FILE).
+        FailedPreconditionError: it cannot be read, or is empty (reason TOKEN_FILE).
     """
     try:
-        return path.read_text(encoding="utf-8").strip()
+        token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         # The text of a decoding error would show bytes of the file.
         message = f"cannot read the token file {path}: {type(error).__name__}"
         raise FailedPreconditionError(message, reason="TOKEN_FILE") from None
+    if not token:  # calls without one would be refused, in words that do not say why
+        raise FailedPreconditionError(f"the token file {path} is empty", reason="TOKEN_FILE")
+    return token

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 
 import grpc
@@ -42,7 +43,9 @@ async def open_process_adapter(
     changed = asyncio.Event()
     workshop = Workshop(
         journal=Journal(settings.data_dir / "replicas"),
-        logs=ReplicaLogs(settings.data_dir / "logs", settings.replica_log_max_bytes),
+        logs=ReplicaLogs(
+            settings.data_dir / "logs", settings.replica_log_max_bytes, settings.replica_log_keep_seconds
+        ),
         clock=clock,
         admission=Admission(agent, required=settings.require_admission),
         changed=changed.set,
@@ -65,7 +68,8 @@ async def open_process_adapter(
     async with TaskScope() as tasks:
         supervisor = Supervisor(templates, workshop, tasks, max_replicas=settings.max_replicas)
         await supervisor.recover()
-        connection = AutoscalerConnection(autoscaler, register, supervisor, changed, workshop.logs.read)
+        why = partial(settings.why_unavailable, settings.autoscaler_address)
+        connection = AutoscalerConnection(autoscaler, register, supervisor, changed, why, workshop.logs.read)
         tasks.spawn("connection to the autoscaler", connection.run())
         tasks.spawn("bounds of the replicas' logs", supervisor.bound_logs())
         try:

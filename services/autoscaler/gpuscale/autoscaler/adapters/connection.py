@@ -69,6 +69,8 @@ class Replicas(Protocol):
 
 ReadLog = Callable[[str, int | None, int], LogPart]
 """Reads a part of what a replica wrote: its name, where to begin (None: at most so much from the end), how much. Blocks."""
+Explain = Callable[[UnavailableError], GpuscaleError]
+"""Finds out more about why nothing answers. Blocks."""
 
 
 class AutoscalerConnection:
@@ -79,6 +81,7 @@ class AutoscalerConnection:
         register: who connects.
         replicas: what runs, and what is told what should.
         changed: set whenever there is something new to report.
+        explain: finds out more about why the autoscaler cannot be reached.
         read_log: None where there are no logs to be had, which `register` is to say.
     """
 
@@ -88,12 +91,14 @@ class AutoscalerConnection:
         register: api.Register,
         replicas: Replicas,
         changed: asyncio.Event,
+        explain: Explain,
         read_log: ReadLog | None = None,
     ) -> None:
         self._stub = api.AdapterServiceStub(channel)
         self._register = register
         self._replicas = replicas
         self._changed = changed
+        self._explain = explain
         self._read_log = read_log
         # Over a stream that takes nothing the oldest go: nobody waits for more answers than that.
         self._log_parts: deque[api.LogPart] = deque(maxlen=MOST_AT_ONCE)
@@ -104,6 +109,8 @@ class AutoscalerConnection:
         """Stay connected, for ever."""
         while True:
             error = await self._stream()
+            if isinstance(error, UnavailableError):
+                error = await asyncio.to_thread(self._explain, error)
             wait = _random.uniform(*REFUSED_WAIT_SECONDS)
             if not isinstance(error, _REFUSALS):
                 wait = self._backoff.next()

@@ -81,7 +81,8 @@ async def open_agent(
                 faults = Faults()
                 tasks.spawn("agent faults", faults.follow(gpus.events))
                 bands, full_every = settings.dead_bands(), settings.full_every_seconds
-                push = FleetPush(fleet, sampler, collector, clock, bands, full_every, faults)
+                why = partial(settings.why_unavailable, settings.fleet_address)
+                push = FleetPush(fleet, sampler, collector, clock, bands, full_every, faults, why)
                 tasks.spawn("agent stream to the fleet", push.run())
             yield (Registration(SERVICE, partial(add_agent, servicer)), *_host_services(gpus, work, clock))
     finally:

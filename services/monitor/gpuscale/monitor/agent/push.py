@@ -7,6 +7,7 @@ end of a stream that is being written to as INTERNAL, and a refusal must be seen
 """
 
 import asyncio
+from collections.abc import Callable
 from importlib.metadata import version
 from random import SystemRandom
 
@@ -33,6 +34,7 @@ from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
 from gpuscale.monitor.agent.faults import Faults
 from gpuscale.monitor.agent.model import Snapshot
+from gpuscale.monitor.agent.patience import Patience
 from gpuscale.monitor.agent.sampler import Sampler
 from gpuscale.monitor.agent.translate import to_snapshot
 
@@ -53,6 +55,9 @@ _Call = grpc.aio.StreamStreamCall[monitor_api.StreamTelemetryRequest, monitor_ap
 _log = get_logger(__name__)
 _random = SystemRandom()
 
+Explain = Callable[[UnavailableError], GpuscaleError]
+"""Finds out more about why nothing answers. Blocks."""
+
 
 class FleetPush:
     """Streams the snapshots of a sampler over a channel to the fleet.
@@ -65,6 +70,7 @@ class FleetPush:
         bands: how far readings may move untold.
         full_every: seconds after which a whole snapshot is sent again, more or less: agents must not do so all at once.
         faults: what the driver reported, told at once.
+        explain: finds out more about why the fleet cannot be reached.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class FleetPush:
         bands: DeadBands,
         full_every: float,
         faults: Faults,
+        explain: Explain,
     ) -> None:
         self._stub = monitor_api.FleetServiceStub(channel)
         self._sampler = sampler
@@ -84,6 +91,9 @@ class FleetPush:
         self._deltas = Deltas(bands, full_every * _random.uniform(0.75, 1.25))
         self._clock = clock
         self._silence = SILENCE_SECONDS + SILENCE_PERIODS * collector.period
+        self._explain = explain
+        self._period = collector.period
+        self._patience = Patience(collector.period)
         self._backoff = Backoff()
         self._hello = monitor_api.Hello(
             node=collector.node,
@@ -96,6 +106,8 @@ class FleetPush:
         """Stream for ever."""
         while True:
             error = await self._stream()
+            if isinstance(error, UnavailableError):
+                error = await asyncio.to_thread(self._explain, error)
             refused = isinstance(error, _REFUSALS)
             wait = _random.uniform(*REFUSED_WAIT_SECONDS) if refused else self._backoff.next()
             _log.warning(
@@ -110,6 +122,7 @@ class FleetPush:
         """One stream, from its beginning to its end; returns why it ended."""
         call = self._stub.StreamTelemetry()
         self._deltas.reset()
+        self._patience = Patience(self._period)
         welcome = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as group:
@@ -133,6 +146,8 @@ class FleetPush:
                 await self._sampler.get(max_age=0.0)
                 while True:
                     snapshot, _ = await subscription.get()
+                    if self._patience.waits(self._clock.now()):
+                        continue
                     async with self._writing:
                         await call.write(self._request(snapshot))
                     self._faults.saw(snapshot.gpus)
@@ -177,6 +192,7 @@ class FleetPush:
                     if answer.resync:
                         self._deltas.reset()
                     welcome.set()
+                    self._patience.answered(self._clock.now(), refused=answer.rejected_count > rejected)
                     self._note(answer, rejected)
                     rejected = answer.rejected_count
         except TimeoutError:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 
 import grpc
@@ -15,6 +16,20 @@ from gpuscale.autoscaler.adapters.engines.settings import EngineAdapterSettings
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.common.clock import Clock
 from gpuscale.common.lifecycle import TaskScope
+
+
+async def asked_to_finish(settings: EngineAdapterSettings) -> set[str]:
+    """Names of the replicas that an earlier run of the adapter asked to finish.
+
+    Raises:
+        FailedPreconditionError: what was written down cannot be read.
+    """
+    records = await asyncio.to_thread(_journal(settings).load)
+    return {one.replica for one in records if one.asked_to_stop_at is not None}
+
+
+def _journal(settings: EngineAdapterSettings) -> Journal:
+    return Journal(settings.data_dir / "replicas")
 
 
 @asynccontextmanager
@@ -40,7 +55,7 @@ async def open_engine_adapter(
     changed = asyncio.Event()
     crew = EngineCrew(
         engine,
-        Journal(settings.data_dir / "replicas"),
+        _journal(settings),
         clock,
         changed,
         max_replicas=settings.max_replicas,
@@ -55,9 +70,9 @@ async def open_engine_adapter(
         version=version("gpuscale"),
         capabilities=capabilities,
     )
+    why = partial(settings.why_unavailable, settings.autoscaler_address)
+    connection = AutoscalerConnection(autoscaler, register, crew, changed, why)
     async with TaskScope() as tasks:
         tasks.spawn("replicas on the engine", crew.run())
-        tasks.spawn(
-            "connection to the autoscaler", AutoscalerConnection(autoscaler, register, crew, changed).run()
-        )
+        tasks.spawn("connection to the autoscaler", connection.run())
         yield

@@ -14,7 +14,11 @@ from gpuscale.common.channel import ClientTls
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 
 PATIENCE = 2.0
-"""Seconds for each step."""
+"""Most seconds for each step."""
+STEPS = 3
+"""To connect, to shake hands, and to hear what the server says of our certificate."""
+LEAST = 0.02
+"""Seconds for a step below which it is not worth it."""
 
 
 class _Cause(NamedTuple):
@@ -64,32 +68,37 @@ _REFUSED = _Cause(
 )
 _WANTED = _Cause(
     reason="CLIENT_CERTIFICATE",
-    text="{address} wants a client certificate: --cert-file, or GPUSCALE_CERT_FILE",
+    text="{address} wants a client certificate: --cert-file and --key-file",
 )
 _NOT_TLS = _Cause(
     reason="PLAINTEXT_SERVER",
     text="{address} does not speak TLS: leave the CA file out, or switch TLS on there",
 )
 _TLS = _Cause(
-    reason="TLS_SERVER", text="{address} speaks TLS: name its authority with --ca-file, or GPUSCALE_CA_FILE"
+    reason="TLS_SERVER", text="{address} speaks TLS: name its authority with --ca-file"
 )
 
 
-def explained(address: str, tls: ClientTls | None, error: UnavailableError) -> GpuscaleError:
+def explained(address: str, tls: ClientTls | None, error: UnavailableError, limit: float) -> GpuscaleError:
     """The error with the cause, where gRPC gave none and one can be found; else the error as it is. Blocks for seconds.
 
     Args:
         address: where nothing answers.
         tls: how it was tried.
         error: what was said.
+        limit: seconds that it may take: what is left of the time of the call.
     """
     if error.reason != UnavailableError.default_reason or address.startswith("unix"):
         return error
     if "," in address:  # the first of them at which anything can be found out
-        causes = (explained(one.strip(), tls, error) for one in address.split(","))
+        each = address.split(",")
+        causes = (explained(one.strip(), tls, error, limit / len(each)) for one in each)
         return next((cause for cause in causes if cause is not error), error)
+    patience = min(PATIENCE, limit / STEPS)
+    if patience < LEAST:
+        return error
     try:
-        cause = _cause(address, tls)
+        cause = _cause(address, tls, patience)
     except OSError:  # nothing listens, or the files cannot be read: that is what gRPC says too
         return error
     if cause is None:
@@ -99,12 +108,12 @@ def explained(address: str, tls: ClientTls | None, error: UnavailableError) -> G
     return UnavailableError(text, reason=cause.reason, metadata={"address": address})
 
 
-def _cause(address: str, tls: ClientTls | None) -> _Cause | None:
+def _cause(address: str, tls: ClientTls | None, patience: float) -> _Cause | None:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (host and port.isdecimal()):
         return None
-    with socket.create_connection((host, int(port)), PATIENCE) as connection:
+    with socket.create_connection((host, int(port)), patience) as connection:
         if tls is None:
             return _TLS if _speaks_tls(connection) else None
         return _failure(connection, host, tls)
