@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.client import ClientTls, FailedPreconditionError, connect
+from gpuscale.client import ClientTls, FailedPreconditionError, InvalidArgumentError, connect
 from gpuscale.client.connection import _way
 from gpuscale.client.contexts import Context, Contexts, find_context, read_contexts
 
@@ -97,3 +97,25 @@ def test_what_is_wrong_is_said(home: Path, text: str, said: str) -> None:
     with pytest.raises(FailedPreconditionError, match=said) as caught:
         connect()
     assert caught.value.reason == "CONTEXTS"
+
+
+def test_a_home_that_there_is_not_is_said(home: Path) -> None:
+    file = home / ".config" / "gpuscale" / "contexts.toml"
+    file.write_text('[contexts.lab]\ntoken_file = "~nobody-of-that-name/token"\n')
+    with pytest.raises(FailedPreconditionError, match=r"contexts\.lab: there is no such home"):
+        read_contexts(file)
+
+
+@pytest.mark.parametrize("token", ["two lines\nof it", "t\u00f6ken", "tab\there", "nul\0"])
+def test_what_is_no_token_is_said_and_not_shown(token: str) -> None:
+    """gRPC would fail each call, in words that do not say why; and the dashboard takes whatever a visitor types."""
+    with pytest.raises(InvalidArgumentError, match="no token") as caught:
+        connect("127.0.0.1:1", token=token)
+    assert token not in str(caught.value)
+    assert token not in str(caught.value.violations)
+
+
+def test_an_empty_token_file_is_said(home: Path) -> None:
+    (home / "lab.token").write_text("\n")
+    with pytest.raises(FailedPreconditionError, match=r"lab\.token is empty"):
+        connect()

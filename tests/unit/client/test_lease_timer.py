@@ -27,6 +27,20 @@ def test_without_an_answer_it_is_lost_before_it_ends(ttl: float) -> None:
     assert timer.lost == "it was not renewed in time"
 
 
+def test_what_was_given_back_cannot_be_lost_any_more() -> None:
+    timer = LeaseTimer(20, 0.0)
+    timer.give_back(17.0)
+    timer.refused("no such lease")
+    assert not timer.is_over(100.0)
+
+
+def test_what_is_over_is_lost_though_it_is_given_back() -> None:
+    timer = LeaseTimer(20, 0.0)
+    timer.give_back(18.5)
+    timer.had_ended("it expired")
+    assert timer.lost == "it was not renewed in time"
+
+
 def test_a_renewal_counts_from_when_it_was_sent() -> None:
     timer = LeaseTimer(20, 0.0)
     timer.renewed(sent=5.0)

@@ -57,3 +57,12 @@ def test_gpus_of_several_nodes_do_not_hide_each_other() -> None:
     gpus = seed_view(api.Recording(gpus=[FULL, other]))["gpu_stats"]
     assert isinstance(gpus, dict)
     assert sorted(gpus) == ["alpha/0", "beta/0"]
+
+
+def test_mig_instances_do_not_hide_their_gpu_whose_index_they_have() -> None:
+    """An instance has the index of its GPU; two of one index would be one entry."""
+    parts = [api.RecordedGpu(name="nodes/alpha/gpus/mig", uuid=f"MIG-{n}", index=0, model="1g") for n in "ab"]
+    whole = api.RecordedGpu(name="nodes/alpha/gpus/gpu-2", uuid="GPU-2", index=1, model="B")
+    gpus = seed_view(api.Recording(gpus=[FULL, *parts, whole]))["gpu_stats"]
+    assert isinstance(gpus, dict)
+    assert sorted(gpus) == ["1", "GPU-1", "MIG-a", "MIG-b"]

@@ -1,5 +1,6 @@
 """What `reserve` sends: what was not said is left to the server."""
 
+import os
 import uuid
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import ask, reserve_request
+from gpuscale.client.asks import default_holder
 from gpuscale.client.client import reserve_timeout
 
 
@@ -103,3 +105,13 @@ def test_a_call_that_waits_has_time_to_wait() -> None:
     assert reserve_timeout({}) is None
     assert reserve_timeout({"wait": 0}) is None
     assert reserve_timeout({"wait": 60}) == 70
+
+
+def test_a_user_without_a_name_holds_under_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container the user is often just a number."""
+
+    def unknown() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    assert default_holder().partition("@")[0] == str(os.getuid())

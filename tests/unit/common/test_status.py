@@ -1,5 +1,8 @@
 """Errors survive the way over the wire, and what others send is read with care."""
 
+import copy
+import pickle
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
@@ -116,3 +119,17 @@ def test_rpc_errors_leaves_other_errors_alone() -> None:
 
 def test_a_bare_rpc_error_is_an_internal_error() -> None:
     assert type(status.from_rpc_error(grpc.RpcError())) is errors.InternalError
+
+
+@pytest.mark.parametrize("cls", TREE, ids=lambda cls: cls.__name__)
+def test_errors_leave_process_pools_as_they_are(cls: type[errors.GpuscaleError]) -> None:
+    """A worker of a pool sends its error pickled; one that cannot be read again breaks the whole pool."""
+    for sent in (cls("no"), cls("no", reason="BECAUSE", metadata={"name": "nodes/a"}, retry_after=1.5)):
+        for received in (pickle.loads(pickle.dumps(sent)), copy.copy(sent)):
+            assert type(received) is cls
+            assert vars(received) == vars(sent)
+
+
+def test_and_so_do_the_fields_at_fault() -> None:
+    sent = errors.InvalidArgumentError("no", field="name")
+    assert pickle.loads(pickle.dumps(sent)).violations == sent.violations

@@ -6,13 +6,14 @@ commas between, are one service: calls go to the one that leads (`gpuscale.commo
 """
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.following import split_addresses
 from gpuscale.common.following_channel import FollowingChannel
 from gpuscale.common.following_sync import SyncFollowingChannel
@@ -48,7 +49,8 @@ def open_channel(
     Raises:
         FailedPreconditionError: the token would travel in plain text (INSECURE_TRANSPORT), or a file cannot be read
             (TLS_FILES).
-        InvalidArgumentError: several addresses, one of them empty or named twice.
+        InvalidArgumentError: several addresses, one of them empty or named twice; or what is no token, whoever took it
+            for one.
     """
     addresses = split_addresses(address)
     if len(addresses) > 1:
@@ -89,7 +91,12 @@ def _reveal(token: "SecretStr | None", address: str, tls: ClientTls | None) -> s
         raise FailedPreconditionError(
             f"a token would travel to {address} in plain text: configure TLS", reason="INSECURE_TRANSPORT"
         )
-    return token.get_secret_value()
+    secret = token.get_secret_value()
+    if not re.fullmatch(r"[!-~]+", secret):
+        raise InvalidArgumentError(
+            "that is no token: it has blanks, line ends or characters beyond ASCII", field="token"
+        )
+    return secret
 
 
 def _is_local(address: str) -> bool:

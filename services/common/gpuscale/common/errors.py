@@ -58,7 +58,8 @@ class GpuscaleError(Exception):
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason
-        self.metadata = metadata
+        # Of its own, and one that can be pickled: errors leave process pools.
+        self.metadata: Mapping[str, str] = dict(metadata)
         self.retry_after = retry_after
 
 

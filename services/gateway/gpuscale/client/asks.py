@@ -1,6 +1,7 @@
 """What GPUs are wanted, in the words of Python: what is absent or None is left to the server."""
 
 import getpass
+import os
 import platform
 import uuid
 from collections.abc import Mapping, Sequence
@@ -139,8 +140,12 @@ def reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> all
 
 
 def default_holder() -> str:
-    """Who holds what nobody is named for: USER@HOST."""
-    return f"{getpass.getuser()}@{platform.node()}"
+    """Who holds what nobody is named for: USER@HOST, with the number of a user who has no name, as in containers."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # before Python 3.13 and since then
+        user = str(os.getuid())
+    return f"{user}@{platform.node()}"
 
 
 def _min_memory(options: AskOptions) -> int | None:

@@ -6,14 +6,13 @@ async with client.reserve(gpus=2, min_memory="8GiB") as lease:
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.client.held import REFUSALS, Held
-from gpuscale.client.lease_timer import LeaseTimer
+from gpuscale.client.held import REFUSALS, Held, now
+from gpuscale.client.lease_timer import LOOK, LeaseTimer
 from gpuscale.common.errors import GpuscaleError
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class AsyncLease(Held):
             FailedPreconditionError: it has ended (RESERVATION_ENDED).
             GpuscaleError: anything else that went wrong.
         """
-        sent = time.monotonic()
+        sent = now()
         response = await self._allocator.RenewReservation(self._renewal(), timeout=timeout)
         self._heed(response.reservation, sent)
 
@@ -56,25 +55,45 @@ class AsyncLease(Held):
         Raises:
             GpuscaleError: that failed, and the lease runs out by itself.
         """
-        await self._allocator.ReleaseReservation(self._release())
+        self._timer.give_back(now())
+        self._given_back((await self._allocator.ReleaseReservation(self._release())).reservation)
 
     async def keep(self) -> None:
         """Renew until the GPUs are lost; cancel it to end it."""
         timer = self._timer
-        while not timer.lost:
-            await asyncio.sleep(timer.wait(time.monotonic()))
-            if not timer.is_over(time.monotonic()):
+        while not (timer.lost or timer.given_back):
+            await asyncio.sleep(min(LOOK, timer.wait(now())))
+            if not timer.is_over(now()) and timer.wait(now()) <= 0:
                 await self._try_to_renew()
-        self.lost.set()
+        if timer.lost:
+            self.lost.set()
+
+    async def leave(self, keeper: asyncio.Task[None], error: BaseException | None) -> None:
+        """End `keep`, and give the GPUs back.
+
+        Raises:
+            LostReservationError: they were lost before; where there is another error, it gets a note instead.
+        """
+        self._timer.give_back(now())
+        keeper.cancel()
+        await asyncio.wait((keeper,))
+        try:
+            await self.release()
+        except GpuscaleError as problem:
+            if not self._timer.lost:
+                _log.warning("%s was not given back, its lease runs out: %s", self.name, problem.message)
+        if self._timer.lost:
+            self.lost.set()
+        self._left(error)
 
     async def _try_to_renew(self) -> None:
         try:
-            await self.renew(self._timer.patience(time.monotonic()))
+            await self.renew(self._timer.patience(now()))
         except REFUSALS as error:
             self._timer.refused(error.message)
         except GpuscaleError as error:
             _log.info("%s was not renewed, trying again: %s", self.name, error.message)
-            self._timer.unanswered(time.monotonic())
+            self._timer.unanswered(now())
 
 
 class AsyncReserving:
@@ -98,14 +117,4 @@ class AsyncReserving:
         if self._kept is None:
             return
         lease, keeper = self._kept
-        keeper.cancel()
-        await asyncio.wait((keeper,))
-        try:
-            await lease.release()
-        except GpuscaleError as problem:
-            if not lease.lost_reason:
-                _log.warning("%s was not given back, its lease runs out: %s", lease.name, problem.message)
-        if error is None:
-            lease.check()
-        elif lease.lost_reason:
-            error.add_note(f"{lease.name} was lost: {lease.lost_reason}")
+        await lease.leave(keeper, error)

@@ -9,7 +9,7 @@
 Every call raises errors of the tree (`GpuscaleError`); a unary call without a timeout of its own gets the client's.
 """
 
-import time
+import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -18,9 +18,10 @@ import grpc
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client.abandoning import abandon, abandon_async
 from gpuscale.client.asks import ReserveOptions, default_holder, reserve_request
 from gpuscale.client.async_lease import AsyncLease, AsyncReserving
-from gpuscale.client.held import timer_of
+from gpuscale.client.held import now, timer_of
 from gpuscale.client.lease import Lease
 from gpuscale.client.retries import retrying, retrying_async
 from gpuscale.common.channel import RPC_TIMEOUT
@@ -95,11 +96,15 @@ class Client:
         request = reserve_request(gpus, holder or default_holder(), options)
 
         def attempt() -> Lease:
-            sent = time.monotonic()
+            sent = now()
             granted = self.allocator.Reserve(request, timeout=reserve_timeout(options)).reservation
-            return Lease(self.allocator, granted, timer_of(request, granted, sent, time.monotonic()))
+            return Lease(self.allocator, granted, timer_of(request, granted, sent))
 
-        return retrying(attempt)
+        try:
+            return retrying(attempt)
+        except KeyboardInterrupt:
+            abandon(self.allocator, request)
+            raise
 
     def close(self) -> None:
         """Close the channel; calls that are under way end with CancelledCallError."""
@@ -151,12 +156,19 @@ class AsyncClient:
         request = reserve_request(gpus, holder or default_holder(), options)
 
         async def attempt() -> AsyncLease:
-            sent = time.monotonic()
+            sent = now()
             response = await self.allocator.Reserve(request, timeout=reserve_timeout(options))
             granted = response.reservation
-            return AsyncLease(self.allocator, granted, timer_of(request, granted, sent, time.monotonic()))
+            return AsyncLease(self.allocator, granted, timer_of(request, granted, sent))
 
-        return AsyncReserving(lambda: retrying_async(attempt))
+        async def reserve() -> AsyncLease:
+            try:
+                return await retrying_async(attempt)
+            except asyncio.CancelledError:
+                await abandon_async(self.allocator, request)
+                raise
+
+        return AsyncReserving(reserve)
 
     async def close(self) -> None:
         """Close the channel; calls that are under way end with CancelledCallError."""

@@ -126,5 +126,8 @@ def _context(name: str, table: object) -> Context:
         if not isinstance(value, str):
             raise ValueError(f"contexts.{name}.{key} is no text")  # noqa: TRY004
         values[key] = value
-    files = {key: Path(value).expanduser() for key, value in values.items() if key != "address" and value}
+    try:
+        files = {key: Path(value).expanduser() for key, value in values.items() if key != "address" and value}
+    except RuntimeError as error:  # of ~nobody
+        raise ValueError(f"contexts.{name}: there is no such home directory") from error
     return Context(address=values.get("address", ""), **files)

@@ -1,6 +1,7 @@
 """What the holder of GPUs knows and passes on, and the error that says that they are not its own any more."""
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -15,6 +16,16 @@ from gpuscale.common.wire import seconds, to_datetime
 
 REFUSALS = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
 """Errors of a renewal after which no further one can succeed."""
+_STATE = allocator_api.Reservation.State
+_OVER = (_STATE.STATE_EXPIRED, _STATE.STATE_CANCELLED, _STATE.STATE_LOST)
+"""How a reservation ends that its holder did not give back."""
+# macOS has it under the other name.
+_CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def now() -> float:
+    """Seconds that pass while the host sleeps as well, as the allocator counts leases (`gpuscale.common.clock`)."""
+    return time.clock_gettime(_CLOCK)
 
 
 class LostReservationError(FailedPreconditionError):
@@ -62,7 +73,8 @@ class Held:
 
     @property
     def lost_reason(self) -> str:
-        """Why the GPUs are lost; empty while they are held."""
+        """Why the GPUs are lost; empty while they are held. By the clock, also where nothing could renew meanwhile."""
+        self._timer.is_over(now())
         return self._timer.lost
 
     def env(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -85,10 +97,24 @@ class Held:
         Raises:
             LostReservationError: they are not.
         """
-        if self._timer.lost:
-            raise LostReservationError(
-                f"{self.name} is lost: {self._timer.lost}", metadata={"name": self.name}
-            )
+        if self.lost_reason:
+            raise self._loss()
+
+    def _left(self, error: BaseException | None) -> None:
+        """At the end of a block: say that the GPUs were lost while it ran, if they were."""
+        if not self._timer.lost:
+            return
+        if error is None:
+            raise self._loss()
+        error.add_note(f"{self.name} was lost: {self._timer.lost}")
+
+    def _loss(self) -> LostReservationError:
+        return LostReservationError(f"{self.name} is lost: {self._timer.lost}", metadata={"name": self.name})
+
+    def _given_back(self, released: allocator_api.Reservation) -> None:
+        """Heed what became of it: it may have been over for a while, unnoticed."""
+        if released.state in _OVER:
+            self._timer.had_ended(released.end_reason or "it had ended")
 
     def _heed(self, renewed: allocator_api.Reservation, sent: float) -> None:
         """Count the lease anew from when its renewal was sent."""
@@ -108,8 +134,8 @@ class Held:
 
 
 def timer_of(
-    request: allocator_api.ReserveRequest, granted: allocator_api.Reservation, sent: float, now: float
+    request: allocator_api.ReserveRequest, granted: allocator_api.Reservation, sent: float
 ) -> LeaseTimer:
-    """The timer of a grant. One that waited in the queue may have been granted at any moment up to `now`."""
+    """The timer of a grant that came now. One that waited in the queue may have been granted at any moment since."""
     waited = request.HasField("wait")
-    return LeaseTimer(seconds(granted.ttl), now if waited else sent, renew_at_once=waited)
+    return LeaseTimer(seconds(granted.ttl), now() if waited else sent, renew_at_once=waited)

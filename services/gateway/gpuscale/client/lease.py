@@ -6,13 +6,12 @@ with client.reserve(gpus=2, min_memory="8GiB") as lease:
 
 import logging
 import threading
-import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.client.held import REFUSALS, Held
-from gpuscale.client.lease_timer import LeaseTimer
+from gpuscale.client.held import REFUSALS, Held, now
+from gpuscale.client.lease_timer import LOOK, LeaseTimer
 from gpuscale.common.errors import GpuscaleError
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Lease(Held):
             FailedPreconditionError: it has ended (RESERVATION_ENDED).
             GpuscaleError: anything else that went wrong.
         """
-        sent = time.monotonic()
+        sent = now()
         self._heed(self._allocator.RenewReservation(self._renewal(), timeout=timeout).reservation, sent)
 
     def release(self) -> None:
@@ -56,7 +55,8 @@ class Lease(Held):
             GpuscaleError: that failed, and the lease runs out by itself.
         """
         self._done.set()
-        self._allocator.ReleaseReservation(self._release())
+        self._timer.give_back(now())
+        self._given_back(self._allocator.ReleaseReservation(self._release()).reservation)
 
     def __enter__(self) -> Self:
         self._keeper.start()
@@ -65,33 +65,32 @@ class Lease(Held):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._timer.give_back(now())
         self._done.set()
         self._keeper.join()
         try:
             self.release()
         except GpuscaleError as problem:
-            if not self.lost.is_set():
+            if not self._timer.lost:
                 _log.warning("%s was not given back, its lease runs out: %s", self.name, problem.message)
-        if error is None:
-            self.check()
-        elif self.lost_reason:
-            error.add_note(f"{self.name} was lost: {self.lost_reason}")
+        if self._timer.lost:
+            self.lost.set()
+        self._left(error)
 
     def _keep(self) -> None:
         """Renew until the block ends or the GPUs are lost."""
         timer = self._timer
-        while not self._done.wait(timer.wait(time.monotonic())):
-            if not timer.is_over(time.monotonic()):
+        while not (timer.lost or self._done.wait(min(LOOK, timer.wait(now())))):
+            if not timer.is_over(now()) and timer.wait(now()) <= 0:
                 self._try_to_renew()
-            if timer.lost:
-                self.lost.set()
-                return
+        if timer.lost:
+            self.lost.set()
 
     def _try_to_renew(self) -> None:
         try:
-            self.renew(self._timer.patience(time.monotonic()))
+            self.renew(self._timer.patience(now()))
         except REFUSALS as error:
             self._timer.refused(error.message)
         except GpuscaleError as error:
             _log.info("%s was not renewed, trying again: %s", self.name, error.message)
-            self._timer.unanswered(time.monotonic())
+            self._timer.unanswered(now())

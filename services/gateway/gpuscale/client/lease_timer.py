@@ -14,6 +14,8 @@ MARGIN = 0.1
 """The part of a lease by which it counts as lost early."""
 LONGEST_MARGIN = 5.0
 """Most seconds of that part."""
+LOOK = 1.0
+"""Most seconds between two looks at the clock: it goes on while the host sleeps, and waiting does not."""
 
 
 class LeaseTimer:
@@ -28,6 +30,8 @@ class LeaseTimer:
     def __init__(self, ttl: float, granted_at: float, *, renew_at_once: bool = False) -> None:
         self.lost = ""
         """Why it is lost; empty while it is held."""
+        self.given_back = False
+        """Whether its holder gave it back."""
         self._ttl = ttl
         self._pause = min(LONGEST_PAUSE, ttl / RENEWALS)
         self._margin = min(LONGEST_MARGIN, ttl * MARGIN)
@@ -44,7 +48,7 @@ class LeaseTimer:
 
     def is_over(self, now: float) -> bool:
         """Whether it is lost by now."""
-        if not self.lost and now >= self._ends - self._margin:
+        if not (self.lost or self.given_back) and now >= self._ends - self._margin:
             self.lost = "it was not renewed in time"
         return bool(self.lost)
 
@@ -63,5 +67,15 @@ class LeaseTimer:
         self._next = now + min(RETRY, self._pause)
 
     def refused(self, why: str) -> None:
-        """The server says that the lease cannot be renewed any more."""
-        self.lost = why
+        """The server says that the lease cannot be renewed any more; no news where it was given back."""
+        if not self.given_back:
+            self.lost = why
+
+    def give_back(self, now: float) -> None:
+        """Its holder gives it back: what is not lost by now cannot be lost any more."""
+        self.is_over(now)
+        self.given_back = True
+
+    def had_ended(self, why: str) -> None:
+        """The server says that it was over before it was given back."""
+        self.lost = self.lost or why

@@ -4,6 +4,7 @@ The shape is that of the continuous monitoring of the LLM autotuner's GPU tracki
 in units of 2^20 bytes under the name `mb`, values with one decimal. What was never read is absent, never zero.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 from gpuscale.api.monitor import v1 as monitor_api
@@ -23,13 +24,19 @@ def seed_view(recording: monitor_api.Recording) -> dict[str, object]:
     """The statistics of a recording.
 
     GPUs of one node are named by their index ("0"); where GPUs of several nodes are recorded, by node and index
-    ("host-1/0"), since an index means something on its own node only.
+    ("host-1/0"), since an index means something on its own node only. Those that share an index, as MIG instances do
+    with their GPU, are named by their UUIDs.
     """
     nodes = {gpu.name.split("/")[1] for gpu in recording.gpus}
+    names = [_key(gpu, alone=len(nodes) == 1) for gpu in recording.gpus]
+    sharing = Counter(names)
     return {
         "monitoring_duration_seconds": round(seconds(recording.duration), 1),
         "sample_count": recording.sample_count,
-        "gpu_stats": {_key(gpu, alone=len(nodes) == 1): _gpu(gpu) for gpu in recording.gpus},
+        "gpu_stats": {
+            name if sharing[name] == 1 else gpu.uuid: _gpu(gpu)
+            for name, gpu in zip(names, recording.gpus, strict=True)
+        },
     }
 
 

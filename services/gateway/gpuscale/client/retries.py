@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from math import inf
 from typing import TypeVar
 
 from gpuscale.common.backoff import Backoff
@@ -16,8 +17,8 @@ _UNANSWERED = (UnavailableError, DeadlineExceededError)
 Answer = TypeVar("Answer")
 
 
-def retrying(call: Callable[[], Answer]) -> Answer:
-    """The answer of a call, which is made again while there is none.
+def retrying(call: Callable[[], Answer], until: float = inf) -> Answer:
+    """The answer of a call, which is made again while there is none, but not after `until` (of `time.monotonic`).
 
     Raises:
         GpuscaleError: the last attempt failed, or an earlier one with an answer.
@@ -27,11 +28,14 @@ def retrying(call: Callable[[], Answer]) -> Answer:
         try:
             return call()
         except _UNANSWERED as error:
-            time.sleep(_wait(error, waits))
+            wait = _wait(error, waits)
+            if time.monotonic() + wait >= until:
+                raise
+            time.sleep(wait)
     return call()
 
 
-async def retrying_async(call: Callable[[], Awaitable[Answer]]) -> Answer:
+async def retrying_async(call: Callable[[], Awaitable[Answer]], until: float = inf) -> Answer:
     """`retrying`, for the running event loop.
 
     Raises:
@@ -42,7 +46,10 @@ async def retrying_async(call: Callable[[], Awaitable[Answer]]) -> Answer:
         try:
             return await call()
         except _UNANSWERED as error:
-            await asyncio.sleep(_wait(error, waits))
+            wait = _wait(error, waits)
+            if time.monotonic() + wait >= until:
+                raise
+            await asyncio.sleep(wait)
     return await call()
 
 

@@ -1,27 +1,53 @@
 """What every call of a sync client gets: a deadline where it has none, and errors of the tree."""
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from math import inf
 from typing import Any, Self
 
 import grpc
 
-from gpuscale.common.errors import CancelledCallError, GpuscaleError, UnavailableError
+from gpuscale.common.errors import CancelledCallError, DeadlineExceededError, GpuscaleError, UnavailableError
 from gpuscale.common.status import rpc_errors
 from gpuscale.common.wrapped_channel import SyncWrappedChannel
 
-Explain = Callable[[UnavailableError], GpuscaleError]
-"""Finds out more about why nothing answers."""
+Explain = Callable[[UnavailableError, float], GpuscaleError]
+"""Finds out more about why nothing answers, within so many seconds."""
+
+_TOO_LONG = "Deadline Exceeded"
+"""All that gRPC says."""
+
+
+class Limit:
+    """The time of one call, counted from now; None for a stream, which has all the time."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._began = time.monotonic()
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left of it."""
+        return inf if self._seconds is None else self._seconds - (time.monotonic() - self._began)
+
+    def over(self, error: DeadlineExceededError) -> DeadlineExceededError:
+        """The error, which says how long it was waited where gRPC only says that it was too long."""
+        if error.message != _TOO_LONG or self._seconds is None:
+            return error
+        return DeadlineExceededError(f"no answer within {self._seconds:g} s", metadata=error.metadata)
 
 
 @contextmanager
-def _errors(explain: Explain) -> Generator[None]:
-    """Errors of the tree, and why nothing answers where that can be found out."""
+def _errors(explain: Explain, limit: Limit) -> Generator[None]:
+    """Errors of the tree, and why nothing answers where that can be found out in the time of the call."""
     try:
         with rpc_errors():
             yield
     except UnavailableError as error:
-        raise explain(error) from error.__cause__
+        raise explain(error, limit.left) from error.__cause__
+    except DeadlineExceededError as error:
+        raise limit.over(error) from error.__cause__
     except ValueError as error:  # what gRPC raises for a channel that was closed, among others
         if "closed" not in str(error).lower():
             raise
@@ -63,15 +89,15 @@ class _Unary:
         self._explain = explain
 
     def __call__(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        with _errors(self._explain):
-            return self._method(request, timeout=self._timeout if timeout is None else timeout, **kwargs)
+        timeout = self._timeout if timeout is None else timeout
+        with _errors(self._explain, Limit(timeout)):
+            return self._method(request, timeout=timeout, **kwargs)
 
     def with_call(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """The response and its call."""
-        with _errors(self._explain):
-            return self._method.with_call(
-                request, timeout=self._timeout if timeout is None else timeout, **kwargs
-            )
+        timeout = self._timeout if timeout is None else timeout
+        with _errors(self._explain, Limit(timeout)):
+            return self._method.with_call(request, timeout=timeout, **kwargs)
 
     def future(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """GRPC's own future; its errors are gRPC's own too."""
@@ -85,17 +111,19 @@ class _Streaming:
         self._method = method
         self._explain = explain
 
-    def __call__(self, *args: Any, **kwargs: Any) -> "_Stream":
-        with _errors(self._explain):
-            return _Stream(self._method(*args, **kwargs), self._explain)
+    def __call__(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> "_Stream":
+        limit = Limit(timeout)
+        with _errors(self._explain, limit):
+            return _Stream(self._method(*args, timeout=timeout, **kwargs), self._explain, limit)
 
 
 class _Stream:
     """A stream of responses that raises errors of the tree. All else is the call's own."""
 
-    def __init__(self, call: Any, explain: Explain) -> None:
+    def __init__(self, call: Any, explain: Explain, limit: Limit) -> None:
         self._call = call
         self._explain = explain
+        self._limit = limit
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
@@ -104,5 +132,5 @@ class _Stream:
         return self
 
     def __next__(self) -> Any:
-        with _errors(self._explain):
+        with _errors(self._explain, self._limit):
             return next(self._call)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client.retries import retrying, retrying_async
+from gpuscale.common.channel import RPC_TIMEOUT
 from gpuscale.common.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 PERIOD = 0.5
 """Seconds between two looks at an endpoint."""
+_LEAST = 0.1
+"""Seconds that a look gets where no time is left: there is always one."""
 
 
 def wait_ready(
@@ -36,7 +39,9 @@ def wait_ready(
     deadline = time.monotonic() + timeout
     request = autoscaler_api.GetEndpointRequest(name=endpoint)
     while True:
-        found = retrying(lambda: client.endpoints.GetEndpoint(request)).endpoint
+        found = retrying(
+            lambda: client.endpoints.GetEndpoint(request, timeout=_limit(deadline)), deadline
+        ).endpoint
         if _is_ready(found, replicas):
             return found
         time.sleep(_pause(found, deadline))
@@ -58,10 +63,20 @@ async def wait_ready_async(
     deadline = time.monotonic() + timeout
     request = autoscaler_api.GetEndpointRequest(name=endpoint)
     while True:
-        found = (await retrying_async(lambda: client.endpoints.GetEndpoint(request))).endpoint
+        found = (
+            await retrying_async(
+                lambda: client.endpoints.GetEndpoint(request, timeout=_limit(deadline)), deadline
+            )
+        ).endpoint
         if _is_ready(found, replicas):
             return found
         await asyncio.sleep(_pause(found, deadline))
+
+
+def _limit(deadline: float) -> float | None:
+    """Seconds that one look may take; None for what the client gives each call, where there is time for that."""
+    left = deadline - time.monotonic()
+    return None if left > RPC_TIMEOUT else max(_LEAST, left)
 
 
 def _is_ready(endpoint: autoscaler_api.Endpoint, replicas: int | None) -> bool:

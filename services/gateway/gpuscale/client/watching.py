@@ -56,9 +56,10 @@ def watch(method: Callable[[Request], Stream[Message]], request: Request) -> Ite
                 waits.reset()
                 yield message
         except UnavailableError:
-            time.sleep(waits.next())
+            pass
         finally:
             stream.cancel()
+        time.sleep(waits.next())
 
 
 async def watch_async(
@@ -77,6 +78,7 @@ async def watch_async(
                 waits.reset()
                 yield message
         except UnavailableError:
-            await asyncio.sleep(waits.next())
+            pass
         finally:
             stream.cancel()
+        await asyncio.sleep(waits.next())
