@@ -23,7 +23,8 @@ async def test_the_screen_shows_the_gpus_of_this_machine_and_who_holds_them(tmp_
             table = top.query_one("#table-gpus", DataTable)
             await eventually(lambda: table.row_count == 8, timeout=30)
             await eventually(
-                lambda: [row[-1] for row in map(table.get_row_at, range(8))].count("training") == 2
+                lambda: [str(row[-1]) for row in map(table.get_row_at, range(8))].count("training") == 2,
+                timeout=30,
             )
             assert not top.query_one("#problem", Static).display
             head = top.query_one("#head", Static)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from gpuscale.cli import planning
 from gpuscale.common import errors
 from tests.support import canned_gateway as canned
 from tests.support.cli import Ran, run_cli
@@ -429,8 +430,27 @@ def test_what_get_prints_is_applied_unchanged(ctl: Any) -> None:
         assert ctl("apply", "-f", "-", stdin=printed).out == "endpoints/jobs unchanged\n"
 
 
-def test_apply_says_what_was_done_before_it_failed(ctl: Any, world: canned.World) -> None:
-    world.refuse["UpdateEndpoint"] = errors.AbortedError("changed meanwhile")
+def test_apply_does_nothing_where_the_server_refuses_a_part_of_it(ctl: Any, world: canned.World) -> None:
+    world.refuse["UpdateEndpoint"] = errors.FailedPreconditionError("no such template")
+    ran = ctl("apply", "-f", "-", "-o", "json")
+    assert (ran.code, ran.out) == (4, "")
+    assert "created" not in ran.err
+    assert "watchers/more" not in world.things
+
+
+def test_apply_says_what_was_done_before_it_failed(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the server could not know beforehand."""
+    real = planning.rehearse
+
+    def rehearse(*asked: Any) -> Any:
+        found = real(*asked)
+        if found[0].name == "endpoints/jobs":
+            world.refuse["UpdateEndpoint"] = errors.AbortedError("changed meanwhile")
+        return found
+
+    monkeypatch.setattr(planning, "rehearse", rehearse)
     ran = ctl("apply", "-f", "-", "-o", "json")
     assert (ran.code, ran.out) == (4, "")
     assert "watchers/more created" in ran.err

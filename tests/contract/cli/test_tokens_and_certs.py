@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.cli.certificates import read_pair
+from gpuscale.cli.certificates import hosts_of, read_pair
 from gpuscale.common import errors
 from gpuscale.common.auth import Authenticator, Role, current_principal
 from gpuscale.common.channel import ClientTls, open_channel
@@ -130,6 +130,16 @@ async def test_certificates_serve_and_name_callers(tmp_path: Path) -> None:
         assert read_pair(folder, "server").certificate.serial_number != before
         await call(served, client)
     assert [(one.name, one.role) for one in seen] == [("alice", Role.OPERATOR)] * 2
+
+
+def test_a_certificate_that_is_renewed_keeps_the_names_that_it_is_for(tmp_path: Path) -> None:
+    """Another one would lock out whoever calls the server by a name that was forgotten."""
+    first = certs("init", "--dir", str(tmp_path))
+    assert "called by: localhost, 127.0.0.1" in first.err
+    assert certs("init", "--dir", str(tmp_path), "--host", "gateway.example", "--host", "10.0.0.7").code == 0
+    renewed = certs("init", "--dir", str(tmp_path))
+    assert "called by: gateway.example, 10.0.0.7" in renewed.err
+    assert hosts_of(read_pair(tmp_path, "server").certificate) == ["gateway.example", "10.0.0.7"]
 
 
 def test_an_authority_is_needed_to_issue(tmp_path: Path) -> None:

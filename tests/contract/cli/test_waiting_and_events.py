@@ -185,6 +185,49 @@ def test_watched_events_are_written_once(
     assert ctl("events", "--watch", "-o", "json").code == 2
 
 
+def test_watched_events_outlive_a_restart(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As every other watch; what is away is said once."""
+
+    def away() -> None:
+        world.refuse["ListDecisions"] = errors.UnavailableError("failed to connect")
+
+    def back() -> None:
+        del world.refuse["ListDecisions"]
+        copy = canned.autoscaler_api.Decision()
+        copy.CopyFrom(canned.DECISION)
+        copy.name = "endpoints/jobs/decisions/d2"
+        world.things[copy.name] = copy
+
+    script(monkeypatch, events, away, lambda: None, back)
+    ran = ctl("events", "--watch", "--since", EVER, "--kind", "decision")
+    assert ran.code == 130
+    assert ran.err.count("decision events are unknown: failed to connect") == 1
+    assert "endpoints/jobs/decisions/d2" in ran.out
+
+
+def test_what_is_waited_for_may_be_away_for_a_while(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away() -> None:
+        world.refuse["GetEndpoint"] = errors.UnavailableError("the autoscaler is stopping")
+
+    def back() -> None:
+        del world.refuse["GetEndpoint"]
+        endpoint(world, ready_replicas=3)
+
+    script(monkeypatch, wait, away, back)
+    ran = ctl("wait", "ep", "jobs")
+    assert (ran.code, ran.out) == (0, "endpoints/jobs ready\n")
+    assert "the autoscaler is stopping" in ran.err
+
+
+def test_where_nothing_ever_answers_there_is_no_waiting(ctl: Any, world: canned.World) -> None:
+    world.refuse["GetEndpoint"] = errors.UnavailableError("the autoscaler is stopping")
+    assert ctl("wait", "ep", "jobs").code == 7
+
+
 def test_check_says_why_it_waits(ctl: Any, world: canned.World) -> None:
     answers = iter([False, True])
     response = canned.allocator_api.WaitForAvailabilityResponse

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static, TabbedContent
 
-from gpuscale.client import connect
+from gpuscale.client import UnavailableError, connect
 from gpuscale.dashboard.terminal import Top
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
@@ -104,3 +104,24 @@ async def test_ascii_is_ascii() -> None:
             assert all(cell.isascii() for row in cells(top, "gpus") for cell in row)
             await pilot.press("3")
             await eventually(lambda: top.query_one("#tabs", TabbedContent).active == "endpoints", timeout=30)
+
+
+async def test_what_others_write_is_shown_as_it_is() -> None:
+    """Brackets are markup to the library, and a bad one ended the program: anybody could blind everybody."""
+    holder = "[/x] [bold]me[/] [1]"
+    with FakeServer(gpus=1) as server, connect(server.address) as client:
+        client.reserve(1, holder, ttl=300)
+        async with screen(server) as (top, _):
+            await eventually(lambda: [row[-1] for row in cells(top, "gpus")] == [holder], timeout=30)
+            server.fail("ListReservations", UnavailableError("no way to [::1]:7070 [/x]"), times=1000)
+            await eventually(lambda: "[::1]:7070 [/x]" in problem(top), timeout=30)
+            await eventually(lambda: holder in drawn(top), timeout=30)
+
+
+def problem(top: Top) -> str:
+    return str(top.query_one("#problem", Static).content)
+
+
+def drawn(top: Top) -> str:
+    """What is on the screen."""
+    return top.export_screenshot().replace("&#160;", " ")

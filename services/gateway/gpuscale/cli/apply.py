@@ -72,9 +72,26 @@ def apply(
         doomed = [step.name for step in steps if step.action is planning.Action.DELETE]
         if doomed and dry_run is None:
             confirm(", ".join(doomed), yes=yes)
+        if dry_run is None:
+            _rehearse(client, steps)
         _write(session, _taken(session, client, steps, dry_run=dry_run is not None))
     if not steps:
         note("nothing to apply")
+
+
+def _rehearse(client: "Client", steps: "Sequence[Step]") -> None:
+    """Let the server check all steps before the first is taken, so that what it refuses in one does not leave half of them.
+
+    Raises:
+        GpuscaleError: it refuses one; nothing was done.
+    """
+    from gpuscale.cli import planning
+
+    changing = [step for step in steps if step.action is not planning.Action.KEEP]
+    if len(changing) > 1:
+        new = planning.coming(steps)
+        for step in changing:
+            planning.rehearse(client, step, new)
 
 
 def _taken(session: Session, client: "Client", steps: "Sequence[Step]", *, dry_run: bool) -> "list[Resource]":

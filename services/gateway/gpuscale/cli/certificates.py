@@ -69,6 +69,19 @@ def make_server(authority: Pair, hosts: Sequence[str], days: int) -> Pair:
     return _issue(authority, hosts[0], [_host(host) for host in hosts], ExtendedKeyUsageOID.SERVER_AUTH, days)
 
 
+def hosts_of(certificate: x509.Certificate) -> list[str]:
+    """The names and IP addresses that a server's certificate is for.
+
+    Raises:
+        ValueError: it is for none.
+    """
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        raise ValueError("server.crt is for no name; say which with --host") from None
+    return [str(one.value) for one in names]
+
+
 def make_client(authority: Pair, uri: str, name: str, days: int) -> Pair:
     """A certificate that names a caller by a URI, `spiffe://<trust domain>/gpuscale/<role>/<name>`."""
     identity = x509.UniformResourceIdentifier(uri)

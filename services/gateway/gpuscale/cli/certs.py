@@ -28,7 +28,11 @@ def init(
     directory: Directory,
     host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Name or IP address of the server; may be repeated."),
+        typer.Option(
+            metavar="NAME",
+            help="Name or IP address of the server; may be repeated. Without any: those of the certificate"
+            " that is there, or localhost and 127.0.0.1.",
+        ),
     ] = None,
     days: Days = DAYS,
 ) -> None:
@@ -36,10 +40,12 @@ def init(
 
     Run it again to renew the server's certificate: a server that runs takes it up by itself.
     """
-    from gpuscale.cli.certificates import make_authority, make_server, read_pair
+    from gpuscale.cli.certificates import hosts_of, make_authority, make_server, read_pair
 
-    hosts = list(host or ("localhost", "127.0.0.1"))
+    hosts = host or ["localhost", "127.0.0.1"]
     try:
+        if not host and (directory / "server.crt").exists():
+            hosts = hosts_of(read_pair(directory, "server").certificate)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (directory / "ca.key").exists():
             make_authority("gpuscale").write(directory, "ca")
@@ -47,6 +53,7 @@ def init(
         make_server(read_pair(directory, "ca"), hosts, days).write(directory, "server")
     except (OSError, ValueError) as error:
         raise _unusable(directory, error) from error
+    note(f"the server is called by: {', '.join(hosts)}")
     note(f"a server: --tls-cert-file {directory / 'server.crt'} --tls-key-file {directory / 'server.key'}")
     note(f"a caller: --ca-file {directory / 'ca.crt'}")
     _show(context, directory, "ca", "server")

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 EVERY = 2.0
 """Seconds between two looks of --watch."""
+_BEGUN = "begun"
+"""Stands among what is away once there was an answer."""
 _COLUMNS = (("TIME", "time"), ("KIND", "kind"), ("NAME", "name"), ("WHAT", "what"))
 
 
@@ -62,9 +64,10 @@ def events(
         output = replace(output, chosen=Chosen(watched=Watched(EVERY)))
     begin = datetime.now(UTC) - timedelta(seconds=since)
     seen: set[Event] = set()
+    away: set[str] = set()
     with session.connect() as client:
         while True:
-            found = merged(_found(client, kind or list(Kind), begin), begin, about)
+            found = merged(_found(client, kind or list(Kind), begin, away), begin, about)
             fresh = [one for one in found if one not in seen]
             seen.update(fresh)
             if fresh or not watch:
@@ -73,6 +76,7 @@ def events(
                 break
             sys.stdout.flush()
             pause(EVERY)
+            away.add(_BEGUN)
     output.note_none(found)
 
 
@@ -81,16 +85,22 @@ def pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _found(client: "Client", kinds: Iterable[Kind], since: datetime) -> "Iterator[Event]":
-    """All events of these kinds; a service that is not there is said, and does not hide the others."""
+def _found(client: "Client", kinds: Iterable[Kind], since: datetime, away: set[str]) -> "Iterator[Event]":
+    """All events of these kinds; a service that is not there is said, once, and does not hide the others.
+
+    Nobody answering at all is an error at first; later it is what a restart looks like. `away` is what was not there.
+    """
     readers = _readers(client, since)
     for kind in dict.fromkeys(kinds):
         try:
             yield from list(readers[kind]())
+            away.discard(kind)
         except (UnavailableError, UnimplementedError, PermissionDeniedError) as error:
-            if error.reason == UnavailableError.default_reason:
+            if error.reason == UnavailableError.default_reason and _BEGUN not in away:
                 raise  # nobody answers at all
-            note(f"{kind} events are unknown: {error.message}")
+            if kind not in away:
+                note(f"{kind} events are unknown: {error.message}")
+            away.add(kind)
 
 
 def _readers(client: "Client", since: datetime) -> "dict[Kind, Callable[[], Iterator[Event]]]":

@@ -65,6 +65,16 @@ def report(error: GpuscaleError) -> int:
     return code
 
 
+def report_os(error: OSError) -> int:
+    """Say what the system would not do; returns the exit code."""
+    what = f"{error.strerror or type(error).__name__}{f': {error.filename}' if error.filename else ''}"
+    if TERMINAL.json:
+        _write_json("SYSTEM", what, ExitCode.OTHER)
+    else:
+        note(f"error: {what}")
+    return ExitCode.OTHER
+
+
 def report_interrupt() -> int:
     """Say that Ctrl-C ended the command; returns the exit code."""
     if TERMINAL.json:

@@ -12,9 +12,9 @@ from typing import Any
 
 import typer
 
-from gpuscale.cli import completion, global_options
+from gpuscale.cli import completion, global_options, streams
 from gpuscale.cli.arguments import format_of, normalise
-from gpuscale.cli.faults import USAGE_ERRORS, report, report_interrupt, report_usage
+from gpuscale.cli.faults import USAGE_ERRORS, report, report_interrupt, report_os, report_usage
 from gpuscale.cli.formats import Form
 from gpuscale.cli.global_options import PROGRAM
 from gpuscale.cli.output import Output
@@ -91,6 +91,10 @@ def run_command(arguments: Sequence[str]) -> int:
         return report_usage(error)
     except KeyboardInterrupt:
         return report_interrupt()
+    except (
+        OSError
+    ) as error:  # what it writes to is full or gone; what it reads, commands look after themselves
+        return report_os(error)
     return ended if isinstance(ended, int) else 0
 
 
@@ -98,7 +102,8 @@ def main() -> None:
     """Run one command and end the process with its exit code."""
     # What the core of gRPC would write to stderr, errors say better. Read when gRPC is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    sys.exit(run_command(sys.argv[1:]))
+    streams.prepare(data=format_of(sys.argv[1:]) not in {"", "table", "wide"})
+    sys.exit(streams.finish(run_command(sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -147,4 +147,6 @@ def dump_yaml(data: object, file: TextIO) -> None:
     yaml: Any = YAML(typ="safe", pure=True)  # its own annotations are incomplete
     yaml.default_flow_style = False
     yaml.representer.sort_base_mapping_type_on_output = False
+    # What another encoding cannot write is written with escapes, which are the same data.
+    yaml.allow_unicode = (file.encoding or "utf-8").lower().startswith("utf")
     yaml.dump(data, file)

@@ -1,7 +1,5 @@
 """The options that say for whom and how GPUs are reserved, the same for every command that reserves some."""
 
-import getpass
-import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,6 +53,7 @@ class Requesting:
     def message(self, asking: "Asking") -> "ReserveRequest":
         """The request that they say, for what is asked for."""
         from gpuscale.client import ReserveOptions, reserve_request
+        from gpuscale.client.asks import default_holder
 
         options = ReserveOptions(
             **asking.options(),
@@ -67,4 +66,4 @@ class Requesting:
             may_preempt=self.preempt,
             request_id=self.request_id,
         )
-        return reserve_request(asking.gpus, self.holder or f"{getpass.getuser()}@{platform.node()}", options)
+        return reserve_request(asking.gpus, self.holder or default_holder(), options)

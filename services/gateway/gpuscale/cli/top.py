@@ -8,7 +8,7 @@ import typer
 from gpuscale.cli.output import to_dict, write_lines
 from gpuscale.cli.session import Session, session_of
 from gpuscale.cli.terminal import TERMINAL
-from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.errors import GpuscaleError, UnavailableError
 
 if TYPE_CHECKING:
     from gpuscale.client import Client
@@ -31,9 +31,24 @@ def top(
     except ModuleNotFoundError as error:
         message = f"the live screen is not installed ({error.name} is missing): pip install 'gpuscale[cli]', or top --once"
         raise GpuscaleError(message, reason="NOT_INSTALLED") from error
-    with session.connect():
-        pass  # where nothing answers, that is said in a line and not on a screen of its own
+    _knock(session)
     Top(session.connect_async, ascii_only=TERMINAL.ascii).run()
+
+
+def _knock(session: Session) -> None:
+    """Where nothing answers, or nobody is let in, that is said in a line and not on a screen of its own.
+
+    Raises:
+        GpuscaleError: so it is; a single service that is away is not.
+    """
+    from gpuscale.api.monitor.v1 import ListNodesRequest
+
+    with session.connect() as client:
+        try:
+            client.fleet.ListNodes(ListNodesRequest(page_size=1))
+        except UnavailableError as error:
+            if error.reason == UnavailableError.default_reason:
+                raise
 
 
 def _show(session: Session, client: "Client") -> None:

@@ -11,6 +11,8 @@ import typer
 import typer.core
 import typer.main
 
+from gpuscale.cli.examples import with_example
+
 EPILOG = "What is common to all commands, such as -o, --no-headers and --address: gpuscalectl --help"
 _RUNS = {"allow_interspersed_args": False}
 _SERVES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -152,7 +154,7 @@ def _made(name: str, entry: Entry) -> Any:
         for word, place in entry.more.items():
             found.command(word)(_at(place))
         for registered in found.registered_commands:
-            registered.epilog = EPILOG
+            registered.epilog = with_example(f"{name} {_name_of(registered)}", EPILOG)
         if name == "get":
             _watched(found)
         holder.add_typer(found, name=name, help=entry.help)
@@ -160,9 +162,17 @@ def _made(name: str, entry: Entry) -> Any:
         serves = entry.settings is _SERVES
         settings = dict(entry.settings) if entry.settings else None
         holder.command(
-            name, epilog=None if serves else EPILOG, add_help_option=not serves, context_settings=settings
+            name,
+            epilog=None if serves else with_example(name, EPILOG),
+            add_help_option=not serves,
+            context_settings=settings,
         )(found)
     return typer.main.get_group(holder).commands[name]
+
+
+def _name_of(registered: Any) -> str:
+    """The word of a command: its own, or that of its function."""
+    return str(registered.name or registered.callback.__name__.replace("_", "-"))
 
 
 def _nothing() -> None:

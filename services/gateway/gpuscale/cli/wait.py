@@ -11,7 +11,12 @@ from gpuscale.cli.output import Format, to_dict, write_lines
 from gpuscale.cli.progress import Progress
 from gpuscale.cli.selecting import Condition, amount, parse_selector
 from gpuscale.cli.session import session_of
-from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, NotFoundError
+from gpuscale.common.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -135,13 +140,20 @@ def _cell(column: "Column[Any]", item: "Message") -> list[str]:
 
 def _wait(client: "Client", awaited: _Awaited, name: str, timeout: float, progress: Progress) -> None:
     try:
-        while reason := awaited.standing(client, name):
+        reason = awaited.standing(client, name)
+        while reason:
             left = timeout - progress.elapsed
             if left <= 0:
                 message = f"{name} is not {awaited.until} after {timeout:g} s: {reason}"
                 raise DeadlineExceededError(message, reason="NOT_READY", metadata={"name": name})
             progress.tell(f"{name} for {awaited.until}: {reason}")
             pause(min(PERIOD, left))
+            try:
+                reason = awaited.standing(client, name)
+            except (
+                UnavailableError
+            ) as error:  # a service is started anew, and waited for like everything else
+                reason = error.message
     finally:
         progress.end()
 

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import ClassVar
 
+from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Footer, Input, Sparkline, Static, TabbedContent, TabPane
@@ -71,7 +72,7 @@ class Top(App[None]):
         self._facts = Facts()
         self._stack = AsyncExitStack()
         self._client: AsyncClient | None = None
-        self._tables: dict[str, DataTable[str]] = {}
+        self._tables: dict[str, DataTable[Text]] = {}
         self._decisions: Sequence[autoscaler_api.Decision] = ()
         self._load: deque[float] = deque(maxlen=KEPT)
         self._sorted: dict[str, tuple[int, bool]] = {}
@@ -82,7 +83,7 @@ class Top(App[None]):
     def compose(self) -> ComposeResult:
         """The widgets."""
         yield Static(id="head")
-        yield Static(id="problem")
+        yield Static(id="problem", markup=False)
         if not self._ascii:
             yield Sparkline([], id="load")
         with TabbedContent(id="tabs"):
@@ -222,7 +223,8 @@ class Top(App[None]):
         table = self._tables[name]
         cursor = table.cursor_row
         table.clear()
-        table.add_rows(cells)
+        # As they are: a table would take `[...]` in a plain string for markup, and a holder writes what it likes.
+        table.add_rows([Text(cell) for cell in row] for row in cells)
         table.move_cursor(row=min(cursor, max(0, len(cells) - 1)), animate=False)
 
     def _cells(self, name: str, row: Row) -> tuple[str, ...]:
