@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -73,6 +74,18 @@ PAGES = {
 }
 
 
+@pytest.mark.parametrize(("asked", "code"), [("localhost", 200), ("[::1]", 200), ("rebound.example", 400)])
+def test_a_page_from_elsewhere_cannot_have_its_name_lead_here(site: str, asked: str, code: int) -> None:
+    """Nobody signs in on loopback, so a name that somebody else chose must not be taken for this host."""
+    request = Request(site, headers={"Host": f"{asked}:7080"})
+    try:
+        with urlopen(request) as response:
+            found = response.status
+    except HTTPError as error:
+        found = error.code
+    assert found == code
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_every_page_loads_without_complaint_and_fits_a_phone(browser: Browser, site: str, name: str) -> None:
     path, text = PAGES[name]
@@ -89,11 +102,13 @@ def test_a_reservation_is_seen_without_loading_the_page_again(browser: Browser, 
     with page_of(browser) as page, connect(up.address) as client:
         page.goto(site)
         eventually_sync(lambda: tile(page, "reserved") == "2", timeout=30)
-        with client.reserve(gpus=3):
+        with client.reserve(gpus=3, holder="<img src=x onerror='window.read=1'>"):
             started = time.monotonic()
             eventually_sync(lambda: tile(page, "reserved") == "5", timeout=30)
             print(f"\nseen after {time.monotonic() - started:.2f} s")
+            page.get_by_text("onerror").first.wait_for()
         eventually_sync(lambda: tile(page, "reserved") == "2", timeout=30)
+        assert page.evaluate("window.read") is None, "what holders write is text, and no part of the page"
 
 
 def test_a_page_comes_with_its_data(up: Up, site: str) -> None:
@@ -105,6 +120,7 @@ def test_a_page_comes_with_its_data(up: Up, site: str) -> None:
 
     def all_are_there() -> bool:
         with urlopen(site, timeout=30) as answer:
+            assert answer.headers["content-security-policy"] == "frame-ancestors 'none'"
             page = answer.read().decode()
         return all(uuid in page for uuid in uuids)
 
@@ -175,3 +191,8 @@ def test_a_visitor_signs_in_and_acts_as_far_as_the_role_goes(browser: Browser, t
             page.get_by_role("button", name="release").click()
             page.get_by_role("button", name="Yes").click()
             eventually_sync(lambda: tile(page, "holding") == "0", timeout=30)
+            beside = page.context.new_page()
+            beside.goto(url)
+            beside.get_by_text("live", exact=False).first.wait_for()
+            page.get_by_role("button", name="sign out").click()
+            beside.wait_for_url(f"{url}/sign-in")

@@ -25,3 +25,14 @@ def test_the_oldest_makes_room() -> None:
         sessions.begin(str(number), "token", 0.0)
     assert sessions.token("0", 0.0) is None
     assert sessions.token("1", 0.0) == sessions.token(str(MOST), 0.0) == "token"
+
+
+def test_all_sessions_of_a_revoked_token_end() -> None:
+    sessions = Sessions()
+    for number in range(2):
+        sessions.begin(str(number), "revoked", 0.0)
+    sessions.begin("2", "good", 0.0)
+    sessions.begin("3", "old", -LENGTH)
+    assert sessions.tokens(1.0) == {"revoked", "good"}
+    sessions.revoke("revoked")
+    assert [sessions.token(str(number), 1.0) for number in range(3)] == [None, None, "good"]

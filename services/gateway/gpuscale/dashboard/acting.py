@@ -19,12 +19,17 @@ class Hands:
 
     Args:
         connect: makes the client.
-        token: what the visitor showed.
+        token: gives what the visitor showed, for as long as the visitor is signed in.
     """
 
-    def __init__(self, connect: Connect, token: str) -> None:
+    def __init__(self, connect: Connect, token: Callable[[], str | None]) -> None:
         self._connect = connect
         self._token = token
+
+    @property
+    def tied(self) -> bool:
+        """Whether the visitor is not signed in any more: signed out on another page, or for too long."""
+        return self._token() is None
 
     async def release(self, one: allocator_api.Reservation) -> None:
         """Give the GPUs of a reservation back, after asking."""
@@ -43,8 +48,11 @@ class Hands:
         )
 
     async def _do(self, act: Action, done: str) -> None:
+        token = self._token()
+        if token is None:  # the page says so in a moment
+            return
         try:
-            async with self._connect(self._token) as client:
+            async with self._connect(token) as client:
                 await act(client)
         except GpuscaleError as error:
             ui.notify(error.message, type="negative")

@@ -54,7 +54,7 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
             hands = visitors.hands if visitors else _nobody
             site = Site(facts, tally, client, settings.gateway_address, hands)
             config = uvicorn.Config(
-                application(site, visitors, compress=not address.loopback),
+                application(site, visitors, names=_names(address, settings), compress=not address.loopback),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -62,12 +62,21 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
                 ssl_context_factory=context,
             )
             server = WebServer(config)
+            if visitors is not None:
+                scope.start("tokens of visitors", visitors.recheck())
             serving = scope.start("web server", server.serve(sockets=[bound]))
             try:
                 yield f"http{'s' if context else ''}://{ListenAddress(address.host, bound.getsockname()[1])}/"
             finally:
                 server.should_exit = True
                 await serving
+
+
+def _names(address: ListenAddress, settings: DashboardSettings) -> list[str]:
+    """What browsers may call this host where it is for those of the host alone; empty where other names may lead here."""
+    if settings.sign_in or settings.insecure_allow_remote or not address.loopback:
+        return []
+    return ["localhost", "127.0.0.1", "[::1]", f"[{address.host}]" if ":" in address.host else address.host]
 
 
 def _nobody() -> None:

@@ -98,13 +98,20 @@ def page(site: Site, title: str) -> Generator[None]:
             ui.link(text, target).classes(f"text-white {weight}").style("text-decoration: none")
         ui.space()
         badge = ui.label().props("aria-live=polite").classes("text-caption")
-        if site.hands() is not None:
+        hands = site.hands()
+        if hands is not None:
             ui.html('<form method="post" action="/sign-out"><button>sign out</button></form>', sanitize=False)
     with ui.column().classes("gs-page"):
         warning = ui.label().classes("text-negative").mark("problem")
         yield
 
+    client = ui.context.client
+
     def show() -> None:
+        if hands is not None and hands.tied:
+            ui.navigate.to("/sign-in")
+            client.remove_all_elements()  # and its timers: a browser that stays gets nothing more
+            return
         problems = site.facts.problems
         badge.text = f"{site.address} · " + ("live" if not problems else "connection lost")
         warning.text = "; ".join(f"{source}: {problem}" for source, problem in sorted(problems.items()))
@@ -157,6 +164,11 @@ class Tiles:
                 with ui.element("div").classes("gs-tile"):
                     self._numbers[word] = ui.label("-").classes("gs-number").mark(f"tile-{word}")
                     ui.label(word).classes("gs-quiet")
+
+    def clear(self) -> None:
+        """What they were of is not there any more."""
+        for label in self._numbers.values():
+            label.text = "-"
 
     def show(self, **numbers: str) -> None:
         """Set figures, by word with `_` for a blank."""

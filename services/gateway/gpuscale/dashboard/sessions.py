@@ -39,6 +39,14 @@ class Sessions:
         found = self._open.get(secret)
         return found.token if found is not None and found.end > now else None
 
+    def tokens(self, now: float) -> set[str]:
+        """The tokens of all that are open."""
+        return {one.token for one in self._open.values() if one.end > now}
+
+    def revoke(self, token: str) -> None:
+        """Forget all sessions of a token."""
+        self._open = {key: one for key, one in self._open.items() if one.token != token}
+
     def end(self, secret: str) -> None:
         """Forget it; harmless where there is none."""
         self._open.pop(secret, None)

@@ -4,6 +4,7 @@ The token is tried on the gateway itself, so that whoever may call the gateway m
 memory of this program, and the browser gets a random secret in a cookie that scripts cannot read.
 """
 
+import asyncio
 import secrets
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
@@ -15,7 +16,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client import GpuscaleError
+from gpuscale.client import GpuscaleError, PermissionDeniedError, UnauthenticatedError
 from gpuscale.common.clock import Clock
 from gpuscale.dashboard.acting import Connect, Hands
 from gpuscale.dashboard.sessions import LENGTH, Sessions
@@ -23,6 +24,10 @@ from gpuscale.dashboard.sessions import LENGTH, Sessions
 COOKIE = "gpuscale_session"
 PATH = "/sign-in"
 LONGEST_FORM = 16_384
+TRIED_AT_ONCE = 8
+"""Tokens that are tried on the gateway at a time."""
+RECHECK = 60.0
+"""Seconds between two looks whether the tokens of visitors are still good: as long as streams outlive a revoked one."""
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>sign in · gpuscale</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>body {{ font: 16px system-ui, sans-serif; max-width: 24rem; margin: 15vh auto; padding: 0 1rem }}
@@ -51,12 +56,14 @@ class Visitors:
         clock: what the length of a session is measured by.
         secure: whether cookies are for HTTPS only.
         sessions: those that are signed in.
+        trying: bounds how many tokens are tried at a time: whoever asks is not known yet.
     """
 
     connect: Connect
     clock: Clock
     secure: bool
     sessions: Sessions = field(default_factory=Sessions)
+    trying: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TRIED_AT_ONCE))
 
     def token(self, headers: Headers) -> str | None:
         """The token of whoever sent these headers; None for somebody who is not signed in."""
@@ -64,8 +71,8 @@ class Visitors:
 
     def hands(self) -> Hands | None:
         """To act for the visitor whose page is being made."""
-        token = self.token(ui.context.client.request.headers)
-        return Hands(self.connect, token) if token is not None else None
+        headers = ui.context.client.request.headers
+        return Hands(self.connect, lambda: self.token(headers)) if self.token(headers) is not None else None
 
     async def try_token(self, token: str) -> None:
         """Make one call with it.
@@ -73,8 +80,20 @@ class Visitors:
         Raises:
             GpuscaleError: the gateway refuses it, or does not answer.
         """
-        async with self.connect(token) as client:
+        async with self.trying, self.connect(token) as client:
             await client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
+
+    async def recheck(self) -> None:
+        """For ever: sign out whose token the gateway does not take any more. While it cannot be asked nothing changes."""
+        while True:
+            await asyncio.sleep(RECHECK)
+            for token in self.sessions.tokens(self.clock.now()):
+                try:
+                    await self.try_token(token)
+                except (UnauthenticatedError, PermissionDeniedError):
+                    self.sessions.revoke(token)
+                except GpuscaleError:
+                    continue
 
 
 class Door:

@@ -21,6 +21,10 @@ DECISIONS = {name: heading for name, heading in rows.DECISIONS.items() if name !
 def build(site: Site, endpoint: str) -> None:
     """Make the page of `endpoints/{endpoint}`."""
     name = f"endpoints/{endpoint}"
+
+    def found() -> autoscaler_api.Endpoint | None:
+        return next((one for one in site.facts.endpoints if one.name == name), None)
+
     with page(site, f"Endpoint {endpoint}"):
         head = ui.label(endpoint).classes("text-h6")
         why = ui.label().mark("why")
@@ -28,7 +32,7 @@ def build(site: Site, endpoint: str) -> None:
         hands = site.hands()
         if hands is not None:
             with ui.row().classes("items-center"):
-                order = ui.number("replicas", value=0, min=0, precision=0).props("dense")
+                order = ui.number("replicas", value=_desired(found()), min=0, precision=0).props("dense")
                 ui.button("order", on_click=lambda: _order(hands, found(), order.value)).props(
                     "dense no-caps"
                 )
@@ -41,13 +45,11 @@ def build(site: Site, endpoint: str) -> None:
         ui.label("Replicas").classes("text-subtitle1")
         replicas = Table(rows.REPLICAS, key="name", empty="there is no replica")
 
-    def found() -> autoscaler_api.Endpoint | None:
-        return next((one for one in site.facts.endpoints if one.name == name), None)
-
     def show() -> None:
         one = found()
         if one is None:
             why.text = "there is no such endpoint (any more)"
+            tiles.clear()
             return
         head.text = endpoint + (" · paused" if one.spec.paused else "")
         why.text = one.status.summary
@@ -71,6 +73,11 @@ def build(site: Site, endpoint: str) -> None:
 
     live(site.facts, show)
     ui.timer(REFRESH, refresh)
+
+
+def _desired(one: autoscaler_api.Endpoint | None) -> int | None:
+    """How many are aimed at: what stands there orders nothing, so that a click by mistake takes nothing away."""
+    return None if one is None else one.status.desired_replicas
 
 
 async def _order(hands: Hands, one: autoscaler_api.Endpoint | None, replicas: float | None) -> None:

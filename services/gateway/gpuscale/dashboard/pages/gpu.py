@@ -37,6 +37,7 @@ def build(site: Site, node: str, uuid: str) -> None:
         found = next((gpu for gpu in site.gpus() if (gpu.node, gpu.uuid) == (node, uuid)), None)
         if found is None:
             head.text = f"{node} · {uuid}: not known (any more)"
+            tiles.clear()
             return
         head.text = f"{found.label} · {found.model} · {uuid}" + (" · simulated" if found.simulated else "")
         tiles.show(**figures(found))

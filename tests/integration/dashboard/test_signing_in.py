@@ -1,0 +1,72 @@
+"""Whose token is taken, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gpuscale.client import (
+    AsyncClient,
+    GpuscaleError,
+    InvalidArgumentError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from gpuscale.client.connection import connect_async
+from gpuscale.common.clock import SystemClock
+from gpuscale.dashboard.acting import Hands
+from gpuscale.dashboard.signing_in import Visitors
+from gpuscale.testing import FakeServer
+from tests.support.waiting import eventually
+
+
+def visitors_of(server: FakeServer, asked: list[str] | None = None) -> Visitors:
+    def connect(token: str) -> AsyncClient:
+        if asked is not None:
+            asked.append(token)
+        return connect_async(server.address, token=token)
+
+    return Visitors(connect, SystemClock(), secure=False)
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "t\u00f6ken"])
+async def test_what_is_no_token_is_refused(token: str) -> None:
+    """It was a fault of the server once, with a traceback in its log for each that anybody sent."""
+    with FakeServer() as server, pytest.raises(InvalidArgumentError):
+        await visitors_of(server).try_token(token)
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(UnauthenticatedError("revoked"), set[str]()), (UnavailableError("away"), {"token"})],
+    ids=["revoked", "gateway away"],
+)
+async def test_a_visitor_whose_token_is_revoked_is_signed_out(
+    error: GpuscaleError, left: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpuscale.dashboard.signing_in.RECHECK", 0.01)
+    asked: list[str] = []
+    with FakeServer() as server:
+        server.fail("ListNodes", error)
+        visitors = visitors_of(server, asked)
+        visitors.sessions.begin("mine", "token", visitors.clock.now())
+        checking = asyncio.create_task(visitors.recheck())
+        try:
+            await eventually(lambda: bool(asked), timeout=30)
+            visitors.sessions.begin("yours", "other", visitors.clock.now())
+            await eventually(lambda: asked.count("other") >= 2, timeout=30)
+        finally:
+            checking.cancel()
+        assert visitors.sessions.tokens(visitors.clock.now()) - {"other"} == left
+
+
+async def test_hands_are_tied_once_the_visitor_is_signed_out() -> None:
+    """Of the pages that are still open, too."""
+    with FakeServer() as server:
+        visitors = visitors_of(server)
+        visitors.sessions.begin("secret", "token", visitors.clock.now())
+        hands = Hands(visitors.connect, lambda: visitors.sessions.token("secret", visitors.clock.now()))
+        assert not hands.tied
+        visitors.sessions.end("secret")
+        assert hands.tied
