@@ -42,9 +42,9 @@ BASELINE = "minimal pynvml"
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process had used at a moment."""
+    """What a process had used at a moment; nanoseconds of CPU by thread."""
 
-    cpu: float
+    cpu: dict[str, int]
     calls: int
     switches: int
     at: float
@@ -60,15 +60,16 @@ class Program:
     before: Usage | None = None
 
     def usage(self) -> Usage:
-        """What it has used so far: seconds of CPU, calls of the library, times that a thread of it was woken."""
-        cpu = switches = calls = 0
+        """What it has used so far: CPU, calls of the library, times that a thread of it was woken."""
+        cpu: dict[str, int] = {}
+        switches = calls = 0
         for pid in _family(self.process.pid):
             calls += self.double.calls(pid=pid)
             for task in Path(f"/proc/{pid}/task").iterdir():
                 with suppress(OSError):  # a thread that has just ended
                     ran, _, times = (task / "schedstat").read_text().split()
-                    cpu, switches = cpu + int(ran), switches + int(times)
-        return Usage(cpu / 1e9, calls, switches, time.monotonic())
+                    cpu[task.name], switches = int(ran), switches + int(times)
+        return Usage(cpu, calls, switches, time.monotonic())
 
     def megabytes(self, kind: str) -> float:
         """Memory in RAM: "Rss", or "Pss" for its share of what it shares with others."""
@@ -113,15 +114,18 @@ def _programs(double: NvmlDouble, pages: list[str]) -> Iterator[Iterator[Program
     if peers is not None:
         yield _running("gpustat", [str(peers), script, "gpustat"], double)
         yield _running("nvitop", [str(peers), script, "nvitop"], double)
-    fleet = f"127.0.0.1:{free_port()}"
-    yield _running("(fleet)", [*_ours("fleet"), "--listen", fleet], double)
-    agent = [*_ours("agent"), "--source", "nvml", "--listen", "127.0.0.1:0", "--fleet-address", fleet]
-    yield _running("gpuscale-agent", [*agent, "--node", "bench"], double)
+    # A fleet for each: the GPUs of the double are the same, and the second node that has them would be refused.
+    fleets = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    for fleet in fleets:
+        yield _running("(fleet)", [*_ours("fleet"), "--listen", fleet], double)
+    agent = [*_ours("agent"), "--source", "nvml", "--listen", "127.0.0.1:0"]
+    yield _running("gpuscale-agent", [*agent, "--node", "bench", "--fleet-address", fleets[0]], double)
     metrics = f"127.0.0.1:{free_port()}"
     scraped = [*_ours("agent"), "--source", "nvml", "--listen", "127.0.0.1:0", "--node", "scraped"]
     pages.append(f"http://{metrics}/metrics")
     yield _running("  scraped, no fleet", [*scraped, "--metrics-listen", metrics], double)
-    yield _running("  isolated", [*agent, "--node", "isolated", "--isolate"], double)
+    isolated = [*agent, "--node", "isolated", "--isolate", "--fleet-address", fleets[1]]
+    yield _running("  isolated", isolated, double)
 
 
 def _ours(room: str) -> list[str]:
@@ -165,7 +169,7 @@ def _row(program: Program) -> tuple[str, float, float, float, float, float]:
     span = after.at - before.at
     return (
         program.name,
-        100 * (after.cpu - before.cpu) / span,
+        100 * sum(ran - before.cpu.get(thread, 0) for thread, ran in after.cpu.items()) / 1e9 / span,
         (after.calls - before.calls) / span,
         (after.switches - before.switches) / span,
         program.megabytes("Rss"),

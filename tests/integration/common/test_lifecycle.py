@@ -150,7 +150,7 @@ async def main(stop):
 
 {prelude}
 logs.configure("info", "json")
-sys.exit(lifecycle.run(main, program="gpuscale-test"))
+sys.exit(lifecycle.run(main, program="gpuscale-test", quiet={quiet}))
 """
 
 SERVE = """
@@ -160,8 +160,8 @@ await stop.wait()
 
 
 @contextmanager
-def program(body: str, prelude: str = "") -> Iterator[subprocess.Popen[str]]:
-    source = PROGRAM.format(body=textwrap.indent(body, "    "), prelude=prelude)
+def program(body: str, prelude: str = "", *, quiet: bool = False) -> Iterator[subprocess.Popen[str]]:
+    source = PROGRAM.format(body=textwrap.indent(body, "    "), prelude=prelude, quiet=quiet)
     process = subprocess.Popen(
         [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -191,14 +191,19 @@ def test_a_signal_stops_the_program_in_order(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prelude", "loop"),
-    [("import uvloop", "uvloop"), ("sys.modules['uvloop'] = None", "asyncio.unix_events")],
-    ids=["uvloop", "no uvloop"],
+    ("prelude", "quiet", "loop"),
+    [
+        ("import uvloop", False, "uvloop"),
+        ("import uvloop", True, "asyncio.unix_events"),
+        ("sys.modules['uvloop'] = None", False, "asyncio.unix_events"),
+    ],
+    ids=["uvloop", "quiet", "no uvloop"],
 )
-def test_the_loop_is_uvloop_where_it_is_there(prelude: str, loop: str) -> None:
-    with program(
-        "print(type(asyncio.get_running_loop()).__module__, flush=True)\n" + SERVE, prelude
-    ) as process:
+def test_the_loop_is_uvloop_where_it_is_there_and_there_is_much_to_do(
+    prelude: str, quiet: bool, loop: str
+) -> None:
+    body = "print(type(asyncio.get_running_loop()).__module__, flush=True)\n" + SERVE
+    with program(body, prelude, quiet=quiet) as process:
         await_line(process, loop)
         await_line(process, "serving")
         process.send_signal(signal.SIGTERM)

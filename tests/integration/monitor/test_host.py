@@ -1,6 +1,7 @@
 """The host's figures: smoothed, per core, and absent where the kernel does not tell."""
 
 import os
+import shutil
 from pathlib import Path
 
 import psutil
@@ -19,11 +20,20 @@ class Rig:
         self.ticks = [0, 0]
         (self.proc / "pressure").mkdir(parents=True)
         (self.proc / "net").mkdir()
-        (folder / "sys" / "block" / "sda").mkdir(parents=True)
+        for name in (
+            "block/sda/device",
+            "block/dm-0",
+            "block/loop0",
+            "class/net/eth0/device",
+            "class/net/br0",
+        ):
+            (folder / "sys" / name).mkdir(parents=True)
         meminfo = "MemTotal: 100 kB\nMemAvailable: 60 kB\nSwapTotal: 50 kB\nSwapFree: 20 kB\n"
         self.write("meminfo", meminfo)
-        self.write("diskstats", "8 0 sda 1 0 10 1 1 0 20 1 0 1 1\n")
-        self.write("net/dev", "lo: 9 0 0 0 0 0 0 0 9 0\neth0: 7 0 0 0 0 0 0 0 8 0\n")
+        moved = "1 0 10 1 1 0 20 1 0 1 1"
+        self.write("diskstats", f"8 0 sda {moved}\n253 0 dm-0 {moved}\n7 0 loop0 {moved}\n")
+        lines = ("lo: 9 0 0 0 0 0 0 0 9 0", "eth0: 7 0 0 0 0 0 0 0 8 0", "br0: 7 0 0 0 0 0 0 0 8 0")
+        self.write("net/dev", "\n".join(lines) + "\n")
         for resource, some in (("cpu", 12.5), ("memory", 0.0), ("io", 3.25)):
             self.write(f"pressure/{resource}", f"some avg10={some} total=7\nfull avg10={some / 2} total=1\n")
         self.use(0.0)
@@ -82,6 +92,14 @@ def test_every_figure_is_there_on_a_kernel_that_tells_all(rig: Rig) -> None:
     assert (reading.pressure_io_some_percent, reading.pressure_io_full_percent) == (3.25, 1.625)
 
 
+def test_a_host_without_hardware_of_its_own_has_moved_what_its_interfaces_have(rig: Rig) -> None:
+    """As in a container: the bytes of its disks are nobody's."""
+    shutil.rmtree(rig.proc.parent / "sys")
+    reading = rig.host.read()
+    assert (reading.network_received_bytes, reading.network_sent_bytes) == (14, 16)
+    assert (reading.disk_read_bytes, reading.disk_written_bytes) == (0, 0)
+
+
 def test_a_kernel_without_pressure_does_not_offer_it(rig: Rig) -> None:
     for resource in ("cpu", "memory", "io"):
         (rig.proc / "pressure" / resource).unlink()
@@ -127,8 +145,12 @@ def test_the_figures_of_this_host_are_those_that_others_read() -> None:
     assert reading.cpu_count == os.cpu_count() == psutil.cpu_count()
     assert reading.disk_read_bytes is not None
     assert reading.network_received_bytes is not None
-    disks = psutil.disk_io_counters()
-    assert abs(reading.disk_read_bytes - (disks.read_bytes if disks else 0)) < 2**30
+    disks = psutil.disk_io_counters(perdisk=True)
+    read = sum(one.read_bytes for name, one in disks.items() if Path(f"/sys/block/{name}/device").exists())
+    assert abs(reading.disk_read_bytes - read) < 2**30
     links = psutil.net_io_counters(pernic=True)
-    received = sum(one.bytes_recv for name, one in links.items() if name != "lo")
+    cards = [name for name in links if Path(f"/sys/class/net/{name}/device").exists()] or links.keys() - {
+        "lo"
+    }
+    received = sum(links[name].bytes_recv for name in cards)
     assert abs(reading.network_received_bytes - received) < 2**30

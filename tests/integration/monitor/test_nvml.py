@@ -238,7 +238,9 @@ def test_a_gpu_that_is_gone_is_asked_one_question_per_tick(rig: Rig, code: int, 
     assert rig.read(1).state is GpuState.OK
 
 
-@pytest.mark.parametrize("code", [NvmlReturn.UNINITIALIZED, NvmlReturn.DRIVER_NOT_LOADED])
+@pytest.mark.parametrize(
+    "code", [NvmlReturn.UNINITIALIZED, NvmlReturn.DRIVER_NOT_LOADED, NvmlReturn.LIB_RM_VERSION_MISMATCH]
+)
 def test_errors_of_the_driver_itself_are_not_blamed_on_the_gpu(rig: Rig, code: NvmlReturn) -> None:
     rig.open()
     rig.double.gpus[0].fail("*", code)
@@ -322,9 +324,10 @@ def test_memory_figures_that_cannot_be_are_absent(rig: Rig, free: int) -> None:
     assert sample.state is GpuState.DEGRADED
 
 
-def test_a_utilization_that_cannot_be_is_absent(rig: Rig) -> None:
+@pytest.mark.parametrize("percent", [101, 4_294_967_295 // 2])
+def test_a_utilization_that_cannot_be_is_absent(rig: Rig, percent: int) -> None:
     rig.open()
-    rig.double.gpus[0].utilization_percent = 4_294_967_295 // 2
+    rig.double.gpus[0].utilization_percent = percent
     sample = rig.read()
     assert sample.reading.utilization_percent is None
     assert sample.reading.memory_utilization_percent == 0.0

@@ -51,6 +51,8 @@ async def test_the_driver_can_be_released_and_taken_again(eight: NvmlDouble) -> 
         await one.until_all(OK)
         request = monitor_api.ReleaseDriverRequest(max_duration=to_duration(600), reason="MIG change")
         await one.driver.ReleaseDriver(request, timeout=15)
+        started = eight.calls("nvmlInitWithFlags")
+        assert eight.calls("nvmlShutdown") == started > 0, "an open handle would block what is to be done"
         before = eight.calls()
         snapshot = await one.until_all(GpuState.GPU_STATE_RELEASED)
         assert snapshot.gpus[0].reading.HasField("memory_free_bytes"), "the last reading stays"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import pynvml
 import pytest
 
 from gpuscale.monitor.agent.model import GPU_FIELDS, GpuSample, GpuState, ReadingStatus
@@ -137,6 +138,19 @@ def test_a_field_value_that_cannot_be_is_absent(nvml_double: NvmlDouble, source:
     assert sample.reading.memory_temperature_celsius is None
     assert sample.reading.energy_joules == 5000.0
     assert sample.state is GpuState.DEGRADED
+
+
+def test_bytes_over_links_are_asked_for_all_links_of_the_gpu(
+    nvml_double: NvmlDouble, source: NvmlSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the scope that nvml.h gives them, UINT_MAX; the double tells the same for any."""
+    asked: list[object] = []
+    ask = pynvml.nvmlDeviceGetFieldValues
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetFieldValues", lambda handle, keys: asked.extend(keys) or ask(handle, keys)
+    )
+    read(nvml_double, source)
+    assert {(138, 0xFFFFFFFF), (139, 0xFFFFFFFF)} <= set(asked)
 
 
 def test_what_is_not_supported_is_left_out_of_the_batch(nvml_double: NvmlDouble, source: NvmlSource) -> None:

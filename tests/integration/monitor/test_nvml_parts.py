@@ -1,6 +1,7 @@
 """MIG instances, wires, NUMA nodes and events of the NVML source, over the NVML double."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,6 +137,16 @@ def test_a_driver_without_events_is_read_all_the_same(rig: Rig, call: str) -> No
     rig.double.write()
     assert not rig.source.open().has_events
     assert rig.source.read(rig.double.gpus[0].uuid).state is GpuState.OK
+
+
+def test_a_driver_whose_wait_for_events_fails_is_not_asked_without_a_pause(rig: Rig) -> None:
+    rig.double.fail("nvmlEventSetWait_v2", NvmlReturn.UNKNOWN)
+    rig.double.write()
+    rig.source.open()
+    began = time.monotonic()
+    assert rig.source.wait_event(0.2) is None
+    assert time.monotonic() - began >= 0.19
+    assert rig.double.calls("nvmlEventSetWait_v2") == 1
 
 
 async def test_an_xid_reaches_a_subscriber_within_a_second(nvml_double: NvmlDouble) -> None:

@@ -110,6 +110,7 @@ async def test_what_cannot_be_written_is_not_admitted(tmp_path: Path) -> None:
         assert (await refused(service, 9, FIRST)).reason == "STATE_UNAVAILABLE"
         (tmp_path / FILE_NAME).with_suffix(".new").rmdir()
         await admit(service, 8, FIRST)
+        assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o600
 
 
 def test_processes_of_an_earlier_boot_are_forgotten_and_fences_are_not(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ class AgentSettings(ServerSettings, UpstreamSettings):
     period_seconds: float = Field(1.0, gt=0, description="seconds between readings, 100% of them")
     data_dir: Path | None = None
     simulate: int | None = None
-    labels: list[str] = Field(default_factory=list)
+    state_dir: Path = Field(default_factory=lambda: Path("/worked/out"), description="what it keeps")
+    labels: list[str] = Field(default_factory=list, description="labels of the node")
     key: SecretStr | None = None
     brokers: dict[str, Broker] = Field(default_factory=dict)
 
@@ -232,7 +233,8 @@ def test_help_names_flags_variables_and_defaults_but_no_secrets(capsys: pytest.C
         "--period-seconds SECONDS",
         "100% of them (default: 1.0) [GPUSCALE_AGENT_PERIOD_SECONDS]",
         "--reflection, --no-reflection",
-        "--labels ITEM",
+        "--labels ITEM labels of the node [GPUSCALE_AGENT_LABELS]",
+        "what it keeps (default: /worked/out) [GPUSCALE_AGENT_STATE_DIR]",
         "--config FILE",
         "Reads the GPUs of a host.",
     ):

@@ -1,11 +1,13 @@
 """Process ids that a driver names: which can be believed, and what the programs are called."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from gpuscale.monitor.agent.model import GpuProcess, ProcessKey
 from gpuscale.monitor.agent.processes import ProcessNames
+from tests.support.clock import ManualClock
 
 
 @pytest.fixture
@@ -38,6 +40,21 @@ def test_only_ids_that_a_process_can_have_are_believed(proc: Path, pids: list[in
     assert ProcessNames(proc).believable(pids) is believable
 
 
+def test_ids_are_believed_once_the_operator_has_raised_the_highest(proc: Path) -> None:
+    names = ProcessNames(proc)
+    assert not names.believable([100_000])
+    (proc / "sys/kernel/pid_max").write_text("4194304\n")
+    assert names.believable([100_000])
+
+
+def test_in_a_container_the_highest_id_is_that_of_any_host(proc: Path) -> None:
+    """Its own, which newer kernels tell, is about other ids than the driver's."""
+    (proc / "self/ns/pid").unlink()
+    (proc / "self/ns/pid").symlink_to("pid:[4026532999]")
+    assert ProcessNames(proc).believable([4_194_304])
+    assert not ProcessNames(proc).believable([4_194_305])
+
+
 def test_a_program_that_computes_and_draws_is_one_process(proc: Path) -> None:
     merged = ProcessNames(proc).merge([(101, 5), (102, None), (101, 7), (102, 3)])
     assert [(one.pid, one.memory_used_bytes, one.command) for one in merged] == [
@@ -67,6 +84,20 @@ def test_the_lineage_of_a_process_tells_when_each_of_them_started(proc: Path) ->
     )
     assert names.lineage(777) == ()
     assert not names.foreign
+
+
+def test_what_all_gpus_have_in_common_is_read_once_a_moment_and_then_anew(proc: Path) -> None:
+    clock = ManualClock()
+    names = ProcessNames(proc, clock.now)
+    names.merge([(101, 1)])
+    for pid in (1, 50, 101):
+        shutil.rmtree(proc / str(pid))
+    [child] = names.merge([(102, 1)])
+    assert [key.pid for key in child.lineage] == [102, 101, 50, 1]
+    assert names.lineage(101) == ()
+    clock.advance(0.5)
+    [child] = names.merge([(102, 1), (101, 1)])
+    assert [key.pid for key in child.lineage] == [102]
 
 
 def test_no_name_is_told_where_the_ids_are_of_another_namespace(proc: Path) -> None:

@@ -63,8 +63,12 @@ def test_a_disk_is_counted_once_and_not_by_its_partitions_too() -> None:
     assert disks(DISKSTATS, set()) == Moved(0, 0)
 
 
-def test_the_loopback_is_left_out() -> None:
-    assert network(NET) == Moved(77, 88)
+def test_what_crosses_a_bridge_is_counted_once() -> None:
+    assert network(NET, {"eth0", "ib0"}) == Moved(7, 8)
+
+
+def test_where_no_hardware_is_seen_the_loopback_alone_is_left_out() -> None:
+    assert network(NET, {"ib0"}) == Moved(77, 88)
 
 
 def test_pressure_is_the_ten_second_average() -> None:

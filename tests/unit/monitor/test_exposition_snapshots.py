@@ -7,6 +7,7 @@ import pytest
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.metrics_text import Page
 from gpuscale.common.wire import to_duration
+from gpuscale.monitor.exposition.series import DCGM
 from gpuscale.monitor.exposition.snapshots import add_snapshot
 from gpuscale.monitor.exposition.style import Names, Style
 from tests.support.monitor_values import GIB, snapshot
@@ -40,7 +41,7 @@ def page(*gpus: types_api.Gpu, style: Style | None = None, fresh: bool = True, e
 
 
 def test_a_line_of_dcgm_has_the_labels_of_dcgm_exporter_in_its_order() -> None:
-    lines = page(gpu(3)).splitlines()
+    lines = page(gpu(3), style=Style("all")).splitlines()
     assert (
         'DCGM_FI_DEV_GPU_UTIL{gpu="3",UUID="GPU-00000003",pci_bus_id="00000000:1E:00.0",device="nvidia3",'
         'modelName="H100 \\"80GB\\"",hostname="alpha.example",DCGM_FI_DRIVER_VERSION="550.54.15"} 50.0'
@@ -71,13 +72,29 @@ def test_where_many_nodes_are_shown_each_series_names_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "ours", "dcgm"), [("all", True, True), ("dcgm", False, True), ("gpuscale", True, False)]
+    ("names", "ours", "dcgm"),
+    [("checked", True, True), ("all", True, True), ("dcgm", False, True), ("gpuscale", True, False)],
 )
 def test_only_the_names_asked_for_are_used(names: Names, ours: bool, dcgm: bool) -> None:
     text = page(gpu(), style=Style(names=names))
     assert bool(named(text, "gpuscale_gpu_utilization_ratio")) is ours
     assert bool(named(text, "DCGM_FI_DEV_GPU_UTIL")) is dcgm
     assert value(text, "gpuscale_gpu_state", state="OK") == 1
+
+
+def test_of_dcgms_names_and_labels_only_what_breaks_promtools_rules_is_left_out() -> None:
+    """The board of dcgm-exporter asks for none of it."""
+    read = Reading(**{series.field: 1 for series in DCGM})
+    whole, checked = (
+        {
+            (one.name.removesuffix("_total"), tuple(one.labels))
+            for one in samples(page(gpu(reading=read), style=style))
+        }
+        for style in (Style("all"), Style())
+    )
+    assert {name for name, _ in whole} - {name for name, _ in checked} == {"DCGM_FI_DEV_PCIE_REPLAY_COUNTER"}
+    asked = ("gpu", "UUID", "pci_bus_id", "device", "hostname", "DCGM_FI_DRIVER_VERSION")
+    assert {had for name, had in checked if name.startswith("DCGM_")} == {asked}
 
 
 def test_what_was_not_read_has_no_series_and_is_counted_by_reason() -> None:

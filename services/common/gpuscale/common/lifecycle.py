@@ -112,7 +112,7 @@ async def _never_ending(name: str, work: Coroutine[Any, Any, None]) -> None:
     raise InternalError(f"task {name} ended, which it never should", reason="TASK_ENDED")
 
 
-def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str) -> int:
+def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet: bool = False) -> int:
     """Run a program until it ends or is told to, and return its exit code. Set up the log before.
 
     `main` gets an event that SIGTERM or SIGINT sets, and is to return soon after. A second signal exits at once with
@@ -120,10 +120,12 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str) -> in
 
     An error of our own tree that no task raised is one line on stderr and exit code 1. Any other error is logged with
     its traceback: exit code 1.
+
+    `quiet` says that it wakes up a few times a second only: uvloop would save no CPU then, and costs 2 MB of memory.
     """
     # What the imports made lives as long as the program: the collector need not look at it again and again.
     gc.freeze()
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop if quiet else _loop_factory()) as runner:
         return runner.run(_supervise(main, program))
 
 

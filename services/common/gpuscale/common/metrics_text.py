@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-Kind = Literal["gauge", "counter"]
+Kind = Literal["gauge", "counter", "untyped"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ def run_program(
     *,
     program: str,
     description: str,
+    quiet: bool = False,
 ) -> int:
     """Run a service as a program of its own.
 
@@ -33,13 +34,14 @@ def run_program(
         argv: flags; None for those of the process.
         program: its name, as typed.
         description: what it does, for `--help`.
+        quiet: it wakes up a few times a second only, see `lifecycle.run`.
 
     Returns:
         The exit code.
     """
     settings = load(settings_type, argv, program=program, description=description)
     logs.configure(settings.log_level, settings.log_format)
-    return run(partial(serve, settings), program=program)
+    return run(partial(serve, settings), program=program, quiet=quiet)
 
 
 class Opening(Protocol):

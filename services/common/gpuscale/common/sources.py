@@ -1,7 +1,6 @@
 """From flags, environment and file to settings; `gpuscale.common.settings` states the rules."""
 
 import argparse
-import difflib
 import os
 import re
 import stat
@@ -183,7 +182,8 @@ def _parser(settings_type: type[Settings], program: str, description: str) -> _P
     for name, kind in _kinds(settings_type).items():
         field = settings_type.model_fields[name]
         variable = f"{PREFIX}{settings_type.section}_{name}".upper()
-        default = "" if field.default in (None, "") or field.is_required() else f" (default: {field.default})"
+        value = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = "" if value in (None, "", []) else f" (default: {value})"
         text = f"{field.description or ''}{default} [{variable}]".replace("%", "%%").strip()
         if kind == "switch":
             parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=text)
@@ -232,6 +232,8 @@ def _describe(error: ValidationError, section: str, origins: Mapping[str, str]) 
 
 
 def _unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> str:
+    import difflib  # 0.7 MB of memory in every program, and needed for mistakes alone
+
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"unknown {kind} {name}{where}" + (f" (did you mean {near[0]}?)" if near else "")
 

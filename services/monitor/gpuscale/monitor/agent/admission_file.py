@@ -97,6 +97,7 @@ class AdmissionFile:
 
     def _replace(self, content: bytes) -> None:
         draft = self._path.with_suffix(".new")
+        draft.touch(mode=0o600)
         with draft.open("wb") as file:
             file.write(content)
             file.flush()

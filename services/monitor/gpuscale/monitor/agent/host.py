@@ -127,9 +127,7 @@ class ProcHost:
         if found is None:
             absent.extend(Absent(name, ReadingStatus.ERROR, "no /proc/meminfo") for name in _SWAP_FIELDS)
         moved = _attempt(self._disks, ("disk_read_bytes", "disk_written_bytes"), absent)
-        net = _attempt(
-            lambda: network(self._text("net/dev")), ("network_received_bytes", "network_sent_bytes"), absent
-        )
+        net = _attempt(self._network, ("network_received_bytes", "network_sent_bytes"), absent)
         stalled = self._pressure(absent)
         return HostReading(
             cpu_count=os.cpu_count(),
@@ -149,7 +147,11 @@ class ProcHost:
 
     def _disks(self) -> Moved:
         """Bytes read from and written to all disks; a host without disks has moved none."""
-        return disks(self._text("diskstats"), {disk.name for disk in (self._sys / "block").iterdir()})
+        return disks(self._text("diskstats"), _hardware(self._sys / "block"))
+
+    def _network(self) -> Moved:
+        """Bytes received and sent by all network cards."""
+        return network(self._text("net/dev"), _hardware(self._sys / "class/net"))
 
     def _pressure(self, absent: list[Absent]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -184,6 +186,15 @@ def _attempt(call: Callable[[], T], fields: Iterable[str], absent: list[Absent])
         status, detail = ReadingStatus.ERROR, str(error)
     absent.extend(Absent(name, status, detail) for name in fields)
     return None
+
+
+def _hardware(folder: Path) -> set[str]:
+    """The names in a folder of /sys behind which there is a device; none where there is no such folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name for entry in entries if os.access(f"{entry.path}/device", os.F_OK)}
+    except FileNotFoundError:
+        return set()
 
 
 def _operating_system() -> str:

@@ -19,7 +19,7 @@ _log = get_logger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    return run_program(AgentSettings, serve, argv, program=PROGRAM, description=DESCRIPTION)
+    return run_program(AgentSettings, serve, argv, program=PROGRAM, description=DESCRIPTION, quiet=True)
 
 
 async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:

@@ -65,21 +65,26 @@ def memory(meminfo: str) -> Memory:
     return memory
 
 
-def disks(diskstats: str, whole: Container[str]) -> Moved:
-    """Of /proc/diskstats, over the disks that are named; their partitions have lines of their own."""
-    lines = [words for words in _words(diskstats) if len(words) >= 10 and words[2] in whole]
+def disks(diskstats: str, hardware: Container[str]) -> Moved:
+    """Of /proc/diskstats, over the disks that are named.
+
+    The same bytes have lines of their own for partitions, and again for what is built of disks: LVM, RAID, loops.
+    """
+    lines = [words for words in _words(diskstats) if len(words) >= 10 and words[2] in hardware]
     read, written = (sum(int(words[column]) for words in lines) for column in (5, 9))
     return Moved(read * _SECTOR_BYTES, written * _SECTOR_BYTES)
 
 
-def network(dev: str) -> Moved:
-    """Of /proc/net/dev, over all interfaces that lead out of the host."""
-    received = sent = 0
-    for line in dev.splitlines():
-        name, colon, counters = line.partition(":")
-        if colon and name.strip() != _LOOPBACK:
-            words = counters.split()
-            received, sent = received + int(words[0]), sent + int(words[8])
+def network(dev: str, hardware: Container[str]) -> Moved:
+    """Of /proc/net/dev, over the interfaces that are named, which lead out of the host.
+
+    Bridges, bonds and the host's ends of containers carry the same bytes again. Where none of those named is there, as
+    in a container, over all but the loopback.
+    """
+    lines = (line.partition(":") for line in dev.splitlines() if ":" in line)
+    moved = {name.strip(): counters.split() for name, _, counters in lines}
+    counted = [name for name in moved if name in hardware] or [name for name in moved if name != _LOOPBACK]
+    received, sent = (sum(int(moved[name][column]) for name in counted) for column in (0, 8))
     return Moved(received, sent)
 
 

@@ -2,12 +2,12 @@
 
 A line says which field of `GpuReading` (or `HostReading`) is shown under which name, and how its unit is changed. A
 reading that is absent has no series; it is never shown as 0. `DCGM` has the names, types and units of NVIDIA's
-dcgm-exporter (etc/default-counters.csv and dcgm_fields.h there), so that its Grafana board works unchanged; the other
-tables have our own names in base units. A reading that DCGM knows and the driver cannot tell is in neither.
+dcgm-exporter (etc/default-counters.csv and dcgm_fields.h there), `DCGM_CHECKED` those that its Grafana board needs and
+Prometheus' own checker passes; the other tables have our own names in base units. A reading that DCGM knows and the driver cannot tell is in neither.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuscale.common.metrics_text import Family, Kind
 
@@ -143,6 +143,18 @@ DCGM: tuple[Series, ...] = (
     _dcgm("remapped_rows_pending", "ROW_REMAP_PENDING", "gauge", "1 while rows wait to be replaced.", flag),
     _dcgm("remapped_rows_failed", "ROW_REMAP_FAILURE", "gauge", "1 once replacing rows has failed.", flag),
 )
+
+
+def _checked(series: Series) -> Series:
+    """As promtool passes it: a counter whose name has no `_total`, in lower case, has no type. rate() needs none."""
+    if series.family.kind != "counter":
+        return series
+    return replace(series, family=replace(series.family, kind="untyped"))
+
+
+# Of any type, a name that ends in one is a complaint: PCIE_REPLAY_COUNTER, which no board of dcgm-exporter asks for.
+DCGM_CHECKED = tuple(_checked(one) for one in DCGM if not one.family.name.endswith("_COUNTER"))
+"""The names of DCGM that pass `promtool check metrics` (promlint of client_golang), with types that do."""
 
 GPU: tuple[Series, ...] = (
     _gpu("utilization_percent", "utilization_ratio", "gauge", "Share of time in which a kernel ran.", ratio),

@@ -8,8 +8,8 @@ from google.protobuf.message import Message
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.metrics_text import Family, Page, labels
 from gpuscale.common.wire import seconds
-from gpuscale.monitor.exposition.series import DCGM, GPU, HOST, Series
-from gpuscale.monitor.exposition.style import Style
+from gpuscale.monitor.exposition.series import DCGM, DCGM_CHECKED, GPU, HOST, Series
+from gpuscale.monitor.exposition.style import Names, Style
 
 GPU_INFO = Family("gpuscale_gpu_info", "gauge", "What a GPU is; always 1.")
 GPU_STATE = Family(
@@ -32,6 +32,12 @@ GPUS_WORKING = Family("gpuscale_node_gpus_working", "gauge", "GPUs of a node tha
 GPU_PROBLEM = Family("gpuscale_node_gpu_problem", "gauge", "1 while GPUs of a node cannot be read or found.")
 
 _NONE: Mapping[str, str] = {}
+_DCGM: Mapping[Names, tuple[Series, ...]] = {
+    "checked": DCGM_CHECKED,
+    "all": DCGM,
+    "dcgm": DCGM,
+    "gpuscale": (),
+}
 _STATES = {number: name.removeprefix("GPU_STATE_") for name, number in types_api.GpuState.items()}
 _REASONS = {number: name.removeprefix("READING_STATUS_") for name, number in types_api.ReadingStatus.items()}
 _ACTIONS = {
@@ -111,8 +117,7 @@ def _add_reading(
         page.add(GPU_RECOVERY, labels({**whose, "action": action}), 1)
     if style.names != "dcgm":
         _add_readings(page, GPU, reading, own)
-    if style.names != "gpuscale":
-        _add_readings(page, DCGM, reading, dcgm)
+    _add_readings(page, _DCGM[style.names], reading, dcgm)
 
 
 def _add_readings(page: Page, table: Iterable[Series], reading: Message, text: str) -> None:
@@ -128,7 +133,7 @@ def own_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu) -> dict[str, st
 
 
 def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style) -> str:
-    """The labels of dcgm-exporter, in its order.
+    """The labels of dcgm-exporter, in its order; without modelName where promtool, who wants snake_case, is to pass.
 
     A MIG instance has the index and address of its GPU, its profile, its number on the GPU, and its own UUID.
     """
@@ -139,7 +144,7 @@ def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style) 
             "UUID": gpu.uuid,
             "pci_bus_id": gpu.pci_bus_id,
             "device": f"nvidia{gpu.index}",
-            "modelName": gpu.model,
+            "modelName": "" if style.names == "checked" else gpu.model,
             "GPU_I_PROFILE": gpu.mig_profile,
             "GPU_I_ID": str(gpu.gpu_instance_id) if gpu.HasField("gpu_instance_id") else "",
             style.host_label: host.hostname or snapshot.node,

@@ -33,7 +33,7 @@ class NvmlSource:
     ) -> None:
         self._now = now
         self._sys = sys
-        self._names = ProcessNames(proc)
+        self._names = ProcessNames(proc, now)
         self._devices: dict[str, Device] = {}
         self._events: EventSet | None = None
         self._initialised = False
