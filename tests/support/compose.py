@@ -29,6 +29,7 @@ from tests.support.postgresql import program
 
 ROOT = Path(__file__).parents[2]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
+SIMULATED = ROOT / "deploy" / "compose" / "simulated.yml"
 TIMEOUT_S = 240.0
 OWN_USER = 10_001
 MADE = "localhost/of-this-machine:local"
@@ -49,7 +50,6 @@ _FOLDERS = (
 )
 _OWN_FOLDERS = ("var/lib/gpuscale", "var/lib/postgresql/data")
 _LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
-_RESET = "what is left out of what the file says"
 _POSTGRES = """\
 set -e
 cd /var/lib/postgresql/data
@@ -134,8 +134,8 @@ class Compose:
             self._import()
             built = self._load(ARCHIVE) if ARCHIVE else None
             services = YAML(typ="safe").load(COMPOSE_FILE)["services"]
-            override = json.dumps({"services": {name: _changed(name, built) for name in services}})
-            self._override.write_text(override.replace(json.dumps(_RESET), "!reset null"))
+            changed = {name: _changed(name, built) for name in services}
+            self._override.write_text(json.dumps({"services": changed}))
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -155,7 +155,7 @@ class Compose:
                 self._holder.communicate()
 
     def _command(self, *files: Path) -> list[str]:
-        named = [word for file in (COMPOSE_FILE, *files) for word in ("--file", str(file))]
+        named = [word for file in (COMPOSE_FILE, SIMULATED, *files) for word in ("--file", str(file))]
         # Podman's own parent has the share of the CPU that one process has, for all containers together.
         parent = "--podman-run-args=--cgroup-parent=/"
         return [sys.executable, "-m", "podman_compose", "--project-name", "gpuscale", parent, *named]
@@ -169,7 +169,6 @@ class Compose:
         environment = {
             "POSTGRES_PASSWORD": "unused",
             "RABBITMQ_PASSWORD": "unused",
-            "AGENT_SOURCE": "simulated",
         }
         # Into files: what a container's monitor inherits of a pipe would never be closed.
         said = (self._folder / "stdout", self._folder / "stderr")
@@ -277,8 +276,6 @@ def _changed(name: str, built: str | None) -> dict[str, Any]:
     }
     if built is None or name in ("postgres", "rabbitmq"):
         own["image"], own["volumes"] = MADE, _of_this_machine()
-    if name in ("agent", "adapter"):
-        own["deploy"] = _RESET
     if name == "postgres":
         postgres = program("postgres")
         assert postgres is not None

@@ -1,6 +1,7 @@
 """The allocator's state in PostgreSQL: the same as in a file, and the same refusals by the database itself."""
 
 import asyncio
+import subprocess
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from tests.support.allocator_values import NOW, WALL, order, reserved
 from tests.support.clock import ManualClock
 from tests.support.damaged_state import grants
 from tests.support.fake_fleet import FakeFleet, node_message
-from tests.support.postgresql import PostgresServer
+from tests.support.postgresql import PostgresServer, program
 from tests.support.waiting import eventually
 
 BOOT = "boot"
@@ -206,3 +207,24 @@ async def test_without_a_term_a_database_is_refused(url: SecretUrl, tmp_path: Pa
         with pytest.raises(FailedPreconditionError, match="only gpuscale-allocator"):
             async with open_allocator(settings, fleet=fleet, clock=ManualClock()):
                 pass
+
+
+async def test_a_dump_that_is_restored_into_another_database_has_what_was_granted(
+    url: SecretUrl, postgresql: PostgresServer, tmp_path: Path
+) -> None:
+    """The commands of docs/operations.md, while the allocator runs; the schema of another service is there too."""
+    dump, psql = program("pg_dump"), program("psql")
+    assert dump is not None
+    assert psql is not None
+    await asyncio.to_thread(postgresql.run, "CREATE SCHEMA autoscaler", url.reveal().rpartition("/")[2])
+    fleet, copy, other = FakeFleet(node_message("n1", count=4)), tmp_path / "copy.sql", postgresql.database()
+    save = [str(dump), "-n", "allocator", "-n", "autoscaler", "-f", str(copy), url.reveal()]
+    load = [str(psql), "-q", "-v", "ON_ERROR_STOP=1", "-o", "/dev/null", "-f", str(copy), other.reveal()]
+    async with running(tmp_path / "a", fleet, database=url) as client:
+        before = await client.reserve(ttl=3600)
+        await asyncio.to_thread(subprocess.run, save, check=True, timeout=60)
+        after = await client.reserve(ttl=3600)
+    await asyncio.to_thread(subprocess.run, load, check=True, timeout=60)
+    async with running(tmp_path / "b", fleet, database=other) as client:
+        assert [one.name for one in await client.live()] == [before.name]
+        assert (await client.reserve(ttl=3600)).fence == after.fence

@@ -60,6 +60,15 @@ def test_every_service_is_asked_to_stop_and_hears_it() -> None:
         assert float(one["stop_grace_period"].removesuffix("s")) > 10, name
 
 
+def test_a_host_without_gpus_is_asked_for_none() -> None:
+    """The file beside it takes away every reservation of a device, and changes nothing else but what the agent reads."""
+    other = YAML().load(ROOT / "deploy" / "compose" / "simulated.yml")["services"]
+    assert set(other) == {name for name, one in COMPOSE["services"].items() if "deploy" in one}
+    assert all(one["deploy"].tag.value == "!reset" for one in other.values())
+    assert other["agent"]["environment"] == {"GPUSCALE_AGENT_SOURCE": "simulated"}
+    assert COMPOSE["services"]["agent"]["environment"]["GPUSCALE_AGENT_SOURCE"] == "nvml"
+
+
 def test_ports_are_published_on_loopback_alone() -> None:
     published = [port for one in COMPOSE["services"].values() for port in one.get("ports", [])]
     assert published

@@ -103,6 +103,31 @@ def test_none_runs_as_root_writes_to_its_image_or_may_ask_the_cluster(one: dict[
     assert may_ask == (name(one) == "kubernetes-adapter")
 
 
+def test_prometheus_asks_as_the_programs_want_to_be_asked() -> None:
+    """They serve metrics over TLS, to whoever shows a token, where gRPC is served so."""
+    served = [table for table in SETTINGS.values() if "metrics_listen" in table]
+    assert all({"tls_cert_file", "tokens_file"} <= table.keys() for table in served)
+    [monitor] = objects("ServiceMonitor")
+    [asked] = monitor["spec"]["endpoints"]
+    assert asked["scheme"] == "https"
+    assert asked["tlsConfig"]["ca"]["secret"] == {"name": "gpuscale-tls", "key": "ca.crt"}
+    assert {"targetLabel": "job", "replacement": "gpuscale-$1"}.items() <= asked["relabelings"][0].items()
+    assert 'up{job=~"gpuscale.*"} == 0' in (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
+    token = asked["authorization"]["credentials"]
+    commands = (ROOT / "docs" / "deploy.md").read_text()
+    assert f"generic {token['name']} " in commands
+    assert f"--from-file={token['key']}" in commands
+    assert f"--host {asked['tlsConfig']['serverName']} " in commands
+
+
+@pytest.mark.parametrize("one", workloads(), ids=name)
+def test_one_that_takes_too_much_memory_ends_alone(one: dict[str, Any]) -> None:
+    """CPU has no limit: one would make leases late on a node that is idle."""
+    (container,) = pod(one)["containers"]
+    assert set(container["resources"]["requests"]) == {"cpu", "memory"}
+    assert set(container["resources"]["limits"]) == {"memory"}
+
+
 def test_services_and_policies_select_what_is_there() -> None:
     ports = {
         name(one): {p["name"] for p in pod(one)["containers"][0].get("ports", ())} for one in workloads()
@@ -144,7 +169,7 @@ def test_the_agent_sees_all_gpus_and_holds_none() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in env
     assert pod(agent)["runtimeClassName"] == "nvidia"
     assert pod(agent)["hostPID"] is True
-    assert "limits" not in container["resources"]
+    assert set(container["resources"]["limits"]) == {"memory"}
 
 
 def test_the_adapter_may_do_what_it_does_and_nothing_else() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuscale.common.settings import load_table
 from tests.unit.docs.pages import ROOT, programs
 
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
@@ -32,6 +33,39 @@ def test_it_starts_the_program_of_its_name_with_settings_of_that_program(unit: P
     assert set(names) <= set(settings.model_fields)
     required = {name for name, field in settings.model_fields.items() if field.is_required()}
     assert required <= set(names), "it starts without a file of settings"
+
+
+def test_the_agent_keeps_the_fences_of_work_that_it_admitted() -> None:
+    """Without a directory a restart forgets them, and work with an older fence would be admitted."""
+    unit = ROOT / "deploy" / "systemd" / "gpuscale-agent.service"
+    assert "--state-dir=%S/gpuscale/agent" in command(unit)
+    assert "StateDirectory=gpuscale gpuscale/agent" in unit.read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", ["gpuscale-adapter", "gpuscale-ray-adapter"])
+def test_what_starts_programs_of_others_leaves_them_a_place_for_temporary_files(name: str) -> None:
+    """`ProtectSystem=strict` makes /tmp read-only as well; one of its own would be removed under workers that live on."""
+    lines = (ROOT / "deploy" / "systemd" / f"{name}.service").read_text().splitlines()
+    assert "ProtectSystem=strict" in lines
+    assert any(line.startswith("ReadWritePaths=/tmp") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("file", "sections"),
+    [
+        ("services.toml", {"fleet", "allocator", "autoscaler", "gateway", "dashboard"}),
+        ("gpu-host.toml", {"agent", "adapter"}),
+    ],
+)
+def test_the_files_of_settings_hold_what_their_programs_take(file: str, sections: set[str]) -> None:
+    table = tomllib.loads((ROOT / "deploy" / "systemd" / file).read_text())
+    kinds = {one.section: one for one in programs()}
+    assert set(table) - {"templates"} == sections
+    for section in sections:
+        required = {name for name, field in kinds[section].model_fields.items() if field.is_required()}
+        load_table(kinds[section], table, dict.fromkeys(required, "/var/lib/gpuscale"), {})
+    remote = [one for one in sections if str(table[one].get("listen", "")).startswith("0.0.0.0")]
+    assert all("tls_cert_file" in table[one] for one in remote)
 
 
 def test_systemd_accepts_them(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.docs.pages import DOCS, ROOMS, ROOT, SERVICES, programs, read, rows
 
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "examples" / "README.md", *DOCS.rglob("*.md")])
 UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "KiB": 1024.0, "MiB": 1024.0**2}
 NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?) ?([A-Za-z%]*)")
 
@@ -24,6 +24,22 @@ def links(page: Path) -> list[Path]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file(page: Path) -> None:
     assert [str(target) for target in links(page) if not target.exists()] == []
+
+
+def headings(page: Path) -> set[str]:
+    """What links to headings of a page may end with, as forges make it of them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
+    found: list[tuple[str, str]] = re.findall(
+        r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")
+    )
+    aims = [((page.parent / target).resolve() if target else page, heading) for target, heading in found]
+    assert [(aim.name, heading) for aim, heading in aims if heading not in headings(aim)] == []
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
@@ -40,7 +56,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 def test_every_file_in_the_table_of_the_architecture_exists() -> None:
     """A row that says "the same" speaks of the folder of the row above."""
     folder, checked = ROOT, 0
-    for cells in rows(read("architecture.md")):
+    for cells in rows(read("architecture.md").partition("## Where to look")[2]):
         named = re.findall(r"`([^`]+/)`", cells[1])
         folder = ROOT / named[0] if named else folder
         for file in re.findall(r"`([^`]+\.\w+)`", cells[2]):
