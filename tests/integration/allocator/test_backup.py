@@ -49,6 +49,22 @@ async def test_what_was_granted_before_the_copy_is_there_and_fences_go_on(
         await client.release(before)
 
 
+async def test_fences_can_be_told_to_go_on_above_those_that_the_copy_does_not_know(
+    tmp_path: Path, fleet: FakeFleet
+) -> None:
+    """Also after that: a grant is on disk with its fence."""
+    data_dir, copy = tmp_path / "data", tmp_path / "copy.db"
+    async with running(data_dir, fleet) as client:
+        await asyncio.to_thread(back_up, data_dir, copy)
+        lost = await client.reserve(ttl=3600)
+    put_back(copy, data_dir)
+    async with running(data_dir, fleet, fences_above=lost.fence + 1_000_000) as client:
+        first = await client.reserve(ttl=3600)
+    async with running(data_dir, fleet) as client:
+        second = await client.reserve(ttl=3600)
+    assert (first.fence, second.fence) == (lost.fence + 1_000_001, lost.fence + 1_000_002)
+
+
 async def test_a_copy_beside_the_witness_of_later_writes_is_refused_until_somebody_accepts_it(
     tmp_path: Path, fleet: FakeFleet
 ) -> None:

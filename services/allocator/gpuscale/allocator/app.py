@@ -68,7 +68,7 @@ async def open_allocator(
     """
     async with _open_state(settings, clock, term) as store, TaskScope() as tasks:
         saved = await store.load()
-        ledger = await _restore(saved, store, clock, tasks)
+        ledger = await _restore(saved, store, clock, tasks, settings.fences_above)
         view = FleetView(saved.ranks)
         placer = Placer(ledger.use)
         changes = Changes()
@@ -212,7 +212,9 @@ def _seen(placer: Placer, losses: Losses, forgetting: Forgetting, nodes: Sequenc
     losses.seen(nodes)
 
 
-async def _restore(saved: Saved, store: AllocatorStore, clock: Clock, tasks: TaskScope) -> Ledger:
+async def _restore(
+    saved: Saved, store: AllocatorStore, clock: Clock, tasks: TaskScope, fences_above: int
+) -> Ledger:
     """The ledger of what is on disk; deadlines of an earlier boot start anew, and are written so.
 
     Those of ended reservations, of which there are many, are written while others are served.
@@ -224,7 +226,7 @@ async def _restore(saved: Saved, store: AllocatorStore, clock: Clock, tasks: Tas
         await store.save([], live)
     if ended := [one for one in moved if not one.live]:
         tasks.start("write when records are forgotten", _write_anew(store, ended))
-    ledger = Ledger(saved.fence)
+    ledger = Ledger(max(saved.fence, fences_above))
     ledger.restore(of_this_boot)
     return ledger
 

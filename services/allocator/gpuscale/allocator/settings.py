@@ -34,6 +34,12 @@ class AllocatorSettings(ServerSettings, UpstreamSettings, DatabaseSettings):
         le=86_400,
         description="how long a reserved GPU may be missing from its node's snapshots before its reservation is LOST",
     )
+    fences_above: int = Field(
+        0,
+        ge=0,
+        le=2**62,
+        description="give only fences above this one: after a restore, one above all that were given since the copy",
+    )
     max_waiting: int = Field(1000, ge=0, le=100_000, description="most requests in the queue")
     preemption_min_runtime_seconds: float = Field(
         300.0, ge=0, le=604_800, description="how long a reservation must have run before it may be preempted"
