@@ -363,3 +363,16 @@ async def test_a_file_of_the_first_version_is_taken_over(tmp_path: Path, clock: 
         fault(fleet, 79)
     async with run(tmp_path, clock) as fleet:
         assert len(fleet.events) == 1
+
+
+async def test_nothing_is_kept_in_memory_of_series_that_ended(tmp_path: Path, clock: ManualClock) -> None:
+    """GPUs come and go for as long as the fleet runs."""
+    async with run(tmp_path, clock) as fleet:
+        fleet.pass_time(300)
+        await fleet.keeper.save()
+        assert fleet.keeper._saved.keys() == fleet.keeper._saved_finer.keys() == {"gpu-1"}
+        clock.advance(8 * DAY)
+        fleet.history.forget_ended(clock.now())
+        await fleet.keeper.save()
+        assert not fleet.keeper._saved
+        assert not fleet.keeper._saved_finer

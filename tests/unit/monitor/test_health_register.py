@@ -185,6 +185,45 @@ def test_a_boot_of_the_node_ends_a_fatal_fault(site: Site) -> None:
     assert site.quarantine == ""
 
 
+def test_a_gpu_that_does_not_come_back_from_a_boot_stays_in_quarantine(site: Site) -> None:
+    """It was well when it was seen last, but it has not answered since."""
+    site.see()
+    site.fault(48)
+    site.see()
+    site.register.shown("alpha", "boot 2", set(), site.now)
+    site.tick(GONE_SECONDS / 2)
+    assert "48" in site.quarantine
+    site.boot = "boot 2"
+    site.see(OK, PATIENCE[HealthCheck.XID].resolve_after + 2)
+    assert site.quarantine == ""
+
+
+def test_what_a_snapshot_no_longer_shows_is_not_over_by_time_alone(site: Site) -> None:
+    site.see(replace(OK, ecc_uncorrected=1), 2)
+    site.see(OK, 2)
+    site.register.shown("alpha", site.boot, set(), site.now)
+    site.tick(100)
+    assert [event.check for event in site.lasting] == [HealthCheck.ECC_UNCORRECTED]
+
+
+def test_a_gpu_that_is_left_out_as_soon_as_it_is_lost_is_an_event(site: Site) -> None:
+    site.see(GpuFacts("LOST"))
+    site.register.shown("alpha", site.boot, set(), site.now)
+    site.tick(PATIENCE[HealthCheck.GPU_LOST].raise_after + 1)
+    assert [event.check for event in site.lasting] == [HealthCheck.GPU_LOST]
+
+
+def test_a_fault_that_repeats_is_kept_however_many_others_are_over() -> None:
+    """Its event went, to make room for newer ones: what happens now is not to be counted on one that nobody sees."""
+    events = Events("run", most_resolved=3)
+    register = HealthRegister(events)
+    register.report("alpha", "GPU-1", 13, 0.0)
+    for number in range(3):
+        register.report("alpha", f"GPU-other-{number}", 13, 1.0)
+    register.report("alpha", "GPU-1", 13, 30.0)
+    assert [event.last_at for event in events.newest_first() if event.uuid == "GPU-1"] == [30.0]
+
+
 def test_the_first_fault_of_a_gpu_that_was_never_seen_is_visible(site: Site) -> None:
     site.fault(48)
     assert [event.xid for event in site.lasting] == [48]

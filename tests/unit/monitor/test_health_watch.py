@@ -78,6 +78,14 @@ def test_whatever_a_check_finds_does_not_look_well(reading: str) -> None:
     assert not looks_well(one)
 
 
+@pytest.mark.parametrize("action", [*range(2, len(types_api.RecoveryAction.keys())), 99])
+def test_whatever_the_driver_asks_for_is_found_even_what_only_a_newer_agent_knows(action: int) -> None:
+    one = gpu()
+    one.reading.recovery_action = types_api.RecoveryAction.ValueType(action)
+    assert results(facts_of(one))[HealthCheck.RECOVERY_ACTION] is not None
+    assert not looks_well(one)
+
+
 @pytest.mark.parametrize("state", types_api.GpuState.keys())
 def test_a_state_that_a_check_knows_does_not_look_well(state: str) -> None:
     one = gpu()

@@ -73,8 +73,8 @@ def test_the_finer_tiers_answer_for_the_run_before_by_the_coarsest() -> None:
     again.restore(stored(before, 0))
     again.add(610.0, (70.0,) * WIDTH)
     found = again.points(0, 0, 0.0, 1e9)
-    assert [point.start for point in found] == [60.0 * minute for minute in range(9)] + [610.0]
-    assert sum(point.samples for point in found) == 541
+    assert [point.start for point in found] == [60.0 * minute for minute in range(10)] + [610.0]
+    assert sum(point.samples for point in found) == 590 + 1, "the last step of the tier before was not over"
 
 
 @pytest.mark.parametrize("seconds", [30, 61, 605, 660, 3_000])
@@ -110,6 +110,25 @@ def test_the_tier_before_the_coarsest_comes_back_too(seconds: int) -> None:
     assert again.points(0, 1, late, 1e9) == whole.points(0, 1, late, 1e9)
     assert again.points(0, 1, oldest + 400, cut) == whole.points(0, 1, oldest + 400, cut)
     assert again.points(0, 2, 0.0, cut) == whole.points(0, 2, 0.0, cut)
+
+
+@pytest.mark.parametrize("tier", range(3))
+def test_no_tier_leaves_out_the_last_minute_before_a_restart(tier: int) -> None:
+    """It is known as one step only, which stands in the finest tier too: that answers for the last 10 min."""
+    before, again = Series(WIDTH, TIERS), Series(WIDTH, TIERS)
+    for second in range(600):
+        before.add(float(second), (50.0,) * WIDTH)
+    again.restore(stored(before, 0))
+    finer = Rows.empty()
+    for _, body in chunks(before.finer(-(2**31)), WIDTH, 0):
+        finer.extend(unpack(body, WIDTH, 0))
+    again.restore_finer(finer)
+    assert sum(point.samples for point in again.points(0, tier, 480.0, 1e9)) == 110
+    again.add(610.0, (50.0,) * WIDTH)
+    starts = [point.start for point in again.points(0, tier, 480.0, 1e9)]
+    assert starts[-2:] == [540.0, 610.0]
+    assert starts == sorted(set(starts))
+    assert [point.start for point in again.points(0, tier, 545.0, 1e9)] == [610.0]
 
 
 def test_numbers_before_this_boot_are_below_zero_and_in_order() -> None:

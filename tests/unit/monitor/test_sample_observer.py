@@ -1,14 +1,24 @@
 """From snapshots to samples: each reading once, and nothing of what nobody takes."""
 
+import asyncio
+from contextlib import suppress
+
+import pytest
+
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
+from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.merging import Change, Picture
+from gpuscale.monitor.observing import Observing
 from gpuscale.monitor.recording.model import Order, Target
 from gpuscale.monitor.recording.observer import SampleObserver, gpu_sample
 from gpuscale.monitor.recording.recordings import Recordings
+from tests.support.clock import ManualClock
+from tests.support.monitor_values import hello, telemetry
+from tests.support.monitor_values import snapshot as whole_snapshot
 
 ROOM = 1 << 30
 
@@ -130,3 +140,21 @@ def test_without_memory_for_history_only_what_is_recorded_is_looked_at() -> None
     recordings.stop("r", 102.0)
     observer.observe("alpha", snapshot(30.0), 103.0, None)
     assert (recording.sample_count, observer._gpus, len(history)) == (1, {}, 0)
+
+
+@pytest.mark.looptime
+async def test_nothing_is_kept_of_a_node_that_is_forgotten() -> None:
+    """Hosts come and go under new names for as long as the fleet runs."""
+    clock = ManualClock()
+    nodes = Nodes(clock, 10)
+    observing = Observing(nodes, clock, DEFAULT_TIERS, ROOM)
+    with nodes.connected(hello("alpha"), lambda: None) as stream:
+        assert nodes.take(stream, telemetry(whole_snapshot("alpha")))
+    for number in range(5):
+        with nodes.connected(hello(f"beta-{number}"), lambda: None) as stream:
+            assert nodes.take(stream, telemetry(whole_snapshot(f"beta-{number}")))
+        nodes.forget(f"beta-{number}")
+    with suppress(TimeoutError):
+        await asyncio.wait_for(observing.run(), timeout=3.0)
+    observer = observing._samples
+    assert observer._kept == observer._gpus.keys() == observer._hosts.keys() == {"alpha"}

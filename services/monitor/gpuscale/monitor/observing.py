@@ -41,8 +41,8 @@ class Observing:
         self.recordings = Recordings()
         self._health = HealthWatch(clock, nodes)
         self.events = self._health.register.events
-        samples = SampleObserver(self.history, self.recordings)
-        nodes.observers = (*nodes.observers, samples.observe, self._health.observe)
+        self._samples = SampleObserver(self.history, self.recordings)
+        nodes.observers = (*nodes.observers, self._samples.observe, self._health.observe)
         nodes.fault_observers = (*nodes.fault_observers, self._health.hear)
 
     async def run(self) -> None:
@@ -51,6 +51,7 @@ class Observing:
             await asyncio.sleep(TICK_SECONDS)
             self._health.tick()
             self.history.forget_ended(self._clock.now())
+            self._samples.forget_unknown(self._nodes)
 
     def lasting_events(self) -> list[Event]:
         """The health events that are not resolved."""

@@ -46,7 +46,8 @@ class Faults:
         fault = self._all.get(xid)
         if fault is None and self._events.was_over(self._node, self._uuid, xid, at):
             return
-        if fault is not None and (fault.event.resolved_at is None or not finding.fatal):
+        kept = fault is not None and self._events.get(fault.event.id) is not None
+        if fault is not None and kept and (fault.event.resolved_at is None or not finding.fatal):
             fault.away, fault.good_since, fault.event.cleared = False, None, False
             self._events.again(fault.event, at, finding)
             return

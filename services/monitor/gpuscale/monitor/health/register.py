@@ -174,8 +174,12 @@ class HealthRegister:
         return results(facts) | past_results(past, facts, now)
 
     def _judge(self, node: str, gpu: _Gpu, found: Results, now: float) -> None:
+        state = gpu.facts.state
+        if gpu.missing_since is not None:  # how it was seen last ends nothing
+            found = {check: finding for check, finding in found.items() if finding is not None}
+            state = ""
         gpu.conditions.apply(found, now)
-        gpu.faults.saw(gpu.facts.state, now)
+        gpu.faults.saw(state, now)
         self._note(node, gpu, over=not gpu.conditions and not gpu.faults)
 
     def _note(self, node: str, gpu: _Gpu, *, over: bool = False) -> None:

@@ -121,7 +121,8 @@ class Series:
         found = self._rings[-1].points(metric, self._tiers[-1].step, start, min(end, begin))
         if tier == len(self._rings) - 2:
             return found, max(start, begin)
-        found += ring.points(metric, step, max(start, begin), min(end, self._restored_until))
+        last_minute = self._restored_until + step  # it stands under its first step
+        found += ring.points(metric, step, max(start, begin), min(end, last_minute))
         return found, self._restored_until
 
     def finer(self, first: int) -> Rows:

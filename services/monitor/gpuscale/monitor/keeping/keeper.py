@@ -120,8 +120,11 @@ class Keeper:
                 self._collect_finer(key, one, finer, newest_finer)
             await asyncio.sleep(0)
         await self._write(running, found, finer)
-        self._saved |= newest
-        self._saved_finer |= newest_finer
+        there = self._history.get
+        self._saved = {key: last for key, last in (self._saved | newest).items() if there(key)}
+        self._saved_finer = {
+            key: last for key, last in (self._saved_finer | newest_finer).items() if there(key)
+        }
 
     async def save_recording(self, key: str) -> None:
         """Write one recording, or that it is gone. Raises as `save` does."""

@@ -15,6 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import node_name
 from gpuscale.common.wire import seconds
+from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.history.metrics import ABSENT, GPU_METRICS, Metric, Sample
 from gpuscale.monitor.merging import Change, Numbers, Picture
@@ -125,6 +126,12 @@ class SampleObserver:
             host.newest = at = now - host.age
             sample = host.cpu, host.memory, host.load, _mean(gpus.columns[0]) if gpus.columns else ABSENT
             self._history.add_node(node_name(node), at, sample)
+
+    def forget_unknown(self, nodes: Nodes) -> None:
+        """Let go of nodes that are known no more."""
+        for node in [node for node in self._hosts if nodes.find(node) is None]:
+            del self._hosts[node], self._gpus[node]
+            self._kept.discard(node)
 
     def _add_gpus(self, gpus: _Gpus, now: float, apart: float) -> None:
         rows: zip[Sample] = zip(*gpus.columns, strict=True)
