@@ -83,25 +83,35 @@ class Reconciler:
         wait = 0.0
         while True:
             await wake.wait(wait)
-            try:
-                async with self._limit:
-                    wanted = await loop.look(evaluate=wake.answer())
-            except GpuscaleError as error:
-                _log.warning(
-                    "an endpoint could not be looked after", endpoint=endpoint_id, error=error.message
-                )
+            async with self._limit:
+                # Whatever fails is this endpoint's, and not the end of the loops of all others.
+                (wanted,) = await asyncio.gather(loop.look(evaluate=wake.answer()), return_exceptions=True)
+            if isinstance(wanted, BaseException):
+                _warn(endpoint_id, wanted)
                 wait = backoff.next()
                 continue
             backoff.reset()
             wake.waiting = loop.waiting
-            if wanted is None and not wake.called:  # gone, and not created anew meanwhile
+            wait = wanted or 0.0
+            if wanted is not None:
+                continue
+            self._rooms.sources.forget(endpoint_id)
+            self._rooms.histories.forget(endpoint_id)
+            if not wake.called:
                 del self._loops[endpoint_id]
                 self._rooms.uses.set(endpoint_id, frozenset())
-                self._rooms.sources.forget(endpoint_id)
-                self._rooms.histories.forget(endpoint_id)
                 self._wakes.forget(endpoint_id)
                 return
-            wait = wanted or 0.0
+            # It may have been created anew meanwhile: what was remembered of the one that is gone is not its past.
+            loop = self._loops[endpoint_id] = EndpointLoop(endpoint_id, self._rooms)
+
+
+def _warn(endpoint_id: str, error: BaseException) -> None:
+    """Tell of what failed; with a traceback where nobody foresaw it."""
+    unforeseen = None if isinstance(error, GpuscaleError) else error
+    _log.warning(
+        "an endpoint could not be looked after", endpoint=endpoint_id, error=str(error), exc_info=unforeseen
+    )
 
 
 class EndpointLoop:

@@ -1,0 +1,256 @@
+"""What scaling does, after whatever happened on the way: a replica for each that is wanted, a reservation for each, no more.
+
+Scripts of changes, faults and deaths run against the real parts on virtual time (`tests.support.scaling_world`). Then all is
+mended, and what runs, what is stored and what is reserved must be the same things.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from gpuscale.autoscaler import decision_log, passes, reconciler
+from gpuscale.autoscaler.acting import Actor
+from gpuscale.autoscaler.histories import Histories
+from gpuscale.autoscaler.model import (
+    EndpointSpec,
+    ReplicaTemplate,
+)
+from gpuscale.autoscaler.replicas import ReplicaState
+from gpuscale.autoscaler.rules import Rule, TargetRule
+from gpuscale.autoscaler.sources import SignalSources
+from gpuscale.common.names import replica_name
+from tests.support.fake_adapter import FAILED, READY
+from tests.support.scaling_doubles import FOREIGN
+from tests.support.scaling_script import (
+    ADAPTERS,
+    DEPTH,
+    NAMES,
+    NODES,
+    RULES,
+    Script,
+    agrees,
+    in_world,
+    nothing_left,
+    some_spec,
+)
+from tests.support.scaling_world import World
+from tests.support.virtual_time import run
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_happened_all_agrees_in_the_end_and_nothing_is_left(seed: int) -> None:
+    async def script() -> None:
+        world = World(seed, NODES, ADAPTERS)
+
+        async def work() -> None:
+            happens = Script(world)
+            for name in NAMES[:2]:
+                await world.create(name, some_spec(world.dice))
+            await asyncio.sleep(3)
+            for _ in range(20):
+                await happens.happen()
+            await happens.mend(70)
+            agrees(world)
+            for name in NAMES:
+                await world.user(lambda all_, name=name: all_.delete(name, etag=""))
+            await happens.mend(20)
+            agrees(world)
+            nothing_left(world)
+
+        await in_world(world, work)
+
+    run(script())
+
+
+STAGES: dict[str, tuple[object, str]] = {
+    "bad-sampling": (SignalSources, "sample"),
+    "bad-reading": (reconciler, "_found"),
+    "bad-evaluating": (passes, "asked"),
+    "bad-planning": (passes, "plan"),
+    "bad-acting": (Actor, "act"),
+    "bad-keeping": (Histories, "note"),
+    "bad-composing": (reconciler, "compose"),
+    "bad-noting": (decision_log, "record"),
+}
+
+
+def _broken(stage: str, met: Counter[str]) -> Callable[..., Any]:
+    """What a stage does, but for an error that nobody foresaw wherever it has to do with the endpoint of its name."""
+    genuine = getattr(*STAGES[stage])
+
+    def broken(*arguments: Any, **fields: Any) -> Any:
+        if stage in f"{arguments} {fields}":
+            met[stage] += 1
+            raise LookupError("nobody thought of this")
+        return genuine(*arguments, **fields)
+
+    return broken
+
+
+def test_what_fails_for_one_endpoint_stops_no_other_at_any_stage() -> None:
+    """It is met again and again; once it is mended, that endpoint goes on too."""
+
+    def scaled(name: str) -> EndpointSpec:
+        template = ReplicaTemplate("worker", parameters={"of": name})
+        return EndpointSpec(0, 3, template, (DEPTH,), (Rule("t", "depth", TargetRule(10.0)),), tick=5.0)
+
+    async def script() -> None:
+        world, met = World(1, NODES, ADAPTERS[:2]), Counter[str]()
+
+        async def work() -> None:
+            with ExitStack() as stack:
+                for stage, (place, name) in STAGES.items():
+                    stack.enter_context(patch.object(place, name, _broken(stage, met)))
+                for name in (*STAGES, "good"):
+                    await world.create(name, scaled(name))
+                await asyncio.sleep(2)
+                world.queues["jobs"] = 25
+                await asyncio.sleep(6)
+                assert {stage for stage, times in met.items() if times > 1} == STAGES.keys()
+                assert sum(one.endpoint == "good" and bool(one.adapter) for one in world.rows()) == 3
+            await asyncio.sleep(20)
+            agrees(world)
+            assert len(world.rows()) == 3 * (1 + len(STAGES))
+
+        await in_world(world, work)
+
+    run(script())
+
+
+def test_one_that_is_created_anew_while_its_name_is_given_up_remembers_nothing() -> None:
+    """Somebody calls for the old one in the very moment in which it goes."""
+
+    async def script() -> None:
+        world = World(1, NODES, ADAPTERS)
+        spec = EndpointSpec(0, 3, ReplicaTemplate("worker"), (DEPTH,), RULES[1], tick=2.0)
+
+        async def work() -> None:
+            await world.create("e1", spec)
+            await asyncio.sleep(10)
+            before, gone = world.reconciler._loops["e1"], list[float]()
+            genuine = before.look
+
+            async def look(*, evaluate: bool) -> float | None:
+                after = await genuine(evaluate=evaluate)
+                if after is None:
+                    gone.append(world.clock.now())
+                    world.wakes.call("e1")
+                    await world.create("e1", spec)
+                return after
+
+            before.look = look  # type: ignore[method-assign]
+            await world.user(lambda all_: all_.delete("e1", etag=""))
+            await asyncio.sleep(10)
+            assert world.reconciler._loops["e1"] is not before
+            [first, *_] = world.reconciler.past("e1").series["depth"].times
+            assert first >= gone[0]
+
+        await in_world(world, work)
+
+    run(script())
+
+
+def test_many_endpoints_come_and_go_at_once() -> None:
+    async def script() -> None:
+        world = World(1, NODES, ADAPTERS[:2])
+        spec = EndpointSpec(1, 2, ReplicaTemplate("worker"), tick=15.0)
+        names = [f"{one:03}{'.x' * 30}" for one in range(12)]
+
+        async def work() -> None:
+            await asyncio.gather(*(world.create(name, spec) for name in names))
+            await asyncio.sleep(20)
+            agrees(world)
+            assert len(world.rows()) == len(names)
+            delete = [world.user(lambda all_, name=name: all_.delete(name, etag="")) for name in names]
+            await asyncio.gather(*delete)
+            await asyncio.sleep(20)
+            nothing_left(world)
+
+        await in_world(world, work)
+
+    run(script())
+
+
+def test_what_nobody_was_told_of_is_given_back_and_what_nobody_knows_is_stopped() -> None:
+    """GPUs whose grant was never heard of, of an endpoint that is deleted meanwhile; and a replica of no endpoint."""
+
+    async def script() -> None:
+        world = World(1, NODES, ADAPTERS[:1])
+        spec = EndpointSpec(1, 2, ReplicaTemplate("worker", gpu_count=1), tick=5.0)
+
+        async def work() -> None:
+            [adapter] = world.adapters
+            await asyncio.sleep(6)
+            world.allocator.losing = 1.0
+            await world.create("e1", spec)
+            await asyncio.sleep(2)
+            assert len(world.allocator.held) == 2, "its own, whose answer was lost, and another's"
+            await world.user(lambda all_: all_.delete("e1", etag=""))
+            await asyncio.sleep(2)
+            world.allocator.losing = 0.0
+            adapter.set("endpoints/nobody/replicas/x", READY)
+            await asyncio.sleep(25)  # less than the lease: it is released, and does not run out
+            nothing_left(world)
+
+        await in_world(world, work)
+
+    run(script())
+
+
+def test_what_an_adapter_says_of_the_replicas_of_another_counts_for_nothing() -> None:
+    async def script() -> None:
+        world = World(1, NODES, ADAPTERS[:2])
+        spec = EndpointSpec(1, 2, ReplicaTemplate("worker", adapter="a"), tick=5.0)
+
+        async def work() -> None:
+            await world.create("e1", spec)
+            await asyncio.sleep(8)
+            [before] = world.rows()
+            world.adapters[1].set(replica_name("e1", before.id), FAILED)
+            await asyncio.sleep(10)
+            assert world.rows() == [before]
+            assert before.state is ReplicaState.READY
+            agrees(world)
+
+        await in_world(world, work)
+
+    run(script())
+
+
+@pytest.mark.parametrize("meanwhile", ["an adapter goes", "the lease runs out"])
+def test_a_grant_that_was_never_heard_of_is_used_or_replaced(meanwhile: str) -> None:
+    """The same request is sent again, also where other nodes would be asked for by now; one that has ended is given up."""
+
+    async def script() -> None:
+        world = World(1, NODES, ADAPTERS[:2])
+        spec = EndpointSpec(1, 2, ReplicaTemplate("worker", gpu_count=1), tick=5.0)
+
+        async def work() -> None:
+            await asyncio.sleep(6)
+            world.allocator.losing = 1.0
+            await world.create("e1", spec)
+            await asyncio.sleep(2)
+            [granted] = set(world.allocator.reservations) - {FOREIGN}
+            if meanwhile == "an adapter goes":
+                [node] = {gpu.node for gpu in world.allocator.reservations[granted].gpus}
+                [other] = [one for one in world.adapters if one.register.node not in node]
+                other.away = True
+            else:
+                world.allocator.expire(granted)
+            await asyncio.sleep(2)
+            world.allocator.losing = 0.0
+            await asyncio.sleep(20)
+            agrees(world)
+            [row] = world.rows()
+            assert row.state is ReplicaState.READY
+            assert row.lease is not None
+            assert (row.lease.reservation == granted) is (meanwhile == "an adapter goes")
+
+        await in_world(world, work)
+
+    run(script())

@@ -1,0 +1,224 @@
+"""Everything that scales, in one loop on virtual time: the real reconciler, actor, leases, hub and adapter service.
+
+The store is in memory, the allocator and the adapters are made up. A life of the autoscaler ends when `dies_after` effects
+(of the store, the allocator or an adapter's stream) have happened, before or after one of them, as by kill -9; what is
+stored, what is reserved and what runs stays for the next life.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
+from unittest.mock import patch
+from uuid import UUID
+
+from sqlalchemy import Connection, StaticPool, create_engine
+
+from gpuscale.autoscaler import passes, replica_store, store
+from gpuscale.autoscaler.acting import Actor
+from gpuscale.autoscaler.adapter_servicer import AdapterServicer
+from gpuscale.autoscaler.decision_file import DecisionFile
+from gpuscale.autoscaler.endpoints import Endpoints
+from gpuscale.autoscaler.followers import Followers
+from gpuscale.autoscaler.gathering.fleet_metrics import FleetMetrics
+from gpuscale.autoscaler.gathering.polling import Poller
+from gpuscale.autoscaler.gathering.reported import ReportedMetrics
+from gpuscale.autoscaler.gathering.room import Room
+from gpuscale.autoscaler.gathering.waiting import WaitingRequests
+from gpuscale.autoscaler.histories import Histories
+from gpuscale.autoscaler.hub import AdapterHub
+from gpuscale.autoscaler.leases import LeaseKeeper
+from gpuscale.autoscaler.model import EndpointSpec
+from gpuscale.autoscaler.queues.model import QueueReading, QueueState
+from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
+from gpuscale.autoscaler.reconciler import Reconciler, Rooms
+from gpuscale.autoscaler.reservations import Reservations
+from gpuscale.autoscaler.sources import SignalSources
+from gpuscale.autoscaler.wakes import Wakes
+from gpuscale.common import principal
+from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.store import Store
+from tests.support.clock import LoopClock
+from tests.support.fake_allocator import FakeCapacity
+from tests.support.scaling_doubles import LeasingAllocator, Life, WorldAdapter
+
+T = TypeVar("T")
+
+
+class MemoryStore(Store):
+    """The store without threads and files."""
+
+    def __init__(self, connection: Connection, life: Life) -> None:
+        self._connection, self._life = connection, life
+        self.failing = False
+
+    async def write(self, work: Callable[[Connection], T]) -> T:
+        await self._life.step()
+        if self.failing:
+            raise UnavailableError("the disk is full", reason="DISK_FULL")
+        with self._connection.begin():
+            value = work(self._connection)
+        await self._life.step()
+        return value
+
+    async def read(self, work: Callable[[Connection], T]) -> T:
+        await self._life.step()
+        with self._connection.begin():
+            return work(self._connection)
+
+
+class Wire:
+    """A channel to a servicer in this process: what is sent arrives, unless it gets lost."""
+
+    def __init__(self, life: Life, *servicers: object) -> None:
+        self._life, self._servicers = life, servicers
+
+    def unary_unary(self, path: str, **_: object) -> Callable[..., Coroutine[Any, Any, Any]]:
+        method = path.rpartition("/")[2]
+        found = [getattr(one, method, None) for one in self._servicers]
+        return partial(self._call, next((one for one in found if one is not None), None))
+
+    unary_stream = stream_unary = stream_stream = unary_unary
+
+    async def _call(
+        self, method: Callable[[Any, Any], Coroutine[Any, Any, Any]] | None, request: Any, **_: Any
+    ) -> Any:
+        assert method is not None
+        await self._life.step()
+        answer = await method(request, None)
+        await self._life.step()
+        return type(answer).FromString(answer.SerializeToString())
+
+
+class World:
+    """The site: allocator, adapters, one database, and lives of the autoscaler on it."""
+
+    def __init__(self, seed: int, nodes: dict[str, list[str]], adapters: list[dict[str, Any]]) -> None:
+        self.dice = random.Random(seed)
+        self.clock = LoopClock()
+        self.allocator = LeasingAllocator(nodes, self.dice)
+        self.adapters = [WorldAdapter(dice=self.dice, **fields) for fields in adapters]
+        self.queues: dict[str, int | None] = {"jobs": 0}
+        engine = create_engine("sqlite://", poolclass=StaticPool)
+        self.connection = engine.connect()
+        store.METADATA.create_all(engine)
+        self.connection.commit()
+        self.life = Life(self.dice)
+        self.servicer: AdapterServicer | None = None
+        self.failure: BaseException | None = None
+        self.lives = 0
+        self._born = asyncio.Event()
+
+    def reading(self, watcher: str) -> QueueReading | None:
+        if watcher not in self.queues:
+            return None
+        depth = self.queues[watcher]
+        if depth is None:
+            return QueueReading(QueueState.UNREACHABLE, message="gone")
+        return QueueReading(QueueState.OK, depth, 0, 1, self.clock.now())
+
+    async def live(self) -> None:
+        """Live, die and be born again until cancelled."""
+        while True:
+            self.life = life = Life(self.dice)
+            task = asyncio.create_task(self._one_life(life), name="autoscaler")
+            dying = asyncio.create_task(life.dead.wait())
+            try:
+                await asyncio.wait({task, dying}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                life.over = True
+                self.servicer = None
+                life.dead.set()
+                self._born.clear()
+                dying.cancel()
+                ended = task.done()
+                task.cancel()
+                [result] = await asyncio.gather(task, return_exceptions=True)
+            if ended and isinstance(result, BaseException):
+                self.failure = result
+                self._born.set()  # nobody need wait for another life
+                raise result
+            await asyncio.sleep(self.dice.random() * 3)
+
+    async def _one_life(self, life: Life) -> None:
+        self.lives += 1
+        state = self.state = MemoryStore(self.connection, life)
+        starts, _ = await state.write(partial(store.begin, boot_id=self.clock.boot_id))
+        wire: Any = Wire(life, self.allocator, FakeCapacity(self.allocator))
+        self.sources = SignalSources(
+            reading=self.reading,
+            reported=ReportedMetrics(),
+            fleet=FleetMetrics(wire, self.clock),
+            prometheus={},
+            waiting=Poller(WaitingRequests(wire).fetch, self.clock),
+            room=Poller(Room(wire).fetch, self.clock),
+            clock=self.clock,
+        )
+        wakes, followers, uses, file = Wakes(), Followers(), WatcherUses(), DecisionFile(None, 0)
+        self.wakes = wakes
+        hub = self.hub = AdapterHub(state, self.clock, starts, wakes)
+        reservations = Reservations(wire)
+        self.histories = Histories(self.reading, state)
+        keeper = self.keeper = LeaseKeeper(state, reservations, self.clock, hub, wakes)
+        actor = Actor(state, self.clock, hub, reservations)
+        rooms = Rooms(
+            state, self.clock, self.sources, hub, actor, keeper, uses, followers, file, self.histories
+        )
+        self.endpoints = Endpoints(
+            state, self.clock, watcher_exists=lambda watcher: watcher in self.queues, prometheus=[], hub=hub,
+            wakes=wakes, uses=uses, followers=followers, file=file,
+        )  # fmt: skip
+        self.uses = uses
+        async with TaskScope() as scope:
+            scope.spawn("renew leases", keeper.renew_forever())
+            scope.spawn("release leases", keeper.release_forever())
+            scope.spawn("room", self.sources.room.run())
+            self.reconciler = Reconciler(rooms, wakes)
+            scope.spawn("reconcile endpoints", self.reconciler.run())
+            self.servicer = AdapterServicer(hub, scope)
+            self._born.set()
+            await asyncio.Event().wait()
+
+    async def user(self, work: Callable[[Endpoints], Coroutine[Any, Any, Any]]) -> str:
+        """What a user asks for; comes to the name of the error, or to nothing. A dead autoscaler does not answer."""
+        await self._born.wait()
+        assert self.failure is None, self.failure
+        life = self.life
+        asked = asyncio.ensure_future(work(self.endpoints))
+        dead = asyncio.ensure_future(life.dead.wait())
+        await asyncio.wait({asked, dead}, return_when=asyncio.FIRST_COMPLETED)
+        dead.cancel()
+        if not asked.done():
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            return "dead"
+        error = asked.exception() if not asked.cancelled() else None
+        if error is None:
+            return ""
+        if not isinstance(error, GpuscaleError):
+            raise error
+        return type(error).__name__
+
+    async def create(self, name: str, spec: EndpointSpec) -> str:
+        request = str(UUID(int=self.dice.getrandbits(128), version=4))
+        return await self.user(
+            lambda e: e.create(name, spec, request_id=request, fingerprint=request, validate_only=False)
+        )
+
+    def rows(self) -> list[replica_store.Replica]:
+        with self.connection.begin():
+            return replica_store.replicas(self.connection)
+
+
+def seeded(world: World) -> ExitStack:
+    """Everybody is somebody's principal, and ids come from the dice."""
+    stack = ExitStack()
+    stack.enter_context(
+        patch.object(passes, "uuid4", lambda: UUID(int=world.dice.getrandbits(128), version=4))
+    )
+    token = principal._current.set(principal.LOCAL)
+    stack.callback(principal._current.reset, token)
+    return stack
