@@ -2,13 +2,15 @@
 
     python -m bench queues
     python -m bench queues --queues 1000 --seconds 60 --sweeps 2000
+    python -m bench queues --seconds 0 --way amqp --case "wrong password" --each
 
 A private broker is started on the loopback address (the package rabbitmq-server must be installed). First a watcher reads
 all queues once a second, as it does in production; beside it, every second too, the same request is made bare (httpx and
 json.loads), which is what a sweep hardly costs less than. The broker's own statistics, which are asked for beside the sweeps and
 more rarely, have a row of their own. CPU is what this process used, and the broker (to 10 ms: the means tell), so it holds on
-a machine that others use; times do not. Then a watcher sweeps as fast as it can, its waits after failures left out, in each way a queue can fail,
-and what it holds open at the end is compared with what it held after the first hundred sweeps.
+a machine that others use; times do not. Then a watcher sweeps as fast as it can, its waits after failures left out, in each way a queue can fail.
+After every hundredth sweep, in the very task that made it, what is open is counted: files, tasks and threads here, connections
+and channels at the broker, memory. The table has the count after the first hundred, the most, and the last; `--each` prints all.
 
 Targets: a sweep of 1,000 queues in 100 ms, figures that are a second old at most, 1 % of a core at a sweep a second, and
 nothing that grows over 2,000 sweeps.
@@ -20,11 +22,13 @@ import argparse
 import asyncio
 import json
 import statistics
+import threading
 import time
-from collections.abc import AsyncGenerator, Collection, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 from unittest.mock import patch
 
 import aio_pika
@@ -44,8 +48,13 @@ from tests.support.rabbitmq import RabbitBroker, why_unavailable
 
 NAME = "default"
 CASES = ("fine", "missing queue", "broker down", "wrong password")
+WAYS = {"management": True, "amqp": False}
 AT_ONCE = 200
 """Queues that are declared at a time."""
+EVERY = 100
+"""Sweeps after which it is counted what is open."""
+FEW = 20
+"""Queues where what counts is what stays open."""
 BARE = {
     "disable_stats": "true",
     "enable_queue_totals": "true",
@@ -77,6 +86,17 @@ class Sweeps:
             each.clear()
 
 
+class Open(NamedTuple):
+    """What is open: here, and of ours at the broker. Memory is in MiB."""
+
+    files: int
+    tasks: int
+    threads: int
+    connections: int
+    channels: int
+    memory: int
+
+
 @cache
 def _servers() -> Sequence[psutil.Process]:
     return [one for one in psutil.Process().children(recursive=True) if one.name().startswith("beam")]
@@ -89,13 +109,17 @@ def _broker_cpu() -> float:
 
 
 @contextmanager
-def _measured(found: Sweeps, asked: Sweeps | None = None) -> Generator[None]:
-    """Measure every sweep of every watcher, and every question for statistics."""
+def _measured(
+    found: Sweeps, asked: Sweeps | None = None, then: Callable[[], Awaitable[None]] | None = None
+) -> Generator[None]:
+    """Measure every sweep of every watcher, and every question for statistics; `then` is called after each sweep."""
     read, known = VirtualHostReader.read, ManagementClient.statistics
 
     async def sweep(reader: VirtualHostReader, targets: Collection[QueueTarget], publish: Publish) -> None:
         with found.one():
             await read(reader, targets, publish)
+        if then is not None:
+            await then()
 
     async def ask(client: ManagementClient, virtual_host: str) -> Mapping[str, Measured]:
         with (asked or Sweeps()).one():
@@ -109,8 +133,13 @@ def main() -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m bench queues", description="Watch queues of RabbitMQ.")
     parser.add_argument("--queues", type=int, default=1000)
-    parser.add_argument("--seconds", type=int, default=60, help="of watching at a sweep a second")
+    parser.add_argument("--seconds", type=int, default=60, help="of watching at a sweep a second; 0 for none")
     parser.add_argument("--sweeps", type=int, default=2000, help="in each way of failing")
+    parser.add_argument(
+        "--way", choices=WAYS, action="append", help="only this way to read; both where left out"
+    )
+    parser.add_argument("--case", choices=CASES, action="append", help="only this way of failing")
+    parser.add_argument("--each", action="store_true", help=f"print what is open after each {EVERY} sweeps")
     arguments = parser.parse_args()
     if reason := why_unavailable():
         print(f"not measured: {reason}")
@@ -123,14 +152,26 @@ def main() -> None:
 async def _measure(broker: RabbitBroker, arguments: argparse.Namespace) -> None:
     names = [f"bench-{index}" for index in range(arguments.queues)]
     await _declare(broker, names)
-    await _watch(broker, names, arguments.seconds)
-    print(
-        f"\n{'way':<12}{'case':<16}{'sweeps':>7}{'files':>12}{'tasks':>10}{'connections':>13}{'channels':>10}"
-    )
-    for management in (True, False):
-        for case in CASES:
-            some = names if management and case == "fine" else names[:10]
-            await _endure(broker, some, case, management=management, sweeps=arguments.sweeps)
+    if arguments.seconds:
+        await _watch(broker, names, arguments.seconds)
+    print(f"\n{'way':<12}{'case':<16}{'sweeps':>7}" + "".join(f"{name:>15}" for name in Open._fields))
+    for way in arguments.way or WAYS:
+        for case in arguments.case or CASES:
+            some = names if WAYS[way] and case == "fine" else names[:FEW]
+            counted = await _endure(broker, some, case, management=WAYS[way], sweeps=arguments.sweeps)
+            for number, one in enumerate(counted if arguments.each else ()):
+                _print_open("", f"at {(number + 1) * EVERY}", 0, one)
+            _print_open(way, case, arguments.sweeps, *_span(counted))
+
+
+def _span(counted: Sequence[Open]) -> Sequence[Open]:
+    """The first, the most of each and the last."""
+    return counted[0], Open(*map(max, zip(*counted, strict=True))), counted[-1]
+
+
+def _print_open(way: str, case: str, sweeps: int, *counted: Open) -> None:
+    cells = (" / ".join(str(one) for one in column) for column in zip(*counted, strict=True))
+    print(f"{way:<12}{case:<16}{sweeps or '':>7}" + "".join(f"{cell:>15}" for cell in cells), flush=True)
 
 
 async def _watch(broker: RabbitBroker, names: list[str], seconds: int) -> None:
@@ -180,46 +221,37 @@ def _open_gate(gate: RetryGate, now: float) -> None:
 
 async def _endure(
     broker: RabbitBroker, names: list[str], case: str, *, management: bool, sweeps: int
-) -> None:
-    """Sweep as fast as possible; print what is open after a hundred sweeps and at the end."""
-    found = Sweeps()
-    settings = _broker(broker, case=case, management=management)
-    running = BrokerSweeps(settings, SystemClock())
+) -> Sequence[Open]:
+    """Sweep as fast as possible; what is open after each hundred sweeps."""
+    found, counted, done = Sweeps(), list[Open](), asyncio.Event()
+    running = BrokerSweeps(_broker(broker, case=case, management=management), SystemClock())
     wanted = [f"{name}-missing" for name in names] if case == "missing queue" else names
-    with (
-        _measured(found),
-        patch.object(RetryGate, "check", _open_gate),
-    ):
+
+    async def count() -> None:
+        if len(found.seconds) % EVERY == 0:
+            counted.append(await _open(broker))
+        if len(found.seconds) >= max(sweeps, EVERY):
+            done.set()
+
+    with _measured(found, then=count), patch.object(RetryGate, "check", _open_gate):
         running.watch({QueueTarget(NAME, "/", name): 0.001 for name in wanted})
         async with _running(running):
-            early: Sequence[int] = ()
-            most: Sequence[int] = ()
-            while len(found.seconds) < sweeps or not early:
-                await asyncio.sleep(0.05)
-                if len(found.seconds) < min(100, sweeps // 2):
-                    continue
-                now = await _open(broker)
-                early = early or now
-                most = [max(pair) for pair in zip(most or now, now, strict=True)]
-    way = "management" if management else "AMQP only"
-    cells = [f"{first} -> {last}" for first, last in zip(early, most, strict=True)]
-    files, tasks, connections, channels = cells
-    print(
-        f"{way:<12}{case:<16}{len(found.seconds):>7}{files:>12}{tasks:>10}{connections:>13}{channels:>10}",
-        flush=True,
-    )
+            await done.wait()
+    return counted
 
 
-async def _open(broker: RabbitBroker) -> Sequence[int]:
-    """Open files, tasks, connections to the broker, and channels that the broker counts on them."""
-    ports = {broker.amqp_port, broker.management_port}
-    connections = psutil.Process().net_connections("tcp")
-    ours = [one for one in connections if one.status == "ESTABLISHED" and one.raddr[1] in ports]
-    files = psutil.Process().num_fds()
+async def _open(broker: RabbitBroker) -> Open:
+    """What is open now; the broker counts connections and channels, all of which are ours."""
+    process = psutil.Process()
     tasks = len(asyncio.all_tasks())
+    files = process.num_fds()
     async with httpx.AsyncClient(auth=(broker.user, broker.password)) as client:
-        answer = await client.get(f"{broker.management_url}/api/channels")
-    return files, tasks, len(ours), len(answer.json())
+        answers = [
+            await client.get(f"{broker.management_url}/api/{what}") for what in ("connections", "channels")
+        ]
+    connections, channels = (len(answer.json()) for answer in answers)
+    memory = process.memory_info().rss >> 20
+    return Open(files, tasks, threading.active_count(), connections, channels, memory)
 
 
 def _broker(broker: RabbitBroker, *, case: str = "fine", management: bool = True) -> Broker:

@@ -24,7 +24,7 @@ class FakePrometheus:
     """
 
     def __init__(self) -> None:
-        self.answer = vector("1")
+        self.answer: str | bytes = vector("1")
         self.status = "200 OK"
         self.header = ""
         self.silent = False
@@ -44,7 +44,7 @@ class FakePrometheus:
             if self.silent:
                 await reader.read()  # until the client gives up
             else:
-                body = self.answer.encode()
+                body = self.answer.encode() if isinstance(self.answer, str) else self.answer
                 lines = f"HTTP/1.1 {self.status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
                 writer.write(f"{lines}{self.header}\r\n".encode() + body)
                 await writer.drain()

@@ -1,6 +1,7 @@
 """A queue watcher while its broker is killed, restarted, frozen, and polled for long."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -97,18 +98,21 @@ async def sweeping(settings: BrokerSettings, queue: str) -> AsyncIterator[tuple[
         await asyncio.wait([task])
 
 
-def footprint(broker: RabbitBroker) -> tuple[int, int, int]:
-    """Open files, tasks, and connections to the broker's AMQP port, of this process."""
+def footprint(broker: RabbitBroker) -> tuple[int, int, int, int]:
+    """Open files, tasks, connections to the broker's AMQP port, and tasks in memory, ended ones too, of this process."""
     connections = psutil.Process().net_connections("tcp")
     to_broker = [item for item in connections if item.raddr and item.raddr[1] == broker.amqp_port]
-    return len(list(Path("/proc/self/fd").iterdir())), len(asyncio.all_tasks()), len(to_broker)
+    gc.collect()
+    kept = sum(type(one) is asyncio.Task for one in gc.get_objects())
+    return len(list(Path("/proc/self/fd").iterdir())), len(asyncio.all_tasks()), len(to_broker), kept
 
 
-def no_larger(early: tuple[int, int, int], late: tuple[int, int, int]) -> bool:
+def no_larger(early: tuple[int, int, int, int], late: tuple[int, int, int, int]) -> bool:
     """Whether nothing has grown; raises what has."""
     assert late[0] - early[0] <= 3, (early, late)
     assert late[1] - early[1] <= 4, (early, late)
     assert late[2] <= 1, (early, late)
+    assert late[3] - early[3] <= 50, (early, late)
     return True
 
 

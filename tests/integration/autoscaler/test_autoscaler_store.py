@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from sqlmodel import SQLModel
 
-from gpuscale.autoscaler import decision_store, endpoint_changes, replica_store, store
+from gpuscale.autoscaler import decision_log, decision_store, endpoint_changes, replica_store, store
+from gpuscale.autoscaler.decision_log import DecisionLog
 from gpuscale.autoscaler.replicas import ReplicaState
+from gpuscale.autoscaler.store import Connection
 from gpuscale.common.errors import AbortedError
 from gpuscale.common.leadership import Candidate
 from gpuscale.common.postgres_store import Postgres
@@ -123,12 +125,40 @@ async def test_decisions_are_merged_bounded_and_their_ids_never_used_again(
     record = partial(decision_store.record, endpoint="e", body=b"x", wall=WALL)
     made = [await state.write(partial(record, sameness=text)) for text in "aabbbacd"]
     assert made == [1, 1, 2, 2, 2, 3, 4, 5]
-    ids = await state.read(partial(decision_store.decision_ids, endpoint="e"))
+    ids = await state.read(partial(decision_store.decision_ids, endpoint="e", below=None, most=10))
     assert ids == [5, 4, 3]
     kept = await state.read(partial(decision_store.decisions, ids=ids))
     assert [one.count for one in kept] == [1, 1, 1]
     await state.write(partial(decision_store.remove_decisions, endpoint="e"))
     assert await state.write(partial(record, sameness="a")) == 6
+
+
+@pytest.mark.parametrize(("endpoint", "wanted"), [("", [6, 5, 4, 3, 2, 1]), ("b", [5, 3, 1]), ("none", [])])
+async def test_a_page_of_decisions_reads_no_more_than_it_may_need(
+    state: Store, endpoint: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many endpoints there are, and however far the list was read."""
+    monkeypatch.setattr(decision_log, "MAX_PAGE_SIZE", 2)
+    for number in range(6):
+        record = partial(decision_store.record, endpoint="ba"[number % 2], sameness=str(number), body=b"")
+        await state.write(partial(record, wall=WALL))
+    read: list[int] = []
+    known = decision_store.decision_ids
+
+    def counted(connection: Connection, endpoint: str, below: int | None, most: int) -> list[int]:
+        found = known(connection, endpoint, below, most)
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(decision_store, "decision_ids", counted)
+    log, token, shown = DecisionLog(state), "", list[int]()
+    for _ in range(4):
+        some, token = await log.list(endpoint, 2, token)
+        shown += [one.id for one in some]
+        if not token:
+            break
+    assert shown == wanted
+    assert max(read) <= 3
 
 
 async def test_a_cooldown_outlives_the_program_and_begins_anew_after_a_reboot(tmp_path: Path) -> None:

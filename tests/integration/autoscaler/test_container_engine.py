@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,7 +69,9 @@ class Site:
 
 
 @asynccontextmanager
-async def adapting(double: DockerDouble, folder: Path, *, pull: bool = True) -> AsyncGenerator[Site]:
+async def adapting(
+    double: DockerDouble, folder: Path, *, pull: bool = True, finishing: Iterable[str] = ()
+) -> AsyncGenerator[Site]:
     """A run of the adapter's engine."""
     templates = {
         name: ContainerTemplate(name, image, pull=pull, stop_signal="SIGINT")
@@ -80,7 +82,7 @@ async def adapting(double: DockerDouble, folder: Path, *, pull: bool = True) -> 
     address = f"unix://{folder / 'docker.sock'}"
     async with (
         open_docker_api(address, "here", ca_file=None, cert_file=None, key_file=None) as api,
-        open_container_engine(api, shop) as made,
+        open_container_engine(api, shop, finishing) as made,
     ):
         yield Site(double, made, admission)
 
@@ -285,6 +287,18 @@ async def test_one_that_finishes_its_work_need_not_be_well(tmp_path: Path) -> No
         at.double.change(at.own, "running", health="unhealthy")
         await at.engine.observe()
         assert at.own.signals == ["SIGINT"]
+
+
+async def test_one_that_finishes_its_work_need_not_be_well_for_the_next_run_either(tmp_path: Path) -> None:
+    async with site(tmp_path) as at:
+        await at.engine.apply([START])
+        at.double.change(at.own, "running", health="unhealthy")
+        async with adapting(at.double, tmp_path, finishing=[ONE]) as later:
+            await later.engine.observe()
+            assert at.own.signals == []
+        async with adapting(at.double, tmp_path) as other:
+            await other.engine.observe()
+            assert at.own.signals == ["SIGKILL"]
 
 
 async def test_one_listing_and_no_look_at_what_did_not_change(tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler import passes
+from gpuscale.autoscaler.engine import Result
+from gpuscale.autoscaler.whatif import Question
 from gpuscale.common.auth import Authenticator
 from gpuscale.common.status import from_rpc_error
 from gpuscale.common.wire import seconds, to_duration
@@ -127,6 +130,57 @@ async def test_a_metric_of_the_endpoint_scales_it_up_and_with_zero_down_to_none(
         return not await autoscaler.replicas()
 
     await eventually(empty)
+
+
+async def test_an_endpoint_whose_numbers_no_rule_foresaw_stops_no_other(
+    autoscaler: Autoscaler, adapter: FakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = 0
+    known = passes.asked
+
+    def asked(question: Question) -> Result:
+        nonlocal tried
+        if question.spec.max_replicas == 7:
+            tried += 1
+            raise (ZeroDivisionError, OverflowError, ValueError)[tried % 3]("a number that nobody foresaw")
+        return known(question)
+
+    monkeypatch.setattr(passes, "asked", asked)
+    await autoscaler.create(endpoint(low=1, high=7))
+    await eventually(lambda: tried >= 3)
+    await autoscaler.create(endpoint(low=2, name="other"))
+
+    async def ready() -> bool:
+        return len(await autoscaler.replicas(parent="endpoints/other")) == 2
+
+    await eventually(ready)
+
+
+@pytest.mark.parametrize("value", [1e12, 1e20, 1e308], ids=["large", "beyond 64 bits", "nearly infinite"])
+async def test_no_number_that_is_reported_stops_the_endpoint_or_any_other(
+    autoscaler: Autoscaler, adapter: FakeAdapter, value: float
+) -> None:
+    wanted = of_replicas(low=1, high=3)
+    wanted.spec.signals[0].pushed.metric = "jobs"
+    wanted.spec.rules[0].target.type = api.TargetType.TARGET_TYPE_AVERAGE_VALUE
+    await autoscaler.create(wanted)
+    await report(autoscaler, "endpoints/e", value, metric="jobs")
+
+    async def judged() -> api.Decision | None:
+        told = [one for one in await autoscaler.history() if one.observations[0].HasField("value")]
+        return told[0] if told else None
+
+    decision = await eventually(judged)
+    counts = value < 2.0**63
+    assert (
+        (decision.wanted, decision.limited_by) == (3, "CLAMPED_TO_MAX") if counts else (1, "SIGNAL_INVALID")
+    )
+    await autoscaler.create(endpoint(low=2, name="other"))
+
+    async def ready() -> bool:
+        return len(await autoscaler.replicas(parent="endpoints/other")) == 2
+
+    await eventually(ready)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -17,6 +17,7 @@ from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl
 from tests.support import fake_allocator
 from tests.support.autoscaler_app import endpoint, reason, running
+from tests.support.ports import free_port
 from tests.support.prometheus import FakePrometheus, serving, vector
 from tests.support.waiting import eventually
 
@@ -131,14 +132,26 @@ async def test_the_connection_goes_to_the_address_that_was_checked(
     """A name that is looked up again could lead elsewhere by then."""
     looked_up: list[str] = []
 
-    async def address(server: PrometheusServer) -> str:
+    async def addresses(server: PrometheusServer) -> list[str]:
         looked_up.append("once")
-        return "127.0.0.1"
+        return ["127.0.0.1"]
 
-    monkeypatch.setattr(PrometheusServer, "_address", address)
+    monkeypatch.setattr(PrometheusServer, "_addresses", addresses)
     assert await fetch(fake, host="prometheus.example.org") == (1.0,)
     assert looked_up == ["once"]
     assert f"Host: prometheus.example.org:{fake.port}" in fake.requests[-1][0]
+
+
+async def test_of_several_addresses_the_first_that_anybody_listens_at_is_asked(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def both(_loop: object, _host: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+        return [(10, 1, 6, "", ("127.0.0.9", port)), (2, 1, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr("asyncio.base_events.BaseEventLoop.getaddrinfo", both)
+    assert await fetch(fake, host="localhost") == (1.0,)
+    fake.port = free_port()
+    assert "cannot be reached: ConnectError" in await problem(fake, host="localhost")
 
 
 async def test_a_redirect_is_not_followed(fake: Fake) -> None:

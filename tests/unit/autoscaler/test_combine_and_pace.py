@@ -17,6 +17,7 @@ from gpuscale.autoscaler.rules import (
     ScheduleRule,
     TargetRule,
 )
+from gpuscale.autoscaler.whatif import Question, answer
 from tests.support.autoscaler_values import NOW, down, evaluate, inputs, observed, seen, signal, spec, up
 
 
@@ -103,6 +104,20 @@ def test_a_direction_may_be_off_or_rest() -> None:
 
 def run(wanted: EndpointSpec, before: int, value: float, memory: Memory) -> engine.Result:
     return engine.evaluate(wanted, inputs(before, seen(value)), memory)
+
+
+def test_after_a_restart_an_endpoint_rests_before_it_takes_any_away() -> None:
+    """When it last took some away nobody knows; and it wakes up at once."""
+    pace = Pace(0.0, cooldown=100.0)
+    wanted = spec(up("up", cooldown=0.0), down("down", cooldown=0.0), up=pace, down=pace)
+    for since, value, after in ((0.0, 0.0, 2), (99.9, 0.0, 2), (100.0, 0.0, 1), (0.0, 20.0, 3)):
+        result = engine.evaluate(wanted, inputs(2, seen(value)), Memory(NOW - since))
+        assert result.evaluation.wanted == after
+        held = result.evaluation.limited_by is Code.ENDPOINT_COOLDOWN
+        assert held is (after == 2)
+    found = answer(Question(wanted, inputs(2, seen(0.0)), Memory(NOW - 90.0)))
+    assert found.next_change is not None
+    assert (found.next_change.wait, found.next_change.wanted) == (pytest.approx(10.0), 1)
 
 
 def test_a_proportional_rule_is_stabilized_down_unless_the_spec_says_otherwise() -> None:

@@ -1,5 +1,6 @@
 """Presets: known by the words of their originals, each parameter with an effect, and every word that nobody knows refused."""
 
+import math
 from typing import Any
 
 import pytest
@@ -107,6 +108,20 @@ def test_a_wish_that_cannot_be_met_is_refused_with_its_field(wish: api.PresetWis
     with pytest.raises(InvalidArgumentError) as caught:
         render(wish, "wish", Wish("", 1, 16, ReplicaTemplate("")))
     assert [one.field for one in caught.value.violations] == [field]
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e9, 1.1e9, 1e12, 1e308, math.inf, math.nan])
+def test_no_parameter_is_too_large_for_a_spec(value: float) -> None:
+    """Whatever is stated is refused with its field, or makes a message; it is no internal error."""
+    for preset, parameters in PARAMETERS.items():
+        for parameter in parameters:
+            wish = Wish("jobs", 1, 8, WISH.template, parameters={parameter: value})
+            if value <= 1e9:
+                spec_to_wire(expand(preset, wish, "p"))
+                continue
+            with pytest.raises(InvalidArgumentError) as caught:
+                expand(preset, wish, "p")
+            assert caught.value.violations[0].field == f"p[{parameter}]"
 
 
 def test_what_a_wish_does_not_state_is_the_default() -> None:

@@ -56,6 +56,17 @@ def test_a_target_asks_for_the_work_divided_by_it(value: float, before: int, aft
     assert outcome.vote is (Vote.UP if after > before else Vote.DOWN if after < before else Vote.NONE)
 
 
+@pytest.mark.parametrize(("value", "after"), [(130, 5), (131, 7), (96, 5), (94, 5), (79, 4)])
+def test_a_target_may_tolerate_more_above_than_below(value: float, after: int) -> None:
+    assert apply(TargetRule(20.0, tolerance_up=0.3, tolerance_down=0.05), 5, value).step.after == after
+
+
+@pytest.mark.parametrize(("value", "fired"), [(95, False), (94, True), (130, False), (131, True)])
+def test_both_tolerances_of_a_level_are_its_own(value: float, fired: bool) -> None:
+    rule = TargetRule(100.0, TargetType.VALUE, tolerance_up=0.3, tolerance_down=0.05)
+    assert (apply(rule, 50, value).vote is not Vote.NONE) is fired
+
+
 def test_a_quotient_that_is_whole_but_for_floating_point_is_whole() -> None:
     assert apply(TargetRule(0.1), 2, 0.3).step.after == 3
 
@@ -132,6 +143,16 @@ def test_a_drain_reckons_arrivals_from_what_is_in_hand_and_what_grows() -> None:
         Rule("r", "queue", kind), inputs(3, *shown, series={"queue": growing, "busy": steady(8.0)})
     )
     assert outcome.step.after == 3 * 4 + 1  # and a breath for what waits
+
+
+def test_a_drain_counts_the_growth_of_what_is_in_hand_too() -> None:
+    """Six in hand on average of 4 s each leave at 1.5/s; there is one more in hand every 10 s: 1.6/s arrive."""
+    more = series_of((NOW - 60 + 2 * n, 3.0 + 0.2 * n) for n in range(31))
+    kind = DrainRule(deadline=1e9, service_time=4.0, utilization=0.1, tolerance=0.0, busy_signal="busy")
+    shown = [seen(0.0), seen(9.0, "busy")]
+    series = {"queue": steady(0.0), "busy": more}
+    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series))
+    assert outcome.step.after == 64  # 1.6/s of 4 s, at a tenth of what a replica can
 
 
 def test_a_drain_that_reads_everything_takes_what_replicas_have_room_for_as_in_hand() -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -109,3 +110,25 @@ def test_a_log_is_cut_where_the_disk_is_too_full_for_its_copy(
         logs.bound(set())
     assert [(tmp_path / one / "r.log").stat().st_size for one in ("a", "b")] == [left, 0]
     assert not (tmp_path / "a" / "r.log.1").exists()
+
+
+def test_what_ended_long_ago_and_folders_of_endpoints_that_are_gone_are_removed(tmp_path: Path) -> None:
+    logs, now = ReplicaLogs(tmp_path, 1000, keep=100.0), time.time()
+    for endpoint, name, age in (
+        ("jobs", "runs.log", 500.0),
+        ("jobs", "old.log", 150.0),
+        ("jobs", "old.log.1", 160.0),
+        ("jobs", "new.log", 50.0),
+        ("gone", "r.log", 150.0),
+    ):
+        path = tmp_path / endpoint / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"y")
+        os.utime(path, (now - age, now - age))
+    logs.bound({"endpoints/jobs/replicas/runs"})
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["new.log", "runs.log"]
+    assert (tmp_path / "gone").is_dir(), "somebody may be about to write there"
+    os.utime(tmp_path / "gone", (now - 150.0, now - 150.0))
+    os.utime(tmp_path / "jobs", (now - 150.0, now - 150.0))
+    logs.bound({"endpoints/jobs/replicas/runs"})
+    assert [path.name for path in tmp_path.iterdir()] == ["jobs"]

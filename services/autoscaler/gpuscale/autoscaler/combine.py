@@ -7,10 +7,11 @@ holds; else the least reduction. FIRST_MATCH is Backend.AI's, with an order that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuscale.autoscaler.model import Code, Stage, Step
 from gpuscale.autoscaler.policies.outcome import RuleOutcome, Vote
+from gpuscale.autoscaler.policies.targets import LARGEST_COUNT
 from gpuscale.autoscaler.rules import Combine
 
 
@@ -27,6 +28,8 @@ def combine(how: Combine, before: int, outcomes: Sequence[RuleOutcome], unknown_
     """The count that the rules, in their order, lead to; nothing is taken away while replicas are unknown."""
     found = _COMBINE[how](before, outcomes)
     floor = max((one.floor for one in outcomes), default=0)
+    if found.step.after < 0:
+        found = replace(found, step=replace(found.step, after=0))
     if found.step.after < before and unknown_replicas:
         text = f"no scale-in while {unknown_replicas} replicas have not been heard of"
         return _held(before, Code.REPLICAS_UNKNOWN, text)
@@ -69,7 +72,8 @@ def _sum_steps(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
     moving = [one for one in outcomes if one.vote in {Vote.UP, Vote.DOWN}]
     if not moving:
         return _safest(before, outcomes)
-    after = max(0, before + sum(one.step.after - before for one in moving))
+    asked = before + sum(one.step.after - before for one in moving)
+    after = min(max(0, asked), round(LARGEST_COUNT))
     holding = _first(outcomes, Vote.HOLD)
     if after < before and holding:
         return _held(before, holding.step.code, f"{holding.rule} holds: {holding.step.text}")

@@ -14,7 +14,7 @@ from gpuscale.autoscaler.translate_state import decision_body
 from gpuscale.autoscaler.whatif import Question
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.names import decision_name
-from gpuscale.common.paging import page
+from gpuscale.common.paging import MAX_PAGE_SIZE, last_key, page
 from gpuscale.common.store import Store
 
 _ID_DIGITS = 16
@@ -91,7 +91,7 @@ class DecisionLog:
             NotFoundError: there is none, or it is kept no more.
         """
         stored = None
-        if len(decision) == _ID_DIGITS and decision.isascii() and decision.isdecimal():
+        if _is_id(decision):
             stored = await self._store.read(
                 partial(decision_store.decision, endpoint=endpoint, decision_id=int(decision))
             )
@@ -106,10 +106,16 @@ class DecisionLog:
         Raises:
             InvalidArgumentError: the token is not one of this list.
         """
+        last = last_key(page_token, descending=True)
 
         def read(connection: Connection) -> tuple[list[StoredDecision], str]:
-            ids = decision_store.decision_ids(connection, endpoint)
+            below = int(last) if _is_id(last) else None
+            ids = decision_store.decision_ids(connection, endpoint, below, MAX_PAGE_SIZE + 1)
             some, token = page(ids, key=id_text, page_size=page_size, page_token=page_token, descending=True)
             return decision_store.decisions(connection, some), token
 
         return await self._store.read(read)
+
+
+def _is_id(text: str) -> bool:
+    return len(text) == _ID_DIGITS and text.isascii() and text.isdecimal()

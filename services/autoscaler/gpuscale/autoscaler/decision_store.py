@@ -70,11 +70,14 @@ def decision(connection: Connection, endpoint: str, decision_id: int) -> StoredD
     return next(found, None)
 
 
-def decision_ids(connection: Connection, endpoint: str = "") -> list[int]:
-    """Ids of the decisions of one endpoint, or of all, newest first."""
-    query = select(col(DecisionRow.id)).order_by(col(DecisionRow.id).desc())
-    own = query.where(col(DecisionRow.endpoint) == endpoint) if endpoint else query
-    return [row["id"] for row in connection.execute(own).mappings()]
+def decision_ids(connection: Connection, endpoint: str, below: int | None, most: int) -> list[int]:
+    """Ids of at most so many decisions of one endpoint, or of all where it is empty, below an id; newest first."""
+    query = select(col(DecisionRow.id)).order_by(col(DecisionRow.id).desc()).limit(most)
+    if endpoint:
+        query = query.where(col(DecisionRow.endpoint) == endpoint)
+    if below is not None:
+        query = query.where(col(DecisionRow.id) < below)
+    return [row["id"] for row in connection.execute(query).mappings()]
 
 
 def decisions(connection: Connection, ids: Sequence[int]) -> list[StoredDecision]:

@@ -61,10 +61,13 @@ def paced(
     pace, way = (up, "up") if asked > before else (down, "down")
     if pace.disabled:
         return _held(asked, before, Code.DIRECTION_DISABLED, f"scaling {way} is switched off")
-    last = max((at for at, change in memory.changes if (change > 0) == (asked > before)), default=None)
-    left = 0.0 if last is None else last + pace.cooldown - now
+    known = [at for at, change in memory.changes if (change > 0) == (asked > before)]
+    # Until a restart there may have been a change down: who wants fewer waits as if there had been.
+    last = max(known, default=-math.inf if asked > before else memory.since)
+    left = last + pace.cooldown - now
     if left > 0:
-        text = f"the last change {way} was too short ago: {left:.1f} s more"
+        what = f"the last change {way} was" if known else f"not yet known whether a change {way} was"
+        text = f"{what} too short ago: {left:.1f} s more"
         return _held(asked, before, Code.ENDPOINT_COOLDOWN, text)
     stable = _stabilized(pace.window(startup, regrets(memory, now)), before, asked, memory, now)
     limit = _limit(pace, before, stable.count, memory, now)
@@ -122,7 +125,8 @@ def _allowed(limit: RateLimit, before: int, up: bool, memory: Memory, now: float
     if limit.replicas is not None:
         return start + limit.replicas if up else max(0, start - limit.replicas)
     share = (limit.percent or 0.0) / 100
-    return math.ceil(start * (1 + share)) if up else math.floor(start * max(0.0, 1 - share))
+    # Of none every share is none: the first replica is let through, or nothing ever would be.
+    return max(1, math.ceil(start * (1 + share))) if up else math.floor(start * max(0.0, 1 - share))
 
 
 def _held(asked: int, count: int, code: Code, text: str) -> Paced:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -86,6 +85,8 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """What may be stated of each preset, in words, with what holds where it is not."""
+LARGEST_PARAMETER = 1e9
+"""More seconds, replicas or GiB than anybody means; a spec has room for it."""
 _ALLOCATIONS = ("capability", "even_load")
 _SCALINGS: Mapping[str, str] = {
     name.removeprefix("opengris_"): name for name in PRESETS if name.startswith("opengris_")
@@ -135,9 +136,11 @@ def expand(name: str, wish: Wish, field: str) -> EndpointSpec:
         if one not in known
     ]
     wrong += [
-        FieldViolation(f"{field}[{one}]", "must be a number of at least 0")
+        FieldViolation(
+            f"{field}[{one}]", f"must be a number of at least 0 and at most {LARGEST_PARAMETER:,.0f}"
+        )
         for one, value in wish.parameters.items()
-        if not (math.isfinite(value) and value >= 0)
+        if not 0 <= value <= LARGEST_PARAMETER
     ]
     if wrong:
         raise InvalidArgumentError(f"{wrong[0].field} {wrong[0].description}", violations=wrong)

@@ -5,7 +5,6 @@ After a restart it is empty: what needs a window holds until the window has fill
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +13,7 @@ from gpuscale.autoscaler.pace import Memory
 from gpuscale.autoscaler.policies.outcome import Burst
 from gpuscale.autoscaler.policies.times import HOLT_WINDOW
 from gpuscale.autoscaler.rules import DrainRule, ForecastModel, ForecastRule, PanicRule
-from gpuscale.autoscaler.series import Series
+from gpuscale.autoscaler.series import LARGEST, Series
 from gpuscale.autoscaler.signals import Sample, observe
 
 SHORTEST_KEPT = 300.0
@@ -70,4 +69,4 @@ def _added(series: Series, signal: Signal, sample: Sample | None, keep: float) -
     if sample is None or sample.at is None or sample.problem or not sample.values:
         return series
     value = sample.joined(signal.across)
-    return series.added(sample.at, value, keep) if math.isfinite(value) else series
+    return series.added(sample.at, value, keep) if abs(value) <= LARGEST else series

@@ -13,6 +13,8 @@ from enum import Enum
 
 LONGEST = 10_000
 """Most points that are kept of one signal."""
+LARGEST = 2.0**63
+"""What 64 bits count: no signal is beyond it, so that nothing that is reckoned from a few of them is infinite."""
 
 
 class Aggregation(Enum):
@@ -55,12 +57,24 @@ class Series:
     def added(self, at: float, value: float, keep: float) -> Series:
         """With one more value; what is older than `keep` seconds before it is dropped, but for the last such point.
 
-        A value that is not newer than the last is left out: it is the same reading again.
+        A value that is not newer than the last is left out: it is the same reading again. Of more points than are kept the
+        older half is thinned, so that they still reach back as far.
         """
         if self.times and at <= self.times[-1]:
             return self
-        first = max(0, bisect_right(self.times, at - keep) - 1, len(self.times) + 1 - LONGEST)
-        return Series((*self.times[first:], at), (*self.values[first:], value))
+        first = max(0, bisect_right(self.times, at - keep) - 1)
+        longer = Series((*self.times[first:], at), (*self.values[first:], value))
+        return longer if len(longer.times) <= LONGEST else longer._thinned(2 * keep / LONGEST)
+
+    def _thinned(self, spacing: float) -> Series:
+        """With the points of the older half no closer than that."""
+        half = len(self.times) // 2
+        kept = [0]
+        for index in range(1, half):
+            if self.times[index] - self.times[kept[-1]] >= spacing:
+                kept.append(index)
+        kept = [*kept, *range(half, len(self.times))][-LONGEST:]
+        return Series(tuple(self.times[one] for one in kept), tuple(self.values[one] for one in kept))
 
     def since(self, start: float) -> Series:
         """The part from `start` on."""

@@ -12,7 +12,7 @@ from gpuscale.autoscaler.model import (
     Signal,
 )
 from gpuscale.autoscaler.queues.model import QueueReading, QueueState, Rates
-from gpuscale.autoscaler.series import Aggregation, Series, aggregate
+from gpuscale.autoscaler.series import LARGEST, Aggregation, Series, aggregate
 
 _RATES = frozenset({QueueCount.RATE_IN, QueueCount.RATE_OUT, QueueCount.OLDEST_AGE})
 _MINDS_SILENCE = frozenset({OnMissing.HOLD, OnMissing.LAST})
@@ -38,13 +38,9 @@ class Sample:
     proven_empty: bool = False
 
     def joined(self, how: Aggregation) -> float:
-        """Its values as one; NaN where any of them is no number, which aggregation could hide."""
-        if not all(math.isfinite(value) for value in self.values):
-            return math.nan
-        try:
-            return aggregate(self.values, how)
-        except OverflowError:  # the sum of two that are finite need not be
-            return math.inf
+        """Its values as one; the first that is no number, or too large for one, which aggregation could hide."""
+        strange = next((value for value in self.values if not abs(value) <= LARGEST), None)
+        return aggregate(self.values, how) if strange is None else strange
 
 
 def queue_sample(source: QueueSignal, reading: QueueReading | None) -> Sample:
@@ -84,15 +80,16 @@ def _rate_sample(count: QueueCount, reading: QueueReading, rates: Rates, observe
 def observe(signal: Signal, sample: Sample, now: float, history: Series | None = None) -> Observation:
     """The observation of a signal at `now`; `history` holds its earlier values, the sample's own included.
 
-    A negative count of a queue is no count, and nothing that is not finite is a number.
+    A negative count of a queue is no count, nothing that is not finite is a number, and nothing that 64 bits do not hold.
     """
     age = None if sample.at is None else max(0.0, now - sample.at)
     if sample.problem or not sample.values or age is None:
         detail = sample.problem or "nothing was reported"
         return _absent(signal, ObservationStatus.MISSING, detail, history, now, age=age)
     value = sample.joined(signal.across)
-    if not math.isfinite(value) or (value < 0 and isinstance(signal.source, QueueSignal)):
-        detail = f"{value} is no {'count' if isinstance(signal.source, QueueSignal) else 'number'}"
+    if not abs(value) <= LARGEST or (value < 0 and isinstance(signal.source, QueueSignal)):
+        what = "count" if isinstance(signal.source, QueueSignal) else "number"
+        detail = f"{value} is no {what}" + (" of 64 bits" if LARGEST < abs(value) < math.inf else "")
         return _absent(signal, ObservationStatus.INVALID, detail, history, now, value=value, age=age)
     if age > signal.oldest:
         detail = f"{age:.1f} s old, more than {signal.oldest:g} s"

@@ -15,7 +15,7 @@ from gpuscale.autoscaler.pace import Memory
 from gpuscale.autoscaler.policies.outcome import Inputs
 from gpuscale.autoscaler.remembered import Remembered, kept_seconds
 from gpuscale.autoscaler.replicas import Moment
-from gpuscale.autoscaler.series import Series, series_of
+from gpuscale.autoscaler.series import LARGEST, Series, series_of
 from gpuscale.autoscaler.signals import Sample, observe
 from gpuscale.autoscaler.whatif import Question
 
@@ -125,10 +125,11 @@ def _sample(signal: Signal, stated: StatedSignal, now: float, *, proven_empty: b
 
 
 def _series(stated: StatedSignal, now: float, keep: float) -> Series:
-    """Its points, or the one value as far back as anybody looks."""
+    """Its points, one at a moment, or the one value as far back as anybody looks."""
     at = now - stated.age
-    past = sorted((now - age, value) for age, value in stated.points)
-    if stated.value is not None:
+    told = {now - age: value for age, value in stated.points if abs(value) <= LARGEST}
+    past = sorted(told.items())
+    if stated.value is not None and abs(stated.value) <= LARGEST:
         past = [*(one for one in past if one[0] < at), (at, stated.value)]
         if not stated.points:
             past = [(at - keep, stated.value), *past]

@@ -150,6 +150,9 @@ def _formula(path: str, kind: FormulaRule, signals: set[str]) -> Iterator[FieldV
     known = {formula.name_of(signal) for signal in signals} | formula.OWN_NAMES
     if unknown := sorted(formula.names(kind.expression) - known):
         yield FieldViolation(path, f"names {', '.join(unknown)}, which is no signal of this endpoint")
+    meant = Counter(formula.name_of(signal) for signal in signals)
+    if unclear := sorted(name for name in formula.names(kind.expression) if meant[name] > 1):
+        yield FieldViolation(path, f"names {', '.join(unclear)}, which may be one of several signals")
 
 
 def _pace(path: str, pace: Pace) -> Iterator[FieldViolation]:

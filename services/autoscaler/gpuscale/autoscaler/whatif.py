@@ -224,6 +224,7 @@ def _waits(question: Question) -> list[float]:
 
 def _ends(pace: Pace, memory: Memory, window: float) -> Iterator[float]:
     yield memory.since + window
+    yield memory.since + pace.cooldown
     yield from (at + window for at, _ in memory.asked)
     for at, _ in memory.changes:
         yield at + pace.cooldown

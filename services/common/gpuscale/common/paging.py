@@ -48,6 +48,15 @@ def page(
     return list(items[start:end]), token
 
 
+def last_key(page_token: str, *, descending: bool = False) -> str:
+    """The key of the last item before a page, for a list that is read from there on; "" for the first page.
+
+    Raises:
+        InvalidArgumentError: the token is not one that `page` made for this direction.
+    """
+    return _decode(page_token, descending) if page_token else ""
+
+
 def _start(items: Sequence[T], key: Callable[[T], str], last: str, descending: bool) -> int:
     """Index of the first item beyond the key `last`; bisection, since `bisect` knows no descending order."""
     low, high = 0, len(items)

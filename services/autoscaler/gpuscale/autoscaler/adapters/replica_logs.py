@@ -3,13 +3,17 @@
 A replica writes to its file itself, in append mode, so that it lives on without the adapter. The adapter looks at the
 files every few seconds: one that has grown beyond the limit is copied to <replica>.log.1, over the copy before, and cut
 to nothing. So a replica keeps at most two times the limit and what it writes between two looks; what it writes between
-the copy and the cut is lost. Of replicas that have ended, the newest `KEPT` files of each endpoint stay.
+the copy and the cut is lost. Of replicas that have ended, the newest `KEPT` files of each endpoint stay, none for longer than
+`keep` seconds after it was last written to; a folder with nothing in it goes after as long, so that endpoints that were
+deleted leave nothing behind.
 """
 
 import errno
 import os
 import shutil
 import stat
+import time
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
@@ -17,16 +21,18 @@ from gpuscale.autoscaler.asked_logs import LogPart
 from gpuscale.common.names import REPLICA, match
 
 KEPT = 50
+KEPT_SECONDS = 14 * 86_400.0
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _READS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class ReplicaLogs:
-    """The logs in a directory, none much larger than twice `max_bytes`."""
+    """The logs in a directory, none much larger than twice `max_bytes`; of replicas that ended none older than `keep` seconds."""
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
+    def __init__(self, directory: Path, max_bytes: int, keep: float = KEPT_SECONDS) -> None:
         self._directory = directory
         self._max_bytes = max_bytes
+        self._keep = keep
 
     def path(self, replica: str) -> Path:
         """Where endpoints/{endpoint}/replicas/{replica} writes to."""
@@ -80,13 +86,21 @@ class ReplicaLogs:
                 if path not in in_use:
                     ended.append((status.st_mtime, path))
             try:
-                for _, path in sorted(ended, reverse=True)[KEPT:]:
-                    path.unlink(missing_ok=True)
-                    _older(path).unlink(missing_ok=True)
+                _remove_old(endpoint, ended, time.time() - self._keep)
             except OSError as error:
                 problem = error
         if problem is not None:
             raise problem
+
+
+def _remove_old(folder: Path, ended: Iterable[tuple[float, Path]], oldest: float) -> None:
+    """Remove the files of replicas that ended, but for the newest that are young enough; and the folder, if it is empty."""
+    for place, (written, path) in enumerate(sorted(ended, reverse=True)):
+        if place >= KEPT or written < oldest:
+            path.unlink(missing_ok=True)
+            _older(path).unlink(missing_ok=True)
+    if folder.lstat().st_mtime < oldest and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _cut(path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gpuscale.autoscaler.adapters.health import ProbeKind, Timing
+from gpuscale.autoscaler.adapters.replica_logs import KEPT_SECONDS
 from gpuscale.autoscaler.adapters.templates import (
     ProbeTemplate,
     Template,
@@ -115,6 +116,11 @@ class AdapterSettings(UpstreamSettings, ProgramSettings):
         16 * 1024 * 1024,
         ge=4096,
         description="size at which a replica's log is rotated; one older part is kept",
+    )
+    replica_log_keep_seconds: float = Field(
+        KEPT_SECONDS,
+        gt=0,
+        description="how long the log of a replica that ended is kept, at most; also of deleted endpoints",
     )
     agent_address: str = Field(
         "", description="address of this node's agent, which admits work on its GPUs; not asked when empty"

@@ -123,15 +123,14 @@ class PrometheusServer:
         """
         try:
             async with asyncio.timeout(TIMEOUT):
-                address = await self._address()
-                return self._values(*await self._ask(address, query))
+                return self._values(*await self._ask_one(await self._addresses(), query))
         except (TimeoutError, httpx.TimeoutException):
             raise self._error(f"does not answer within {TIMEOUT:g} s") from None
         except httpx.RequestError as error:
             raise self._error(f"cannot be reached: {type(error).__name__}") from error
 
-    async def _address(self) -> str:
-        """An address of the server, all of which are allowed."""
+    async def _addresses(self) -> list[str]:
+        """The addresses of the server, all of which are allowed."""
         try:
             found = await asyncio.get_running_loop().getaddrinfo(
                 self._url.host, self._port, type=socket.SOCK_STREAM
@@ -141,13 +140,23 @@ class PrometheusServer:
         addresses = [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in found]
         if any(not _allowed(one, private=self._allow_private) for one in addresses):
             raise self._error("is at an address that is not allowed: allow_private is not set for it")
-        return str(addresses[0])
+        return [str(one) for one in dict.fromkeys(addresses)]
+
+    async def _ask_one(self, addresses: list[str], query: str) -> tuple[int, bytes]:
+        """Status and body of the answer of the first address where anybody listens: `localhost` has two, and often one."""
+        for address in addresses[:-1]:
+            try:
+                return await self._ask(address, query)
+            except httpx.ConnectError:
+                continue
+        return await self._ask(addresses[-1], query)
 
     async def _ask(self, address: str, query: str) -> tuple[int, bytes]:
         """Status and body of the answer of the server at this very address."""
         host = f"[{address}]" if ":" in address else address
         named = f"[{self._url.host}]" if ":" in self._url.host else self._url.host
-        headers = {"Host": f"{named}:{self._port}"}
+        # Not compressed: a few bytes that unfold to gigabytes would do so before anybody could count them.
+        headers = {"Host": f"{named}:{self._port}", "Accept-Encoding": "identity"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
         request = self._client.stream(
@@ -159,7 +168,7 @@ class PrometheusServer:
         )
         async with request as response:
             body = bytearray()
-            async for chunk in response.aiter_bytes():
+            async for chunk in response.aiter_raw():
                 body += chunk
                 if len(body) > MAX_ANSWER_BYTES:
                     raise self._error(f"answers with more than {MAX_ANSWER_BYTES} bytes")

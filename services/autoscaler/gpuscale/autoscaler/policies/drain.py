@@ -37,8 +37,8 @@ def drain(kind: DrainRule, signal: str, value: float, inputs: Inputs) -> Proposa
         text = f"{signal} = {value:g}: the time that one piece takes is not known yet"
         return Proposal(max(inputs.before, 1 if value > 0 else 0), text, code=Code.WINDOW_NOT_FULL)
     arrivals = max(0.0, load.busy / service + load.growth) if rate is None else max(0.0, rate)
-    keep_up = arrivals * service / (kind.slots * kind.utilization)
-    catch_up = load.waiting * service / (kind.slots * kind.deadline)
+    keep_up = arrivals * service / kind.slots / kind.utilization
+    catch_up = load.waiting * service / kind.slots / kind.deadline
     needed = keep_up + catch_up
     count = ceiling(needed)
     text = (

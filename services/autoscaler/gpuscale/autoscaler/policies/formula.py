@@ -15,14 +15,12 @@ from simpleeval import DEFAULT_OPERATORS, InvalidExpression, SimpleEval
 
 from gpuscale.autoscaler.model import Code, ObservationStatus
 from gpuscale.autoscaler.policies.outcome import Inputs, Proposal
-from gpuscale.autoscaler.policies.targets import ceiling
+from gpuscale.autoscaler.policies.targets import LARGEST_COUNT, ceiling
 from gpuscale.autoscaler.rules import FormulaRule
 
 DEEPEST = 20
 """Levels of a formula's tree."""
 LARGEST_EXPONENT = 100.0
-LARGEST_COUNT = 1e9
-"""A result beyond this is no number of replicas."""
 OWN_NAMES = frozenset({"replicas", "ready"})
 """Names that stand for no signal."""
 
@@ -117,6 +115,8 @@ def formula(kind: FormulaRule, inputs: Inputs) -> Proposal:
     for signal, seen in inputs.observations.items():
         if seen.status is ObservationStatus.OK and seen.value is not None:
             values[name_of(signal)] = seen.value
+        else:  # where a signal is called as what stands for no signal, that does not stand for it
+            values.pop(name_of(signal), None)
     if missing := sorted(used - values.keys()):
         return Proposal(inputs.before, f"{', '.join(missing)} cannot be had", code=Code.SIGNAL_MISSING)
     shown = ", ".join(f"{name} = {values[name]:g}" for name in sorted(used))

@@ -17,8 +17,14 @@ _EXACT = 1e-9
 """Quotients this close to a whole number are that number: 0.3 / 0.1 is 3 replicas, not 4."""
 
 
+LARGEST_COUNT = 1e9
+"""More replicas than anybody has: whatever is beyond it is as good as this, and a decision has room for it."""
+
+
 def ceiling(value: float) -> int:
-    """The least whole number that is not below the value, but for what floating point adds."""
+    """The least whole number that is not below the value, but for what floating point adds; at most `LARGEST_COUNT`."""
+    if abs(value) >= LARGEST_COUNT:
+        return round(math.copysign(LARGEST_COUNT, value))
     return math.ceil(value - _EXACT * max(1.0, abs(value)))
 
 
@@ -46,16 +52,15 @@ def panic(kind: PanicRule, rule: str, signal: str, inputs: Inputs) -> Proposal:
     stable, short = history.mean(now - kind.stable_window), history.mean(now - kind.short)
     if stable is None or short is None:
         return Proposal(before, f"{signal}: nothing in its windows", code=Code.WINDOW_NOT_FULL)
-    each = kind.capacity * kind.utilization
-    wanted, rushed = ceiling(stable / each), ceiling(short / each)
+    wanted, rushed = (ceiling(one / kind.capacity / kind.utilization) for one in (stable, short))
     ready = max(1, inputs.ready)
     known = inputs.bursts.get(rule)
     burst = known if known is not None and now - known.over_at < kind.stable_window else None
-    if rushed / ready >= kind.panic_threshold:
-        burst = Burst(now, max(rushed, burst.peak if burst else 0, before))
     most, least = math.ceil(kind.max_up_rate * ready), math.floor(ready / kind.max_down_rate)
+    if rushed / ready >= kind.panic_threshold:
+        burst = Burst(now, burst.peak if burst else before)
     if burst is not None:
-        burst = Burst(burst.over_at, max(burst.peak, min(rushed, most)))
+        burst = Burst(burst.over_at, max(burst.peak, min(max(rushed, wanted), most)))
         count = max(burst.peak, before)
         text = (
             f"{signal} bursts: {short:g} over {kind.short:g} s asks for {rushed}; never fewer while it does"

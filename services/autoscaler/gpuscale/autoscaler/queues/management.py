@@ -15,7 +15,7 @@ import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 
 from gpuscale.autoscaler.queues.brokers import Broker, VirtualHostError
-from gpuscale.autoscaler.queues.model import QueueFailure, QueueState
+from gpuscale.autoscaler.queues.model import LARGEST_COUNT, QueueFailure, QueueState
 from gpuscale.common.secrets import SecretUrl
 
 TIMEOUT = 5.0
@@ -58,7 +58,7 @@ class _QueueStatistics:
 
     name: str
     messages: int | None = None
-    consumers: int = 0
+    consumers: Annotated[int, Field(le=LARGEST_COUNT)] = 0
     message_stats: _Stats = _NO_STATS
     head_message_timestamp: int | str | None = None
     """Seconds since 1970; null or an empty text where no message waits, or the one that does has no timestamp."""
@@ -77,6 +77,8 @@ _STATISTICS = {
         "head_message_timestamp"
     )
 }
+_PLAIN = {"Accept-Encoding": "identity"}
+"""A few bytes that unfold to gigabytes would do so before anybody could count them; and it is less work at both ends."""
 T = TypeVar("T")
 
 
@@ -158,7 +160,7 @@ class ManagementClient:
             raise self._error(QueueState.ERROR, "answers something that is not a list of queues") from None
 
     async def _get(self, path: str, params: Mapping[str, str]) -> bytes:
-        async with self._client.stream("GET", path, params=params) as response:
+        async with self._client.stream("GET", path, params=params, headers=_PLAIN) as response:
             match response.status_code:
                 case httpx.codes.OK:
                     return await self._body(response)
@@ -174,7 +176,7 @@ class ManagementClient:
 
     async def _body(self, response: httpx.Response) -> bytes:
         body = bytearray()
-        async for chunk in response.aiter_bytes():
+        async for chunk in response.aiter_raw():
             body += chunk
             if len(body) > MAX_ANSWER_BYTES:
                 raise self._error(QueueState.ERROR, f"answers with more than {MAX_ANSWER_BYTES} bytes")

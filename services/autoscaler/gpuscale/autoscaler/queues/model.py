@@ -14,6 +14,8 @@ from enum import Enum
 from typing import NamedTuple
 
 DEFAULT_INTERVAL = 1.0
+LARGEST_COUNT = 2**63 - 1
+"""More messages no answer of ours could tell, and no broker has."""
 DEFAULT_VIRTUAL_HOST = "/"
 
 
@@ -101,6 +103,12 @@ def failed(previous: QueueReading, failure: QueueFailure) -> QueueReading:
     return QueueReading(failure.state, observed_at=previous.observed_at, message=failure.message)
 
 
+def uncountable(ready: int | None, unacked: int | None) -> str:
+    """Why these numbers of messages cannot be told; empty where they can."""
+    beyond = max(ready or 0, unacked or 0) > LARGEST_COUNT
+    return "the broker counts more messages than 64 bits can" if beyond else ""
+
+
 def combined(readings: Sequence[QueueReading]) -> QueueReading:
     """The readings of several queues added up: each sum is known where each of its parts is.
 
@@ -118,10 +126,13 @@ def combined(readings: Sequence[QueueReading]) -> QueueReading:
     if lost is not None:
         return QueueReading(lost.state, observed_at=observed_at, message=lost.message, queue_count=count)
     rates = [(one.rates, one.ready) for one in readings if one.rates is not None]
+    ready, unacked = _total(one.ready for one in readings), _total(one.unacked for one in readings)
+    if wrong := uncountable(ready, unacked):
+        return QueueReading(QueueState.ERROR, observed_at=observed_at, message=wrong, queue_count=count)
     return QueueReading(
         QueueState.OK,
-        _total(one.ready for one in readings),
-        _total(one.unacked for one in readings),
+        ready,
+        unacked,
         _total(one.consumers for one in readings),
         observed_at,
         next((one.message for one in readings if one.message), ""),

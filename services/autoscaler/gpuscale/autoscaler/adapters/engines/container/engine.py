@@ -52,7 +52,9 @@ class ContainerEngine:
         changed: set by whoever knows that something may have changed.
     """
 
-    def __init__(self, api: DockerApi, shop: Shop, pulls: Pulls, changed: asyncio.Event) -> None:
+    def __init__(
+        self, api: DockerApi, shop: Shop, pulls: Pulls, changed: asyncio.Event, finishing: Iterable[str] = ()
+    ) -> None:
         self._api = api
         self._adapter = shop.adapter
         self._pulls = pulls
@@ -61,7 +63,7 @@ class ContainerEngine:
         self._calls = asyncio.Semaphore(AT_ONCE)
         self._found: dict[str, Listed] = {}
         self._details: dict[str, tuple[str, Details]] = {}
-        self._finishing: set[str] = set()
+        self._finishing = set(finishing)
         self._given_up: dict[str, str] = {}
         self._untold: set[str] = set()
 
@@ -83,10 +85,10 @@ class ContainerEngine:
         self._found = {replica: one for replica, one in found.items() if one.id in self._details}
         living = {one.id for one in self._found.values()}
         self._details = {container: kept for container, kept in self._details.items() if container in living}
-        self._finishing &= living
+        self._finishing &= self._found.keys()
         self._untold &= living
         self._given_up = {container: why for container, why in self._given_up.items() if container in living}
-        await self._all(self._end_unwell(one) for one in self._found.values())
+        await self._all(self._end_unwell(replica, one) for replica, one in self._found.items())
         waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._pulls.waiting().items()}
         return waiting | {replica: self._sighting(one) for replica, one in self._found.items()}
 
@@ -139,13 +141,13 @@ class ContainerEngine:
             self._details[one.id] = (_state(one), found.details())
         return ""
 
-    async def _end_unwell(self, one: Listed) -> None:
+    async def _end_unwell(self, replica: str, one: Listed) -> None:
         """Kill one that was given up, until it has ended."""
         if is_over(one.state):
             return
         if why := self._given_up.get(one.id):
             await self._give_up(one.id, why)
-        elif self._details[one.id][1].health == "unhealthy" and one.id not in self._finishing:
+        elif self._details[one.id][1].health == "unhealthy" and replica not in self._finishing:
             await self._give_up(one.id, "its health check failed too often")
 
     async def _give_up(self, container: str, why: str) -> None:
@@ -177,7 +179,7 @@ class ContainerEngine:
         one = self._found.get(replica)
         if one is None:
             return
-        self._finishing.add(one.id)
+        self._finishing.add(replica)
         there = await self._api.inspect(one.id)
         if there is not None:
             await self._signal(replica, there.details().stop_signal or "SIGTERM")
@@ -216,12 +218,17 @@ def _state(one: Listed) -> str:
 
 
 @asynccontextmanager
-async def open_container_engine(api: DockerApi, shop: Shop) -> AsyncGenerator[ContainerEngine]:
-    """The engine, with its events and fetches of images in the background until the block ends."""
+async def open_container_engine(
+    api: DockerApi, shop: Shop, finishing: Iterable[str] = ()
+) -> AsyncGenerator[ContainerEngine]:
+    """The engine, with its events and fetches of images in the background until the block ends.
+
+    `finishing`: names of the replicas that an earlier run asked to finish.
+    """
     changed = asyncio.Event()
     async with TaskScope() as tasks:
         tasks.spawn("events of the container engine", _follow(api, changed))
-        yield ContainerEngine(api, shop, Pulls(api.pull, changed.set, tasks), changed)
+        yield ContainerEngine(api, shop, Pulls(api.pull, changed.set, tasks), changed, finishing)
 
 
 async def _follow(api: DockerApi, changed: asyncio.Event) -> None:

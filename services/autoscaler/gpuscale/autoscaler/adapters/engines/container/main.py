@@ -11,7 +11,7 @@ from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docke
 from gpuscale.autoscaler.adapters.engines.container.engine import open_container_engine
 from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAdapterSettings
 from gpuscale.autoscaler.adapters.engines.container.starting import Shop
-from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
+from gpuscale.autoscaler.adapters.engines.program import asked_to_finish, open_engine_adapter
 from gpuscale.common.clock import SystemClock
 from gpuscale.common.lock import DirectoryLock
 from gpuscale.common.logs import get_logger
@@ -58,7 +58,8 @@ async def serve(settings: ContainerAdapterSettings, stop: asyncio.Event) -> None
                 logs=settings.logs(),
                 admission=Admission(agent, required=settings.require_admission),
             )
-            engine = await stack.enter_async_context(open_container_engine(docker, shop))
+            finishing = await asked_to_finish(settings)
+            engine = await stack.enter_async_context(open_container_engine(docker, shop, finishing))
             probes = any(one.health_check and one.health_check.command for one in templates.values())
             await stack.enter_async_context(
                 open_engine_adapter(
