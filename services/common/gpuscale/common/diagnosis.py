@@ -74,9 +74,7 @@ _NOT_TLS = _Cause(
     reason="PLAINTEXT_SERVER",
     text="{address} does not speak TLS: leave the CA file out, or switch TLS on there",
 )
-_TLS = _Cause(
-    reason="TLS_SERVER", text="{address} speaks TLS: name its authority with --ca-file"
-)
+_TLS = _Cause(reason="TLS_SERVER", text="{address} speaks TLS: name its authority with --ca-file")
 
 
 def explained(address: str, tls: ClientTls | None, error: UnavailableError, limit: float) -> GpuscaleError:
