@@ -166,6 +166,21 @@ async def test_no_adapter_has_the_template(autoscaler: Autoscaler, allocator: Fa
         await ready(autoscaler, 1)
 
 
+async def test_replicas_that_wait_for_a_template_that_nobody_has_make_room_for_another(
+    autoscaler: Autoscaler, adapter: FakeAdapter
+) -> None:
+    """Nobody was told of them: they are given up, and do not wait for ever in the place of those that could start."""
+    unknown = endpoint(low=2, high=2)
+    unknown.spec.template.template = "wrkoer"
+    await autoscaler.create(unknown)
+    await decided(autoscaler, "NO_ADAPTER")
+    known = await autoscaler.get()
+    known.spec.template.template = "worker"
+    await autoscaler.update(known, "spec.template")
+    await ready(autoscaler, 2)
+    assert len(adapter.starts) == 2
+
+
 async def test_an_adapter_on_a_node_that_the_allocator_does_not_know_is_passed_over(
     autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
 ) -> None:
