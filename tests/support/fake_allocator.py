@@ -1,5 +1,6 @@
 """An allocator in memory with the contract's manners: idempotent requests, leases without a clock, fences, refusals."""
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -34,6 +35,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
         lose_answers: so many grants are made and then answered UNAVAILABLE.
         leaves_after_loss: whether every call fails from the loss of an answer on.
         waiting: requests of each tenant that wait.
+        answers: while it is not set, grants are made and not answered.
     """
 
     def __init__(self, nodes: Mapping[str, Sequence[str]]) -> None:
@@ -45,6 +47,8 @@ class FakeAllocator(api.AllocatorServiceServicer):
         self.lose_answers = 0
         self.leaves_after_loss = False
         self.waiting: dict[str, int] = {}
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     @property
     def held(self) -> list[str]:
@@ -77,6 +81,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
             lost = UnavailableError("the answer was lost")
             self.failure = lost if self.leaves_after_loss else None
             raise lost
+        await self.answers.wait()
         return api.ReserveResponse(reservation=reservation)
 
     def _grant(self, request: api.ReserveRequest) -> api.Reservation:

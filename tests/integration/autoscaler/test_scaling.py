@@ -315,6 +315,18 @@ async def test_an_answer_of_the_allocator_that_is_lost_reserves_nothing_twice(
     assert len(allocator.reservations) == 2
 
 
+async def test_gpus_whose_adapter_goes_away_while_they_are_reserved_are_given_back(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    allocator.answers.clear()
+    async with FakeAdapter().connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=1, high=1, gpus=1))
+        await eventually(lambda: allocator.held)
+    await eventually(lambda: _connected(autoscaler, 0))
+    allocator.answers.set()
+    await eventually(lambda: not allocator.held)
+
+
 async def test_an_order_while_the_allocator_is_away_leaves_nothing_reserved(
     autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
 ) -> None:
