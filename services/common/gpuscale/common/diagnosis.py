@@ -5,7 +5,7 @@ Nothing is sent but the handshake, and never a token. The codes of verification 
 
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,9 @@ STEPS = 3
 """To connect, to shake hands, and to hear what the server says of our certificate."""
 LEAST = 0.02
 """Seconds for a step below which it is not worth it."""
+
+Explain = Callable[[UnavailableError], GpuscaleError]
+"""Finds out more about why nothing answers. Blocks."""
 
 
 class _Cause(NamedTuple):
@@ -35,14 +38,11 @@ _VERIFICATION: Mapping[int, _Cause] = {
     18: _Cause(
         reason="UNKNOWN_AUTHORITY", text="the certificate of {address} is self-signed and not the one in {ca}"
     ),
-    19: _Cause(
-        reason="UNKNOWN_AUTHORITY", text="the certificate of {address} is not of the authority in {ca}"
-    ),
-    20: _Cause(
-        reason="UNKNOWN_AUTHORITY", text="the certificate of {address} is not of the authority in {ca}"
-    ),
-    21: _Cause(
-        reason="UNKNOWN_AUTHORITY", text="the certificate of {address} is not of the authority in {ca}"
+    **dict.fromkeys(
+        (19, 20, 21),
+        _Cause(
+            reason="UNKNOWN_AUTHORITY", text="the certificate of {address} is not of the authority in {ca}"
+        ),
     ),
     62: _Cause(reason="OTHER_HOST", text="the certificate of {address} is for another host name"),
     64: _Cause(reason="OTHER_HOST", text="the certificate of {address} is for another IP address"),
@@ -55,11 +55,12 @@ _OURS: Mapping[int, _Cause] = {
     10: _Cause(
         reason="CLIENT_CERTIFICATE", text="{address} refuses the client certificate {cert}: it has expired"
     ),
-    19: _Cause(
-        reason="CLIENT_CERTIFICATE", text="{address} refuses the client certificate {cert}: it is not of {ca}"
-    ),
-    20: _Cause(
-        reason="CLIENT_CERTIFICATE", text="{address} refuses the client certificate {cert}: it is not of {ca}"
+    **dict.fromkeys(
+        (19, 20),
+        _Cause(
+            reason="CLIENT_CERTIFICATE",
+            text="{address} refuses the client certificate {cert}: it is not of {ca}",
+        ),
     ),
 }
 _REFUSED = _Cause(

@@ -1,8 +1,7 @@
 """A channel to several addresses that follows the leader among them, for the running event loop.
 
-A call with one request is made
-again where it was surely not executed, within its own deadline. A stream of requests is not: it fails, and whoever opens
-it again, as every client of one must, reaches the next address.
+A call with one request is made again where it was surely not executed, within its own deadline. A stream of requests is
+not: it fails, and whoever opens it again, as every client of one must, reaches the next address.
 """
 
 import asyncio

@@ -91,9 +91,8 @@ def run_command(arguments: Sequence[str]) -> int:
         return report_usage(error)
     except KeyboardInterrupt:
         return report_interrupt()
-    except (
-        OSError
-    ) as error:  # what it writes to is full or gone; what it reads, commands look after themselves
+    except OSError as error:
+        # What it writes to is full or gone; what they read, commands look after themselves.
         return report_os(error)
     return ended if isinstance(ended, int) else 0
 

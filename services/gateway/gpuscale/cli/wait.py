@@ -150,10 +150,8 @@ def _wait(client: "Client", awaited: _Awaited, name: str, timeout: float, progre
             pause(min(PERIOD, left))
             try:
                 reason = awaited.standing(client, name)
-            except (
-                UnavailableError
-            ) as error:  # a service is started anew, and waited for like everything else
-                reason = error.message
+            except UnavailableError as error:
+                reason = error.message  # a service is started anew, and waited for like everything else
     finally:
         progress.end()
 

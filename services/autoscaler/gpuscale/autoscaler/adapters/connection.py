@@ -15,6 +15,7 @@ from gpuscale.autoscaler.asked_logs import MOST_AT_ONCE, LogPart
 from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
 from gpuscale.common import names, wire
 from gpuscale.common.backoff import Backoff
+from gpuscale.common.diagnosis import Explain
 from gpuscale.common.errors import (
     AbortedError,
     FailedPreconditionError,
@@ -69,8 +70,6 @@ class Replicas(Protocol):
 
 ReadLog = Callable[[str, int | None, int], LogPart]
 """Reads a part of what a replica wrote: its name, where to begin (None: at most so much from the end), how much. Blocks."""
-Explain = Callable[[UnavailableError], GpuscaleError]
-"""Finds out more about why nothing answers. Blocks."""
 
 
 class AutoscalerConnection:

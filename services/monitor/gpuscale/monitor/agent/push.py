@@ -7,7 +7,6 @@ end of a stream that is being written to as INTERNAL, and a refusal must be seen
 """
 
 import asyncio
-from collections.abc import Callable
 from importlib.metadata import version
 from random import SystemRandom
 
@@ -16,6 +15,7 @@ import grpc
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.backoff import Backoff
 from gpuscale.common.clock import Clock
+from gpuscale.common.diagnosis import Explain
 from gpuscale.common.errors import (
     AbortedError,
     DeadlineExceededError,
@@ -54,9 +54,6 @@ _REFUSALS = (
 _Call = grpc.aio.StreamStreamCall[monitor_api.StreamTelemetryRequest, monitor_api.StreamTelemetryResponse]
 _log = get_logger(__name__)
 _random = SystemRandom()
-
-Explain = Callable[[UnavailableError], GpuscaleError]
-"""Finds out more about why nothing answers. Blocks."""
 
 
 class FleetPush:
