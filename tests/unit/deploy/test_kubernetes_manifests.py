@@ -172,6 +172,33 @@ def test_the_agent_sees_all_gpus_and_holds_none() -> None:
     assert set(container["resources"]["limits"]) == {"memory"}
 
 
+def test_the_fences_that_an_agent_knows_outlive_its_pod() -> None:
+    """They are on the node. What the kubelet makes there is root's, and is given to the agent's user before it starts."""
+    (agent,) = objects("DaemonSet")
+    [first], [container] = pod(agent)["initContainers"], pod(agent)["containers"]
+    [mounted] = first["volumeMounts"]
+    assert mounted in container["volumeMounts"]
+    assert Path(SETTINGS["agent"]["state_dir"]).is_relative_to(mounted["mountPath"])
+    [volume] = [one for one in pod(agent)["volumes"] if one["name"] == mounted["name"]]
+    assert volume["hostPath"]["type"] == "DirectoryOrCreate"
+    user = pod(agent)["securityContext"]
+    assert first["command"] == ["chown", f"{user['runAsUser']}:{user['runAsGroup']}", mounted["mountPath"]]
+    assert first["securityContext"] == {
+        "runAsNonRoot": False,
+        "runAsUser": 0,
+        "runAsGroup": 0,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"], "add": ["CHOWN"]},
+    }
+    assert set(first["resources"]["limits"]) == {"memory"}
+    assert not any(
+        "initContainers" in pod(one) or any("hostPath" in volume for volume in pod(one)["volumes"])
+        for one in workloads()
+        if one["kind"] != "DaemonSet"
+    )
+
+
 def test_the_adapter_may_do_what_it_does_and_nothing_else() -> None:
     """The integration tests run with these very rights; more than these would go unnoticed there."""
     roles = {name(one): one["rules"] for one in objects("Role", "ClusterRole")}
