@@ -2,6 +2,8 @@
 
     GPUSCALE_EXAMPLE_AMQP_URL=amqp://user:password@127.0.0.1/ python worker.py --queue jobs
 
+GPUSCALE_EXAMPLE_AMQP_URL_FILE names a file that holds that URL, instead.
+
 Each message holds the number of seconds that its work takes, such as `0.5`. A message is acknowledged after its work, so
 that one which this worker does not finish goes to another. On SIGTERM it tells the broker that it takes no more, works
 off what it has, and exits with 0. While the broker is away it waits for it.
@@ -13,6 +15,7 @@ import os
 import signal
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 import aio_pika
@@ -116,6 +119,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Works off a RabbitMQ queue.")
     parser.add_argument("--queue", required=True, help="name of the queue")
     arguments = parser.parse_args()
-    if URL_VARIABLE not in os.environ:
+    if file := os.environ.get(f"{URL_VARIABLE}_FILE"):
+        url = Path(file).read_text(encoding="utf-8").strip()
+    elif not (url := os.environ.get(URL_VARIABLE, "")):
         parser.exit(2, f"set {URL_VARIABLE} to amqp://user:password@host/\n")
-    asyncio.run(main(os.environ[URL_VARIABLE], arguments.queue))
+    asyncio.run(main(url, arguments.queue))

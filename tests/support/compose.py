@@ -30,6 +30,7 @@ from tests.support.postgresql import program
 ROOT = Path(__file__).parents[2]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 SIMULATED = ROOT / "deploy" / "compose" / "simulated.yml"
+SECRETS = ROOT / "deploy" / "compose" / "secrets.sh"
 TIMEOUT_S = 240.0
 OWN_USER = 10_001
 MADE = "localhost/of-this-machine:local"
@@ -85,6 +86,7 @@ class Compose:
         self._podman = Podman("overlay") if ARCHIVE else Podman()
         self._holder: subprocess.Popen[str] | None = None
         self._override = folder / "override.yml"
+        self._secrets = folder / "secrets"
 
     def up(self, *services: str) -> None:
         """Bring services up, with what they depend on.
@@ -133,9 +135,11 @@ class Compose:
             assert self._holder.stdout.readline() == "ready\n"
             self._import()
             built = self._load(ARCHIVE) if ARCHIVE else None
-            services = YAML(typ="safe").load(COMPOSE_FILE)["services"]
-            changed = {name: _changed(name, built) for name in services}
-            self._override.write_text(json.dumps({"services": changed}))
+            subprocess.run(["sh", str(SECRETS), str(self._secrets)], check=True, timeout=60)
+            found = YAML(typ="safe").load(COMPOSE_FILE)
+            changed = {name: _changed(name, built) for name in found["services"]}
+            secrets = {name: {"file": str(self._secrets / name)} for name in found["secrets"]}
+            self._override.write_text(json.dumps({"services": changed, "secrets": secrets}))
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -166,16 +170,12 @@ class Compose:
     def _inside(self, *command: str, check: bool = True) -> str:
         """Run a program in the network namespace; what it printed."""
         assert self._holder is not None
-        environment = {
-            "POSTGRES_PASSWORD": "unused",
-            "RABBITMQ_PASSWORD": "unused",
-        }
         # Into files: what a container's monitor inherits of a pipe would never be closed.
         said = (self._folder / "stdout", self._folder / "stderr")
         with said[0].open("wb") as stdout, said[1].open("wb") as stderr:
             running = subprocess.Popen(
                 ["nsenter", "--target", str(self._holder.pid), "--net", *command],
-                env={**self._podman.environment, **environment},
+                env=self._podman.environment,
                 cwd=self._folder,
                 stdout=stdout,
                 stderr=stderr,

@@ -27,10 +27,12 @@ WORKER = Path(__file__).resolve().parents[3] / "examples" / "worker.py"
 
 
 @contextmanager
-def worker(url: str, queue: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
+def worker(
+    url: str, queue: str, output: Path, variable: str = "GPUSCALE_EXAMPLE_AMQP_URL"
+) -> Iterator[subprocess.Popen[bytes]]:
     environment = {
         "PATH": os.environ["PATH"],
-        "GPUSCALE_EXAMPLE_AMQP_URL": url,
+        variable: url,
         "GPUSCALE_GPU_UUIDS": "GPU-aa",
         "GPUSCALE_REPLICA": "endpoints/jobs/replicas/r1",
     }
@@ -52,7 +54,9 @@ async def test_a_worker_that_is_asked_to_end_finishes_its_message_and_takes_no_o
     queue, output = unique_queue_name(), tmp_path / "out"
     await declare_queue(rabbitmq, queue)
     await publish(rabbitmq, queue, 3, body=b"0.6")
-    with worker(rabbitmq.amqp_url, queue, output) as process:
+    file = tmp_path / "url"
+    file.write_text(f"{rabbitmq.amqp_url}\n")
+    with worker(str(file), queue, output, "GPUSCALE_EXAMPLE_AMQP_URL_FILE") as process:
         await eventually(lambda: _counts(rabbitmq, queue, QueueCounts(ready=2, unacknowledged=1)))
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 10) == 0

@@ -1,5 +1,7 @@
 """Where brokers are is told by the file and the environment, checked at the start, and never shown."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
@@ -45,12 +47,36 @@ def test_the_environment_defines_and_overrides_brokers() -> None:
     assert brokers["second_one"].management is not None
 
 
+def test_urls_come_from_files_that_the_file_or_the_environment_names(tmp_path: Path) -> None:
+    """As Docker and Kubernetes mount secrets: neither `docker inspect` nor the environment shows them."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text(f"{URL}\n")
+    two.write_text("http://user:word@host")
+    settings = BrokerSettings(amqp_url_file=one, management_url_file=two)
+    broker = resolve({"default": settings}, {})["default"]
+    assert (broker.amqp.reveal(), str(broker.management)) == (URL, "http://host")
+    environment = {
+        "GPUSCALE_BROKER_DEFAULT_AMQP_URL_FILE": str(one),
+        "GPUSCALE_BROKER_DEFAULT_MANAGEMENT_URL_FILE": str(two),
+    }
+    for told in ({}, {"default": BrokerSettings(amqp_url_env="MY_AMQP", management_url_env="MY_HTTP")}):
+        assert resolve(told, environment)["default"] == broker
+
+
 @pytest.mark.parametrize(
     ("table", "environment", "says"),
     [
-        ({}, {}, "broker default has neither amqp_url nor amqp_url_env"),
+        ({}, {}, "broker default has neither amqp_url nor amqp_url_env nor amqp_url_file"),
         ({"amqp_url_env": "MY_AMQP"}, {}, "the environment variable MY_AMQP is not set"),
         ({"amqp_url_env": "MY_AMQP"}, {"MY_AMQP": "amqp://user:p@canary/x@host"}, "the URL in MY_AMQP"),
+        ({"amqp_url_file": "/no/such"}, {}, "cannot read its URL from /no/such: FileNotFoundError"),
+        ({"amqp_url_file": "/dev/null"}, {}, "the URL in /dev/null must look like"),
+        ({}, {"GPUSCALE_BROKER_DEFAULT_AMQP_URL_FILE": ""}, "cannot read its URL from .: IsADirectoryError"),
+        (
+            {},
+            {"GPUSCALE_BROKER_DEFAULT_AMQP_URL_FILE": "x", "GPUSCALE_BROKER_DEFAULT_AMQP_URL": "canary"},
+            "GPUSCALE_BROKER_DEFAULT_AMQP_URL and GPUSCALE_BROKER_DEFAULT_AMQP_URL_FILE exclude each other",
+        ),
         ({"amqp_url": "http://user:canary@host"}, {}, "must begin with amqp:// or amqps://"),
         ({"amqp_url": "amqp://user:canary@host/team"}, {}, "must not name a virtual host"),
         ({"amqp_url": "amqp://user:canary@host/?heartbeat=1"}, {}, "must end with its host, port and path"),
@@ -83,6 +109,8 @@ def test_what_is_wrong_is_named_and_no_url_is_shown(
     "table",
     [
         {"amqp_url": URL, "amqp_url_env": "X"},
+        {"amqp_url_file": "x", "amqp_url_env": "X"},
+        {"amqp_url": URL, "management_url": "http://a:b@h", "management_url_file": "x"},
         {"amqp_url": URL, "management_url": "http://a:b@h", "management_url_env": "X"},
         {"amqp_url": URL, "password": "canary"},
         {"amqp_url": "canary"},

@@ -29,6 +29,43 @@ def test_it_comes_from_the_environment_and_its_password_is_never_shown(kind: typ
     assert "secret" not in f"{found!r} {found} {found.database} {found.model_dump_json()}"
 
 
+@pytest.mark.parametrize("kind", [AllocatorSettings, AutoscalerSettings])
+def test_it_comes_from_a_file(kind: type[DatabaseSettings], tmp_path: Path) -> None:
+    """As Docker and Kubernetes mount secrets: neither `docker inspect` nor the environment shows it."""
+    file = tmp_path / "url"
+    file.write_text(f"{URL}\n")
+    found = load_table(kind, {kind.section: {"data_dir": "d", "database_file": str(file)}}, environ={})
+    assert found.database is not None
+    assert found.database.reveal() == URL
+    assert "secret" not in f"{found!r} {found} {found.model_dump_json()}"
+    variable = f"GPUSCALE_{kind.section.upper()}_DATABASE_FILE"
+    assert load_table(kind, {kind.section: {"data_dir": "d"}}, environ={variable: str(file)}) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot read database_file"),
+        ("", "must look like"),
+        ("mysql://u:secret-1234@h/d", "must begin with postgresql://"),
+        ("secret-1234", "must look like"),
+    ],
+)
+def test_a_file_without_one_is_refused_and_not_shown(text: str | None, says: str, tmp_path: Path) -> None:
+    """It does not come to mean that the state is kept in a file of its own."""
+    if text is not None:
+        (tmp_path / "url").write_text(text)
+    variable = {"GPUSCALE_ALLOCATOR_DATABASE_FILE": str(tmp_path / "url")}
+    with pytest.raises(InvalidArgumentError, match=says) as caught:
+        allocator("", variable)
+    assert "secret-1234" not in caught.value.message
+
+
+def test_there_is_one_of_the_two(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"database in \[allocator\]: goes without database_file"):
+        allocator(URL, {"GPUSCALE_ALLOCATOR_DATABASE_FILE": str(tmp_path)})
+
+
 def test_an_empty_one_is_none() -> None:
     assert allocator("").database is None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import grpc
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from gpuscale.common.audit import AuditOptions
 from gpuscale.common.auth import Authenticator
@@ -99,8 +99,10 @@ class ServerSettings(ProgramSettings):
 class DatabaseSettings(Settings):
     """Settings of every program that keeps its state either in a file of its own or in PostgreSQL."""
 
+    database_file: Path | None = Field(None, description="file that holds the URL of database, in its place")
     database: SecretUrl | None = Field(
         None,
+        validate_default=True,
         description="PostgreSQL that keeps the state, postgresql://USER@HOST/NAME; a file in data_dir when not set",
     )
     advertise_address: str = Field(
@@ -124,8 +126,16 @@ class DatabaseSettings(Settings):
 
     @field_validator("database", mode="before")
     @classmethod
-    def _empty_is_none(cls, value: object) -> object:
-        return None if value == "" else value
+    def _from_file(cls, value: object, info: ValidationInfo) -> object:
+        file: Path | None = info.data.get("database_file")
+        if file is None:
+            return None if value == "" else value
+        if value:
+            raise ValueError("goes without database_file")
+        try:
+            return file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read database_file {file}: {type(error).__name__}") from error
 
     @field_validator("database")
     @classmethod

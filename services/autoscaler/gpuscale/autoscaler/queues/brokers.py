@@ -1,11 +1,11 @@
 """Where brokers are: from the configuration file and the environment, never from the API.
 
     [brokers.default]
-    amqp_url = "amqp://user:password@host:5672/"        or  amqp_url_env = "NAME"
-    management_url = "http://user:password@host:15672"  or  management_url_env = "NAME"   (may be left out)
+    amqp_url = "amqp://user:password@host:5672/"        or  amqp_url_env = "NAME"        or  amqp_url_file = "PATH"
+    management_url = "http://user:password@host:15672"  or  management_url_env = "NAME"  or  management_url_file = "PATH"
 
-GPUSCALE_BROKER_<NAME>_AMQP_URL and GPUSCALE_BROKER_<NAME>_MANAGEMENT_URL define or override the broker <name>, in
-lower case.
+The management API may be left out. GPUSCALE_BROKER_<NAME>_AMQP_URL and GPUSCALE_BROKER_<NAME>_MANAGEMENT_URL define or
+override the broker <name>, in lower case; with _FILE at their end they name files that hold the URLs.
 """
 
 import re
@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -23,9 +23,13 @@ from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import is_id
 from gpuscale.common.secrets import SecretUrl
 
-_VARIABLE = re.compile(r"GPUSCALE_BROKER_(?P<name>.+)_(?P<url>AMQP_URL|MANAGEMENT_URL)")
+_VARIABLE = re.compile(r"GPUSCALE_BROKER_(?P<name>.+)_(?P<url>(AMQP|MANAGEMENT)_URL(_FILE)?)")
 _PREFIX = "GPUSCALE_BROKER_"
 _ROOT_PATHS = frozenset({"", "/", "/%2F", "/%2f"})
+
+
+Source: TypeAlias = tuple[SecretUrl | None, str | None, Path | None]
+"""Where a URL is: here, in a variable of that name, or in a file; one of them at most."""
 
 
 class BrokerSettings(BaseModel):
@@ -37,20 +41,31 @@ class BrokerSettings(BaseModel):
     """amqp:// or amqps:// with user and password, without a virtual host: watchers name that."""
     amqp_url_env: str | None = None
     """Name of the environment variable that holds the URL, instead of `amqp_url`."""
+    amqp_url_file: Path | None = None
+    """File that holds the URL, instead."""
     management_url: SecretUrl | None = None
     """http:// or https:// of the management API; without it, unacknowledged messages are unknown."""
     management_url_env: str | None = None
     """Name of the environment variable that holds the URL, instead of `management_url`."""
+    management_url_file: Path | None = None
+    """File that holds the URL, instead."""
     ca_file: Path | None = None
     """Certificates that amqps:// and https:// are verified with, instead of the system's."""
 
     @model_validator(mode="after")
     def _one_source_each(self) -> Self:
-        if self.amqp_url is not None and self.amqp_url_env is not None:
-            raise ValueError("amqp_url and amqp_url_env exclude each other")
-        if self.management_url is not None and self.management_url_env is not None:
-            raise ValueError("management_url and management_url_env exclude each other")
+        for name, source in (("amqp_url", self.amqp()), ("management_url", self.management())):
+            if sum(one is not None for one in source) > 1:
+                raise ValueError(f"{name}, {name}_env and {name}_file exclude each other")
         return self
+
+    def amqp(self) -> Source:
+        """Where the URL of its AMQP is."""
+        return self.amqp_url, self.amqp_url_env, self.amqp_url_file
+
+    def management(self) -> Source:
+        """Where the URL of its management API is."""
+        return self.management_url, self.management_url_env, self.management_url_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +158,11 @@ def _resolve_one(
     if not is_id(name):
         raise _unusable(f"{name!r} cannot be the name of a broker: it must be an id")
     where = f"broker {name}"
-    amqp = settings.amqp_url
-    if variable := overrides.get("AMQP_URL", settings.amqp_url_env):
-        amqp = _from_variable(where, variable, environment)
+    amqp = _url(where, _source("AMQP_URL", settings.amqp(), overrides, environment), environment)
     if amqp is None:
-        raise _unusable(f"{where} has neither amqp_url nor amqp_url_env")
-    management = settings.management_url
-    if variable := overrides.get("MANAGEMENT_URL", settings.management_url_env):
-        management = _from_variable(where, variable, environment)
+        raise _unusable(f"{where} has neither amqp_url nor amqp_url_env nor amqp_url_file")
+    source = _source("MANAGEMENT_URL", settings.management(), overrides, environment)
+    management = _url(where, source, environment)
     _check(f"amqp_url of {where}", amqp, ("amqp", "amqps"))
     if amqp.path not in _ROOT_PATHS:
         raise _unusable(f"amqp_url of {where} must not name a virtual host: each watcher names its own")
@@ -162,14 +174,37 @@ def _resolve_one(
     )
 
 
-def _from_variable(where: str, variable: str, environment: Mapping[str, str]) -> SecretUrl:
-    text = environment.get(variable)
-    if not text:
-        raise _unusable(f"{where}: the environment variable {variable} is not set")
+def _source(kind: str, told: Source, overrides: Mapping[str, str], environment: Mapping[str, str]) -> Source:
+    """Where the URL of a kind is, by the environment or else by the settings."""
+    variable, of_file = overrides.get(kind), overrides.get(f"{kind}_FILE")
+    if variable and of_file:
+        raise _unusable(f"the environment variables {variable} and {of_file} exclude each other")
+    if of_file:
+        return None, None, Path(environment[of_file])
+    return (None, variable, None) if variable else told
+
+
+def _url(where: str, source: Source, environment: Mapping[str, str]) -> SecretUrl | None:
+    url, variable, file = source
+    if variable:
+        text, place = environment.get(variable), variable
+        if not text:
+            raise _unusable(f"{where}: the environment variable {variable} is not set")
+    elif file:
+        text, place = _text(where, file), str(file)
+    else:
+        return url
     try:
         return SecretUrl(text)
     except ValueError as error:
-        raise _unusable(f"{where}: the URL in {variable} {error}") from None
+        raise _unusable(f"{where}: the URL in {place} {error}") from None
+
+
+def _text(where: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unusable(f"{where}: cannot read its URL from {file}: {type(error).__name__}") from error
 
 
 def _check(what: str, url: SecretUrl, schemes: tuple[str, ...]) -> None:
