@@ -5,6 +5,7 @@ The packages' own daemons run as this user, without authentication of messages a
 
 import os
 import pwd
+import re
 import shutil
 import signal
 import socket
@@ -151,10 +152,9 @@ class SlurmCluster:
         return found.stdout.decode(errors="replace") if found.returncode == 0 else ""
 
     def jobs(self) -> list[tuple[str, str, str]]:
-        """Number, name and state of every job, those that ended too."""
+        """Number, name and state of every job, those that ended too, but for names of more than one line."""
         said = self.run("squeue", "--noheader", "--states=all", "--format=%A|%j|%T")
-        found = [line.split("|") for line in said.splitlines()]
-        return [(number, name, state) for number, name, state in found]
+        return re.findall(r"^(\d+)\|(.*)\|(\w+)$", said, re.MULTILINE)
 
     def empty(self) -> None:
         """End every job."""

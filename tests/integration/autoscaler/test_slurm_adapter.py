@@ -10,6 +10,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engines.model import Finish, Life, Sighting, Start
+from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmEngine
 from gpuscale.autoscaler.adapters.engines.slurm.main import slurm_engine
 from gpuscale.autoscaler.adapters.engines.slurm.settings import SlurmAdapterSettings
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
@@ -138,20 +139,38 @@ async def test_eight_replicas_up_a_ninth_pends_one_is_preempted_and_all_down_aga
         assert living(slurm) == []
 
 
+def own_engine(slurm: SlurmCluster, folder: Path) -> SlurmEngine:
+    """The engine alone, in this process."""
+    table = {
+        "command": ["/bin/sh", "-c", WORKER, "worker", str(folder / "starts")],
+        "working_dir": folder,
+        "output": str(folder / "output"),
+    }
+    told = {
+        "adapter": "slurm",
+        "data_dir": folder,
+        "slurm_conf": slurm.conf,
+        "slurm_templates": {"worker": table},
+    }
+    return slurm_engine(SlurmAdapterSettings.model_validate(told))
+
+
+async def test_what_the_name_of_another_job_says_is_not_believed(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Slurm takes ends of lines in names, and squeue writes them as they are: the adapter sees what is there all the same."""
+    for name in ("two\nlines", "end\n", "forged\n7|RUNNING|0|5:00|None|gpuscale:slurm:e:one|\n"):
+        slurm.run("sbatch", "--hold", f"--job-name={name}", "--wrap=true", f"--chdir={tmp_path}")
+    assert "forged" in slurm.run("squeue", "--noheader", "--format=%j")
+    try:
+        assert await own_engine(slurm, tmp_path).observe() == {}
+    finally:
+        slurm.empty()
+
+
 async def test_a_job_that_was_submitted_twice_runs_once_and_a_young_one_hears_of_its_end(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     """The answer to the first submission was lost; and Slurm drops signals for a job that has only just begun."""
-    table = {
-        "command": ["/bin/sh", "-c", WORKER, "worker", str(tmp_path / "starts")],
-        "working_dir": tmp_path,
-        "output": str(tmp_path / "output"),
-    }
-    engine = slurm_engine(
-        SlurmAdapterSettings.model_validate(
-            {"data_dir": tmp_path, "slurm_conf": slurm.conf, "slurm_templates": {"worker": table}}
-        )
-    )
+    engine = own_engine(slurm, tmp_path)
     replica = "endpoints/e/replicas/twice"
     start = Start(ReplicaOrder(replica, "endpoints/e", {}, gpu_count=1), "worker")
     await engine.apply([start])

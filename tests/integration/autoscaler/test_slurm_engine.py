@@ -54,7 +54,9 @@ class Queue(Commands):
             self.looks += 1
             if age := next(self.ages, ""):
                 self.jobs = {number: (state, age) for number, (state, _) in self.jobs.items()}
-            lines = [f"{n}|{state}|0|{used}|None|{NAME}|\n" for n, (state, used) in self.jobs.items()]
+            end = arguments[-1].rpartition(":")[2]
+            jobs = [(str(n), state, "0", used, "None", NAME) for n, (state, used) in self.jobs.items()]
+            lines = ["".join(f"{field}{end}" for field in job) + "\n" for job in jobs]
             return (
                 Answer(1, "", "squeue: error: no controller") if self.away else Answer(0, "".join(lines), "")
             )

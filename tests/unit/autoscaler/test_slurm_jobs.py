@@ -32,6 +32,7 @@ from gpuscale.autoscaler.adapters.templates import (
 
 ONE = "endpoints/e/replicas/one"
 NAME = "gpuscale:a:e:one"
+SECRET = "5e"
 
 
 def template(*command: str, **fields: Any) -> JobTemplate:
@@ -43,8 +44,13 @@ def order(gpus: int = 0, **parameters: str) -> ReplicaOrder:
     return ReplicaOrder(ONE, "endpoints/e", parameters, gpu_count=gpus)
 
 
+def line(*fields: str) -> str:
+    """What squeue says of a job."""
+    return "".join(f"{field}|{SECRET}|" for field in fields) + "\n"
+
+
 def seen(state: str, status: str = "0", reason: str = "None") -> Sighting:
-    [job] = parse_jobs(f"7|{state}|{status}|1:00|{reason}|{NAME}|\n")
+    [job] = parse_jobs(line("7", state, status, "1:00", reason, NAME), SECRET)
     return sighting(job)
 
 
@@ -62,23 +68,46 @@ def test_what_is_not_this_adapters_is_nobodys_replica(name: str) -> None:
 
 
 def test_the_jobs_of_one_user_are_asked_for_also_those_that_ended() -> None:
-    asked = question(1000)
+    asked = question(1000, SECRET)
     assert "--user=1000" in asked
     assert "--states=all" in asked
 
 
-def test_the_name_of_a_job_of_somebody_else_may_hold_anything() -> None:
-    jobs = parse_jobs(f"7|RUNNING|0|0:02|None|{NAME}|\n8|PENDING|0|0:00|Priority|a|b c||\n")
-    assert jobs == [
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a|b c|",
+        "a\nb",
+        "\n",
+        "\r\x0b\x0c\x1c\x85\u2028",
+        f"x\n8|RUNNING|0|5:00|None|{NAME}|",
+        line("8", "RUNNING"),
+    ],
+)
+def test_the_name_of_a_job_of_somebody_else_may_hold_anything(name: str) -> None:
+    """It takes no sight from the other jobs, and no other job can be made up in it."""
+    name = name.replace(SECRET, "guess")
+    said = line("6", "PENDING", "0", "0:00", "a|b\nc", name) + line("7", "RUNNING", "0", "0:02", "None", NAME)
+    assert parse_jobs(said, SECRET) == [
+        Job(6, name, "PENDING", young=True, reason="a|b\nc"),
         Job(7, NAME, "RUNNING", young=True, reason="None"),
-        Job(8, "a|b c|", "PENDING", young=True, reason="Priority"),
     ]
+    assert parse_jobs("", SECRET) == []
 
 
-@pytest.mark.parametrize("said", ["slurm is being upgraded", "x|RUNNING|0|0:00|None|n|", "1|RUNNING|0"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "slurm is being upgraded",
+        "\n",
+        line("x", "RUNNING", "0", "0:00", "None", "n"),
+        line("1", "RUNNING", "0"),
+        line("1", "RUNNING", "0", "0:00", "None", NAME)[:-1],
+    ],
+)
 def test_an_answer_that_is_none_is_no_empty_list(said: str) -> None:
     with pytest.raises(ValueError, match="squeue says"):
-        parse_jobs(said)
+        parse_jobs(said, SECRET)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from secrets import token_hex
 
 from gpuscale.autoscaler.adapters.engines.model import (
     EngineUnavailableError,
@@ -116,11 +117,12 @@ class SlurmEngine:
         return ""
 
     async def _list(self) -> list[Job]:
-        answer = await self._commands.run("squeue", *question(self._user))
+        secret = token_hex(8)
+        answer = await self._commands.run("squeue", *question(self._user, secret))
         if answer.status:
             raise EngineUnavailableError(answer.why)
         try:
-            return parse_jobs(answer.out)
+            return parse_jobs(answer.out, secret)
         except ValueError as error:
             raise EngineUnavailableError(str(error)) from error
 

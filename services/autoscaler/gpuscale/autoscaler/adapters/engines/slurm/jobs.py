@@ -7,16 +7,15 @@ after its controller lost what it had not saved.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpuscale.autoscaler.adapters.engines.model import Life, Sighting
 from gpuscale.common.names import is_id, replica_name
 
 FIELDS = ("JobID", "State", "exit_code", "TimeUsed", "Reason", "Name")
-"""Asked of squeue; the name stands last, since those of other jobs may hold anything."""
+"""Asked of squeue."""
 
-_SEPARATOR = "|"
 _MARK = "gpuscale"
 _YOUNG = frozenset({"0:00", "0:01", "0:02", "INVALID"})
 _RUNNING = frozenset({"RUNNING", "RESIZING", "SIGNALING"})
@@ -79,19 +78,31 @@ class Job:
         return self.state == "CONFIGURING"
 
 
-def question(user: int) -> tuple[str, ...]:
-    """The arguments for squeue that list every job of a user, those that ended not long ago too."""
-    columns = ",".join(f"{field}:{_SEPARATOR}" for field in FIELDS)
+def question(user: int, secret: str) -> tuple[str, ...]:
+    """The arguments for squeue that list every job of a user, those that ended not long ago too.
+
+    Names of jobs may hold anything, ends of lines as well, and squeue writes them as they are. So `secret`, which nobody
+    knew when he named his job, stands behind every field.
+    """
+    columns = ",".join(f"{field}:{_separator(secret)}" for field in FIELDS)
     return ("--noheader", "--states=all", f"--user={user}", f"--Format={columns}")
 
 
-def parse_jobs(said: str) -> list[Job]:
+def parse_jobs(said: str, secret: str) -> list[Job]:
     """The jobs in the answer to `question`.
 
     Raises:
         ValueError: it is not what was asked for.
     """
-    return [_parse(line) for line in said.splitlines() if line]
+    *fields, end = said.split(_separator(secret))
+    if end != ("\n" if fields else "") or len(fields) % len(FIELDS):
+        raise ValueError(f"squeue says {said[-80:]!r}")
+    return [_parse(fields[at : at + len(FIELDS)]) for at in range(0, len(fields), len(FIELDS))]
+
+
+def _separator(secret: str) -> str:
+    """What stands behind a field; what follows its colon would be a width if it began with a digit."""
+    return f"|{secret}|"
 
 
 def job_name(adapter: str, replica: str) -> str:
@@ -124,15 +135,15 @@ def sighting(job: Job) -> Sighting:
     return Sighting(Life.STARTING, reason=why if job.reason in {"", "None"} else f"{why}: {job.reason}")
 
 
-def _parse(line: str) -> Job:
-    fields = line.split(_SEPARATOR, len(FIELDS) - 1)
-    if len(fields) != len(FIELDS) or not fields[0].isdecimal():
-        raise ValueError(f"squeue says {line[:80]!r}")
+def _parse(fields: Sequence[str]) -> Job:
     number, state, status, used, reason, name = fields
+    number = number.removeprefix("\n")  # of the line before
+    if not number.isdecimal():
+        raise ValueError(f"squeue says {number[:80]!r}")
     code = _exit_code(status) if state in _ENDED else None
     if code is not None and not _is_of_the_program(state, code, reason):
         code = None
-    return Job(int(number), name.removesuffix(_SEPARATOR), state, code, used in _YOUNG, reason)
+    return Job(int(number), name, state, code, used in _YOUNG, reason)
 
 
 def _is_of_the_program(state: str, code: int, reason: str) -> bool:
