@@ -37,7 +37,7 @@ from gpuscale.autoscaler.reconciler import Reconciler, Rooms
 from gpuscale.autoscaler.reservations import Reservations
 from gpuscale.autoscaler.sources import SignalSources
 from gpuscale.autoscaler.wakes import Wakes
-from gpuscale.common import principal
+from gpuscale.common import backoff, principal
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.store import Store
@@ -214,8 +214,9 @@ class World:
 
 
 def seeded(world: World) -> ExitStack:
-    """Everybody is somebody's principal, and ids come from the dice."""
+    """Everybody is somebody's principal; ids, and waits between attempts, come from the dice."""
     stack = ExitStack()
+    stack.enter_context(patch.object(backoff, "_random", world.dice))
     stack.enter_context(
         patch.object(passes, "uuid4", lambda: UUID(int=world.dice.getrandbits(128), version=4))
     )

@@ -67,6 +67,26 @@ def test_whatever_happened_all_agrees_in_the_end_and_nothing_is_left(seed: int) 
     run(script())
 
 
+def test_a_seed_is_one_story() -> None:
+    """What failed once can be looked at again: nothing but the dice decides, not even waits between attempts."""
+
+    async def told() -> object:
+        world = World(7, NODES, ADAPTERS)
+
+        async def work() -> None:
+            happens = Script(world)
+            for name in NAMES[:2]:
+                await world.create(name, some_spec(world.dice))
+            world.state.failing = True  # all try again and again, each after a while
+            await asyncio.sleep(20)
+            await happens.mend(10)
+
+        await in_world(world, work)
+        return world.dice.getstate()
+
+    assert run(told()) == run(told())
+
+
 STAGES: dict[str, tuple[object, str]] = {
     "bad-sampling": (SignalSources, "sample"),
     "bad-reading": (reconciler, "_found"),
