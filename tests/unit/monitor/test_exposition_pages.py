@@ -21,7 +21,7 @@ from gpuscale.monitor.agent.model import (
 )
 from gpuscale.monitor.agent.watch import Broadcast
 from gpuscale.monitor.exposition.agent import AgentPage
-from gpuscale.monitor.exposition.bus import count_gpus
+from gpuscale.monitor.exposition.bus import Bus, find_gpus
 from gpuscale.monitor.exposition.fleet import FleetPage
 from gpuscale.monitor.exposition.meter import CollectionMeter
 from gpuscale.monitor.exposition.style import Style
@@ -40,14 +40,15 @@ def view(index: int, state: GpuState = GpuState.OK) -> GpuView:
 class Agent:
     """A meter whose collector gives what the test says, and the page around it."""
 
-    def __init__(self, on_bus: int = 0) -> None:
+    def __init__(self, on_bus: int = 0, sys: Path = Path("absent")) -> None:
         self.clock = ManualClock()
         self.gpus: tuple[GpuView, ...] = (view(0), view(1))
         self.problem = ""
         self.seconds = 0.25
         self.xids = Xids()
         self.snapshots: Broadcast[Snapshot] = Broadcast()
-        self.meter = CollectionMeter(self._collect, self.clock, on_bus)
+        bus = Bus([sys / f"0000:{index:02x}:00.0" for index in range(on_bus)])
+        self.meter = CollectionMeter(self._collect, self.clock, bus)
         self.collection = Collection(
             open=True, released=False, hung_threads=0, openings=3, interruptions=2, calls=80, refusals=4
         )
@@ -216,8 +217,72 @@ def test_gpus_on_the_bus_are_counted_by_vendor_and_class(tmp_path: Path) -> None
         (folder / "vendor").write_text(f"{vendor}\n")
         (folder / "class").write_text(f"{kind}\n")
     (tmp_path / "odd").mkdir()
-    assert count_gpus(tmp_path) == 2
-    assert count_gpus(tmp_path / "absent") == 0
+    assert {device.name for device in find_gpus(tmp_path)} == {"gpu", "vga"}
+    assert find_gpus(tmp_path / "absent") == []
+
+
+def bind(sys: Path, index: int, driver: str) -> None:
+    """Give a GPU of the bus to a driver, as sysfs shows it."""
+    link = sys / f"0000:{index:02x}:00.0" / "driver"
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"../../../bus/pci/drivers/{driver}")
+
+
+@pytest.mark.parametrize("driver", ["vfio-pci", "nvgrace_gpu_vfio_pci"])
+async def test_a_gpu_that_the_host_has_given_away_is_not_missing_until_it_is_back(
+    tmp_path: Path, driver: str
+) -> None:
+    agent = Agent(on_bus=3, sys=tmp_path)
+    for index in range(2):
+        bind(tmp_path, index, "nvidia")
+    bind(tmp_path, 2, driver)
+    await agent.meter.collect()
+    text = await agent.text()
+    assert value(text, "gpuscale_collection_success") == 1
+    assert value(text, "gpuscale_collection_gpus_expected") == 2
+    agent.gpus = (view(0), view(1, GpuState.LOST))
+    await agent.meter.collect()
+    assert value(await agent.text(), "gpuscale_collection_success") == 0
+    bind(tmp_path, 1, driver)  # that is why it is lost
+    await agent.meter.collect()
+    text = await agent.text()
+    assert value(text, "gpuscale_collection_success") == 1
+    assert value(text, "gpuscale_collection_gpus_expected") == 1
+    bind(tmp_path, 1, "nvidia")
+    bind(tmp_path, 2, "nvidia")
+    agent.gpus = (view(0), view(1))
+    await agent.meter.collect()
+    text = await agent.text()
+    assert value(text, "gpuscale_collection_success") == 0
+    assert value(text, "gpuscale_collection_gpus_expected") == 3
+
+
+@pytest.mark.parametrize("driver", ["nouveau", ""])
+async def test_a_gpu_with_another_driver_or_none_is_missing(tmp_path: Path, driver: str) -> None:
+    agent = Agent(on_bus=3, sys=tmp_path)
+    if driver:
+        bind(tmp_path, 2, driver)
+    await agent.meter.collect()
+    assert value(await agent.text(), "gpuscale_collection_success") == 0
+
+
+async def test_a_driver_that_fails_is_a_failure_where_the_kernel_does_not_tell_of_a_bus() -> None:
+    agent = Agent(on_bus=0)
+    agent.gpus, agent.problem = (), "NVML: driver not loaded"
+    await agent.meter.collect()
+    assert value(await agent.text(), "gpuscale_collection_success") == 0
+
+
+async def test_where_all_gpus_are_given_away_nobody_needs_nvidias_driver(tmp_path: Path) -> None:
+    agent = Agent(on_bus=2, sys=tmp_path)
+    agent.gpus, agent.problem = (), "NVML: driver not loaded"
+    bind(tmp_path, 0, "vfio-pci")
+    await agent.meter.collect()
+    assert value(await agent.text(), "gpuscale_collection_success") == 0
+    bind(tmp_path, 1, "vfio-pci")
+    await agent.meter.collect()
+    assert value(await agent.text(), "gpuscale_collection_success") == 1
 
 
 class Fleet:

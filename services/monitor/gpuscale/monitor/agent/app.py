@@ -26,7 +26,7 @@ from gpuscale.monitor.agent.work import Work
 from gpuscale.monitor.agent.work_servicer import WorkServicer
 from gpuscale.monitor.exposition.agent import AgentPage
 from gpuscale.monitor.exposition.app import open_metrics
-from gpuscale.monitor.exposition.bus import count_gpus
+from gpuscale.monitor.exposition.bus import Bus, find_gpus
 from gpuscale.monitor.exposition.meter import CollectionMeter
 from gpuscale.monitor.exposition.xids import Xids
 
@@ -62,8 +62,8 @@ async def open_agent(
         labels=settings.labels_by_name(),
         admitted=lambda: work.admissions,
     )
-    on_bus = 0 if settings.source == "simulated" else await asyncio.to_thread(count_gpus)
-    meter = CollectionMeter(collector.collect, clock, on_bus)
+    on_bus = [] if settings.source == "simulated" else await asyncio.to_thread(find_gpus)
+    meter = CollectionMeter(collector.collect, clock, Bus(on_bus))
     sampler = Sampler(meter.collect, settings.period_seconds, clock)
     xids = Xids()
     page = AgentPage(meter, sampler.snapshots, xids, gpus.collection, clock, settings.style())

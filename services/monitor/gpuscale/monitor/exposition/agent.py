@@ -37,7 +37,7 @@ SNAPSHOTS = Family(
 EXPECTED = Family(
     "gpuscale_collection_gpus_expected",
     "gauge",
-    "GPUs on the host's PCI bus, or ever found if those are more.",
+    "GPUs on the host's PCI bus, or found if those are more, but for those given to virtual machines.",
 )
 HUNG = Family("gpuscale_collection_hung_threads", "gauge", "Threads that are stuck in the driver.")
 ERRORS = Family(

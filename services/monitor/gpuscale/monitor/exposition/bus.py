@@ -1,17 +1,47 @@
-"""How many NVIDIA GPUs are on this host's PCI bus, as the kernel tells it, with a driver or without."""
+"""NVIDIA's GPUs on this host's PCI bus, as the kernel tells it, with a driver or without."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # class codes 0x0300 (VGA) and 0x0302 (3D controller)
+_GIVEN_AWAY = "vfio-pci"
+"""The kernel's driver for devices that programs have for themselves, such as virtual machines; variants of it for one kind of
+device end in the same way (nvgrace_gpu_vfio_pci). NVML does not list their GPUs."""
+_SHORT = len("0000:00:00.0")
 
 
-def count_gpus(devices: Path = Path("/sys/bus/pci/devices")) -> int:
-    """The number of display controllers of NVIDIA; 0 where the kernel does not tell."""
+def find_gpus(devices: Path = Path("/sys/bus/pci/devices")) -> list[Path]:
+    """The folders of NVIDIA's display controllers; none where the kernel does not tell."""
     try:
-        return sum(_is_gpu(device) for device in devices.iterdir())
+        return [device for device in devices.iterdir() if _is_gpu(device)]
     except OSError:
-        return 0
+        return []
+
+
+def pci_address(text: str) -> str:
+    """An address as the kernel writes it: NVML has more digits for the domain, and capitals."""
+    return text.lower()[-_SHORT:]
+
+
+class Bus:
+    """The GPUs on the bus, by address, and which of them the host has given away on purpose.
+
+    Attributes:
+        gpus: all, also those that left the bus since.
+        given_away: those that a program has for itself, as of the last `look`.
+    """
+
+    def __init__(self, devices: Sequence[Path]) -> None:
+        self._devices = {pci_address(device.name): device for device in devices}
+        self.gpus = frozenset(self._devices)
+        self.given_away: frozenset[str] = frozenset()
+
+    def look(self) -> None:
+        """See which GPUs are given away now: that may change at any time."""
+        self.given_away = frozenset(
+            address for address, device in self._devices.items() if _is_given_away(device)
+        )
 
 
 def _is_gpu(device: Path) -> bool:
@@ -20,3 +50,11 @@ def _is_gpu(device: Path) -> bool:
         return vendor == _NVIDIA and (device / "class").read_text(encoding="ascii").startswith(_DISPLAY)
     except OSError:
         return False
+
+
+def _is_given_away(device: Path) -> bool:
+    try:
+        driver = (device / "driver").readlink().name
+    except OSError:
+        return False
+    return driver.replace("_", "-").endswith(_GIVEN_AWAY)

@@ -1,10 +1,15 @@
-"""How collecting goes: times each snapshot on its way from the collector, and remembers when one was as it should be."""
+"""How collecting goes: times each snapshot on its way from the collector, and remembers when one was as it should be.
 
+A GPU that the host has given away on purpose, such as to a virtual machine, is not expected, and nothing is held against it.
+"""
+
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from gpuscale.common.clock import Clock
-from gpuscale.monitor.agent.model import GpuState, ReadingStatus, Snapshot
+from gpuscale.monitor.agent.model import GpuState, GpuView, ReadingStatus, Snapshot
+from gpuscale.monitor.exposition.bus import Bus, pci_address
 
 _WORKING = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW, GpuState.DIVIDED})
 # Absent for a reason that says nothing against the GPU.
@@ -17,7 +22,7 @@ class CollectionMeter:
     Args:
         collect: takes a snapshot.
         clock: what tells the time.
-        on_bus: how many GPUs are on the host's PCI bus, whatever the driver says.
+        bus: which GPUs are on the host's PCI bus, whatever NVIDIA's driver says.
 
     Attributes:
         newest: the newest snapshot; None before the first.
@@ -27,10 +32,10 @@ class CollectionMeter:
         failures: readings that should have been there and were not, by reason, since the start.
     """
 
-    def __init__(self, collect: Callable[[], Awaitable[Snapshot]], clock: Clock, on_bus: int) -> None:
+    def __init__(self, collect: Callable[[], Awaitable[Snapshot]], clock: Clock, bus: Bus) -> None:
         self._collect = collect
         self._clock = clock
-        self._on_bus = on_bus
+        self._bus = bus
         self.newest: Snapshot | None = None
         self.duration: float | None = None
         self.last_success: float | None = None
@@ -48,21 +53,33 @@ class CollectionMeter:
             for absent in view.reading.absent
             if absent.status not in _EXCUSED
         )
+        if self._bus.given_away or not self.succeeded():
+            await asyncio.to_thread(self._bus.look)
         if self.succeeded():
             self.last_success = snapshot.sample_time.timestamp()
         return snapshot
 
     def expected(self) -> int:
-        """How many GPUs there should be: those on the bus, or those that were ever found if they are more."""
-        return max(self._on_bus, self._found())
+        """How many GPUs there should be: those on the bus, or those that were found if they are more."""
+        return max(self._on_bus(), self._found())
 
     def succeeded(self) -> bool:
         """Whether the newest snapshot has every GPU that is expected, and each answers."""
-        if self.newest is None or self.newest.gpu_problem:
+        if self.newest is None:
             return False
-        return self._found() >= self._on_bus and all(view.state in _WORKING for view in self.newest.gpus)
+        all_given_away = bool(self._bus.gpus) and not self._on_bus()
+        if self.newest.gpu_problem and not all_given_away:
+            return False
+        return self._found() >= self._on_bus() and all(view.state in _WORKING for view in self._views())
+
+    def _on_bus(self) -> int:
+        return len(self._bus.gpus - self._bus.given_away)
 
     def _found(self) -> int:
         """How many GPUs of the bus the newest snapshot has; MIG instances are on the bus as their GPU."""
+        return len({view.identity.pci_bus_id or view.identity.uuid for view in self._views()})
+
+    def _views(self) -> list[GpuView]:
+        """The GPUs of the newest snapshot, but for those that are given away."""
         views = self.newest.gpus if self.newest is not None else ()
-        return len({view.identity.pci_bus_id or view.identity.uuid for view in views})
+        return [view for view in views if pci_address(view.identity.pci_bus_id) not in self._bus.given_away]
