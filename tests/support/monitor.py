@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -173,12 +174,16 @@ class RunningFleet:
 
 @asynccontextmanager
 async def running_fleet(
-    *, listen: str = "127.0.0.1:0", clock: Clock | None = None, authenticator: Authenticator | None = None
+    *,
+    listen: str = "127.0.0.1:0",
+    clock: Clock | None = None,
+    authenticator: Authenticator | None = None,
+    data_dir: Path | None = None,
 ) -> AsyncGenerator[RunningFleet, None]:
     """A fleet on a port of its own."""
     async with AsyncExitStack() as stack:
         registrations = await stack.enter_async_context(
-            open_fleet(FleetSettings(), clock=clock or SystemClock())
+            open_fleet(FleetSettings(data_dir=data_dir), clock=clock or SystemClock())
         )
         address = await stack.enter_async_context(
             serve(*registrations, listen=listen, authenticator=authenticator)

@@ -1,8 +1,10 @@
 """What the fleet keeps on disk, through ends of its process of every kind."""
 
+import asyncio
 import sqlite3
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import AsyncMock
@@ -20,6 +22,7 @@ from gpuscale.monitor.keeping.keeper import Keeper, open_keeper
 from gpuscale.monitor.keeping.store import DATABASE, FleetStore, Saving
 from gpuscale.monitor.recording.model import Order, RecordingState, Target
 from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.recording.saved import to_text
 from tests.support.clock import ManualClock
 
 SAMPLE = (10.0, 20.0, 5.0, 50.0, 40.0, 300.0, 900.0)
@@ -95,7 +98,7 @@ async def test_a_stop_keeps_history_and_recordings(tmp_path: Path, clock: Manual
         seen = fleet.samples()
     async with run(tmp_path, clock) as fleet:
         assert seen - 3 <= fleet.samples() <= seen
-        assert fleet.recordings.get("r2", clock.now()) == ended
+        assert to_text(fleet.recordings.get("r2", clock.now()), 0.0) == to_text(ended, 0.0)
         running = fleet.recordings.get("r1", clock.now())
         assert (running.state, running.sample_count) == (RecordingState.RUNNING, 200)
         fleet.pass_time(100)
@@ -207,6 +210,48 @@ async def test_a_recording_that_was_deleted_or_made_room_stays_away(
         assert [one.order.id for one in fleet.recordings.all(clock.now())] == ["r2"]
 
 
+async def test_a_recording_that_ended_by_itself_is_kept_as_it_ended(
+    tmp_path: Path, clock: ManualClock
+) -> None:
+    async with run(tmp_path, clock, crash=True) as fleet:
+        fleet.recordings.start(replace(order(), max_duration=100.0), clock.now())
+        fleet.pass_time(60)
+        await fleet.keeper.save()
+        fleet.pass_time(100)
+        ended = fleet.recordings.get("r1", clock.now())
+        await fleet.keeper.save()
+    async with run(tmp_path, clock) as fleet:
+        again = fleet.recordings.get("r1", clock.now())
+        assert (again.state, again.sample_count) == (RecordingState.EXPIRED, 20)
+        assert to_text(again, 0.0) == to_text(ended, 0.0)
+
+
+@pytest.mark.parametrize("turns", [0, 3, 12])
+async def test_a_recording_that_is_stopped_while_all_are_written_has_ended_on_disk(
+    tmp_path: Path, clock: ManualClock, turns: int
+) -> None:
+    """And one of the same name that was begun then is not the one before."""
+    async with run(tmp_path, clock, crash=True) as fleet:
+        for number in range(1, 9):
+            most = 20.0 if number == 2 else DAY
+            fleet.recordings.start(replace(order(f"r{number}"), max_duration=most), clock.now())
+        fleet.pass_time(60)
+        saving = asyncio.create_task(fleet.keeper.save())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        fleet.recordings.stop("r1", clock.now())
+        fleet.recordings.delete("r2", clock.now())
+        fleet.recordings.start(replace(order("r2"), request_id="other"), clock.now())
+        await asyncio.gather(*(fleet.keeper.save_recording(key) for key in ("r1", "r2")), saving)
+    async with run(tmp_path, clock) as fleet:
+        found = fleet.recordings.all(clock.now())
+        assert [(one.state, one.sample_count) for one in found] == [
+            (RecordingState.STOPPED, 12),
+            (RecordingState.RUNNING, 0),
+            *[(RecordingState.RUNNING, 12)] * 6,
+        ]
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -263,11 +308,12 @@ def fault(fleet: Fleet, xid: int) -> Event:
 
 
 async def test_health_events_outlive_the_fleet(tmp_path: Path, clock: ManualClock) -> None:
-    """Those that are over as they were, and those that last go on where they are found again."""
+    """Those that are over, and those that last, as they were."""
     async with run(tmp_path, clock, crash=True) as fleet:
         over, lasts = fault(fleet, 13), fault(fleet, 79)
         fleet.events.resolve(over, clock.now())
         await fleet.keeper.save()
+        lasts.boot_id = "boot 7"
         fleet.events.clear([lasts])
         await fleet.keeper.save()
     clock.advance(100.0)
@@ -276,7 +322,7 @@ async def test_health_events_outlive_the_fleet(tmp_path: Path, clock: ManualCloc
             (lasts.id, None, True),
             (over.id, clock.now() - 100.0, False),
         ]
-        assert fault(fleet, 79).id == lasts.id, "no second one"
+        assert [one.boot_id for one in fleet.events.lasting()] == ["boot 7"]
         assert fault(fleet, 48).id > lasts.id
 
 

@@ -1,11 +1,25 @@
 """Recordings: what counts as a sample, when they end, and that few are kept."""
 
+import asyncio
+from dataclasses import replace
+from unittest.mock import Mock
+
 import pytest
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
+from gpuscale.common.limits import MAX_MESSAGE_BYTES
+from gpuscale.monitor.dates import Dates
+from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.metrics import ABSENT, Metric, Sample, Stats
+from gpuscale.monitor.recording import servicer
+from gpuscale.monitor.recording.directory import MOST_GPUS, Directory
 from gpuscale.monitor.recording.model import Order, Recording, RecordingState, Target
 from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.recording.saved import pieces
+from gpuscale.monitor.recording.servicer import RecordingServicer, forget
+from gpuscale.monitor.recording.translate import to_recording
+from tests.support.clock import ManualClock
 
 NOTHING: Sample = (ABSENT,) * 7
 
@@ -27,7 +41,7 @@ def busy(percent: float) -> Sample:
 
 
 def stats(recording: Recording, gpu: int = 0) -> dict[Metric, Stats]:
-    return dict(recording.gpus[gpu].stats())
+    return dict(recording.gpus[gpu].figures().stats())
 
 
 def test_samples_become_minimum_maximum_mean_and_count() -> None:
@@ -129,3 +143,49 @@ def test_two_recordings_of_one_gpu_do_not_disturb_each_other() -> None:
     recordings.stop("a", 1.5)
     recordings.add("gpu-0", 2.0, busy(1.0))
     assert [one.sample_count for one in recordings.all(3.0)] == [1, 2]
+
+
+async def test_a_page_ends_before_it_has_too_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few recordings that are; and one is there at least."""
+    monkeypatch.setattr(servicer, "MOST_GPUS_OF_A_PAGE", 5)
+    clock, recordings = ManualClock(1.0), Recordings()
+    for number in range(6):
+        recordings.start(order(f"r{number}"), 1.0)  # of two GPUs each
+    targets = [Target(f"nodes/a/gpus/{i}", f"GPU-{i}", i, "Test GPU", 1.0) for i in range(9)]
+    recordings.start(replace(order("r6"), targets=targets), 1.0)
+    service = RecordingServicer(recordings, Directory(Nodes(clock, 1)), clock, forget)
+    pages, token = list[list[str]](), ""
+    while token or not pages:
+        request = api.ListRecordingsRequest(page_size=3, page_token=token)
+        answer = await service.ListRecordings(request, Mock())
+        pages.append([one.name.removeprefix("recordings/") for one in answer.recordings])
+        token = answer.next_page_token
+    assert pages == [["r0", "r1"], ["r2", "r3"], ["r4", "r5"], ["r6"]]
+
+
+async def test_a_large_recording_lets_other_work_have_its_turn() -> None:
+    """While it is written into a message, of which a page has room for some, or as text for the disk."""
+    recordings = Recordings()
+    targets = [
+        Target(f"nodes/{'a' * 60}/gpus/{i}", f"GPU-{i:036}", i, "T" * 64, 1.0) for i in range(MOST_GPUS)
+    ]
+    recording = recordings.start(replace(order(), targets=targets), 1.0)
+    for target in targets:
+        recordings.add(target.uuid.lower(), 1.5, (100 / 3,) * 7)
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    message = await to_recording(recording, Dates.of(ManualClock(1.0)))
+    counting.cancel()
+    assert turns >= MOST_GPUS / 64 - 1
+    assert (len(message.gpus), message.sample_count) == (MOST_GPUS, 1)
+    assert message.ByteSize() * servicer.MOST_GPUS_OF_A_PAGE / MOST_GPUS < MAX_MESSAGE_BYTES
+    made = list(pieces(recording, 0.0))
+    assert len(made) > 2 * MOST_GPUS / 64
+    assert max(map(len, made)) < 4 * len("".join(made)) / len(made)

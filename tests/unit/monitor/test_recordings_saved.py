@@ -24,7 +24,7 @@ def test_a_recording_that_runs_goes_on_and_ends_with_the_same_figures() -> None:
     for one in (never, after):
         one.add("gpu-1", 105.1, SAMPLE)  # too early after the last one: the interval holds over the restart
         one.add("gpu-1", 110.0, tuple(2 * value for value in SAMPLE))
-    assert after.get("r1", 111.0) == never.get("r1", 111.0)
+    assert to_text(after.get("r1", 111.0), 0.0) == to_text(never.get("r1", 111.0), 0.0)
     assert after.stop("r1", 112.0).gpus[0].sample_count == 6
 
 

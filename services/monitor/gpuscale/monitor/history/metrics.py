@@ -68,6 +68,15 @@ class Tally:
         self.total += mean * count
         self.count += count
 
+    def joined(self, other: "Tally") -> "Tally":
+        """The samples of both; neither changes."""
+        return Tally(
+            min(self.min, other.min),
+            max(self.max, other.max),
+            self.total + other.total,
+            self.count + other.count,
+        )
+
     def stats(self) -> Stats | None:
         """What they came to; None without a sample."""
         if not self.count:

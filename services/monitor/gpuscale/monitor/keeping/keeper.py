@@ -26,12 +26,14 @@ from gpuscale.monitor.keeping.store import DATABASE, Chunk, FleetStore, Saving
 from gpuscale.monitor.keeping.timeline import STEP_SECONDS, Timeline, continued
 from gpuscale.monitor.recording.model import Recording, RecordingState
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.recording.saved import from_text, to_text
+from gpuscale.monitor.recording.saved import from_text, pieces
 
 SAVE_SECONDS = 45.0
 SERIES_AT_ONCE = 100
 """So many series are looked at before other work gets its turn."""
 
+_Text = tuple[Recording, RecordingState, str]
+"""A recording, and its text, which is of that state."""
 _Newest = tuple[int, int]
 """The newest bucket of a series, and how many samples it had."""
 _BEGIN = -(2**31)
@@ -51,6 +53,7 @@ class Keeper:
         self._events = events
         self._clock = clock
         self._timeline = Timeline("", 0.0)
+        self._final: dict[str, Recording] = {}  # those whose end is on disk
         self._saved: dict[str, _Newest] = {}
         self._saved_finer: dict[str, int] = {}
         self._failing = False
@@ -68,7 +71,9 @@ class Keeper:
         self._timeline = continued(before, newest, self._clock.boot_id, now, wall)
         try:
             for text in await self._store.recordings():
-                self._recordings.restore(from_text(text, self._timeline.offset))
+                recording = from_text(text, self._timeline.offset)
+                self._recordings.restore(recording)
+                self._note_final(recording, recording.state)
             offset = self._timeline.offset
             self._events.restore([event_from_text(text, offset) for text in await self._store.events()])
             async for key, rows in self._series(self._history.tiers[-1]):
@@ -110,7 +115,7 @@ class Keeper:
             FailedPreconditionError: STATE_UNREADABLE, the file was found damaged.
         """
         recordings = self._recordings.all(self._clock.now())
-        running = [one for one in recordings if one.state is RecordingState.RUNNING]
+        texts = [await self._text(one) for one in recordings if self._final.get(one.order.id) is not one]
         found, finer = list[Chunk](), list[Chunk]()
         newest, newest_finer = dict[str, _Newest](), dict[str, int]()
         series = self._history.all()
@@ -119,7 +124,7 @@ class Keeper:
                 self._collect(key, one, found, newest)
                 self._collect_finer(key, one, finer, newest_finer)
             await asyncio.sleep(0)
-        await self._write(running, found, finer)
+        await self._write(texts, found, finer)
         there = self._history.get
         self._saved = {key: last for key, last in (self._saved | newest).items() if there(key)}
         self._saved_finer = {
@@ -129,11 +134,28 @@ class Keeper:
     async def save_recording(self, key: str) -> None:
         """Write one recording, or that it is gone. Raises as `save` does."""
         recordings = self._recordings.all(self._clock.now())
-        await self._write([one for one in recordings if one.order.id == key], ())
+        await self._write([await self._text(one) for one in recordings if one.order.id == key], ())
+
+    async def _text(self, recording: Recording) -> _Text:
+        """A recording as text; other work gets its turn meanwhile, and where that ends it the text is made anew."""
+        while True:
+            state, made = recording.state, list[str]()
+            for piece in pieces(recording, self._timeline.offset):
+                made.append(piece)
+                await asyncio.sleep(0)
+            if recording.state is state:
+                return recording, state, "".join(made)
+
+    def _note_final(self, recording: Recording, state: RecordingState) -> None:
+        if state is not RecordingState.RUNNING:
+            self._final[recording.order.id] = recording
 
     async def _write(
-        self, recordings: Sequence[Recording], found: Sequence[Chunk], finer: Sequence[Chunk] = ()
+        self, texts: Sequence[_Text], found: Sequence[Chunk], finer: Sequence[Chunk] = ()
     ) -> None:
+        """Write it; texts of recordings that ended or were deleted since are of no use, whoever ended them writes."""
+        kept = {one.order.id: one for one in self._recordings.all(self._clock.now())}
+        texts = [text for text in texts if text[0].state is text[1] and kept.get(text[0].order.id) is text[0]]
         timeline, now = self._timeline, self._timeline.stored(self._clock.now())
         changed, self._events.unsaved = self._events.unsaved, set()
         events = {key: self._events.get(key) for key in changed}
@@ -141,10 +163,10 @@ class Keeper:
         saving = Saving(
             timeline=timeline,
             newest=now,
-            recordings={one.order.id: to_text(one, timeline.offset) for one in recordings},
+            recordings={one.order.id: text for one, _, text in texts},
             chunks=found,
             finer=finer,
-            kept=[one.order.id for one in self._recordings.all(self._clock.now())],
+            kept=list(kept),
             oldest_chunk=int((now - coarsest.retention) // (coarsest.step * CHUNK)),
             oldest_finer=int((now - finest.retention) // (finest.step * CHUNK)),
             events={key: event_to_text(one, timeline.offset) if one else "" for key, one in events.items()},
@@ -154,6 +176,9 @@ class Keeper:
         except (UnavailableError, FailedPreconditionError):
             self._events.unsaved |= changed
             raise
+        self._final = {key: one for key, one in self._final.items() if key in kept}
+        for one, state, _ in texts:
+            self._note_final(one, state)
 
     def _collect(self, key: str, series: Series, found: list[Chunk], newest: dict[str, _Newest]) -> None:
         """Add the chunks of a series that changed since it was saved last."""

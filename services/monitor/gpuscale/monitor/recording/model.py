@@ -10,6 +10,8 @@ from math import isnan
 
 from gpuscale.monitor.history.metrics import GPU_METRICS, Metric, Sample, Stats, Tally
 
+NEVER = float("-inf")
+
 
 class RecordingState(Enum):
     """Whether a recording takes in samples."""
@@ -31,26 +33,94 @@ class Target:
 
 
 @dataclass(slots=True)
-class RecordedGpu:
-    """One GPU in a recording."""
+class Figures:
+    """What samples of one GPU came to. `tallies`: one for each of `GPU_METRICS`, or none before the first sample."""
 
-    target: Target
     sample_count: int = 0
-    last_at: float = float("-inf")
-    tallies: list[Tally] = field(default_factory=lambda: [Tally() for _ in GPU_METRICS])
+    last_at: float = NEVER
+    tallies: list[Tally] = field(default_factory=list[Tally])
 
     def add(self, at: float, sample: Sample) -> None:
         """Take in what was read at `at`."""
+        if not self.tallies:
+            self.tallies = [Tally() for _ in GPU_METRICS]
         self.last_at = at
         self.sample_count += 1
         for tally, value in zip(self.tallies, sample, strict=True):
             if not isnan(value):
                 tally.add(value)
 
+    def with_later(self, later: "Figures") -> "Figures":
+        """These and later samples together; neither of them changes with what comes of it."""
+        if not later.sample_count:
+            return self
+        pairs = zip(self.tallies or _NONE, later.tallies, strict=True)
+        count = self.sample_count + later.sample_count
+        return Figures(count, later.last_at, [one.joined(other) for one, other in pairs])
+
     def stats(self) -> list[tuple[Metric, Stats]]:
         """The figures of each metric that was read at least once."""
-        pairs = zip(GPU_METRICS, (tally.stats() for tally in self.tallies), strict=True)
+        pairs = zip(GPU_METRICS, (tally.stats() for tally in self.tallies), strict=False)
         return [(metric, stats) for metric, stats in pairs if stats is not None]
+
+
+_NONE = [Tally() for _ in GPU_METRICS]
+_NOTHING = Figures()
+
+
+@dataclass(slots=True, eq=False)
+class RecordedGpu:
+    """One GPU in a recording.
+
+    Attributes:
+        own: what came of its samples before `span`; another object after each change.
+        span: what it takes in now together with other recordings; None where it takes in nothing.
+        until: it takes in no sample that was read later.
+    """
+
+    target: Target
+    own: Figures = field(default_factory=lambda: _NOTHING)
+    span: "Span | None" = None
+    until: float = NEVER
+
+    @property
+    def sample_count(self) -> int:
+        """How many samples it has."""
+        return self.own.sample_count + (0 if self.span is None else self.span.figures.sample_count)
+
+    def figures(self) -> Figures:
+        """What all its samples came to so far."""
+        return self.own if self.span is None else self.own.with_later(self.span.figures)
+
+    def end(self) -> None:
+        """It takes in nothing more; it leaves its span with the next sample."""
+        self.until = NEVER
+        if self.span is not None:
+            self.span.until = NEVER
+
+    def leave(self) -> None:
+        """It takes in nothing more with others."""
+        if self.span is not None:
+            self.own = self.figures()
+            self.span.members.discard(self)
+            self.span = None
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Samples of one GPU that several recordings take in, the same of each: they are counted once for all.
+
+    Attributes:
+        pace: how far apart the samples are, at least.
+        due: when the next one may be read.
+        until: when the first of its members ends.
+    """
+
+    pace: float
+    due: float
+    until: float
+    members: set[RecordedGpu]
+    figures: Figures = field(default_factory=Figures)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,16 @@
 """All recordings that are kept. Pure: times are arguments, in seconds of the clock that samples are dated by.
 
 A sample counts once: it is a new reading, made while the recording runs, and one interval after the one before (a
-quarter early at most, for what the network does to the arrival of snapshots).
+quarter early at most, for what the network does to the arrival of snapshots). What it costs does not grow with the number of
+recordings that take it in.
 """
 
 from gpuscale.common.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
 from gpuscale.monitor.history.metrics import Sample
 from gpuscale.monitor.recording.model import Order, RecordedGpu, Recording, RecordingState
+from gpuscale.monitor.recording.spans import Spans
 
 MOST_KEPT = 100
-EARLY = 0.25
-"""A sample may come this share of the interval, or of the agent's period if that is shorter, early."""
 
 
 class Recordings:
@@ -23,7 +23,8 @@ class Recordings:
     def __init__(self, most_kept: int = MOST_KEPT) -> None:
         self._most_kept = most_kept
         self._all: dict[str, Recording] = {}
-        self._taking: dict[str, list[tuple[Recording, RecordedGpu]]] = {}
+        self._spans: dict[str, Spans] = {}
+        self._nodes_of: dict[str, frozenset[str]] = {}
         self.nodes: frozenset[str] = frozenset()
 
     def all(self, now: float) -> list[Recording]:
@@ -64,9 +65,11 @@ class Recordings:
     def restore(self, recording: Recording) -> None:
         """Keep a recording as it is; one that runs goes on."""
         self._all[recording.order.id] = recording
+        names = {target.name for target in recording.order.targets}
+        self._nodes_of[recording.order.id] = frozenset(name.split("/")[1] for name in names)
         if recording.state is RecordingState.RUNNING:
             for gpu in recording.gpus:
-                self._taking.setdefault(gpu.target.uuid.lower(), []).append((recording, gpu))
+                self._spans.setdefault(gpu.target.uuid.lower(), Spans()).begin(recording, gpu)
             self._note_nodes()
 
     def stop(self, key: str, now: float) -> Recording:
@@ -77,7 +80,8 @@ class Recordings:
         """
         recording = self.get(key, now)
         if recording.state is RecordingState.RUNNING:
-            self._end(recording, RecordingState.STOPPED, now)
+            _end(recording, RecordingState.STOPPED, now)
+            self._note_nodes()
         return recording
 
     def delete(self, key: str, now: float) -> None:
@@ -86,16 +90,15 @@ class Recordings:
         Raises:
             NotFoundError: there is none.
         """
-        self.stop(key, now)
-        del self._all[key]
+        self._forget(self.stop(key, now))
 
     def add(self, uuid: str, at: float, sample: Sample) -> None:
         """Take in what was read at `at` of the GPU with that UUID, in lower case."""
-        for recording, gpu in self._taking.get(uuid, ()):
-            interval = recording.order.interval
-            due = gpu.last_at + interval - EARLY * min(interval, gpu.target.period)
-            if at >= due and recording.started_at <= at <= recording.last_moment:
-                gpu.add(at, sample)
+        spans = self._spans.get(uuid)
+        if spans is not None:
+            spans.add(at, sample)
+            if not spans:
+                del self._spans[uuid]
 
     def _repeated(self, order: Order) -> Recording | None:
         for recording in self._all.values():
@@ -117,24 +120,35 @@ class Recordings:
                 f"{self._most_kept} recordings run already", reason="TOO_MANY_RECORDINGS"
             )
         oldest = min(ended, key=lambda one: one.ended_at or 0.0)
-        del self._all[oldest.order.id]
+        self._forget(oldest)
+
+    def _forget(self, recording: Recording) -> None:
+        """Let go of a recording that has ended."""
+        del self._all[recording.order.id], self._nodes_of[recording.order.id]
+        for gpu in recording.gpus:
+            gpu.leave()
+            uuid = gpu.target.uuid.lower()
+            spans = self._spans.get(uuid)
+            if spans is not None:
+                spans.tidy()
+                if not spans:
+                    del self._spans[uuid]
 
     def _expire(self, now: float) -> None:
-        for recording in self._all.values():
-            if recording.state is RecordingState.RUNNING and now > recording.last_moment:
-                self._end(recording, RecordingState.EXPIRED, recording.last_moment)
+        over = [one for one in self._running() if now > one.last_moment]
+        for recording in over:
+            _end(recording, RecordingState.EXPIRED, recording.last_moment)
+        if over:
+            self._note_nodes()
 
-    def _end(self, recording: Recording, state: RecordingState, at: float) -> None:
-        recording.state, recording.ended_at = state, at
-        for gpu in recording.gpus:
-            uuid = gpu.target.uuid.lower()
-            left = [taking for taking in self._taking[uuid] if taking[0] is not recording]
-            if left:
-                self._taking[uuid] = left
-            else:
-                del self._taking[uuid]
-        self._note_nodes()
+    def _running(self) -> list[Recording]:
+        return [one for one in self._all.values() if one.state is RecordingState.RUNNING]
 
     def _note_nodes(self) -> None:
-        taking = (gpu for each in self._taking.values() for _, gpu in each)
-        self.nodes = frozenset(gpu.target.name.split("/")[1] for gpu in taking)
+        self.nodes = frozenset().union(*(self._nodes_of[one.order.id] for one in self._running()))
+
+
+def _end(recording: Recording, state: RecordingState, at: float) -> None:
+    recording.state, recording.ended_at = state, at
+    for gpu in recording.gpus:
+        gpu.end()

@@ -1,25 +1,48 @@
 """Recordings as text and back, for the disk. Pure. Times are shifted to the count that is stored, and back."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpuscale.monitor.history.metrics import GPU_METRICS, Tally
-from gpuscale.monitor.recording.model import Order, RecordedGpu, Recording, RecordingState, Target
+from gpuscale.monitor.recording.model import (
+    NEVER,
+    Figures,
+    Order,
+    RecordedGpu,
+    Recording,
+    RecordingState,
+    Target,
+)
+
+GPUS_AT_ONCE = 64
 
 
 def to_text(recording: Recording, shift: float) -> str:
     """A recording with what it has come to so far; `shift` seconds are added to its times."""
-    return json.dumps(
+    return "".join(pieces(recording, shift))
+
+
+def pieces(recording: Recording, shift: float) -> Iterator[str]:
+    """The same in pieces that each take a moment to make: those of large recordings have a megabyte in all."""
+    targets, gpus = recording.order.targets, recording.gpus
+    ended = recording.ended_at
+    yield json.dumps(
         {
-            "order": asdict(recording.order),
             "state": recording.state.name,
             "started_at": recording.started_at + shift,
-            "ended_at": None if recording.ended_at is None else recording.ended_at + shift,
-            "gpus": [_from_gpu(gpu, shift) for gpu in recording.gpus],
+            "ended_at": None if ended is None else ended + shift,
         }
-    )
+    ).removesuffix("}")
+    yield f', "order": {json.dumps(_from_order(recording.order)).removesuffix("}")}, "targets": ['
+    for start in range(0, len(targets), GPUS_AT_ONCE):
+        part = targets[start : start + GPUS_AT_ONCE]
+        yield (", " if start else "") + ", ".join(json.dumps(_from_target(one)) for one in part)
+    yield ']}, "gpus": ['
+    for start in range(0, len(gpus), GPUS_AT_ONCE):
+        each = gpus[start : start + GPUS_AT_ONCE]
+        yield (", " if start else "") + ", ".join(json.dumps(_from_gpu(one, shift)) for one in each)
+    yield "]}"
 
 
 def from_text(text: str, shift: float) -> Recording:
@@ -45,24 +68,40 @@ def from_text(text: str, shift: float) -> Recording:
         raise ValueError(f"this is no recording: {error}") from error
 
 
-def _from_gpu(gpu: RecordedGpu, shift: float) -> dict[str, object]:
+def _from_order(order: Order) -> dict[str, object]:
     return {
-        "sample_count": gpu.sample_count,
-        "last_at": gpu.last_at + shift if gpu.sample_count else None,
+        "id": order.id,
+        "request_id": order.request_id,
+        "fingerprint": order.fingerprint,
+        "interval": order.interval,
+        "max_duration": order.max_duration,
+    }
+
+
+def _from_target(target: Target) -> dict[str, object]:
+    return {
+        "name": target.name,
+        "uuid": target.uuid,
+        "index": target.index,
+        "model": target.model,
+        "period": target.period,
+    }
+
+
+def _from_gpu(gpu: RecordedGpu, shift: float) -> dict[str, object]:
+    figures = gpu.figures()
+    return {
+        "sample_count": figures.sample_count,
+        "last_at": figures.last_at + shift if figures.sample_count else None,
         "tallies": {
-            metric.name: asdict(tally)
-            for metric, tally in zip(GPU_METRICS, gpu.tallies, strict=True)
+            metric.name: {"min": tally.min, "max": tally.max, "total": tally.total, "count": tally.count}
+            for metric, tally in zip(GPU_METRICS, figures.tallies, strict=False)
             if tally.count
         },
     }
 
 
 def _to_gpu(target: Target, found: Mapping[str, Any], shift: float) -> RecordedGpu:
-    gpu = RecordedGpu(target, sample_count=found["sample_count"])
-    if found["last_at"] is not None:
-        gpu.last_at = found["last_at"] - shift
-    tallies = found["tallies"]
-    gpu.tallies = [
-        Tally(**tallies[metric.name]) if metric.name in tallies else Tally() for metric in GPU_METRICS
-    ]
-    return gpu
+    last, tallies = found["last_at"], found["tallies"]
+    each = [Tally(**tallies[metric.name]) if metric.name in tallies else Tally() for metric in GPU_METRICS]
+    return RecordedGpu(target, Figures(found["sample_count"], NEVER if last is None else last - shift, each))

@@ -1,7 +1,9 @@
 """RecordingService on the wire."""
 
 import uuid
-from collections.abc import Awaitable, Callable
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
 
 import grpc
 
@@ -13,12 +15,14 @@ from gpuscale.common.paging import page
 from gpuscale.common.wire import fingerprint, optional_seconds
 from gpuscale.monitor.dates import Dates
 from gpuscale.monitor.recording.directory import Directory
-from gpuscale.monitor.recording.model import Order
+from gpuscale.monitor.recording.model import Order, Recording
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.recording.translate import to_recording
 
 DEFAULT_INTERVAL_SECONDS = 1.0
 DEFAULT_MAX_DURATION_SECONDS = 3_600.0
+MOST_GPUS_OF_A_PAGE = 4_096
+"""A page of recordings ends before it has more of them; a message has room for some 8,000."""
 RECORDING = "recordings/{recording}"
 
 Keep = Callable[[str], Awaitable[None]]
@@ -49,7 +53,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
         dates = Dates.of(self._clock)
         recording = self._recordings.start(self._order(request), dates.now)
         await self._keep(recording.order.id)
-        return monitor_api.StartRecordingResponse(recording=to_recording(recording, dates))
+        return monitor_api.StartRecordingResponse(recording=await to_recording(recording, dates))
 
     async def StopRecording(
         self,
@@ -62,7 +66,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
         dates = Dates.of(self._clock)
         recording = self._recordings.stop(_id(request.name), dates.now)
         await self._keep(recording.order.id)
-        return monitor_api.StopRecordingResponse(recording=to_recording(recording, dates))
+        return monitor_api.StopRecordingResponse(recording=await to_recording(recording, dates))
 
     async def GetRecording(
         self,
@@ -72,7 +76,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
         """One recording."""
         dates = Dates.of(self._clock)
         recording = self._recordings.get(_id(request.name), dates.now)
-        return monitor_api.GetRecordingResponse(recording=to_recording(recording, dates))
+        return monitor_api.GetRecordingResponse(recording=await to_recording(recording, dates))
 
     async def ListRecordings(
         self,
@@ -83,14 +87,12 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
     ) -> monitor_api.ListRecordingsResponse:
         """A page of recordings."""
         dates = Dates.of(self._clock)
-        found, token = page(
-            self._recordings.all(dates.now),
-            key=lambda recording: recording.order.id,
-            page_size=request.page_size,
-            page_token=request.page_token,
-        )
+        found, token = self._page(dates.now, request.page_size, request.page_token)
+        few = _that_fit(found)
+        if few < len(found):
+            found, token = self._page(dates.now, few, request.page_token)
         return monitor_api.ListRecordingsResponse(
-            recordings=[to_recording(recording, dates) for recording in found], next_page_token=token
+            recordings=[await to_recording(recording, dates) for recording in found], next_page_token=token
         )
 
     async def DeleteRecording(
@@ -105,6 +107,14 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
         self._recordings.delete(key, self._clock.now())
         await self._keep(key)
         return monitor_api.DeleteRecordingResponse()
+
+    def _page(self, now: float, page_size: int, page_token: str) -> tuple[Sequence[Recording], str]:
+        return page(
+            self._recordings.all(now),
+            key=lambda recording: recording.order.id,
+            page_size=page_size,
+            page_token=page_token,
+        )
 
     def _order(self, request: monitor_api.StartRecordingRequest) -> Order:
         """What a request asks for.
@@ -128,6 +138,12 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
             max_duration=optional_seconds(request, "max_duration") or DEFAULT_MAX_DURATION_SECONDS,
             targets=targets,
         )
+
+
+def _that_fit(recordings: Sequence[Recording]) -> int:
+    """How many of the first have room in one message; one at least."""
+    gpus = list(accumulate(len(recording.gpus) for recording in recordings))
+    return max(bisect_right(gpus, MOST_GPUS_OF_A_PAGE), 1)
 
 
 def _id(name: str) -> str:

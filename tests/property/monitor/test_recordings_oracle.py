@@ -1,0 +1,190 @@
+"""Each recording comes to what it would alone, however many of a GPU there are, and the cost of a sample does not grow."""
+
+from dataclasses import dataclass, field
+from math import isnan
+from random import Random
+
+import pytest
+
+from gpuscale.monitor.history.metrics import ABSENT, GPU_METRICS, Sample
+from gpuscale.monitor.recording.model import Figures, Order, Recording, RecordingState, Target
+from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.recording.saved import from_text, to_text
+
+GPUS = ("GPU-A", "GPU-B", "GPU-C")
+
+
+def order(key: str, interval: float, most: float, uuids: tuple[str, ...], period: float = 1.0) -> Order:
+    targets = [Target(f"nodes/n{uuid}/gpus/{uuid.lower()}", uuid, 0, "H100", period) for uuid in uuids]
+    return Order(key, f"request of {key}", "same", interval, most, targets)
+
+
+@dataclass
+class Alone:
+    """A recording, and the samples that it should have taken in."""
+
+    order: Order
+    started_at: float
+    taken: dict[str, list[tuple[float, Sample]]] = field(default_factory=lambda: {uuid: [] for uuid in GPUS})
+    ended_at: float = float("inf")
+
+    def add(self, target: Target, at: float, sample: Sample) -> None:
+        taken = self.taken[target.uuid]
+        early = 0.25 * min(self.order.interval, target.period)
+        apart = not taken or at >= taken[-1][0] + self.order.interval - early
+        if apart and self.started_at <= at <= min(self.ended_at, self.started_at + self.order.max_duration):
+            taken.append((at, sample))
+
+    def check(self, found: Recording) -> None:
+        assert found.sample_count == max(len(self.taken[one.uuid]) for one in self.order.targets)
+        for gpu in found.gpus:
+            figures, taken = gpu.figures(), self.taken[gpu.target.uuid]
+            assert gpu.sample_count == figures.sample_count == len(taken)
+            assert figures.last_at == (taken[-1][0] if taken else float("-inf"))
+            stats = dict(figures.stats())
+            for place, metric in enumerate(GPU_METRICS):
+                values = [sample[place] for _, sample in taken if not isnan(sample[place])]
+                assert (metric in stats) == bool(values)
+                if values:
+                    one = stats[metric]
+                    assert (one.min, one.max, one.count) == (min(values), max(values), len(values))
+                    assert one.mean == pytest.approx(sum(values) / len(values))
+
+
+class Site:
+    """Recordings that come and go, over restarts, while samples come in."""
+
+    def __init__(self, source: Random) -> None:
+        self.source, self.now, self.begun = source, 100.0, 0
+        self.recordings = Recordings()
+        self.alone: dict[str, Alone] = {}
+
+    def second(self) -> None:
+        self.now += self.source.choice((0.875, 1.0, 1.125))
+        if self.source.random() < 0.5:
+            self.end_those_over()
+        if len(self.alone) < 25 and self.source.random() < 0.4:
+            self.end_those_over()
+            self.start()
+        if self.alone and self.source.random() < 0.1:
+            self.end_those_over()
+            key = self.source.choice(list(self.alone))
+            if self.recordings.get(key, self.now).state is RecordingState.RUNNING:
+                self.recordings.stop(key, self.now)
+                self.alone[key].ended_at = float("-inf")
+        if self.alone and self.source.random() < 0.05:
+            self.end_those_over()
+            key = self.source.choice(list(self.alone))
+            self.recordings.delete(key, self.now)
+            del self.alone[key]
+        if self.source.random() < 0.02:
+            self.end_those_over()
+            texts = [to_text(one, 50.0) for one in self.recordings.all(self.now)]
+            self.recordings = Recordings()
+            for text in texts:
+                self.recordings.restore(from_text(text, 50.0))
+        for uuid in GPUS:
+            if self.source.random() < 0.9:
+                self.add(uuid)
+
+    def end_those_over(self) -> None:
+        """Whoever asks after recordings ends those that are over, and for good: no late sample changes them."""
+        self.recordings.all(self.now)
+        for one in self.alone.values():
+            if self.now > one.started_at + one.order.max_duration:
+                one.ended_at = float("-inf")
+
+    def start(self) -> None:
+        for _ in range(self.source.choice((1, 1, 4))):
+            self.begun += 1
+            uuids = tuple(self.source.sample(GPUS, self.source.randrange(1, len(GPUS) + 1)))
+            interval, most = (
+                self.source.choice((1.0, 1.0, 1.0, 0.5, 3.0)),
+                self.source.choice((5.0, 30.0, 1e4)),
+            )
+            asked = order(f"r{self.begun}", interval, most, uuids, self.source.choice((1.0, 1.0, 0.25)))
+            self.recordings.start(asked, self.now)
+            self.alone[asked.id] = Alone(asked, self.now)
+
+    def add(self, uuid: str) -> None:
+        at = self.now - self.source.choice((0.0, 0.125, 0.25))
+        absent = self.source.random() < 0.1
+        sample = tuple(
+            ABSENT if absent or self.source.random() < 0.1 else self.source.random() * 100
+            for _ in GPU_METRICS
+        )
+        self.recordings.add(uuid.lower(), at, sample)
+        for one in self.alone.values():
+            for target in one.order.targets:
+                if target.uuid == uuid:
+                    one.add(target, at, sample)
+
+    def check(self) -> None:
+        self.end_those_over()
+        found = {one.order.id: one for one in self.recordings.all(self.now)}
+        assert found.keys() == self.alone.keys()
+        for key, one in self.alone.items():
+            assert (found[key].state is RecordingState.RUNNING) == (one.ended_at > 0)
+            one.check(found[key])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_comes_to_what_it_would_alone(seed: int) -> None:
+    site = Site(Random(seed))
+    for _ in range(150):
+        site.second()
+        if site.source.random() < 0.1:
+            site.check()
+    site.check()
+
+
+def test_a_sample_is_counted_once_for_all_that_take_it_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they began one after the other, and are not joined anew with each; those that wait otherwise are apart."""
+    counted: list[float] = []
+    joined: list[float] = []
+    add, with_later = Figures.add, Figures.with_later
+
+    def count(self: Figures, at: float, sample: Sample) -> None:
+        counted.append(at)
+        add(self, at, sample)
+
+    def join(self: Figures, later: Figures) -> Figures:
+        joined.append(later.last_at)
+        return with_later(self, later)
+
+    monkeypatch.setattr(Figures, "add", count)
+    monkeypatch.setattr(Figures, "with_later", join)
+    recordings = Recordings()
+    for number in range(100):
+        recordings.start(
+            order(f"r{number}", 2.0 if number % 10 == 9 else 1.0, 1e6, ("GPU-A",)), float(number)
+        )
+        recordings.add("gpu-a", number + 0.5, (1.0,) * 7)
+    assert len(counted) + len(joined) < 100 * 20
+    for second in range(100, 200):
+        recordings.add("gpu-a", second + 0.5, (1.0,) * 7)
+    counted.clear()
+    for second in range(200, 300):
+        recordings.add("gpu-a", second + 0.5, (1.0,) * 7)
+    assert len(counted) == 100 + 50
+    assert [one.sample_count for one in recordings.all(300.0)] == [
+        (301 - number) // 2 if number % 10 == 9 else 300 - number
+        for number in sorted(range(100), key=lambda number: f"r{number}")
+    ]
+
+
+def test_nothing_is_kept_of_gpus_whose_recordings_are_gone() -> None:
+    """Whether they take in a sample after that or not."""
+    recordings = Recordings()
+    for number in range(6):
+        recordings.start(order(f"r{number}", 1.0, 10.0, GPUS), 0.0)
+        recordings.add("gpu-a", 0.5 + number, (1.0,) * 7)
+    recordings.stop("r0", 7.0)
+    recordings.all(100.0)
+    recordings.add("gpu-a", 101.0, (1.0,) * 7)
+    assert recordings._spans.keys() == {"gpu-b", "gpu-c"}
+    assert recordings.nodes == frozenset()
+    for number in range(6):
+        assert recordings.get(f"r{number}", 101.0).gpus[0].sample_count == 6 - number
+        recordings.delete(f"r{number}", 101.0)
+    assert not recordings._spans
