@@ -3,8 +3,9 @@
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
@@ -73,12 +74,10 @@ class Site:
         return (await self.fleet.node("alpha")).snapshot.gpus[0].quarantine
 
 
-@pytest.fixture
-async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Site, None]:
-    monkeypatch.setattr(observing, "TICK_SECONDS", 0.02)
-    clock = ManualClock(10_000.0)
+@asynccontextmanager
+async def open_site(clock: ManualClock, data_dir: Path | None = None) -> AsyncGenerator[Site, None]:
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(running_fleet(clock=clock))
+        fleet = await stack.enter_async_context(running_fleet(clock=clock, data_dir=data_dir))
         channel = await stack.enter_async_context(open_channel(fleet.address))
         call = fleet.stub.StreamTelemetry()
         stack.callback(call.cancel)
@@ -91,6 +90,13 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Site, None]:
             api.HistoryServiceStub(channel),
             api.HealthServiceStub(channel),
         )
+        yield found
+
+
+@pytest.fixture
+async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Site, None]:
+    monkeypatch.setattr(observing, "TICK_SECONDS", 0.02)
+    async with open_site(ManualClock(10_000.0)) as found:
         await found.send(gpus(10.0))
         yield found
 
@@ -260,3 +266,28 @@ async def test_a_silent_node_is_an_event(site: Site) -> None:
 
     [event] = await eventually(stale)
     assert (event.node, event.uuid) == ("alpha", "")
+
+
+async def test_a_quarantine_outlives_the_fleet_however_long_its_node_is_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Until the GPU was away and has answered again for 30 s; its agent was started anew and knows of no fault."""
+    monkeypatch.setattr(observing, "TICK_SECONDS", 0.02)
+    clock = ManualClock(10_000.0)
+    async with open_site(clock, tmp_path) as before:
+        await before.send(gpus(10.0))
+        await before.call.write(faults(79))
+        await eventually(before.quarantine)
+        [begun] = await before.events(uuid="GPU-1")
+    async with open_site(clock, tmp_path) as after:
+        for _ in range(3):
+            clock.advance(3_000.0)
+            await asyncio.sleep(0.1)  # ticks, in which it would be ended
+        assert [one.name for one in await after.events(uuid="GPU-1")] == [begun.name]
+        for _ in range(2):
+            await after.send(gpus(10.0), passing=60.0)
+            assert "XID 79" in await after.quarantine()
+        await after.send(gpus(None, state="LOST"))
+        await after.send(gpus(10.0))
+        await after.send(gpus(10.0), passing=31.0)
+        await eventually(lambda: _is_empty(after))

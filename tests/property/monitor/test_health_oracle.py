@@ -39,8 +39,6 @@ TABLE = {
     "RECOVERY_ACTION": (0, 30, True),
     "THERMAL_SLOWDOWN": (10, 60, False),
 }
-SETTLED = 301.0
-"""Seconds after a restart of the fleet until what nobody found again is over."""
 LOOK_EACH = 5
 """Seconds from look to look; what is told may differ once, but not twice in a row."""
 AS_NVML_SPELLS = ("GPU-8F6A0c1e-{n}", "MIG-GPU-8f6a0C1E-{n}/7/0", "MIG-8f6a0c1e-{n}", "gpu-8f6a0c1e-{n}")
@@ -99,6 +97,7 @@ class Gpu:
     shown: bool = True
     last: dict[str, bool] = field(default_factory=dict[str, bool])
     heard: dict[str, list[tuple[float, bool]]] = field(default_factory=dict[str, list[tuple[float, bool]]])
+    restored: set[str] = field(default_factory=set[str])
     differed: int = 0
 
     def hear(self, now: float) -> None:
@@ -109,11 +108,12 @@ class Gpu:
 
     def lasting(self) -> set[str]:
         """The events that last, from all that was heard."""
-        return {check for check, heard in self.heard.items() if lasts(heard, *TABLE[check][:2])}
+        heard = {check: self.heard.get(check, []) for check in TABLE}
+        return {check for check in TABLE if lasts(heard[check], *TABLE[check][:2], check in self.restored)}
 
 
-def lasts(heard: list[tuple[float, bool]], raise_after: float, resolve_after: float) -> bool:
-    lasting, since, before = False, 0.0, not heard[0][1]
+def lasts(heard: list[tuple[float, bool]], raise_after: float, resolve_after: float, lasting: bool) -> bool:
+    since, before = 0.0, not heard[0][1] if heard else False
     for at, bad in heard:
         since, before = (at if bad is not before else since), bad
         if bad and at - since >= raise_after:
@@ -133,7 +133,6 @@ class Site:
         ]
         self.deltas = Deltas(DeadBands(), full_every=source.choice((5.0, 30.0, 60.0)))
         self.seq = self.silent = 0
-        self.restarted = float("-inf")
         self.start([])
 
     def start(self, saved: list[str]) -> None:
@@ -142,14 +141,15 @@ class Site:
         self.health = HealthWatch(self.clock, self.nodes)
         self.events = self.health.register.events
         self.events.restore([from_text(text, 0.0) for text in saved])
+        self.health.resume()
         self.nodes.observers = (self.health.observe,)
         self.stream = self.stack.enter_context(self.nodes.connected(hello(), lambda: None))
         self.deltas.reset()
 
     def restart(self) -> None:
-        self.restarted = self.clock.now()
+        """What lasted goes on; for how long something was well, or ill, is counted anew."""
         for gpu in self.gpus:
-            gpu.heard, gpu.last = {}, {}
+            gpu.heard, gpu.last, gpu.restored = {}, {}, self.told(gpu)
         self.start([to_text(event, 0.0) for event in self.events.newest_first()])
 
     def second(self) -> None:
@@ -207,16 +207,14 @@ class Site:
             if gpu.shown:
                 gpu.last = said(gpu.state, gpu.reading)
 
+    def told(self, gpu: Gpu) -> set[str]:
+        """What the fleet says that lasts."""
+        return {event.check.name for event in self.events.lasting() if event.uuid == gpu.uuid}
+
     def check(self) -> None:
-        if self.clock.now() - self.restarted < SETTLED:
-            return
         quarantined = self.health.register.quarantines("alpha")
         for gpu in self.gpus:
-            told = {
-                event.check.name
-                for event in self.events.newest_first()
-                if event.resolved_at is None and event.uuid == gpu.uuid
-            }
+            told = self.told(gpu)
             gpu.differed = gpu.differed + 1 if told != gpu.lasting() else 0
             assert gpu.differed <= 1, (gpu.uuid, told, gpu.lasting())
             assert (gpu.uuid.lower() in quarantined) is any(TABLE[check][2] for check in told)

@@ -320,6 +320,7 @@ def after_a_restart(before: Site) -> Site:
     events = Events("65000001")
     events.restore([from_text(to_text(one, 0.0), 0.0) for one in before.all])
     after.register = HealthRegister(events)
+    after.register.resume()
     return after
 
 
@@ -339,18 +340,74 @@ def test_what_lasts_goes_on_after_a_restart(first_run: Site) -> None:
     after.register.report("alpha", "GPU-1", 79, first_run.now)  # its agent tells of it again
     assert [one.id for one in after.lasting] == [fault.id, remap.id]
     assert after.lasting[1].started_at == remap.started_at
+    assert after.lasting[0].count == 1
     assert "79" in after.quarantine
-    after.register.events.settle(after.now)
-    assert len(after.lasting) == 2
+    after.fault(79)
+    assert after.lasting[0].count == 2
 
 
-def test_what_is_not_found_again_after_a_restart_is_over(first_run: Site) -> None:
-    first_run.see(replace(OK, remap_failed=True), 5)
+@pytest.mark.parametrize("check", BAD, ids=lambda check: check.name)
+def test_what_lasted_is_over_once_it_is_seen_well_for_as_long_as_without_a_restart(
+    first_run: Site, check: HealthCheck
+) -> None:
+    facts, fatal = BAD[check]
+    patience = PATIENCE[check]
+    first_run.see(OK, 3)
+    first_run.see(facts, patience.raise_after + 2)
     after = after_a_restart(first_run)
-    after.see(OK, 5)
-    assert len(after.lasting) == 1
-    after.register.events.settle(after.now)
-    assert not after.lasting
+    after.tick(2)
+    after.now += 3 * GONE_SECONDS  # its node is silent
+    after.tick(2)
+    assert bool(after.quarantine) == fatal
+    after.see(OK, patience.resolve_after - 1)
+    assert [event.check for event in after.lasting] == [check]
+    after.see(OK, 3)
+    assert (after.lasting, after.quarantine) == ([], "")
+
+
+@pytest.mark.parametrize("away", ["seen", "boot", "no"])
+def test_a_fatal_fault_lasts_over_a_restart_until_the_gpu_was_away(first_run: Site, away: str) -> None:
+    """Also if the agent was started anew, and knows of no fault; a boot that the fleet slept through counts."""
+    first_run.see()
+    first_run.fault(79)
+    after = after_a_restart(after_a_restart(first_run))
+    if away == "boot":
+        after.boot = "boot 2"
+    if away == "seen":
+        after.see(OK, 100)
+        after.see(GpuFacts("LOST"), 1)
+    after.see(OK, PATIENCE[HealthCheck.XID].resolve_after - 1)
+    assert "79" in after.quarantine
+    after.see(OK, 100)
+    assert ("79" in after.quarantine) == (away == "no")
+
+
+def test_a_gpu_that_its_node_no_longer_shows_after_a_restart_is_forgotten_in_the_end(first_run: Site) -> None:
+    first_run.see()
+    first_run.fault(79)
+    after = after_a_restart(first_run)
+    after.register.shown("alpha", "boot 2", {"gpu-2"}, after.now)
+    after.tick(GONE_SECONDS - 10)
+    assert after.quarantine
+    after.tick(20)
+    assert (after.lasting, after.quarantine) == ([], "")
+
+
+def test_an_event_of_a_file_that_names_no_boot_is_read(first_run: Site) -> None:
+    first_run.see()
+    first_run.fault(79)
+    text = to_text(first_run.lasting[0], 0.0).replace(', "boot_id": "boot 1"', "")
+    assert "boot" not in text
+    events = Events("65000001")
+    events.restore([from_text(text, 0.0)])
+    after = Site()
+    after.register = HealthRegister(events)
+    after.register.resume()
+    after.see(OK, 100)
+    assert "79" in after.quarantine
+    after.boot = "boot 2"
+    after.see(OK, 32)
+    assert after.quarantine == ""
 
 
 def test_a_quarantine_that_was_lifted_stays_lifted_after_a_restart(first_run: Site) -> None:

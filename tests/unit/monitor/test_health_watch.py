@@ -6,12 +6,14 @@ import pytest
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.errors import NotFoundError
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.translate import to_node
 from gpuscale.monitor.health.checks import PATIENCE, results
 from gpuscale.monitor.health.facts import facts_of, looks_well
 from gpuscale.monitor.health.model import HealthCheck
+from gpuscale.monitor.health.saved import from_text, to_text
 from gpuscale.monitor.health.watching import EVERY_SECONDS, HealthWatch
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
@@ -213,3 +215,57 @@ def test_a_forgotten_node_ends_its_events(site: Site) -> None:
     site.health.tick()
     [event] = site.health.register.events.newest_first()
     assert event.resolved_at is not None
+
+
+def test_a_quarantine_of_a_run_before_is_on_the_first_snapshot_of_its_node_however_late() -> None:
+    with ExitStack() as stack:
+        before = Site(stack)
+        before.send(gpu("GPU-1"), gpu("GPU-2"))
+        before.fault("GPU-2", 0)
+        saved = [to_text(one, 0.0) for one in before.health.register.events.newest_first()]
+    nodes, clock = Nodes(before.clock, 10), before.clock
+    health = HealthWatch(clock, nodes)
+    health.register.events.restore([from_text(one, 0.0) for one in saved])
+    health.resume()
+    nodes.observers = (health.observe,)
+    for _ in range(100):
+        clock.advance(3_600.0)
+        health.tick()
+    with nodes.connected(hello(), lambda: None) as stream:
+        health.tick()
+        assert nodes.take(stream, telemetry(snapshot(gpus=(gpu("GPU-1"), gpu("GPU-2")))))
+        assert [bool(one.quarantine) for one in to_node(nodes.get("alpha"), clock.now()).snapshot.gpus] == [
+            False,
+            True,
+        ]
+    assert not nodes.awaited
+    nodes.forget("alpha")
+    health.tick()
+    assert not health.register.events.lasting()
+
+
+def test_a_node_that_is_gone_for_good_since_a_run_before_can_be_forgotten() -> None:
+    with ExitStack() as stack:
+        before = Site(stack)
+        before.send(gpu("GPU-1"))
+        before.fault("GPU-1", 0)
+    nodes = Nodes(before.clock, 10)
+    health = HealthWatch(before.clock, nodes)
+    health.register.events.restore(before.health.register.events.newest_first())
+    health.resume()
+    nodes.forget("alpha")
+    health.tick()
+    assert not health.register.events.lasting()
+    with pytest.raises(NotFoundError):
+        nodes.forget("alpha")
+
+
+def test_a_node_that_is_forgotten_and_comes_back_at_once_shows_what_is_wrong_with_it(site: Site) -> None:
+    """Before time passed for its health."""
+    site.send(gpu("GPU-1"))
+    site.fault("GPU-1", 0)
+    site.nodes._disconnect(site.stream)
+    site.nodes.forget("alpha")
+    with site.nodes.connected(hello(), lambda: None) as site.stream:
+        site.send(gpu("GPU-1"))
+        assert "XID 48" in site.shown()[0]

@@ -53,9 +53,13 @@ class Observing:
             self.history.forget_ended(self._clock.now())
             self._samples.forget_unknown(self._nodes)
 
+    def resume(self) -> None:
+        """What was wrong when a run before ended still is; to be called first, once the events were restored."""
+        self._health.resume()
+
     def lasting_events(self) -> list[Event]:
         """The health events that are not resolved."""
-        return [event for event in self._health.register.events.newest_first() if event.resolved_at is None]
+        return self.events.lasting()
 
     def registrations(self, keep: Keep = forget) -> tuple[Registration, ...]:
         """The three services. `keep` makes a recording last, by id, before its caller is answered."""

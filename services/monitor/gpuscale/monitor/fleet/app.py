@@ -58,6 +58,7 @@ async def _keep(settings: FleetSettings, observing: Observing, clock: Clock) -> 
     async with open_keeper(
         settings.data_dir, observing.history, observing.recordings, observing.events, clock
     ) as keeper:
+        observing.resume()
         yield keeper.save_recording
 
 

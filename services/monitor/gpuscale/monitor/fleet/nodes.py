@@ -45,6 +45,7 @@ class Nodes:
         watchers: told which nodes changed.
         observers: told of every snapshot that was taken in.
         fault_observers: told of every report of faults.
+        awaited: ids of nodes that a run before had found something wrong with, and that have not reported since.
         taken_count: how many snapshots and changes of them were taken in.
     """
 
@@ -57,6 +58,7 @@ class Nodes:
         self.watchers = Watchers()
         self.observers: tuple[Observer, ...] = ()
         self.fault_observers: tuple[FaultObserver, ...] = ()
+        self.awaited: set[str] = set()
         self.taken_count = 0
 
     def find(self, node: str) -> Record | None:
@@ -98,9 +100,13 @@ class Nodes:
         """Know a node no more, until an agent reports for it again.
 
         Raises:
-            NotFoundError: it never reported.
+            NotFoundError: it never reported, and is not awaited.
             FailedPreconditionError: its agent streams.
         """
+        if node in self.awaited:
+            self.awaited.discard(node)
+            _log.info("a node is no longer awaited", node=node)
+            return
         record = self.get(node)
         if record.stream is not None:
             raise FailedPreconditionError(f"the agent of {node_name(node)} streams", reason="NODE_STREAMS")
@@ -174,6 +180,7 @@ class Nodes:
             raise ResourceExhaustedError(
                 f"the fleet has {self._max_nodes} nodes already", reason="TOO_MANY_NODES"
             )
+        self.awaited.discard(node)
         record = Record(node, self._clock.wall(), epoch, agent_version="")
         self._records[node] = record
         return record

@@ -37,6 +37,10 @@ class Conditions:
         """Events that are not resolved."""
         return [condition.event for condition in self._all.values() if condition.event is not None]
 
+    def resume(self, event: Event) -> None:
+        """An event of a run before goes on."""
+        self._all[event.check] = Condition(event.started_at, event)
+
     def apply(self, results: Results, now: float) -> None:
         """Take in what the checks found at `now`."""
         for check, finding in results.items():

@@ -1,7 +1,6 @@
 """The events that are kept: all that last, and the newest of those that are over. Pure.
 
-Events of a run before may be restored. One that lasted goes on where it is found again; where it is not within
-`FIND_AGAIN_SECONDS`, it is over.
+Events of a run before may be restored. One that lasted goes on: what ends it is what would have ended it without a restart.
 """
 
 from collections import deque
@@ -10,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from gpuscale.monitor.health.model import Event, Finding, HealthCheck
 
 MOST_RESOLVED = 1_000
-FIND_AGAIN_SECONDS = 300.0
-"""Agents come back within seconds; what a run before had found is found again by then, or it is over."""
 SAME_MOMENT_SECONDS = 5.0
 """A fault whose moment is no later than so much after one that is over is that one, told again."""
 
@@ -36,7 +33,6 @@ class Events:
         self._resolved: deque[str] = deque()
         self.changed: set[str] = set()
         self.unsaved: set[str] = set()
-        self._left: dict[_Key, Event] = {}
         self._over: dict[_Key, float] = {}
 
     def restore(self, before: Iterable[Event]) -> None:
@@ -44,9 +40,7 @@ class Events:
         for event in sorted(before, key=lambda event: event.id):
             self._all[event.id] = event
             self._run = max(self._run, f"{int(event.id.partition('-')[0], 16) + 1:08x}")
-            if event.resolved_at is None:
-                self._left[_key(event)] = event
-            else:
+            if event.resolved_at is not None:
                 self._over[_key(event)] = event.last_at
                 self._resolved.append(event.id)
         self._drop_oldest()
@@ -55,12 +49,6 @@ class Events:
         """Whether a fault of this moment was over in a run before: its agent tells of it again."""
         last = self._over.get((HealthCheck.XID, node, uuid.lower(), xid))
         return last is not None and at <= last + SAME_MOMENT_SECONDS
-
-    def settle(self, now: float) -> None:
-        """What a run before had found, and nobody finds again, is over. To be called after `FIND_AGAIN_SECONDS`."""
-        for event in self._left.values():
-            self.resolve(event, now)
-        self._left.clear()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -73,15 +61,14 @@ class Events:
         """Every event."""
         return reversed(self._all.values())
 
+    def lasting(self) -> list[Event]:
+        """The events that are not resolved, newest first."""
+        return [event for event in self.newest_first() if event.resolved_at is None]
+
     def begin(
         self, check: HealthCheck, node: str, uuid: str, finding: Finding, at: float, xid: int | None = None
     ) -> Event:
-        """A new event that lasts; or the one of a run before that goes on."""
-        before = self._left.pop((check, node, uuid.lower(), xid), None)
-        if before is not None:
-            before.finding, before.last_at = finding, max(before.last_at, at)
-            self._note(before)
-            return before
+        """A new event that lasts."""
         self._numbered += 1
         event = Event(f"{self._run}-{self._numbered:08x}", check, node, uuid, finding, at, at, xid)
         self._all[event.id] = event

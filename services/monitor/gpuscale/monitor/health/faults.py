@@ -7,7 +7,7 @@ reset for lasts until the GPU was away (reset, released, lost, or the node boote
 from dataclasses import dataclass
 
 from gpuscale.monitor.health.checks import ANSWERING, AWAY, PATIENCE
-from gpuscale.monitor.health.events import Events
+from gpuscale.monitor.health.events import SAME_MOMENT_SECONDS, Events
 from gpuscale.monitor.health.model import Event, HealthCheck
 from gpuscale.monitor.health.xids import xid_finding
 
@@ -16,11 +16,12 @@ SAME_WITHIN_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Fault:
-    """One number on one GPU."""
+    """One number on one GPU. `resumed`: a run before heard of it, and its agent has told of nothing newer."""
 
     event: Event
     away: bool = False
     good_since: float | None = None
+    resumed: bool = False
 
 
 class Faults:
@@ -40,18 +41,26 @@ class Faults:
         """Events that are not resolved."""
         return [fault.event for fault in self._all.values() if fault.event.resolved_at is None]
 
-    def report(self, xid: int, at: float) -> None:
-        """The driver reported a fault at `at`."""
+    def resume(self, xid: int, event: Event) -> None:
+        """An event of a run before goes on."""
+        self._all[xid] = _Fault(event, resumed=True)
+
+    def report(self, xid: int, at: float, boot_id: str) -> None:
+        """The driver reported a fault at `at`, in that boot of the node."""
         finding = xid_finding(xid)
         fault = self._all.get(xid)
+        if fault is not None and fault.resumed and at <= fault.event.last_at + SAME_MOMENT_SECONDS:
+            return  # its agent tells of it again
         if fault is None and self._events.was_over(self._node, self._uuid, xid, at):
             return
         kept = fault is not None and self._events.get(fault.event.id) is not None
         if fault is not None and kept and (fault.event.resolved_at is None or not finding.fatal):
-            fault.away, fault.good_since, fault.event.cleared = False, None, False
+            fault.away, fault.good_since, fault.resumed = False, None, False
+            fault.event.cleared, fault.event.boot_id = False, boot_id
             self._events.again(fault.event, at, finding)
             return
         event = self._events.begin(HealthCheck.XID, self._node, self._uuid, finding, at, xid)
+        event.boot_id = boot_id
         self._all[xid] = _Fault(event)
         if not finding.fatal:
             self._events.resolve(event, at)
@@ -67,10 +76,12 @@ class Faults:
             elif state in ANSWERING and fault.away:
                 self._good(xid, fault, now)
 
-    def restarted(self) -> None:
-        """The node booted: every GPU was reset."""
+    def in_boot(self, boot_id: str) -> None:
+        """The node is in this boot: every GPU was reset since a fault in another one."""
         for fault in self._all.values():
-            fault.away = True
+            fault.event.boot_id = fault.event.boot_id or boot_id
+            if boot_id not in {"", fault.event.boot_id}:
+                fault.away = True
 
     def end(self, now: float, *, fatal_only: bool = False) -> list[Event]:
         """What lasts is over, by an admin's word, or since the GPU is no longer there; the events that ended."""

@@ -80,6 +80,7 @@ class Event:
         resolved_at: None while it lasts.
         count: how often it happened, of what happens at moments.
         cleared: an admin lifted the quarantine while it lasts.
+        boot_id: the boot of the node that a fault was reported in; empty where that is not known.
     """
 
     id: str
@@ -93,6 +94,7 @@ class Event:
     resolved_at: float | None = None
     count: int = 1
     cleared: bool = False
+    boot_id: str = ""
 
     @property
     def quarantines(self) -> bool:

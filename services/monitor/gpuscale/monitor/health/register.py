@@ -69,6 +69,23 @@ class HealthRegister:
         self.requarantined: set[str] = set()
         self._nodes: dict[str, _Node] = {}
 
+    def resume(self) -> None:
+        """What lasted in runs before goes on; to be called first, once the events were restored.
+
+        Of these GPUs nothing is known until a snapshot shows them, and so nothing ends till then.
+        """
+        for event in self.events.lasting():
+            known = self._node(event.node)
+            if not event.uuid:
+                known.conditions.resume(event)
+                continue
+            gpu = known.gpus.get(event.uuid.lower()) or self._begin(event.node, event.uuid, _UNKNOWN)
+            if event.xid is None:
+                gpu.conditions.resume(event)
+            else:
+                gpu.faults.resume(event.xid, event)
+            self._note(event.node, gpu)
+
     def eventful(self, node: str) -> Collection[str]:
         """The GPUs of a node that something is about, by UUID in lower case: all that is seen of them must be told."""
         known = self._nodes.get(node)
@@ -82,9 +99,10 @@ class HealthRegister:
                 gpu.missing_since = None
             elif gpu.missing_since is None:
                 gpu.missing_since = now
-            if known.boot_id not in {"", boot_id}:
-                gpu.faults.restarted()
+            gpu.faults.in_boot(boot_id)
         known.boot_id = boot_id
+        if known.quarantines:  # the index may know the node only since now
+            self.requarantined.add(node)
         for uuid in known.pasts.keys() - uuids:
             del known.pasts[uuid]
 
@@ -102,10 +120,11 @@ class HealthRegister:
 
     def report(self, node: str, uuid: str, xid: int, at: float) -> None:
         """Take in a fault that the driver reported at `at`."""
-        gpus = self._node(node).gpus
+        known = self._node(node)
+        gpus = known.gpus
         if uuid.lower() in gpus or len(gpus) < MOST_GPUS_OF_A_NODE:
             gpu = gpus.get(uuid.lower()) or self._begin(node, uuid, _UNKNOWN)
-            gpu.faults.report(xid, at)
+            gpu.faults.report(xid, at, known.boot_id)
             self._note(node, gpu)
 
     def stale(self, node: str, *, stale: bool, now: float) -> None:

@@ -25,6 +25,7 @@ def to_text(event: Event, shift: float) -> str:
             "resolved_at": None if event.resolved_at is None else event.resolved_at + shift,
             "count": event.count,
             "cleared": event.cleared,
+            "boot_id": event.boot_id,
         }
     )
 
@@ -52,6 +53,7 @@ def from_text(text: str, shift: float) -> Event:
             resolved_at=None if resolved is None else resolved - shift,
             count=found["count"],
             cleared=found["cleared"],
+            boot_id=found.get("boot_id", ""),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"this is no health event: {error}") from error

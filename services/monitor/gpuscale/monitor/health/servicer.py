@@ -62,7 +62,7 @@ class HealthServicer(monitor_api.HealthServiceServicer):
         """Events that last, then those that change."""
         node, events = _node(request.parent), self._health.register.events
         with self._health.watchers.watch() as watch:
-            lasting = [one for one in events.newest_first() if one.resolved_at is None and _about(one, node)]
+            lasting = [one for one in events.lasting() if _about(one, node)]
             lasting.reverse()
             for start in range(0, len(lasting) or 1, EVENTS_PER_MESSAGE):
                 end = start + EVENTS_PER_MESSAGE

@@ -8,7 +8,7 @@ from gpuscale.common.logs import get_logger
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.watch import Watchers
-from gpuscale.monitor.health.events import FIND_AGAIN_SECONDS, Events
+from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.facts import WATCHED_FIELDS, facts_of, looks_well
 from gpuscale.monitor.health.model import Event, GpuFacts, HealthSeverity
 from gpuscale.monitor.health.register import HealthRegister
@@ -38,7 +38,11 @@ class HealthWatch:
         self._turns: dict[str, float] = {}  # when every GPU of a node is to be looked at again
         self.register = HealthRegister(Events(f"{int(clock.wall().timestamp()):08x}"))
         self.watchers = Watchers()
-        self._began = clock.now()
+
+    def resume(self) -> None:
+        """What lasted in runs before goes on; to be called first, once the events were restored."""
+        self.register.resume()
+        self._nodes.awaited.update(self.register.nodes())
 
     def observe(self, node: str, picture: Picture, now: float, change: Change | None) -> None:
         """Take in a snapshot. `change`: what changed; None for a whole snapshot."""
@@ -60,7 +64,7 @@ class HealthWatch:
                 facts[gpu.uuid] = facts_of(gpu)
         if facts:
             register.observe(node, facts, now)
-            self._tell()
+        self._tell()
 
     def hear(self, node: str, faults: monitor_api.ReportedFaults, now: float) -> None:
         """Take in faults that an agent told of; one that it tells of again counts once."""
@@ -83,15 +87,13 @@ class HealthWatch:
         now = self._clock.now()
         silence = dict(self._nodes.silence(now))
         for node in self.register.nodes():
-            if node not in silence:
+            if node not in silence and node not in self._nodes.awaited:
                 self.register.forget(node, now)
                 self._heard.pop(node, None)
                 self._turns.pop(node, None)
         for node, silent in silence.items():
             self.register.stale(node, stale=silent, now=now)
         self.register.tick(now)
-        if now - self._began > FIND_AGAIN_SECONDS:
-            self.register.events.settle(now)
         self._tell()
 
     def _tell(self) -> None:
