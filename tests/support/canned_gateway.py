@@ -331,6 +331,7 @@ def service(world: World) -> Service:
     responses = {
         "ListNodes": lambda r, c: m.ListNodesResponse(nodes=world.all(m.Node)),
         "GetNode": lambda r, c: m.GetNodeResponse(node=world.get(r.name, c)),
+        "ForgetNode": lambda r, c: m.ForgetNodeResponse(),
         "Reserve": lambda r, c: a.ReserveResponse(reservation=RESERVATION),
         "RenewReservation": lambda r, c: a.RenewReservationResponse(reservation=world.get(r.name, c)),
         "ReleaseReservation": lambda r, c: a.ReleaseReservationResponse(reservation=world.get(r.name, c)),

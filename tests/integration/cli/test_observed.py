@@ -148,7 +148,9 @@ async def test_a_recording_is_started_shown_in_the_known_structure_stopped_and_d
     assert [line.split()[0] for line in shown.out.splitlines()] == ["NAME", "night", "NODE", "alpha"]
     again = await ctl(fleet, "start", "recording", "night", "--gpu", gpu.uuid)
     assert again.code == 4, "there is one of that name"
-    assert (await ctl(fleet, "delete", "recording", "night", "--yes")).code == 0
+    assert (await ctl(fleet, "start", "recording", "day", "--gpu", gpu.uuid)).code == 0
+    deleted = await ctl(fleet, "delete", "recording", "night", "dusk", "day", "--yes", "-o", "name")
+    assert (deleted.code, deleted.out) == (3, "recordings/night\nrecordings/day\n")
     assert (await ctl(fleet, "get", "recording", "night")).code == 3
 
 

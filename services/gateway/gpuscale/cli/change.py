@@ -1,15 +1,18 @@
-"""`gpuscalectl delete` and `scale`: changes to one thing that exists."""
+"""`gpuscalectl delete` and `scale`: changes to what exists."""
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.options import Name
-from gpuscale.cli.output import Format, write_lines
+from gpuscale.cli.options import Name, SomeNames
 from gpuscale.cli.session import note, session_of
+from gpuscale.cli.several import Done, named, say_each
 from gpuscale.cli.terminal import ask
 from gpuscale.common.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from gpuscale.client import Client
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
@@ -18,31 +21,35 @@ scale_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @delete_app.command("endpoint")
-def delete_endpoint(context: typer.Context, name: Name, yes: Yes = False) -> None:
-    """Delete an endpoint; its replicas finish their work first."""
+def delete_endpoint(context: typer.Context, name: SomeNames, yes: Yes = False) -> None:
+    """Delete endpoints; their replicas finish their work first."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.resources import full_name
     from gpuscale.common import names
 
-    full = full_name(names.ENDPOINT, name)
-    confirm(full, yes=yes)
-    with session_of(context).connect() as client:
+    def delete(client: "Client", full: str) -> Done:
         client.endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=full))
-    deleted(context, full, "is deleted once its replicas have finished")
+        return named(full, "is deleted once its replicas have finished")
+
+    wanted = [full_name(names.ENDPOINT, one) for one in name]
+    confirm(", ".join(wanted), yes=yes)
+    say_each(session_of(context), "endpoints", wanted, delete)
 
 
 @delete_app.command("watcher")
-def delete_watcher(context: typer.Context, name: Name, yes: Yes = False) -> None:
-    """Delete a queue watcher that no endpoint reads."""
+def delete_watcher(context: typer.Context, name: SomeNames, yes: Yes = False) -> None:
+    """Delete queue watchers that no endpoint reads."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.resources import full_name
     from gpuscale.common import names
 
-    full = full_name(names.WATCHER, name)
-    confirm(full, yes=yes)
-    with session_of(context).connect() as client:
+    def delete(client: "Client", full: str) -> Done:
         client.queue_watchers.DeleteQueueWatcher(api.DeleteQueueWatcherRequest(name=full))
-    deleted(context, full, "deleted")
+        return named(full, "deleted")
+
+    wanted = [full_name(names.WATCHER, one) for one in name]
+    confirm(", ".join(wanted), yes=yes)
+    say_each(session_of(context), "queueWatchers", wanted, delete)
 
 
 def confirm(name: str, *, yes: bool) -> None:
@@ -54,17 +61,6 @@ def confirm(name: str, *, yes: bool) -> None:
     if not ask(f"Delete {name}?"):
         note("nothing deleted")
         raise typer.Exit(1)
-
-
-def deleted(context: typer.Context, name: str, what: str) -> None:
-    """Say that something is deleted."""
-    output = session_of(context).output
-    if output.human:
-        write_lines([f"{name} {what}"])
-    elif output.format is Format.NAME:
-        write_lines([name])
-    else:
-        output.write_data({"name": name})
 
 
 @scale_app.command("endpoint")

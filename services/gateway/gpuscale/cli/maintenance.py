@@ -5,47 +5,44 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpuscale.cli.options import duration
-from gpuscale.cli.output import Format, write_lines
+from gpuscale.cli.output import to_dict
 from gpuscale.cli.session import session_of
+from gpuscale.cli.several import Done, named, say_each
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Cordon
+    from gpuscale.client import Client
 
-Spot = Annotated[str, typer.Argument(metavar="NODE[/UUID]", show_default=False)]
+Spots = Annotated[list[str], typer.Argument(metavar="NODE[/UUID]", show_default=False)]
 Reason = Annotated[str, typer.Option(metavar="TEXT", help="Why, for others to read.")]
 
 
-def cordon(context: typer.Context, name: Spot, reason: Reason = "") -> None:
-    """Let nothing new onto a node or GPU; what is there stays."""
+def cordon(context: typer.Context, name: Spots, reason: Reason = "") -> None:
+    """Let nothing new onto nodes or GPUs; what is there stays."""
     from gpuscale.api.allocator import v1 as api
     from gpuscale.cli.resources import spot_name
 
-    request = api.CordonNodeRequest(name=spot_name(name), reason=reason)
-    with session_of(context).connect() as client:
-        found = client.nodes.CordonNode(request).cordon
-    _write(context, found, f"{found.name} cordoned")
+    def put(client: "Client", full: str) -> Done:
+        found = client.nodes.CordonNode(api.CordonNodeRequest(name=full, reason=reason)).cordon
+        return Done(full, f"{found.name} cordoned", to_dict(found))
+
+    say_each(session_of(context), "cordons", list(map(spot_name, name)), put)
 
 
-def uncordon(context: typer.Context, name: Spot) -> None:
-    """Lift a cordon, and with it a drain."""
+def uncordon(context: typer.Context, name: Spots) -> None:
+    """Lift cordons, and with them drains."""
     from gpuscale.api.allocator import v1 as api
     from gpuscale.cli.resources import spot_name
 
-    full = spot_name(name)
-    with session_of(context).connect() as client:
+    def lift(client: "Client", full: str) -> Done:
         client.nodes.UncordonNode(api.UncordonNodeRequest(name=full))
-    output = session_of(context).output
-    if output.human:
-        write_lines([f"{full} uncordoned"])
-    elif output.format is Format.NAME:
-        write_lines([full])
-    else:
-        output.write_data({"name": full})
+        return named(full, "uncordoned")
+
+    say_each(session_of(context), "cordons", list(map(spot_name, name)), lift)
 
 
 def drain(
     context: typer.Context,
-    name: Spot,
+    name: Spots,
     grace: Annotated[
         float | None,
         typer.Option(
@@ -56,26 +53,20 @@ def drain(
     ] = None,
     reason: Reason = "",
 ) -> None:
-    """Cordon a node or GPU, tell the holders of what is there to leave, and end at the deadline what is left."""
+    """Cordon nodes or GPUs, tell the holders of what is there to leave, and end at the deadline what is left."""
     from gpuscale.api.allocator import v1 as api
     from gpuscale.cli.resources import spot_name
     from gpuscale.cli.views.cells import short
     from gpuscale.common.wire import to_duration
 
-    request = api.DrainNodeRequest(
-        name=spot_name(name), reason=reason, grace=None if grace is None else to_duration(grace)
-    )
-    with session_of(context).connect() as client:
-        found = client.nodes.DrainNode(request)
-    leaving = ", ".join(f"{short(one.name)} of {one.holder}" for one in found.reservations)
-    _write(context, found.cordon, f"{found.cordon.name} drains; to leave: {leaving or 'nobody'}")
+    def empty(client: "Client", full: str) -> Done:
+        found = client.nodes.DrainNode(
+            api.DrainNodeRequest(
+                name=full, reason=reason, grace=None if grace is None else to_duration(grace)
+            )
+        )
+        leaving = ", ".join(f"{short(one.name)} of {one.holder}" for one in found.reservations)
+        line = f"{found.cordon.name} drains; to leave: {leaving or 'nobody'}"
+        return Done(full, line, to_dict(found.cordon))
 
-
-def _write(context: typer.Context, cordon: "Cordon", words: str) -> None:
-    from gpuscale.cli.views.capacity import CORDONS
-
-    output = session_of(context).output
-    if output.human:
-        write_lines([words])
-    else:
-        output.write_one(cordon, CORDONS)
+    say_each(session_of(context), "cordons", list(map(spot_name, name)), empty)

@@ -7,8 +7,8 @@ import typer
 
 from gpuscale.cli.change import Yes, confirm
 from gpuscale.cli.options import Names
-from gpuscale.cli.output import Format, write_lines
 from gpuscale.cli.session import session_of
+from gpuscale.cli.several import Done, say_each
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def gpus(text: str | int) -> int:
         count = float(text)
     except ValueError:
         count = math.nan
-    if not (math.isfinite(count) and count >= 0):
+    if not (math.isfinite(count * 1000) and count >= 0):
         raise typer.BadParameter(f"{text!r} is not a number of GPUs; write it like 8 or 1.5")
     return round(count * 1000)
 
@@ -88,20 +88,20 @@ def set_quota(
     session_of(context).output.write_one(found, QUOTAS)
 
 
-def delete_quota(context: typer.Context, tenant: Tenant, yes: Yes = False) -> None:
-    """Delete the quota of a tenant: no limit, weight 1; what it holds stays."""
+def delete_quota(
+    context: typer.Context,
+    tenant: Annotated[list[str], typer.Argument(metavar="TENANT", show_default=False)],
+    yes: Yes = False,
+) -> None:
+    """Delete the quotas of tenants: no limit, weight 1; what they hold stays."""
     from gpuscale.api.allocator import v1 as api
 
-    confirm(f"the quota of {tenant}", yes=yes)
-    with session_of(context).connect() as client:
-        client.quotas.DeleteQuota(api.DeleteQuotaRequest(tenant=tenant))
-    output = session_of(context).output
-    if output.human:
-        write_lines([f"the quota of {tenant} is deleted"])
-    elif output.format is Format.NAME:
-        write_lines([tenant])
-    else:
-        output.write_data({"tenant": tenant})
+    def delete(client: "Client", one: str) -> Done:
+        client.quotas.DeleteQuota(api.DeleteQuotaRequest(tenant=one))
+        return Done(one, f"the quota of {one} is deleted", {"tenant": one})
+
+    confirm(f"the quota of {', '.join(tenant)}", yes=yes)
+    say_each(session_of(context), "quotas", tenant, delete)
 
 
 def _kept(client: "Client", tenant: str) -> "Quota":

@@ -1,14 +1,18 @@
 """`gpuscalectl start`, `stop` and `delete recording`: recordings that no command of theirs waits for."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.change import Yes, confirm, deleted
-from gpuscale.cli.options import Name, duration
+from gpuscale.cli.change import Yes, confirm
+from gpuscale.cli.options import Name, SomeNames, duration
 from gpuscale.cli.recorded import LONGEST_SECONDS, RECORDING, Wanted, begin, write
 from gpuscale.cli.session import session_of
+from gpuscale.cli.several import Done, named, say_each
 from gpuscale.cli.typed import takes
+
+if TYPE_CHECKING:
+    from gpuscale.client import Client
 
 start_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 stop_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -56,13 +60,15 @@ def stop_recording(context: typer.Context, name: Name) -> None:
     write(session, recording)
 
 
-def delete_recording(context: typer.Context, name: Name, yes: Yes = False) -> None:
-    """Delete a recording; one that runs ends."""
+def delete_recording(context: typer.Context, name: SomeNames, yes: Yes = False) -> None:
+    """Delete recordings; one that runs ends."""
     from gpuscale.api.monitor import v1 as api
     from gpuscale.cli.resources import full_name
 
-    full = full_name(RECORDING, name)
-    confirm(full, yes=yes)
-    with session_of(context).connect() as client:
+    def delete(client: "Client", full: str) -> Done:
         client.recordings.DeleteRecording(api.DeleteRecordingRequest(name=full))
-    deleted(context, full, "deleted")
+        return named(full, "deleted")
+
+    wanted = [full_name(RECORDING, one) for one in name]
+    confirm(", ".join(wanted), yes=yes)
+    say_each(session_of(context), "recordings", wanted, delete)

@@ -6,11 +6,13 @@ import typer
 
 from gpuscale.cli.asking import Asking
 from gpuscale.cli.granting import grant
-from gpuscale.cli.options import Name
+from gpuscale.cli.options import SomeNames
 from gpuscale.cli.output import write_lines
 from gpuscale.cli.requesting import Requesting, Ttl
-from gpuscale.cli.session import Session, note, session_of
+from gpuscale.cli.session import note, session_of
+from gpuscale.cli.several import show_each
 from gpuscale.cli.typed import takes
+from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
@@ -23,12 +25,16 @@ Fence = Annotated[int | None, typer.Option(min=1, help="Only this grant; looked 
 @takes("requesting", Requesting)
 def reserve(context: typer.Context, asking: Asking, requesting: Requesting) -> None:
     """Reserve GPUs, all or none; each member's are of one node."""
+    from gpuscale.cli.views.allocator import RESERVATIONS, RESERVED_GPUS
+
     session = session_of(context)
     request = requesting.message(asking)
     with session.connect() as client:
         reservation = grant(client, request)
-    _write(session, reservation, gpus=True)
+    session.output.write_one(reservation, RESERVATIONS)
     if session.output.human:
+        write_lines([""])
+        session.output.write_list(reservation.gpus, RESERVED_GPUS)
         uuids = ",".join(gpu.uuid for gpu in reservation.gpus)
         short = reservation.name.partition("/")[2]
         note(f"use them with:   CUDA_VISIBLE_DEVICES={uuids}")
@@ -36,49 +42,51 @@ def reserve(context: typer.Context, asking: Asking, requesting: Requesting) -> N
         note(f"give back with:  gpuscalectl release {short}")
 
 
-def renew(context: typer.Context, name: Name, ttl: Ttl = None, fence: Fence = None) -> None:
-    """Start the lease of a reservation anew, from now."""
+def renew(context: typer.Context, name: SomeNames, ttl: Ttl = None, fence: Fence = None) -> None:
+    """Start the leases of reservations anew, from now."""
     from gpuscale.api.allocator import v1 as api
+    from gpuscale.cli.views.allocator import RESERVATIONS
     from gpuscale.common.wire import to_duration
 
-    session = session_of(context)
-    with session.connect() as client:
-        full, fence = _grant(client, name, fence)
+    def start(client: "Client", full: str) -> "Reservation":
         request = api.RenewReservationRequest(
-            name=full, fence=fence, ttl=None if ttl is None else to_duration(ttl)
+            name=full,
+            fence=fence or _fence(client, full),
+            ttl=None if ttl is None else to_duration(ttl),
         )
-        reservation = client.allocator.RenewReservation(request).reservation
-    _write(session, reservation)
+        return client.allocator.RenewReservation(request).reservation
+
+    show_each(session_of(context), RESERVATIONS, _full(name, fence), start)
 
 
-def release(context: typer.Context, name: Name, fence: Fence = None) -> None:
-    """Give a reservation back. Releasing twice is harmless."""
+def release(context: typer.Context, name: SomeNames, fence: Fence = None) -> None:
+    """Give reservations back. Releasing twice is harmless."""
     from gpuscale.api.allocator import v1 as api
+    from gpuscale.cli.views.allocator import RESERVATIONS
 
-    session = session_of(context)
-    with session.connect() as client:
-        full, fence = _grant(client, name, fence)
-        request = api.ReleaseReservationRequest(name=full, fence=fence)
-        reservation = client.allocator.ReleaseReservation(request).reservation
-    _write(session, reservation)
+    def give_back(client: "Client", full: str) -> "Reservation":
+        request = api.ReleaseReservationRequest(name=full, fence=fence or _fence(client, full))
+        return client.allocator.ReleaseReservation(request).reservation
+
+    show_each(session_of(context), RESERVATIONS, _full(name, fence), give_back)
 
 
-def _grant(client: "Client", typed: str, fence: int | None) -> tuple[str, int]:
-    """Full name and fence of the reservation that was named."""
-    from gpuscale.api.allocator import v1 as api
+def _full(typed: list[str], fence: int | None) -> list[str]:
+    """Full names of the reservations that were named.
+
+    Raises:
+        InvalidArgumentError: one is none, or one fence is to be that of several.
+    """
     from gpuscale.cli.resources import full_name
     from gpuscale.common.names import RESERVATION
 
-    name = full_name(RESERVATION, typed)
-    if fence is None:
-        fence = client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation.fence
-    return name, fence
+    if fence is not None and len(typed) > 1:
+        raise InvalidArgumentError("--fence is for one reservation: each has its own")
+    return [full_name(RESERVATION, one) for one in typed]
 
 
-def _write(session: Session, reservation: "Reservation", *, gpus: bool = False) -> None:
-    from gpuscale.cli.views.allocator import RESERVATIONS, RESERVED_GPUS
+def _fence(client: "Client", name: str) -> int:
+    """The fence that a reservation has."""
+    from gpuscale.api.allocator import v1 as api
 
-    session.output.write_one(reservation, RESERVATIONS)
-    if gpus and session.output.human:
-        write_lines([""])
-        session.output.write_list(reservation.gpus, RESERVED_GPUS)
+    return client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation.fence

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpuscale.cli.change import Yes, confirm, deleted
-from gpuscale.cli.options import Name, Names
+from gpuscale.cli.change import Yes, confirm
+from gpuscale.cli.options import Name, Names, SomeNames
 from gpuscale.cli.session import session_of
+from gpuscale.cli.several import Done, named, say_each
 from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -120,15 +121,19 @@ def get_rules(
     session.output.note_none(found)
 
 
-def delete_rule(context: typer.Context, name: Name, yes: Yes = False, etag: Etag = "") -> None:
-    """Take a rule from its endpoint. NAME is ENDPOINT/RULE."""
+def delete_rule(context: typer.Context, name: SomeNames, yes: Yes = False, etag: Etag = "") -> None:
+    """Take rules from their endpoints. NAME is ENDPOINT/RULE."""
     from gpuscale.api.autoscaler import v1 as api
 
-    full = _full(name)
-    confirm(full, yes=yes)
-    with session_of(context).connect() as client:
+    def delete(client: "Client", full: str) -> Done:
         client.rules.DeleteRule(api.DeleteRuleRequest(name=full, etag=etag))
-    deleted(context, full, "deleted")
+        return named(full, "deleted")
+
+    if etag and len(name) > 1:
+        raise InvalidArgumentError("--etag is for one rule: after it the endpoint has another")
+    wanted = [_full(one) for one in name]
+    confirm(", ".join(wanted), yes=yes)
+    say_each(session_of(context), "rules", wanted, delete)
 
 
 def _named(client: "Client", typed: list[str]) -> "list[EndpointRule]":

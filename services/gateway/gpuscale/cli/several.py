@@ -1,0 +1,116 @@
+"""Doing the same to several things, each for itself: one that fails holds up no other, and the first failure is the exit code.
+
+One name gives the object itself as data, several give a list of those that were done.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import typer
+
+from gpuscale.cli.exit_codes import ExitCode
+from gpuscale.cli.faults import report
+from gpuscale.cli.output import Format, write_lines
+from gpuscale.cli.session import Session
+from gpuscale.common.errors import GpuscaleError, UnavailableError
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from gpuscale.cli.views.cells import View
+    from gpuscale.client import Client
+
+    M = TypeVar("M", bound=Message)
+
+T = TypeVar("T")
+
+
+class Done(NamedTuple):
+    """What was done to one thing.
+
+    Attributes:
+        name: of the thing.
+        line: what a person reads.
+        data: what a program reads.
+    """
+
+    name: str
+    line: str
+    data: Mapping[str, object]
+
+
+def named(name: str, what: str) -> Done:
+    """What was done to a thing of which nothing is left to show but its name."""
+    return Done(name, f"{name} {what}", {"name": name})
+
+
+def say_each(session: Session, key: str, names: Sequence[str], act: "Callable[[Client, str], Done]") -> None:
+    """Do something to each, and say so; lists of data stand under `key`.
+
+    Raises:
+        GpuscaleError, typer.Exit: as of `_each`.
+    """
+    output = session.output
+
+    def write(done: list[Done]) -> None:
+        if output.human:
+            write_lines([one.line for one in done])
+        elif output.format is Format.NAME:
+            write_lines([one.name for one in done])
+        else:
+            output.write_data(done[0].data if len(names) == 1 else {key: [one.data for one in done]})
+
+    _each(session, names, act, write)
+
+
+def show_each(
+    session: Session, view: "View[M]", names: Sequence[str], act: "Callable[[Client, str], M]"
+) -> None:
+    """Do something to each, and write what became of it.
+
+    Raises:
+        GpuscaleError, typer.Exit: as of `_each`.
+    """
+
+    def write(done: "list[M]") -> None:
+        if len(names) == 1:
+            session.output.write_one(done[0], view)
+        else:
+            session.output.write_list(done, view)
+
+    _each(session, names, act, write)
+
+
+def _each(
+    session: Session,
+    names: Sequence[str],
+    act: "Callable[[Client, str], T]",
+    write: Callable[[list[T]], None],
+) -> None:
+    """Act on each name, and write what was done, whatever failed and however it ends.
+
+    Raises:
+        GpuscaleError: it failed for the only one, or nothing answers before anything else failed.
+        typer.Exit: it failed for some of several; each is said, with its name.
+    """
+    done: list[T] = []
+    failures: list[ExitCode] = []
+    try:
+        with session.connect() as client:
+            for name in names:
+                try:
+                    done.append(act(client, name))
+                except GpuscaleError as error:
+                    # Where nothing answers, each would wait for an answer in vain.
+                    if len(names) == 1 or error.reason == UnavailableError.default_reason:
+                        raise
+                    failures.append(report(error, name))
+    except GpuscaleError as error:
+        if not failures:
+            raise
+        report(error)
+    finally:
+        if done:
+            write(done)
+    if failures:
+        raise typer.Exit(failures[0])
