@@ -16,7 +16,6 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.logs import get_logger
 from gpuscale.common.status import DETAILS_KEY
 from gpuscale.gateway.upstreams import Upstream
 
@@ -41,8 +40,6 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _UnaryCall = grpc.aio.UnaryUnaryCall[bytes, bytes] | grpc.aio.StreamUnaryCall[bytes, bytes]
 _StreamCall = grpc.aio.UnaryStreamCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, bytes]
 _Metadata = tuple[tuple[str, str | bytes], ...]
-
-_log = get_logger(__name__)
 
 
 class Forwarder(grpc.GenericRpcHandler):
@@ -113,6 +110,7 @@ class _Method:
             response = await call
         except grpc.aio.AioRpcError as error:
             await self._fail(error, context)
+        self._upstream.outage.answered()
         context.set_trailing_metadata(tuple(await call.trailing_metadata()))
         return response
 
@@ -120,6 +118,7 @@ class _Method:
         """The responses of a stream; it ends upstream when it is not read to its end here."""
         try:
             async for response in call:
+                self._upstream.outage.answered()
                 yield response
         except grpc.aio.AioRpcError as error:
             await self._fail(error, context)
@@ -130,9 +129,11 @@ class _Method:
     async def _fail(self, error: grpc.aio.AioRpcError, context: _Context) -> NoReturn:
         """End the call as the upstream did, or say that the upstream is away."""
         trailing: _Metadata = tuple(error.trailing_metadata() or ())
-        if error.code() in _BROKEN and all(key != DETAILS_KEY for key, _ in trailing):
+        if any(key == DETAILS_KEY for key, _ in trailing):
+            self._upstream.outage.answered()
+        elif error.code() in _BROKEN:
             name = self._upstream.name
-            _log.warning("upstream failed", upstream=name, method=self._path, problem=error.details())
+            self._upstream.outage.failed(name, self._path, error.details() or "")
             raise UnavailableError(
                 f"the {name} does not answer",
                 reason="UPSTREAM_UNAVAILABLE",

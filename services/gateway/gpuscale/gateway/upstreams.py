@@ -7,7 +7,7 @@ of which no more are under way than the gateway itself admits, have a connection
 import asyncio
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 import grpc
@@ -18,6 +18,7 @@ from gpuscale.api.allocator import v1 as _allocator_api
 from gpuscale.api.autoscaler import v1 as _autoscaler_api
 from gpuscale.api.monitor import v1 as _monitor_api
 from gpuscale.common.limits import MAX_STREAMS_PER_CONNECTION
+from gpuscale.gateway.outage import Outage
 
 __all__ = ["SERVICES", "Lanes", "Upstream"]
 
@@ -102,9 +103,11 @@ class Upstream:
         channel: where its unary calls go; the caller closes it.
         streams: where its streams go.
         private: whether nobody can listen in, so that tokens may travel.
+        outage: tells the log while it does not answer.
     """
 
     name: str
     channel: grpc.aio.Channel
     streams: Lanes
     private: bool
+    outage: Outage = field(default_factory=Outage)
