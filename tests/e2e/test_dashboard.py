@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError
@@ -18,12 +19,13 @@ from gpuscale.client import connect
 from gpuscale.common.wire import to_duration
 from tests.support.browser import chromium, page_of
 from tests.support.dashboard import dashboard, tile
+from tests.support.ports import free_port
 from tests.support.tokens import token, write_tokens
 from tests.support.up import Up
 from tests.support.waiting import eventually_sync
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 CONFIG = """
 [templates.sleep]
@@ -159,34 +161,38 @@ def test_it_says_when_nothing_answers(browser: Browser, tmp_path: Path) -> None:
         assert tile(page, "GPUs") == "1", "what was heard last stays"
 
 
+def sign_in(page: Page, name: str) -> None:
+    page.get_by_label("Token").fill(name)
+    page.get_by_role("button").click()
+
+
 def test_a_visitor_signs_in_and_acts_as_far_as_the_role_goes(browser: Browser, tmp_path: Path) -> None:
+    """A restart signs everybody out: pages that are open find the door again, and do not wait at it for ever."""
     tokens = write_tokens(tmp_path / "tokens.toml", vera="viewer", otto="operator")
     shown = tmp_path / "vera"
     shown.write_text(token("vera"))
-    flags = ("--tokens-file", str(tokens))
+    guarded = partial(dashboard, port=free_port())
+    flags = ("--sign-in", "--token-file", str(shown))
     with (
-        Up(tmp_path, simulate=2, arguments=flags) as up,
-        dashboard(up.address, "--sign-in", "--token-file", str(shown)) as url,
+        Up(tmp_path, simulate=2, arguments=("--tokens-file", str(tokens))) as up,
         connect(up.address, token=token("otto")) as client,
+        page_of(browser, expected="403") as page,
     ):
         lease = client.reserve(gpus=1, holder="somebody", ttl=600.0)
-        with page_of(browser, expected="403") as page:
+        with guarded(up.address, *flags) as url:
             page.goto(f"{url}/reservations")
             assert page.url == f"{url}/sign-in"
-            page.get_by_label("Token").fill("guessed")
             with page.expect_response(lambda answer: answer.status == 403):
-                page.get_by_role("button").click()
+                sign_in(page, "guessed")
             page.get_by_text("Unauthenticated").wait_for()
-            page.get_by_label("Token").fill(token("vera"))
-            page.get_by_role("button").click()
+            sign_in(page, token("vera"))
             page.get_by_role("link", name="Reservations").click()
             page.get_by_role("button", name="release").click()
             page.get_by_role("button", name="Yes").click()
             page.get_by_text("role", exact=False).first.wait_for()
             assert lease.name
             page.get_by_role("button", name="sign out").click()
-            page.get_by_label("Token").fill(token("otto"))
-            page.get_by_role("button").click()
+            sign_in(page, token("otto"))
             page.get_by_role("link", name="Reservations").click()
             page.get_by_role("button", name="release").click()
             page.get_by_role("button", name="Yes").click()
@@ -196,3 +202,8 @@ def test_a_visitor_signs_in_and_acts_as_far_as_the_role_goes(browser: Browser, t
             beside.get_by_text("live", exact=False).first.wait_for()
             page.get_by_role("button", name="sign out").click()
             beside.wait_for_url(f"{url}/sign-in")
+            sign_in(beside, token("vera"))
+            beside.get_by_text("live", exact=False).first.wait_for()
+            beside.evaluate("window.socket.io.reconnectionDelayMax(100)")
+        with guarded(up.address, *flags):
+            beside.wait_for_url(f"{url}/sign-in", timeout=30_000)

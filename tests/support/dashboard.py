@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def dashboard(gateway: str, *arguments: str) -> Iterator[str]:
+def dashboard(gateway: str, *arguments: str, port: int = 0) -> Iterator[str]:
     """Run it; yields its URL. It ends within 10 s of SIGTERM, with exit code 0."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{port or free_port()}"
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "gpuscale.dashboard.main"),

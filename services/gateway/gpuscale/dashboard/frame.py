@@ -38,6 +38,13 @@ _STYLE = """
 .gs-panel { width: 100%; padding: 10px 14px; border: 1px solid rgba(128,128,128,.25); border-radius: 8px; overflow-x: auto; }
 .q-table td { font-variant-numeric: tabular-nums; }
 """
+# A page whose visitor is signed in no more, as after a restart, would try in vain to connect again, for ever.
+_TO_THE_DOOR = """<script>
+addEventListener("load", () => window.socket.io.on("reconnect_error", async () => {
+  const answer = await fetch(location.href, {method: "HEAD", redirect: "manual"}).catch(() => null);
+  if (answer?.type === "opaqueredirect") location.reload();
+}));
+</script>"""
 
 
 class Shared(Generic[T]):
@@ -100,6 +107,7 @@ def page(site: Site, title: str) -> Generator[None]:
         badge = ui.label().props("aria-live=polite").classes("text-caption")
         hands = site.hands()
         if hands is not None:
+            ui.add_head_html(_TO_THE_DOOR)
             ui.html('<form method="post" action="/sign-out"><button>sign out</button></form>', sanitize=False)
     with ui.column().classes("gs-page"):
         warning = ui.label().classes("text-negative").mark("problem")
