@@ -152,6 +152,29 @@ def test_a_command_is_stopped_when_its_lease_is_lost(up: Up, tmp_path: Path) -> 
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_what_a_command_started_is_stopped_with_it(up: Up) -> None:
+    """The shell heeds SIGTERM, what it started does not. It would hold standard output open for 1000 s."""
+    started = "trap '' TERM; sleep 1000 & trap - TERM; echo ready; wait"
+    process = run(up, *SHELL, started, options=("--ttl", "5s"))
+    assert line(process.stdout) == "ready"
+    node = node_of(up)
+    assert ctl(up, "drain", node, "--grace", "0s").code == 0
+    try:
+        ran = ended(process)
+    finally:
+        assert ctl(up, "uncordon", node).code == 0
+    assert ran.code == 4, ran.err
+
+
+def test_a_repeated_request_id_runs_nothing_once_the_gpus_were_given_back(up: Up) -> None:
+    """The allocator answers with what the id was granted, whatever has become of it."""
+    options = ("--gpus", "1", "--request-id", "6f1d6a54-9f0b-4c5e-8a53-0f5a3c2f7e11")
+    assert ended(start(up, "run", *options, "--", "echo", "once")).out == "once\n"
+    again = ended(start(up, "run", *options, "--", "echo", "twice"))
+    assert (again.code, again.out) == (4, ""), again.err
+    assert "has ended" in again.err
+
+
 def test_no_room_is_5_and_nothing_runs(up: Up, tmp_path: Path) -> None:
     ran = ended(start(up, "run", "--gpus", "3", "--", "touch", str(tmp_path / "ran")))
     assert (ran.code, ran.out) == (5, "")

@@ -208,6 +208,15 @@ async def test_a_block_that_is_cancelled_gives_back(server: FakeServer) -> None:
     assert server.reservations[0].state == State.STATE_RELEASED
 
 
+def test_a_repeated_request_id_gives_no_lease_that_has_ended(server: FakeServer) -> None:
+    """The answer is what the id was granted, whatever has become of it; its GPUs may be another's."""
+    with server.connect() as client:
+        client.reserve(1, "me", request_id=REQUEST_ID).release()
+        with pytest.raises(FailedPreconditionError) as caught:
+            client.reserve(1, "me", request_id=REQUEST_ID)
+    assert caught.value.reason == "RESERVATION_ENDED"
+
+
 def test_what_the_fake_server_refuses(server: FakeServer) -> None:
     """The same errors, with the same reasons, as the real allocator gives."""
     with server.connect() as client:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client.held import timer_of
 from gpuscale.client.lease_timer import LONGEST_MARGIN, LONGEST_PAUSE, LeaseTimer
 
 
@@ -64,3 +66,14 @@ def test_what_is_refused_is_lost() -> None:
     timer.refused("taken away by an admin")
     assert timer.is_over(0.0)
     assert timer.lost == "taken away by an admin"
+
+
+def test_what_an_earlier_call_was_granted_counts_from_what_is_left_of_it() -> None:
+    """A repeated request id is answered with the same reservation, and that renews nothing."""
+    granted = api.Reservation(
+        state=api.Reservation.STATE_ACTIVE, ttl={"seconds": 300}, remaining={"seconds": 40}
+    )
+    timer = timer_of(api.ReserveRequest(), granted, 1000.0)
+    assert timer.wait(1000.0) == 0
+    assert not timer.is_over(1034.0)
+    assert timer.is_over(1036.0), "5 s before it ends"

@@ -1,9 +1,12 @@
 """Commands that `gpuscalectl` runs for somebody: signals are passed on to them, and exit codes are those of a shell."""
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -13,6 +16,9 @@ STDERR = 2
 """Where a command's standard output goes, while that of `gpuscalectl` is data."""
 OF_SIGNAL = 128
 """Added to the number of the signal that ended a command."""
+
+RESERVATION = "GPUSCALE_RESERVATION"
+"""Variable that names the reservation, in the environment of a command that runs on it."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 """What `signal.signal` returns."""
@@ -55,6 +61,21 @@ class Forwarding:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def signal_all(variable: str, number: int = 0) -> bool:
+    """Send a signal to every process with this NAME=VALUE in its environment, 0 for none; whether there is one."""
+    found = False
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            descriptor = os.pidfd_open(int(path.parent.name))
+            try:
+                if variable.encode() in path.read_bytes().split(b"\0"):
+                    signal.pidfd_send_signal(descriptor, number)
+                    found = True
+            finally:
+                os.close(descriptor)
+    return found
 
 
 def exit_code(returned: int) -> int:

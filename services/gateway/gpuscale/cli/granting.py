@@ -17,14 +17,14 @@ def grant(client: "Client", request: "ReserveRequest") -> "Reservation":
     """The reservation; a request with a wait says on standard error how it stands.
 
     Raises:
-        GpuscaleError: it was refused, or the wait was over first.
+        GpuscaleError: it was refused, the wait was over first, or what the request id was granted has ended.
     """
     from gpuscale.api.allocator import v1 as api
     from gpuscale.common.errors import UnavailableError
     from gpuscale.common.wire import seconds
 
     if not request.HasField("wait"):
-        return client.allocator.Reserve(request).reservation
+        return _held(client.allocator.Reserve(request).reservation)
     progress = Progress()
     news = client.allocator.ReserveAndWatch(
         api.ReserveAndWatchRequest(reserve=request), timeout=seconds(request.wait) + _SLACK
@@ -32,7 +32,7 @@ def grant(client: "Client", request: "ReserveRequest") -> "Reservation":
     try:
         for message in news:
             if message.HasField("reservation"):
-                return message.reservation
+                return _held(message.reservation)
             place = message.waiting
             reason = f"{_before(place.position)}: {place.message}"
             progress.tell(reason, _estimated(place), seconds(place.waited))
@@ -40,6 +40,13 @@ def grant(client: "Client", request: "ReserveRequest") -> "Reservation":
         progress.end()
         news.cancel()
     raise UnavailableError("the allocator ended the wait without an answer", reason="STREAM_ENDED")
+
+
+def _held(granted: "Reservation") -> "Reservation":
+    from gpuscale.client.held import expect_held
+
+    expect_held(granted)
+    return granted
 
 
 def _before(position: int) -> str:

@@ -12,6 +12,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from gpuscale.cli.child import RESERVATION, signal_all
 from gpuscale.cli.quantities import format_duration
 from gpuscale.cli.session import note
 from gpuscale.common.errors import (
@@ -32,6 +33,8 @@ LONGEST_PAUSE = 10.0
 """Most seconds between two renewals: a drain, or a lost GPU, is noticed no later."""
 STOP_GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL; a quarter of the lease where that is less."""
+PAUSE = 0.05
+"""Seconds between two looks whether all have gone that were told to."""
 RETRY = 1.0
 """Seconds after which a renewal that had no answer is tried again."""
 
@@ -42,7 +45,7 @@ class Keeper:
     """Keeps the lease of a reservation while its block runs. `lost` says why it could not be kept; empty while it is.
 
     Args:
-        granted_at: `time.monotonic()` from before the reservation was made.
+        granted_at: `time.monotonic()` from before the reservation was answered.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Keeper:
         self._ttl = seconds(reservation.ttl)
         self._pause = min(LONGEST_PAUSE, self._ttl / RENEWALS)
         self._grace = min(STOP_GRACE, self._ttl / 4)
-        self._ends = granted_at + self._ttl
+        self._ends = granted_at + seconds(reservation.remaining)
         self._told = ""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="keep the lease", daemon=True)
@@ -122,9 +125,14 @@ class Keeper:
         self._told = text.partition(":")[0]
 
     def _stop(self) -> None:
-        """End the command: ask, and kill what does not go."""
+        """End the command and what it started: ask, and kill what does not go."""
         self.lost = self.lost or "it could not be renewed in time, or is taken away"
         note(f"gpuscalectl run: the reservation is lost, stopping the command: {self.lost}")
-        self._process.send_signal(signal.SIGTERM)
-        if not self._done.wait(max(RETRY, min(self._grace, self._ends - time.monotonic()))):
-            self._process.kill()
+        until = time.monotonic() + max(RETRY, min(self._grace, self._ends - time.monotonic()))
+        mark = f"{RESERVATION}={self._reservation.name}"  # what they start inherits it
+        if not signal_all(mark, signal.SIGTERM):
+            self._process.send_signal(signal.SIGTERM)
+        while time.monotonic() < until and not (self._done.is_set() and not signal_all(mark)):
+            time.sleep(PAUSE)
+        self._process.kill()
+        signal_all(mark, signal.SIGKILL)

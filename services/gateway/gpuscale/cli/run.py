@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpuscale.cli.asking import Asking
-from gpuscale.cli.child import NOT_FOUND, NOT_RUN, STDERR, Forwarding, exit_code
+from gpuscale.cli.child import NOT_FOUND, NOT_RUN, RESERVATION, STDERR, Forwarding, exit_code
 from gpuscale.cli.granting import grant
 from gpuscale.cli.keeping import Keeper
 from gpuscale.cli.recorded import recording_of
@@ -93,7 +93,7 @@ def _environment(reservation: "Reservation", uuids: str) -> dict[str, str]:
         **os.environ,
         "CUDA_VISIBLE_DEVICES": uuids,
         "GPUSCALE_GPU_UUIDS": uuids,
-        "GPUSCALE_RESERVATION": reservation.name,
+        RESERVATION: reservation.name,
         "GPUSCALE_FENCE": str(reservation.fence),
     }
 

@@ -90,7 +90,8 @@ class Client:
 
         Raises:
             ResourceExhaustedError: no room now (reason NO_CAPACITY), or none came in time (WAIT_TIMEOUT).
-            FailedPreconditionError: more than any node has (reason UNSATISFIABLE).
+            FailedPreconditionError: more than any node has (reason UNSATISFIABLE), or what the `request_id` was granted
+                has ended (RESERVATION_ENDED).
             GpuscaleError: anything else that went wrong.
         """
         request = reserve_request(gpus, holder or default_holder(), options)
@@ -150,7 +151,8 @@ class AsyncClient:
 
         Raises (once awaited or entered):
             ResourceExhaustedError: no room now (reason NO_CAPACITY), or none came in time (WAIT_TIMEOUT).
-            FailedPreconditionError: more than any node has (reason UNSATISFIABLE).
+            FailedPreconditionError: more than any node has (reason UNSATISFIABLE), or what the `request_id` was granted
+                has ended (RESERVATION_ENDED).
             GpuscaleError: anything else that went wrong.
         """
         request = reserve_request(gpus, holder or default_holder(), options)

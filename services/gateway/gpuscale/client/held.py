@@ -12,7 +12,7 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from gpuscale.common.wire import seconds, to_datetime
+from gpuscale.common.wire import optional_seconds, seconds, to_datetime
 
 REFUSALS = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
 """Errors of a renewal after which no further one can succeed."""
@@ -136,6 +136,28 @@ class Held:
 def timer_of(
     request: allocator_api.ReserveRequest, granted: allocator_api.Reservation, sent: float
 ) -> LeaseTimer:
-    """The timer of a grant that came now. One that waited in the queue may have been granted at any moment since."""
-    waited = request.HasField("wait")
-    return LeaseTimer(seconds(granted.ttl), now() if waited else sent, renew_at_once=waited)
+    """The timer of a grant that came now. One that waited in the queue may have been granted at any moment since.
+
+    Raises:
+        FailedPreconditionError: it was granted to an earlier call, and has ended (RESERVATION_ENDED).
+    """
+    expect_held(granted)
+    waited, ttl = request.HasField("wait"), seconds(granted.ttl)
+    left = optional_seconds(granted, "remaining")
+    passed = 0.0 if left is None else max(0.0, ttl - left)
+    return LeaseTimer(ttl, (now() if waited else sent) - passed, renew_at_once=waited)
+
+
+def expect_held(granted: allocator_api.Reservation) -> None:
+    """Go on unless a repeated request id was answered with what it was granted long ago.
+
+    Raises:
+        FailedPreconditionError: the reservation has ended (RESERVATION_ENDED).
+    """
+    if granted.state in (*_OVER, _STATE.STATE_RELEASED):
+        raise FailedPreconditionError(
+            f"what this request id was granted, {granted.name}, has ended: its GPUs may be another's;"
+            " choose a new UUID for each grant that is wanted",
+            reason="RESERVATION_ENDED",
+            metadata={"name": granted.name},
+        )
