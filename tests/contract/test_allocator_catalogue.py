@@ -111,6 +111,9 @@ ROWS = (
     bad(21, "holder", holder="a\u202eb"),
     reserve(22, "an unknown node", NotFoundError, "NODE_NOT_FOUND", nodes=["nodes/none"]),
     reserve(22, "an unknown GPU", NotFoundError, "GPU_NOT_FOUND", gpus=["nodes/n0/gpus/none"]),
+    bad(22, "ask.models", models=[""]),  # as of a variable that is not set: it would be part of any name
+    bad(22, "ask.models", models=["A100", " "]),
+    bad(22, "ask.gpus", gpus=["nodes/n0/gpus/N0-0"]),
     bad(23, "ask.gpus", gpus=["nodes/n0/gpus/n0-0", "nodes/n0/gpus/n0-0"]),
     bad(24, "ask.gpu_memory_bytes", gpu_milli=1000, gpu_memory_bytes=1 << 30),
     bad(25, "ask.policy", policy=77),

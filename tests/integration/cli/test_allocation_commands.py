@@ -30,6 +30,26 @@ FLEET = (
 )
 
 
+UNMEANT = (
+    ("check", "--gpus", "99999999999"),
+    ("check", "--gpus", "1", "--members", "99999999999"),
+    ("check", "--gpus", "1", "--cpus", "inf"),
+    ("check", "--gpus", "1", "--cpus", "1e300"),
+    ("check", "--gpus", "1", "--share", "1.0001"),
+    ("check", "--gpus", "1", "--model", ""),
+    ("reserve", "--gpus", "1", "--priority", "99999999999"),
+    ("reserve", "--gpus", "1", "--label", "a=b", "--label", "a=c"),
+    ("check", "--gpus", "1", "--node-label", "a=b", "--node-label", "a=c"),
+    ("check", "--gpus", "1", "--apart-from", "a=b", "--apart-from", "a=c"),
+    ("renew", "r1", "--fence", "99999999999999999999"),
+    ("rank", "nodes", "--gpus", "99999999999"),
+    ("set", "quota", "vision", "--gpus", "1e300"),
+    ("set", "quota", "vision", "--gpus", "1.7e308"),
+    ("estimate", "x", "-p", "tp=2", "-p", "tp=4"),
+    ("estimate", "x", "--dtype", "fp8", "--kv-cache-tokens", "99999999999999999999"),
+)
+
+
 class Ctl:
     """`gpuscalectl` against one allocator."""
 
@@ -94,6 +114,21 @@ async def test_a_wait_of_nothing_is_one_look_and_a_wait_ends_in_time(ctl: Ctl) -
     assert ended.out
 
 
+async def test_what_can_never_be_had_is_not_waited_for(ctl: Ctl) -> None:
+    """The check ends at once, instead of asking again and again until the time is over."""
+    ended = await ctl.run("check", "--gpus", "9", "--wait", "5s", code=NO_CAPACITY)
+    assert ("this can never be had" in ended.out, ended.err) == (True, "")
+
+
+async def test_what_cannot_be_meant_is_a_usage_error(ctl: Ctl) -> None:
+    """Numbers that no field holds, and names with two values: said in words, and nothing is reserved."""
+    for typed in UNMEANT:
+        ran = await ctl.run(*typed, code=USAGE)
+        assert (ran.out, "Traceback" in ran.err) == ("", False), typed
+        assert "error:" in ran.err, typed
+    assert (await ctl.data("get", "reservations"))["reservations"] == []
+
+
 async def test_an_estimate_is_the_seeds_own_example(ctl: Ctl) -> None:
     found = await ctl.data("estimate", "x", "-p", "tp-size=[1,2,4]", "-p", "pp-size=[1]", "-p", "dp-size=[1]")
     assert found["gpuCount"] == 4
@@ -105,6 +140,8 @@ async def test_nodes_are_ranked_by_idle_gpus(ctl: Ctl) -> None:
     """Idle: below 30 % utilization and 50 % memory."""
     ranked = (await ctl.data("rank", "nodes", "--gpus", "2"))["nodes"]
     assert [(one["name"], one["idleGpuCount"]) for one in ranked] == [("nodes/calm", 3), ("nodes/busy", 1)]
+    assert await ctl.data("rank", "nodes", "--gpus", "9") == {"nodes": [], "fallback": True}
+    assert (await ctl.run("rank", "nodes", "-o", "name")).out == "nodes/calm\nnodes/busy\n"
     ranked = (await ctl.data("rank", "nodes", "--max-utilization", "10"))["nodes"]
     assert {one["name"]: one.get("idleGpuCount", 0) for one in ranked} == {"nodes/calm": 2, "nodes/busy": 0}
 
@@ -124,7 +161,9 @@ async def test_quotas_are_set_kept_and_deleted(ctl: Ctl) -> None:
     assert (found["gpuMilliLimit"], found["weight"]) == ("1500", 2.0)
     await ctl.reserved("--gpus", "1", "--tenant", "vision")
     over = await ctl.run("reserve", "--gpus", "1", "--tenant", "vision", code=NO_CAPACITY)
-    assert "may hold 1.5 GPUs and holds 1" in over.err
+    assert "may hold 1.5 GPUs and holds 1; this asks for 1. Release some, or" in over.err
+    alone = await ctl.run("reserve", "--gpus", "2", "--tenant", "vision", "--wait", "1m", code=NO_CAPACITY)
+    assert "this asks for 2. Ask for less, or" in alone.err, "to release some would not help"
     assert (await ctl.data("get", "quotas", "vision"))["gpuMilliHeld"] == "1000"
     assert "gpuMilliLimit" not in await ctl.data("set", "quota", "vision", "--no-limit")
     await ctl.reserved("--gpus", "1", "--tenant", "vision")

@@ -141,6 +141,11 @@ def test_names_that_mean_nothing_are_listed() -> None:
         ("/models/llama-7b/snapshot-1", 7),
         ("/models/7b/", 7),
         ("C:\\models\\llama-7b", 7),
+        ("falcon180B", 180),
+        ("llama70b", 70),
+        ("vicuna13b-v1.5", 13),
+        ("chatglm6b", 6),
+        ("Mixtral8x7B-Instruct", 56),
     ],
 )
 def test_a_name_tells_its_size(name: str, billions: float) -> None:

@@ -1,7 +1,11 @@
 """A refusal says what was asked, what is nearest and what would help; never and not-now are told apart."""
 
+from dataclasses import replace
+
+import pytest
+
 from gpuscale.allocator.feasibility import Obstacle
-from gpuscale.allocator.model import Ask, Node, NodeState
+from gpuscale.allocator.model import Ask, GangStrategy, Node, NodeState
 from gpuscale.allocator.refusal import Refusal, RefusalKind
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
 from tests.support.placing import place
@@ -64,6 +68,21 @@ def test_a_gpu_of_unknown_size_might_be_large_enough() -> None:
     answer = refused([node("a", gpu(total=None, free=None))], ask(1, memory=1))
     assert answer.kind is RefusalKind.NO_CAPACITY
     assert answer.obstacles == {Obstacle.MEMORY_UNKNOWN: 1}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (GangStrategy.PACK, "all nodes together take 6 of its 7 members so"),
+        (GangStrategy.STRICT_PACK, "the roomiest node takes 4 of its 7 members so"),
+        (GangStrategy.STRICT_SPREAD, "all nodes together take 2 of its 7 members so"),
+    ],
+)
+def test_a_gang_that_can_never_lie_as_it_wants_to(strategy: GangStrategy, words: str) -> None:
+    gang = replace(ask(1), member_count=7, gang_strategy=strategy)
+    answer = refused([plain_node("a", 2), plain_node("b", 4, rank=1)], gang)
+    assert answer.kind is RefusalKind.UNSATISFIABLE
+    assert words in answer.message
 
 
 def test_a_node_not_heard_of_yet_might_have_room() -> None:

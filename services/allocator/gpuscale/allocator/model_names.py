@@ -1,7 +1,8 @@
 """Model names: how many parameters a name tells of. Pure.
 
-A size is a number with M, B or T (millions, billions, trillions) that stands by itself: `17b` is 17 billion and not 7,
-`1.7b` is 1.7 billion, and the `a3b` of `qwen3-30b-a3b` (parameters in use at once) is no size of the model.
+A size is a number with M, B or T (millions, billions, trillions) that stands by itself or follows a word (`falcon180b`):
+`17b` is 17 billion and not 7, `1.7b` is 1.7 billion, and the `a3b` of `qwen3-30b-a3b` (parameters in use at once) is no
+size of the model.
 """
 
 import re
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 _UNITS: Mapping[str, float] = {"m": 1e6, "b": 1e9, "t": 1e12}
 _NUMBER = r"\d{1,6}(?:\.\d{1,6})?"
 _APART = r"(?<![a-z0-9.])"
-_SIZE = re.compile(rf"{_APART}(?:(?P<experts>\d{{1,4}})x)?(?P<number>{_NUMBER})(?P<unit>[mbt])(?![a-z0-9])")
+_BEGINS = rf"(?:{_APART}|(?<=[a-z]{{3}}))"
+_SIZE = re.compile(rf"{_BEGINS}(?:(?P<experts>\d{{1,4}})x)?(?P<number>{_NUMBER})(?P<unit>[mbt])(?![a-z0-9])")
 _EXPERTS = re.compile(rf"{_APART}(?P<experts>\d{{1,4}})e(?![a-z0-9])")
 
 

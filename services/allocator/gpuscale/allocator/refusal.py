@@ -7,8 +7,9 @@ from enum import StrEnum
 import numpy as np
 
 from gpuscale.allocator.feasibility import Obstacle
-from gpuscale.allocator.model import WHOLE, Ask, Node, NodeState
+from gpuscale.allocator.model import WHOLE, Ask, GangStrategy, Node, NodeState
 from gpuscale.allocator.placing import gangs
+from gpuscale.allocator.placing.columns import Ints
 from gpuscale.allocator.survey import NodeSurvey, Survey
 from gpuscale.allocator.wording import FOR_EVER, HELP, WORDS, asked, extent, gpus, mib, names, sentence
 
@@ -115,11 +116,19 @@ def _unsatisfiable(survey: Survey) -> str:
             f"{said} {survey.name(int(np.argmax(enough)))} has {int(enough.max())} of that memory size,"
             f" and the largest GPU known has {mib(gpu_memory)}. Ask for less memory or fewer GPUs."
         )
-    room = int(np.minimum(survey.room_ever(), ask.member_count).sum())
-    if ask.member_count > 1 and room:
-        return f"{said} all nodes together take {room} of its {ask.member_count} members so. Ask for fewer."
+    room = survey.room_ever()
+    if ask.member_count > 1 and room.any():
+        return f"{said} {_most_members(ask, room)} of its {ask.member_count} members so. Ask for fewer."
     most_of_all = f"{cpu / WHOLE:g} cores and {mib(memory)} of main memory are the most"
     return f"{said} no such node has so much: {most_of_all}. Ask for less."
+
+
+def _most_members(ask: Ask, room: Ints) -> str:
+    """How many members find room at most where nodes take so many each."""
+    if ask.gang_strategy is GangStrategy.STRICT_PACK:
+        return f"the roomiest node takes {int(room.max())}"
+    each = 1 if ask.gang_strategy is GangStrategy.STRICT_SPREAD else ask.member_count
+    return f"all nodes together take {int(np.minimum(room, each).sum())}"
 
 
 def _excluded(survey: Survey) -> str:

@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.common.names import is_id, match
+from gpuscale.common.names import is_id, match, misfit
 
 ValueCheck = Callable[[Any], str | None]
 """Returns what is wrong with a value, as words that follow the field's name; None when nothing is."""
@@ -105,7 +105,7 @@ def _longest(rules: options_pb2.FieldRules) -> int:
 def _shape_check(rules: options_pb2.FieldRules) -> ValueCheck | None:
     if rules.resource:
         pattern = rules.resource
-        return lambda value: None if match(pattern, value) is not None else f"must look like {pattern}"
+        return lambda value: None if match(pattern, value) is not None else misfit(pattern, value)
     return _SHAPES[rules.format]
 
 

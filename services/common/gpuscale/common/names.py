@@ -47,8 +47,14 @@ def parse(pattern: str, name: str, field: str = "name") -> dict[str, str]:
     """
     ids = match(pattern, name)
     if ids is None:
-        raise InvalidArgumentError(f"{field} must look like {pattern}", field=field)
+        raise InvalidArgumentError(f"{field} {misfit(pattern, name)}", field=field)
     return ids
+
+
+def misfit(pattern: str, name: str) -> str:
+    """What is wrong with a name that is not of a pattern, in words."""
+    in_lower_case = ", in lower case" if match(pattern, name.lower()) is not None else ""
+    return f"must look like {pattern}{in_lower_case}"
 
 
 def is_id(text: str) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.options import pair, share, size
+from gpuscale.cli.options import once, pair, share, size
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Ask
@@ -74,7 +74,8 @@ class Asking:
         str, typer.Option(metavar="NAME", help="MIG instances of this profile, such as 1g.10gb.")
     ] = ""
     cpus: Annotated[
-        float, typer.Option(min=0, help="CPU cores of the node, for each member.", show_default=False)
+        float,
+        typer.Option(min=0, max=10_000, help="CPU cores of the node, for each member.", show_default=False),
     ] = 0.0
     host_memory: Annotated[
         int,
@@ -137,8 +138,8 @@ class Asking:
             excluded_nodes=[full_name(NODE, name) for name in self.exclude_node or ()],
             only_gpus=[full_name(GPU, name.lower()) for name in self.gpu or ()],
             excluded_gpus=[full_name(GPU, name.lower()) for name in self.exclude_gpu or ()],
-            node_labels=dict(map(pair, self.node_label or ())),
-            apart_from=dict(map(pair, self.apart_from or ())),
+            node_labels=once(map(pair, self.node_label or ())),
+            apart_from=once(map(pair, self.apart_from or ())),
             gpu_set="nvlink" if self.nvlink else "memory_balanced" if self.balanced else "",
             member_count=self.members,
             gang_strategy=self.strategy.replace("-", "_") if self.strategy else "",

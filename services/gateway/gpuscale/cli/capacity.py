@@ -7,8 +7,8 @@ import typer
 
 from gpuscale.cli.asking import Asking
 from gpuscale.cli.exit_codes import ExitCode
-from gpuscale.cli.options import duration, size
-from gpuscale.cli.output import write_lines
+from gpuscale.cli.options import duration, once, size
+from gpuscale.cli.output import Format, write_lines
 from gpuscale.cli.progress import REPEAT, Progress
 from gpuscale.cli.session import Session, session_of
 from gpuscale.cli.typed import takes
@@ -54,7 +54,7 @@ def check(
 def _wait(client: "Client", ask: "Ask", wait: float) -> None:
     """Wait for room, and say in between why there is none."""
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.common.wire import to_duration
+    from gpuscale.common.wire import seconds, to_duration
 
     progress = Progress()
     try:
@@ -62,8 +62,8 @@ def _wait(client: "Client", ask: "Ask", wait: float) -> None:
             part = min(left, REPEAT)
             request = api.WaitForAvailabilityRequest(ask=ask, timeout=to_duration(part))
             found = client.capacity.WaitForAvailability(request, timeout=part + _SLACK)
-            if found.available:
-                return
+            if found.available or seconds(found.waited) < part / 2:
+                return  # there is room, or, before the time was over, the answer that waiting would not help
             progress.tell(found.message)
     finally:
         progress.end()
@@ -115,7 +115,7 @@ def estimate(
         kv_cache_tokens=kv_cache_tokens,
         kv_cache_bytes_per_token=kv_cache_bytes_per_token,
     )
-    ParseDict(dict(map(_parameter, parameter or ())), request.parameters)
+    ParseDict(once(map(_parameter, parameter or ())), request.parameters)
     session = session_of(context)
     with session.connect() as client:
         found = client.capacity.EstimateRequirements(request)
@@ -163,6 +163,7 @@ def rank_nodes(
 ) -> None:
     """Rank nodes by how many idle GPUs they have, best first."""
     from gpuscale.api.allocator import v1 as api
+    from gpuscale.cli.output import to_dict
     from gpuscale.cli.views.capacity import RANKED_NODES
 
     request = api.RankNodesRequest(
@@ -171,6 +172,9 @@ def rank_nodes(
     session = session_of(context)
     with session.connect() as client:
         found = client.capacity.RankNodes(request)
+    if session.output.format in {Format.JSON, Format.YAML, Format.JSONPATH}:
+        session.output.write_data(to_dict(found))
+        return
     session.output.write_list(found.nodes, RANKED_NODES)
     if session.output.human and found.fallback:
         write_lines(["", "No node has enough idle GPUs: schedule by your own judgement."])

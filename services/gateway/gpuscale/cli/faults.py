@@ -47,14 +47,14 @@ def _meant(error: Any) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def report(error: GpuscaleError) -> int:
-    """Say what failed; returns the exit code."""
+def report(error: GpuscaleError, name: str = "") -> ExitCode:
+    """Say what failed, and for which of several things where it has a name; returns the exit code."""
     code = exit_code(error)
     violations = error.violations if isinstance(error, InvalidArgumentError) else ()
     if TERMINAL.json:
-        _write_json(error.reason, error.message, code, violations, error.metadata, error.retry_after)
+        _write_json(error.reason, error.message, code, violations, error.metadata, error.retry_after, name)
         return code
-    note(f"error: {error.message}")
+    note(f"error: {f'{name}: ' if name and name not in error.message.split() else ''}{error.message}")
     for violation in violations:
         note(f"  {violation.field}: {violation.description}")
     if error.retry_after is not None:
@@ -63,6 +63,14 @@ def report(error: GpuscaleError) -> int:
         facts = "".join(f", {key}={value}" for key, value in sorted(error.metadata.items()))
         note(f"  {type(error).__name__} {error.reason}{facts}; exit code {code.value} {code.name}")
     return code
+
+
+def beyond_field(error: ValueError) -> InvalidArgumentError:
+    """The error that a number is which no field of a message holds, of 32 or 64 bits; any other is raised again."""
+    fault, _, number = str(error).partition(": ")
+    if fault != "Value out of range":  # the words of protobuf
+        raise error
+    return InvalidArgumentError(f"the number {number} is out of range")
 
 
 def report_os(error: OSError) -> int:
@@ -91,6 +99,7 @@ def _write_json(
     violations: tuple[FieldViolation, ...] = (),
     metadata: Mapping[str, str] | None = None,
     retry_after: float | None = None,
+    name: str = "",
 ) -> None:
     error: dict[str, object] = {
         "reason": reason,
@@ -104,4 +113,6 @@ def _write_json(
         error["metadata"] = dict(metadata)
     if retry_after is not None:
         error["retryAfterSeconds"] = retry_after
+    if name:
+        error["name"] = name
     sys.stderr.write(json.dumps({"error": error}) + "\n")

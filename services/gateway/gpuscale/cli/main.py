@@ -14,7 +14,7 @@ import typer
 
 from gpuscale.cli import completion, global_options, streams
 from gpuscale.cli.arguments import format_of, normalise
-from gpuscale.cli.faults import USAGE_ERRORS, report, report_interrupt, report_os, report_usage
+from gpuscale.cli.faults import USAGE_ERRORS, beyond_field, report, report_interrupt, report_os, report_usage
 from gpuscale.cli.formats import Form
 from gpuscale.cli.global_options import PROGRAM
 from gpuscale.cli.output import Output
@@ -91,6 +91,8 @@ def run_command(arguments: Sequence[str]) -> int:
         return report_usage(error)
     except KeyboardInterrupt:
         return report_interrupt()
+    except ValueError as error:
+        return report(beyond_field(error))
     except OSError as error:
         # What it writes to is full or gone; what they read, commands look after themselves.
         return report_os(error)

@@ -1,6 +1,7 @@
 """Types of options that several commands share."""
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -35,10 +36,11 @@ def form(text: str | Form) -> Form:
 def share(text: str | float) -> int:
     """A share of a GPU, such as 0.5, in thousandths; a usage error where it is none."""
     try:
-        milli = round(float(text) * 1000)
+        given = float(text)
+        milli = round(given * 1000)
     except (ValueError, OverflowError) as error:
         raise typer.BadParameter(f"{text!r} is not a share; write it like 0.5") from error
-    if not 1 <= milli <= 1000:
+    if given > 1 or milli < 1:
         raise typer.BadParameter(f"{text!r} is not between 0.001 and 1")
     return milli
 
@@ -51,5 +53,19 @@ def pair(text: str) -> tuple[str, str]:
     return key, value
 
 
+V = TypeVar("V")
+
+
+def once(pairs: Iterable[tuple[str, V]]) -> dict[str, V]:
+    """What was typed as NAME=VALUE, by name; a usage error where a name has two values."""
+    found: dict[str, V] = {}
+    for name, value in pairs:
+        if found.setdefault(name, value) != value:
+            raise typer.BadParameter(f"{name!r} was given twice, with different values")
+    return found
+
+
 Name = Annotated[str, typer.Argument(metavar="NAME", show_default=False)]
 Names = Annotated[list[str] | None, typer.Argument(metavar="NAME", show_default=False)]
+SomeNames = Annotated[list[str], typer.Argument(metavar="NAME", show_default=False)]
+"""One at least."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.options import duration, pair
+from gpuscale.cli.options import duration, once, pair
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import ReserveRequest
@@ -59,7 +59,7 @@ class Requesting:
             **asking.options(),
             ttl=self.ttl,
             wait=self.wait or None,
-            labels=dict(map(pair, self.label or ())),
+            labels=once(map(pair, self.label or ())),
             tenant=self.tenant,
             priority=self.priority,
             preemptible=self.preemptible,

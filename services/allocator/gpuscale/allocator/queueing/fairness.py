@@ -34,10 +34,11 @@ def over_quota(world: World, order: Order, pick: Pick | None = None) -> Obstacle
     asked = least if pick is None else sum(gpu.milli for gpu in pick.gpus)
     if not asked or held + asked <= limit:
         return None
+    remedy = "Ask for less" if asked > limit else "Release some"
     return Obstacle(
         Reason.QUOTA_EXCEEDED,
         f"tenant {order.tenant} may hold {_gpus(limit)} GPUs and holds {_gpus(held)}; this asks for {_gpus(asked)}."
-        " Release some, or have the quota raised.",
+        f" {remedy}, or have the quota raised.",
         lasting=least > limit,
     )
 
