@@ -50,7 +50,7 @@ async def known(data_dir: Path) -> Known:
             saved.fence,
             saved.ranks,
             tuple(await QuotaStore(store).load()),
-            tuple(await CordonStore(store, BOOT).load(NOW)),
+            tuple((await CordonStore(store, BOOT).load(NOW))[0]),
         )
 
 

@@ -46,6 +46,15 @@ async def test_a_check_says_what_reserve_would_do(tmp_path: Path) -> None:
         assert "n0-0" in found.message
 
 
+async def test_who_holds_a_gpu_is_named_oldest_first_however_often_it_is_asked(tmp_path: Path) -> None:
+    """To say what would help, leases are thought away: that must not show."""
+    async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
+        held = [await client.reserve(1, "me", gpu_milli=300, ttl=ttl) for ttl in (60, 600)]
+        for _ in range(3):
+            [node] = (await explain(client, api.Ask(gpu_count=1))).nodes
+            assert list(node.gpus[0].reservations) == [one.name for one in held]
+
+
 async def test_no_room_is_an_answer(tmp_path: Path) -> None:
     """The seed answered True with a warning where memory was short, and True where nothing could be read at all."""
     async with allocator_client(tmp_path, fleet()) as client:

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.common.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
+from gpuscale.allocator.store import AllocatorStore
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from tests.support.allocator import Client, Reservation, running
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message
@@ -101,3 +107,24 @@ async def _unknown(client: Client, node: str) -> bool:
 async def _ended(client: Client, one: Reservation) -> Reservation | None:
     found = await client.get(one.name)
     return None if found.state == Reservation.STATE_ACTIVE else found
+
+
+async def test_a_node_that_could_not_be_forgotten_on_disk_and_comes_back_keeps_no_rank_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its old rank is there still, and must stand in the way neither of its new one nor of other nodes'."""
+
+    async def full(store: AllocatorStore, node: str, rank: int) -> None:
+        raise UnavailableError(f"no space left for {node} {rank}")
+
+    fleet = FakeFleet(node_message("n0", count=1), node_message("n1", count=1))
+    async with running(tmp_path, fleet) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(AllocatorStore, "forget_rank", full)
+            fleet.remove("n0")
+            await eventually(lambda: _unknown(client, "n0"))
+        fleet.put(node_message("n2", count=1), node_message("n0", count=1))
+        await eventually(lambda: _ranked(tmp_path, "n0", "n1", "n2"))
+    again = FakeFleet(*(node_message(f"n{index}", count=1) for index in range(3)))
+    async with running(tmp_path, again) as client:
+        assert [(await client.reserve()).gpus[0].node for _ in range(3)] == ["n1", "n2", "n0"]

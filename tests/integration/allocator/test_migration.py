@@ -64,7 +64,7 @@ async def test_a_file_of_version_2_is_migrated_in_place(tmp_path: Path) -> None:
         async with open_store(tmp_path / DATABASE, "boot-1") as store:
             saved = await store.load()
             quotas = await QuotaStore(store).load()
-            cordons = await CordonStore(store, "boot-1").load(NOW)
+            cordons, _ = await CordonStore(store, "boot-1").load(NOW)
         whole, half, over = [one for one, _ in saved.reservations]
         assert [(gpu.uuid, gpu.milli) for gpu in whole.gpus] == [("n0-0", 1000), ("n0-1", 1000)]
         assert (whole.tenant, whole.priority, whole.preemptible) == ("ann", 3, True)

@@ -77,7 +77,7 @@ async def test_everything_is_there_in_the_next_term(url: SecretUrl) -> None:
         assert saved.reservations[-1] == (replace(last, state=State.ACTIVE), BOOT)
         assert (len(saved.reservations), saved.fence, saved.ranks) == (4, ledger.fence, {"n0": 0, "n1": 1})
         assert await QuotaStore(store).load() == [Quota("ann", 8000, 2.0)]
-        assert await CordonStore(store, BOOT).load(NOW) == [cordon]
+        assert await CordonStore(store, BOOT).load(NOW) == ([cordon], [])
         await QuotaStore(store).remove("ann")
         await CordonStore(store, BOOT).remove(cordon.spot)
         await store.forget_rank("n1", 1)

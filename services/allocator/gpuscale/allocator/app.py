@@ -75,7 +75,9 @@ async def open_allocator(
         commits = Commits(ledger, store, changes)
         leases = Leases(ledger=ledger, commits=commits, clock=clock)
         hold = Holding(ledger, clock)
-        quotas, waiting = await _open_queue(settings, store, ledger, placer, changes, commits, hold, clock)
+        quotas, waiting = await _open_queue(
+            settings, store, ledger, placer, changes, commits, hold, clock, tasks
+        )
         losses = Losses(ledger, leases, changes, clock, settings.lost_after_seconds)
         forgetting = Forgetting(ledger=ledger, view=view, placer=placer, store=store, clock=clock)
         seen = partial(_seen, placer, losses, forgetting)
@@ -188,9 +190,10 @@ async def _open_queue(
     commits: Commits,
     hold: Holding,
     clock: Clock,
+    tasks: TaskScope,
 ) -> tuple[Quotas, Waiting]:
     """The quotas as they are on disk, and the queue, which is empty at first: who waits asks again."""
-    quotas = Quotas(QuotaStore(store), changes, held=lambda: ledger.use.tenants)
+    quotas = Quotas(QuotaStore(store), changes, tasks, held=lambda: ledger.use.tenants)
     await quotas.load()
     rules = Rules(
         max_waiting=settings.max_waiting,

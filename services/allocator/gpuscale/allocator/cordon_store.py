@@ -43,15 +43,16 @@ class CordonStore:
         self._store = store
         self._boot_id = boot_id
 
-    async def load(self, now: float) -> list[model.Cordon]:
-        """Every cordon; deadlines of an earlier boot start anew."""
+    async def load(self, now: float) -> tuple[list[model.Cordon], list[model.Cordon]]:
+        """Every cordon: those of this boot, and those of an earlier one, whose deadlines start anew."""
 
         def work(connection: Connection) -> list[tuple[model.Cordon, str]]:
             rows = connection.execute(select(_CORDON)).mappings()
             return [(_from_row(Cordon(**row)), row["boot_id"]) for row in rows]
 
         found = await self._store.read(work)
-        return [one if boot == self._boot_id else model.rebased(one, now) for one, boot in found]
+        earlier = [model.rebased(one, now) for one, boot in found if boot != self._boot_id]
+        return [one for one, boot in found if boot == self._boot_id], earlier
 
     async def save(self, cordons: Sequence[model.Cordon]) -> None:
         """Write cordons, in place of those there are of the same spots."""

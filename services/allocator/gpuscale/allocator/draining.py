@@ -6,8 +6,7 @@ run out. Whatever is interrupted on the way, `resume` makes good when the alloca
 """
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 from gpuscale.allocator.changes import Changes
 from gpuscale.allocator.commits import Commits
@@ -18,6 +17,7 @@ from gpuscale.allocator.ledger import Ledger
 from gpuscale.allocator.model import Node, Reservation
 from gpuscale.allocator.placer import Placer
 from gpuscale.allocator.view import FleetView
+from gpuscale.allocator.whole import whole
 from gpuscale.common.clock import Clock
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.lifecycle import TaskScope
@@ -26,8 +26,6 @@ from gpuscale.common.paging import page
 
 DEFAULT_GRACE = 600.0
 """Seconds that holders have to leave where a drain does not say."""
-
-T = TypeVar("T")
 
 _log = get_logger(__name__)
 
@@ -64,7 +62,6 @@ class Maintenance:
         self._tasks = tasks
         self._cordons = Cordons()
         self._turn = asyncio.Lock()
-        self._untold: set[Spot] = set()
 
     @property
     def cordons(self) -> Cordons:
@@ -77,33 +74,18 @@ class Maintenance:
         Raises:
             UnavailableError: the state cannot be read or written.
         """
-        now = self._clock.now()
-        kept = await self._store.load(now)
-        self._cordons = Cordons(kept)
+        of_this_boot, earlier = await self._store.load(self._clock.now())
+        self._cordons = Cordons([*of_this_boot, *earlier])
         self._placer.set_cordons(self._cordons.marks())
-        draining = [cordon for cordon in kept if cordon.deadline is not None]
+        for cordon in earlier:  # first, as a crash in between must not leave holders with the old deadlines
+            there = [one.id for one in self._told(cordon)]
+            await self._leases.revoke(there, None, "")
+            await self._leases.revoke(there, cordon.deadline, cordon.why)
+        draining = [cordon for cordon in self._cordons if cordon.deadline is not None]
         if draining:
-            await self._store.save(draining)  # with deadlines of this boot
+            await self._store.save(draining)
         for cordon in draining:
             await self._tell(cordon)
-        self._untold = {cordon.spot for cordon in draining if cordon.spot.gpu}
-        if self._untold:
-            self._changes.on_room(self._reported)
-
-    def _reported(self, nodes: Collection[str] | None) -> None:
-        """Go on with drains of GPUs once their nodes have told of their MIG instances, which `resume` could not know."""
-        there = [
-            spot
-            for spot in self._untold
-            if (nodes is None or spot.node in nodes)
-            and (node := self._view.get(spot.node)) is not None
-            and node.gpus
-        ]
-        self._untold.difference_update(there)
-        for spot in there:
-            cordon = self._cordons.get(spot)
-            if cordon is not None and cordon.deadline is not None:
-                self._tasks.start("go on with a drain", _outcome(self._tell(cordon)))
 
     async def cordon(self, spot: Spot, *, reason: str, author: str) -> Cordon:
         """Let nothing new onto a node or GPU. A drain that is under way there goes on.
@@ -113,7 +95,7 @@ class Maintenance:
             UnavailableError: the state cannot be written; the cordon is as before then.
         """
         asked = Cordon(spot, reason, author, self._clock.wall())
-        return await self._whole("cordon", self._put(asked))
+        return await whole(self._tasks, "cordon", self._put(asked))
 
     async def drain(
         self, spot: Spot, *, reason: str, author: str, grace: float | None = None
@@ -129,7 +111,7 @@ class Maintenance:
         """
         seconds = DEFAULT_GRACE if grace is None else grace
         asked = Cordon(spot, reason, author, self._clock.wall(), self._clock.now() + seconds, seconds)
-        cordon = await self._whole("drain", self._drain(asked))
+        cordon = await whole(self._tasks, "drain", self._drain(asked))
         return cordon, self.reservations(spot)
 
     async def uncordon(self, spot: Spot) -> None:
@@ -142,7 +124,7 @@ class Maintenance:
         """
         if self._cordons.get(spot) is None:  # one of a node that was forgotten can be lifted
             self._expect_node(spot)
-        await self._whole("uncordon", self._lift(spot))
+        await whole(self._tasks, "uncordon", self._lift(spot))
 
     def list_cordons(self, *, page_size: int, page_token: str) -> tuple[list[Cordon], str]:
         """A page of cordons, by name, and the token of the next page.
@@ -160,13 +142,6 @@ class Maintenance:
     def reservations(self, spot: Spot) -> list[Reservation]:
         """The reservations that are on a node or GPU, oldest first."""
         return self._on(spot, self._ledger.reservations(ended=False))
-
-    async def _whole(self, name: str, work: Coroutine[object, object, T]) -> T:
-        """Do all of a change, also when the caller gives up meanwhile."""
-        outcome = await asyncio.shield(self._tasks.start(name, _outcome(work)))
-        if isinstance(outcome, GpuscaleError):
-            raise outcome
-        return outcome
 
     async def _put(self, asked: Cordon) -> Cordon:
         """Set a cordon in memory, at once, and on disk; as before if it cannot be written."""
@@ -222,24 +197,34 @@ class Maintenance:
         return [one.id for one in self._on(spot, self._ledger.use.reservations(spot.node))]
 
     def _on(self, spot: Spot, reservations: Iterable[Reservation]) -> list[Reservation]:
-        """Those of the reservations that are on a spot, or on a MIG instance of it."""
+        """Those of the reservations that are on a spot, or on a MIG instance of it.
+
+        Reservations of earlier versions do not know of which GPU their MIG instances are; the node tells it.
+        """
         node = self._view.get(spot.node)
         parents = {gpu.uuid: gpu.parent for gpu in node.gpus} if node else {}
         return [
             one
             for one in reservations
-            if any(spot.holds(gpu.node, gpu.uuid, parents.get(gpu.uuid, "")) for gpu in one.gpus)
+            if any(
+                spot.holds(gpu.node, gpu.uuid, gpu.parent or parents.get(gpu.uuid, "")) for gpu in one.gpus
+            )
         ]
 
     async def _reprieve(self, lifted: Cordon) -> None:
         """Take back what a drain said to holders; another drain of the same GPUs says it anew."""
-        told = [one.id for one in self.reservations(lifted.spot) if lifted.told(one.end_reason)]
+        told = self._told(lifted)
         if lifted.deadline is None or not told:
             return
-        await self._leases.revoke(told, None, "")
+        await self._leases.revoke([one.id for one in told], None, "")
+        nodes = {gpu.node for one in told for gpu in one.gpus}  # those of a gang are several
         for cordon in self._cordons:
-            if cordon.deadline is not None and cordon.spot.node == lifted.spot.node and cordon != lifted:
+            if cordon.deadline is not None and cordon.spot.node in nodes and cordon != lifted:
                 await self._tell(cordon)
+
+    def _told(self, cordon: Cordon) -> list[Reservation]:
+        """Who has to leave because of a cordon."""
+        return [one for one in self._ledger.reservations(ended=False) if cordon.told(one.end_reason)]
 
     def _expect_node(self, spot: Spot) -> Node:
         node = self._view.get(spot.node)
@@ -255,11 +240,3 @@ class Maintenance:
         if spot.gpu and node.reported and not known:
             message = f"node {spot.node} has no GPU {spot.gpu}"
             raise NotFoundError(message, reason="GPU_NOT_FOUND", metadata={"gpus": spot.gpu})
-
-
-async def _outcome(work: Coroutine[object, object, T]) -> T | GpuscaleError:
-    """What a change came to; its error, which would end the scope, as a value."""
-    try:
-        return await work
-    except GpuscaleError as error:
-        return error

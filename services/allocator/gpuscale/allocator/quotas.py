@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from gpuscale.allocator.changes import Changes
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.quota_store import QuotaStore
+from gpuscale.allocator.whole import whole
 from gpuscale.common.errors import NotFoundError
+from gpuscale.common.lifecycle import TaskScope
 from gpuscale.common.paging import page
 
 
@@ -23,6 +25,7 @@ class Quotas:
     """The quotas of tenants.
 
     Args:
+        tasks: the scope that changes live in: a caller who gives up neither undoes nor halves one.
         held: thousandths of GPUs by the tenants that hold any.
     """
 
@@ -30,11 +33,13 @@ class Quotas:
         self,
         store: QuotaStore,
         changes: Changes,
+        tasks: TaskScope,
         *,
         held: Callable[[], Mapping[str, int]],
     ) -> None:
         self._store = store
         self._changes = changes
+        self._tasks = tasks
         self._held = held
         self._waiting: Callable[[], Mapping[str, int]] = dict
         self._quotas: dict[str, Quota] = {}
@@ -61,9 +66,7 @@ class Quotas:
         Raises:
             UnavailableError: it cannot be written; nothing has changed.
         """
-        await self._store.save(quota)
-        self._quotas[quota.tenant] = quota
-        self._changes.room(())
+        await whole(self._tasks, "set a quota", self._set(quota))
         return self._standing(quota.tenant, self._waiting())
 
     async def delete(self, tenant: str) -> None:
@@ -77,9 +80,7 @@ class Quotas:
             raise NotFoundError(
                 f"tenant {tenant} has no quota", reason="QUOTA_NOT_FOUND", metadata={"tenant": tenant}
             )
-        await self._store.remove(tenant)
-        self._quotas.pop(tenant, None)
-        self._changes.room(())
+        await whole(self._tasks, "delete a quota", self._delete(tenant))
 
     def list_quotas(self, *, page_size: int, page_token: str) -> tuple[list[Standing], str]:
         """A page of tenants that have a quota, hold or wait for something, by name, and the token of the next page.
@@ -95,6 +96,16 @@ class Quotas:
             page_size=page_size,
             page_token=page_token,
         )
+
+    async def _set(self, quota: Quota) -> None:
+        await self._store.save(quota)
+        self._quotas[quota.tenant] = quota
+        self._changes.room(())
+
+    async def _delete(self, tenant: str) -> None:
+        await self._store.remove(tenant)
+        self._quotas.pop(tenant, None)
+        self._changes.room(())
 
     def _standing(self, tenant: str, waiting: Mapping[str, int]) -> Standing:
         return Standing(self.get(tenant), self._held().get(tenant, 0), waiting.get(tenant, 0))

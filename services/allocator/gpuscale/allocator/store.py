@@ -68,6 +68,7 @@ _CHANGE_GPUS = Prepared(
 )
 _FORGET = Prepared(delete(_RESERVATION).where(_RESERVATION.c.id == bindparam("key")))
 _COUNT = Prepared.replacing(_COUNTER)
+_PUT_RANKS = Prepared.replacing(_RANK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +164,11 @@ class AllocatorStore:
         await self._write(work)
 
     async def save_ranks(self, ranks: Mapping[str, int]) -> None:
-        """Write the ranks of nodes that were not known before."""
+        """Write the ranks of nodes that were not known before, in place of any that could not be deleted."""
 
         def work(connection: Connection) -> None:
             rows = [sealed({"node": node, "rank": rank}) for node, rank in ranks.items()]
-            connection.execute(insert(_RANK), rows)
+            _PUT_RANKS.run(connection, rows)
 
         await self._write(work)
 
