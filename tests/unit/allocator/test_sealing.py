@@ -47,6 +47,15 @@ def test_what_the_database_returns_has_the_same_sum() -> None:
         assert is_whole_reservation(dict(connection.execute("SELECT * FROM reservation").fetchone()))
 
 
+def test_a_reservation_that_lost_a_gpu_has_the_sum_of_the_labels_that_an_earlier_version_wrote() -> None:
+    """The sum is made anew and the labels are not written: they are to be spelled as they were when the row was made."""
+    granted = Ledger().grant(order(), [reserved("GPU-a")], suffix="aa", now=NOW, wall=WALL)
+    labelled = replace(granted, labels={"job": "é", "team": "a"})
+    written = schema_store.to_row(labelled, "boot", 7) | {"labels": r'{"job": "\u00e9", "team": "a"}'}
+    lost = replace(labelled, gpus=(replace(labelled.gpus[0], lost=True),))
+    assert is_whole_reservation(written | schema_store.to_lost(lost))
+
+
 def test_a_row_with_one_sum() -> None:
     kept = sealed({"tenant": "ann", "gpu_milli_limit": None, "weight": 1.0})
     assert is_whole(kept)

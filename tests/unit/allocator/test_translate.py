@@ -52,3 +52,9 @@ def test_answers_do_not_write_into_each_other() -> None:
     one = granted()
     translate.from_reservation(one, NOW, WALL).gpus[0].uuid = "another"
     assert translate.from_reservation(one, NOW, WALL).gpus[0].uuid == "GPU-A"
+
+
+def test_another_ttl_is_told_though_the_message_is_kept_ready() -> None:
+    one = granted()
+    translate.from_reservation(one, NOW, WALL)
+    assert translate.from_reservation(replace(one, ttl=90.0), NOW, WALL).ttl.seconds == 90

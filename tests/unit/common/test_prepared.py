@@ -8,6 +8,7 @@ from sqlalchemy import (
     Table,
     bindparam,
     create_engine,
+    delete,
     insert,
     literal_column,
     or_,
@@ -31,6 +32,7 @@ CHANGE = Prepared(
     .values(state=bindparam("state"), note=bindparam("note"))
 )
 PUT = Prepared.replacing(ITEM)
+REMOVE = Prepared(delete(ITEM).where(ITEM.c.note == bindparam("key")))
 
 
 def test_values_are_taken_by_name_whatever_their_order() -> None:
@@ -45,3 +47,12 @@ def test_values_are_taken_by_name_whatever_their_order() -> None:
         PUT.run(connection, [{"note": "e", "state": "live", "id": 2}])
         found = connection.exec_driver_sql("SELECT id, state, note FROM item ORDER BY id").all()
     assert [tuple(row) for row in found] == [(1, "gone", "c"), (2, "live", "e")]
+
+
+def test_a_statement_may_have_one_parameter() -> None:
+    with create_engine("sqlite://").connect() as connection:
+        ITEM.create(connection)
+        ADD.run(
+            connection, [{"id": id_, "state": "live", "note": note} for id_, note in ((1, "a"), (2, "bc"))]
+        )
+        assert REMOVE.run(connection, [{"key": "a"}, {"key": "bc"}]) == 2

@@ -176,10 +176,17 @@ def test_a_text_with_a_shape_may_be_absent_unless_required() -> None:
     assert violations(autoscaler_api.Register(adapter="a", kind="process", node="")) == []
 
 
-@pytest.mark.parametrize("text", ["gpu", "nodes/a/gpus/b", "nodes/", "nodes/A", "nodes/../x", "nodes/a/"])
+@pytest.mark.parametrize("text", ["gpu", "nodes/a/gpus/b", "nodes/", "nodes/../x", "nodes/a/"])
 def test_resource_names(text: str) -> None:
     request = monitor_api.GetNodeRequest(name=text)
     assert wrong(request) == {"name": "must look like nodes/{node}"}
+
+
+def test_a_resource_name_that_is_right_but_for_its_case() -> None:
+    """As one gets it who writes the UUID of a GPU as the driver does."""
+    assert wrong(reserve(gpus=["nodes/a/gpus/GPU-1f"])) == {
+        "ask.gpus[0]": "must look like nodes/{node}/gpus/{gpu}, in lower case"
+    }
 
 
 @pytest.mark.parametrize(

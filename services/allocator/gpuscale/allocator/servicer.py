@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import grpc
 
@@ -30,6 +30,14 @@ _BatchRelease: TypeAlias = grpc.aio.ServicerContext[api.BatchReleaseRequest, api
 _Get: TypeAlias = grpc.aio.ServicerContext[api.GetReservationRequest, api.GetReservationResponse]
 _List: TypeAlias = grpc.aio.ServicerContext[api.ListReservationsRequest, api.ListReservationsResponse]
 _Watch: TypeAlias = grpc.aio.ServicerContext[api.WatchReservationsRequest, api.WatchReservationsResponse]
+_One = TypeVar(
+    "_One",
+    api.ReserveResponse,
+    api.ReserveAndWatchResponse,
+    api.RenewReservationResponse,
+    api.ReleaseReservationResponse,
+)
+_Several = TypeVar("_Several", api.BatchReserveResponse, api.BatchReleaseResponse)
 
 
 class AllocatorServicer(api.AllocatorServiceServicer):
@@ -54,7 +62,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         """Grant GPUs."""
         order = translate.to_order(request, current_principal().name, self._settings)
         granted = await self._reserving.reserve(order, wire.optional_seconds(request, "wait") or 0.0)
-        return api.ReserveResponse(reservation=self._message(granted))
+        return self._put(api.ReserveResponse(), granted)
 
     async def ReserveAndWatch(
         self, request: api.ReserveAndWatchRequest, context: _ReserveAndWatch
@@ -66,7 +74,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         async with aclosing(self._reserving.reserve_and_watch(order, wait)) as news:
             async for one in news:
                 if isinstance(one, Reservation):
-                    yield api.ReserveAndWatchResponse(reservation=self._message(one))
+                    yield self._put(api.ReserveAndWatchResponse(), one)
                 else:
                     place = translate.from_place(one, self._clock.now(), since)
                     yield api.ReserveAndWatchResponse(waiting=place)
@@ -77,7 +85,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         """Grant several requests, all or none."""
         orders = translate.to_orders(request, current_principal().name, self._settings)
         granted = await self._reserving.reserve_all(orders)
-        return api.BatchReserveResponse(reservations=self._messages(granted))
+        return self._add(api.BatchReserveResponse(), granted)
 
     async def RenewReservation(
         self, request: api.RenewReservationRequest, context: _Renew
@@ -85,7 +93,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         """Start a lease anew."""
         ttl = wire.optional_seconds(request, "ttl")
         renewed = await self._leases.renew(translate.to_lease(request), ttl, current_principal())
-        return api.RenewReservationResponse(reservation=self._message(renewed))
+        return self._put(api.RenewReservationResponse(), renewed)
 
     async def KeepAlive(
         self, request_iterator: AsyncIterator[api.KeepAliveRequest], context: _KeepAlive
@@ -104,7 +112,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     ) -> api.ReleaseReservationResponse:
         """Give GPUs back."""
         released = await self._leases.release([translate.to_lease(request)], current_principal())
-        return api.ReleaseReservationResponse(reservation=self._message(released[0]))
+        return self._put(api.ReleaseReservationResponse(), released[0])
 
     async def BatchRelease(
         self, request: api.BatchReleaseRequest, context: _BatchRelease
@@ -112,7 +120,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         """Give several back, all or none."""
         leases = [translate.to_lease(one) for one in request.requests]
         released = await self._leases.release(leases, current_principal())
-        return api.BatchReleaseResponse(reservations=self._messages(released))
+        return self._add(api.BatchReleaseResponse(), released)
 
     async def GetReservation(
         self, request: api.GetReservationRequest, context: _Get
@@ -144,13 +152,17 @@ class AllocatorServicer(api.AllocatorServiceServicer):
                 reservations=[self._report(one) for one in news.reservations], full=news.full
             )
 
-    def _message(self, reservation: Reservation) -> api.Reservation:
-        return self._messages([reservation])[0]
+    def _put(self, answer: _One, one: Reservation) -> _One:
+        """Put a reservation into an answer."""
+        translate.put_reservation(answer.reservation, one, self._clock.now(), self._clock.wall())
+        return answer
 
-    def _messages(self, reservations: Iterable[Reservation]) -> list[api.Reservation]:
-        """The messages of reservations, answered in one moment."""
+    def _add(self, answer: _Several, reservations: Iterable[Reservation]) -> _Several:
+        """Put reservations into an answer, as of one moment."""
         now, wall = self._clock.now(), self._clock.wall()
-        return [translate.from_reservation(one, now, wall) for one in reservations]
+        for one in reservations:
+            translate.put_reservation(answer.reservations.add(), one, now, wall)
+        return answer
 
     def _report(self, reservation: Reservation) -> api.Reservation:
         """The message of a reservation with what its holder makes of it."""

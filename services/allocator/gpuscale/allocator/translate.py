@@ -43,8 +43,7 @@ def to_order(
     Raises:
         InvalidArgumentError: parts of it contradict each other.
     """
-    wait = wire.optional_seconds(request, "wait")
-    if request.may_preempt and not wait:
+    if request.may_preempt and not wire.optional_seconds(request, "wait"):
         raise InvalidArgumentError("may_preempt needs a wait", field=f"{path}may_preempt")
     request_id = request.request_id
     request.request_id = ""
@@ -57,7 +56,7 @@ def to_order(
         holder=request.holder,
         owner=owner,
         ttl=defaults.default_ttl_seconds if ttl is None else ttl,
-        labels=dict(request.labels),
+        labels=dict(request.labels) if request.labels else {},
         ask=to_ask(request.ask, defaults, f"{path}ask."),
         tenant=request.tenant or owner,
         priority=request.priority,
@@ -124,13 +123,20 @@ def from_reservation(
 ) -> allocator_api.Reservation:
     """The message of a reservation, answered at `now` and `wall`."""
     message = allocator_api.Reservation()
-    message.CopyFrom(_lasting(reservation))
-    message.state = _STATES[reservation.state]
-    _put_seconds(message.ttl, reservation.ttl)
-    if reservation.end_reason:
-        message.end_reason = reservation.end_reason
+    put_reservation(message, reservation, now, wall)
     if usage is not None:
         message.usage.CopyFrom(_from_usage(usage))
+    return message
+
+
+def put_reservation(
+    message: allocator_api.Reservation, reservation: Reservation, now: float, wall: datetime
+) -> None:
+    """Set the message of a reservation where it stands in an answer; one made apart would be copied into it."""
+    message.CopyFrom(_lasting(reservation))
+    message.state = _STATES[reservation.state]
+    if reservation.end_reason:
+        message.end_reason = reservation.end_reason
     if reservation.live:
         remaining = max(0.0, reservation.deadline - now)
         _put_seconds(message.remaining, remaining)
@@ -139,7 +145,6 @@ def from_reservation(
         message.revoke_time.CopyFrom(_at(reservation.revoke_at, now, wall))
     if reservation.ended is not None:
         wire.put_timestamp(message.end_time, reservation.ended)
-    return message
 
 
 def _put_seconds(duration: Duration, seconds: float) -> None:
@@ -147,15 +152,15 @@ def _put_seconds(duration: Duration, seconds: float) -> None:
     duration.seconds, duration.nanos = divmod(round(seconds * _NANOS), _NANOS)
 
 
-_Known: TypeAlias = tuple[tuple[ReservedGpu, ...], allocator_api.Reservation]
+_Known: TypeAlias = tuple[tuple[ReservedGpu, ...], float, allocator_api.Reservation]
 _known: OrderedDict[str, _Known] = OrderedDict()
 
 
 def _lasting(reservation: Reservation) -> allocator_api.Reservation:
-    """What does not change in the life of a reservation, unless a GPU of it is lost. The latest are remembered."""
+    """What seldom changes in the life of a reservation: a GPU is lost, another ttl given. The latest are remembered."""
     known = _known.get(reservation.id)
-    if known is not None and known[0] is reservation.gpus:
-        return known[1]
+    if known is not None and known[0] is reservation.gpus and known[1] == reservation.ttl:
+        return known[2]
     message = allocator_api.Reservation(
         name=names.reservation_name(reservation.id),
         holder=reservation.holder,
@@ -172,10 +177,11 @@ def _lasting(reservation: Reservation) -> allocator_api.Reservation:
     )
     if reservation.labels:
         message.labels.update(reservation.labels)
+    _put_seconds(message.ttl, reservation.ttl)
     wire.put_timestamp(message.create_time, reservation.created)
     for gpu in reservation.gpus:
         _put_gpu(message.gpus.add(), gpu)
-    _known[reservation.id] = reservation.gpus, message
+    _known[reservation.id] = reservation.gpus, reservation.ttl, message
     if len(_known) > _REMEMBERED:
         _known.popitem(last=False)
     return message

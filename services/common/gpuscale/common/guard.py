@@ -72,39 +72,34 @@ class Guard:
         self._behavior = _behavior(handler)
         self._generates = inspect.isasyncgenfunction(self._behavior)
         self._implemented = self._generates or inspect.iscoroutinefunction(self._behavior)
-        watched = settings.watcher is not None and info is not None and info.role is not None
-        self._entry = self._watched if watched else self._answer
+        self._work: _Work = self._stream
+        if not handler.response_streaming:
+            self._work = self._stream_unary if handler.request_streaming else self._unary
         self.handler = self._guarded(handler)
 
     def _guarded(self, handler: Handler) -> Handler:
         """The handler for gRPC. Decoding and encoding of what is one message happens here, where errors are caught."""
+        info = self._info
+        watched = self._settings.watcher is not None and info is not None and info.role is not None
+        call = self._watched if watched else self._answer
         decode = self._decode if self._deserialize is not None else None
         if handler.response_streaming:
             if handler.request_streaming:
-                return grpc.stream_stream_rpc_method_handler(self._stream_call, decode, self._serialize)
-            return grpc.unary_stream_rpc_method_handler(self._stream_call, None, self._serialize)
+                return grpc.stream_stream_rpc_method_handler(call, decode, self._serialize)
+            return grpc.unary_stream_rpc_method_handler(call, None, self._serialize)
         if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(self._stream_unary_call, decode, None)
-        return grpc.unary_unary_rpc_method_handler(self._unary_call, None, None)
+            return grpc.stream_unary_rpc_method_handler(call, decode, None)
+        return grpc.unary_unary_rpc_method_handler(call, None, None)
 
-    async def _unary_call(self, request: bytes, context: _Context) -> Any:
-        return await self._entry(self._unary, request, context)
-
-    async def _stream_unary_call(self, requests: Any, context: _Context) -> Any:
-        return await self._entry(self._stream_unary, requests, context)
-
-    async def _stream_call(self, request: Any, context: _Context) -> None:
-        await self._entry(self._stream, request, context)
-
-    async def _watched(self, work: _Work, request: Any, context: _Context) -> Any:
+    async def _watched(self, request: Any, context: _Context) -> Any:
         """Answer a call, and note it."""
         watcher, info = self._settings.watcher, self._info
         if watcher is None or info is None:
-            return await self._answer(work, request, context)
+            return await self._answer(request, context)
         began, code = time.monotonic(), grpc.StatusCode.CANCELLED
         watcher.begun()
         try:
-            answer = await self._answer(work, request, context)
+            answer = await self._answer(request, context)
             code = grpc.StatusCode.OK
         except grpc.aio.BaseError:
             code = context.code()
@@ -114,11 +109,11 @@ class Guard:
             watcher.ended(info, find_principal(), context, request, code, seconds)
         return answer
 
-    async def _answer(self, work: _Work, request: Any, context: _Context) -> Any:
+    async def _answer(self, request: Any, context: _Context) -> Any:
         """Do the work of a call; if it fails, end the call with the status that says why."""
         task = _current_task()
         try:
-            return await work(request, context, task, self._admit(context))
+            return await self._work(request, context, task, self._admit(context))
         except asyncio.CancelledError:
             ended = self._settings.calls.why_cancelled(task)
             if ended is None and task.cancelling():

@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Self
 
 from sqlalchemy import Boolean, Connection, Table
@@ -10,6 +11,9 @@ from sqlalchemy.sql.compiler import Compiled, SQLCompiler
 from sqlalchemy.sql.elements import ClauseElement
 
 from gpuscale.common.errors import AbortedError
+
+_Values = Callable[[Mapping[str, object]], Sequence[object]]
+"""Takes the parameters of a statement out of a row, in their order."""
 
 
 class Prepared:
@@ -21,8 +25,7 @@ class Prepared:
 
     def __init__(self, statement: ClauseElement) -> None:
         self._build: Callable[[str], ClauseElement] = lambda _dialect: statement
-        self._sqlite = ""
-        self._names: Sequence[str] = ()
+        self._sqlite: tuple[str, _Values] | None = None
         self._postgresql = ""
         self._truths: tuple[str, ...] = ()
 
@@ -45,13 +48,12 @@ class Prepared:
         return self._run_postgresql(connection, rows)
 
     def _run_sqlite(self, driver: sqlite3.Connection, rows: Sequence[Mapping[str, object]]) -> int:
-        if not self._sqlite:
+        if self._sqlite is None:
             compiled = self._build("sqlite").compile(dialect=sqlite.dialect(paramstyle="qmark"))
-            self._names = _in_order(compiled)
-            self._sqlite = str(compiled)
-        names = self._names  # the driver would look up each parameter of each row by its name
-        try:
-            return driver.executemany(self._sqlite, [[row[name] for name in names] for row in rows]).rowcount
+            self._sqlite = str(compiled), _in_order(compiled)
+        text, values = self._sqlite
+        try:  # the driver would look up each parameter of each row by its name
+            return driver.executemany(text, map(values, rows)).rowcount
         except sqlite3.IntegrityError as error:
             raise _refusal(error) from error
 
@@ -72,9 +74,12 @@ class Prepared:
             raise _refusal(error) from error
 
 
-def _in_order(compiled: Compiled) -> Sequence[str]:
-    """Names of the parameters, each as often as the statement has it."""
-    return (compiled.positiontup or ()) if isinstance(compiled, SQLCompiler) else ()
+def _in_order(compiled: Compiled) -> _Values:
+    """Takes the parameters of a row, each as often as the statement has its name."""
+    names = (compiled.positiontup or ()) if isinstance(compiled, SQLCompiler) else ()
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda row: [row[name] for name in names]  # of one name, an itemgetter takes the value alone
 
 
 def _truths(compiled: Compiled) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ MAX_VIOLATIONS: Final = 16
 """So many are reported at most, so that an error fits into gRPC's trailing metadata."""
 MAX_ITEMS: Final = 1_000
 MAX_KEY_SHOWN: Final = 64
-FEW_PARTS: Final = 5
+FEW_PARTS: Final = 3
 """Of a message with more lists, maps and messages than this, little is set: only that is looked at, at first."""
 
 _Problems = Sequence[tuple[str, str]]

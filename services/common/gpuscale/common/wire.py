@@ -64,7 +64,5 @@ def fingerprint(message: Message) -> str:
     Tells a repeated request from another one with the same request id. It holds within one build of the program:
     protobuf promises a stable serialization no further.
     """
-    digest = hashlib.sha256(message.DESCRIPTOR.full_name.encode())
-    digest.update(b"\0")
-    digest.update(message.SerializeToString(deterministic=True))
-    return digest.hexdigest()
+    kind = message.DESCRIPTOR.full_name.encode()
+    return hashlib.sha256(kind + b"\0" + message.SerializeToString(deterministic=True)).hexdigest()
