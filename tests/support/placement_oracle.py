@@ -78,6 +78,7 @@ class Oracle:
             milli=milli_on(ask, total),
             memory_bytes=memory_on(ask, total, free, WHOLE - self._use.gpu(one.uuid).milli),
             member=member,
+            parent=one.parent,
         )
 
 

@@ -106,7 +106,7 @@ def obstacle(
             f"nodes/{node.id}" in cordons or gpu.uuid.lower() in cordons or gpu.parent.lower() in cordons,
         ),
         (Obstacle.NOT_APART, _beside(node, use, ask)),
-        (Obstacle.HELD, _taken(gpu, use, ask)),
+        (Obstacle.HELD, _held_in_part(node, gpu, use) or _taken(gpu, use, ask)),
         (Obstacle.CPU_BELOW_MIN, _lacks(node.cpu_milli, use.node(node.id).cpu_milli, ask.cpu_milli)),
         (
             Obstacle.HOST_MEMORY_BELOW_MIN,
@@ -150,7 +150,7 @@ def _value(node: Node, fitting: list[Gpu], use: Use, ask: Ask, cordons: frozense
     if ask.policy is Policy.FIRSTFIT:
         return 0.0
     free = sum(
-        WHOLE - use.gpu(gpu.uuid).milli
+        0 if _held_in_part(node, gpu, use) else WHOLE - use.gpu(gpu.uuid).milli
         for gpu in node.gpus
         if not gpu.mig_profile
         and not any(one.parent == gpu.uuid for one in node.gpus)
@@ -190,6 +190,12 @@ def _beside(node: Node, use: Use, ask: Ask) -> bool:
         all(one.labels.get(key) == value for key, value in ask.apart_from)
         for one in use.reservations(node.id)
     )
+
+
+def _held_in_part(node: Node, gpu: Gpu, use: Use) -> bool:
+    """Whether the GPU that it is an instance of is held, or an instance of it, be it there or not."""
+    held = [one for live in use.reservations(node.id) for one in live.gpus]
+    return any(one.uuid == gpu.parent or one.parent == gpu.uuid for one in held)
 
 
 def _taken(gpu: Gpu, use: Use, ask: Ask) -> bool:

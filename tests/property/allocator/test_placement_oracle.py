@@ -69,6 +69,11 @@ def _node(random: Random, number: int) -> Node:
     )
 
 
+def _plain_node(random: Random, number: int) -> Node:
+    gpus = [gpu(f"GPU-{number}{index}", index=index) for index in range(random.randint(1, 4))]
+    return Node(f"n{number}", number, NodeState.ONLINE, tuple(gpus))
+
+
 def _ask(random: Random) -> Ask:
     """An ask with a few wishes of any sort."""
     any_node = frozenset[str]()
@@ -80,7 +85,7 @@ def _ask(random: Random) -> Ask:
         policy=random.choice(list(Policy)),
         gpu_milli=random.choice([WHOLE, WHOLE, WHOLE, 700, 500, 300, 100]),
         gpu_memory_bytes=random.choice([None] * 4 + [20_000 * MIB, 50_000 * MIB]),
-        mig_profile=random.choice([""] * 12 + ["1G.10gb"]),
+        mig_profile=random.choice([""] * 5 + ["1G.10gb"]),
         models=random.choice([()] * 7 + [("a100",), ("h100",)]),
         cpu_milli=random.choice([0] * 8 + [4_000, 30_000]),
         host_memory_bytes=random.choice([0] * 8 + [16 * GIB, 40 * GIB]),
@@ -105,23 +110,48 @@ def _is_cordoned(node: Node, one: Gpu, cordons: frozenset[str]) -> bool:
 
 
 class Fleet:
-    """A small fleet that some reservations are on."""
+    """A small fleet that some reservations are on; a plain one has GPUs that are in order, and is empty."""
 
-    def __init__(self, random: Random) -> None:
-        self.nodes = [_node(random, number) for number in range(random.randint(1, 3))]
+    def __init__(self, random: Random, *, plain: bool = False) -> None:
+        make = _plain_node if plain else _node
+        self.nodes = [make(random, number) for number in range(random.randint(1, 3))]
         self.use = Use()
         self.placer = Placer(self.use)
-        self.cordons = frozenset(random.choice([(), (), (), ("nodes/n0",), ("gpu-10",)]))
+        self.cordons = (
+            NOTHING if plain else frozenset(random.choice([(), (), (), ("nodes/n0",), ("gpu-10",)]))
+        )
         self.placer.set_cordons(self.cordons)
         for node in self.nodes:
             self.placer.apply_node(node)
-        for number in range(random.randint(0, 4)):
-            ask = _ask(random)
-            found = self.placer.place(ask, NOW)
-            if isinstance(found, Pick):
-                labels = random.choice([{}, {"job": "x"}])
-                held = reservation(found.gpus, name=f"r{number}", ask=ask, fence=100 + number, labels=labels)
-                self.use.hold(held)
+        for number in range(0 if plain else random.randint(0, 4)):
+            labels = random.choice([{}, {"job": "x"}])
+            self.serve(_ask(random), f"r{number}", fence=100 + number, labels=labels)
+
+    def serve(self, ask: Ask, name: str, **fields: object) -> None:
+        """Hold what an ask gets."""
+        found = self.placer.place(ask, NOW)
+        if isinstance(found, Pick):
+            self.use.hold(reservation(found.gpus, name=name, ask=ask, **fields))
+
+    def partition(self, random: Random) -> None:
+        """The admin of a node makes its last GPU two MIG instances, or one GPU again; whoever holds it holds on."""
+        at = random.randrange(len(self.nodes))
+        *others, last = self.nodes[at].gpus
+        changed = [
+            replace(last, uuid=f"{last.uuid}/{part}", mig_profile="1g.10gb", parent=last.uuid)
+            for part in (1, 2)
+        ]
+        if last.parent:
+            changed = [replace(last, uuid=last.parent, mig_profile="", parent="")]
+            others = [one for one in others if last.parent not in (one.parent, one.uuid)]
+        self.nodes[at] = replace(self.nodes[at], gpus=(*others, *changed))
+        self.placer.apply_node(self.nodes[at])
+
+    def end_one(self, random: Random) -> None:
+        """One of the reservations ends, if there is one."""
+        names = {one.id for node in self.nodes for one in self.use.reservations(node.id)}
+        if names:
+            self.use.free(random.choice(sorted(names)))
 
     def check(self, ask: Ask) -> None:
         """The answer is right, and so is the sort of no it is."""
@@ -137,7 +167,7 @@ class Fleet:
         assert possible
         if ask.gang_strategy is GangStrategy.SPREAD:
             assert len(set(found.nodes)) == max(possible)
-        if ask.gang_strategy is GangStrategy.PACK and (ask.gpu_count == 1 or ask.exclusive):
+        if ask.gang_strategy is GangStrategy.PACK:
             assert len(set(found.nodes)) == min(possible)
 
 
@@ -148,6 +178,7 @@ def test_an_ask_is_served_if_and_only_if_some_placement_serves_it(seed: int) -> 
     fleet = Fleet(random)
     for _ in range(4):
         ask = _ask(random)
+        random.choice([fleet.partition, fleet.end_one, lambda _: None])(random)
         if ask.nodes <= {node.id for node in fleet.nodes}:
             try:
                 fleet.check(ask)
@@ -156,11 +187,61 @@ def test_an_ask_is_served_if_and_only_if_some_placement_serves_it(seed: int) -> 
 
 
 @given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_a_gpu_is_never_given_beside_an_instance_of_it(seed: int) -> None:
+    """However often its admin splits it and makes it whole again while somebody holds it, or a part of it."""
+    random = Random(seed)
+    fleet = Fleet(random, plain=True)
+    for step in range(12):
+        ask = Ask(
+            random.choice([1, 1, 2]),
+            0,
+            100.0,
+            policy=random.choice(list(Policy)),
+            gpu_milli=random.choice([WHOLE, 300]),
+            mig_profile=random.choice(["", "1g.10gb"]),
+            member_count=random.choice([1, 1, 2]),
+        )
+        fleet.check(ask)
+        random.choice(
+            [fleet.partition, fleet.end_one, lambda _, ask=ask, step=step: fleet.serve(ask, f"s{step}")]
+        )(random)
+    held = [one for node in fleet.nodes for live in fleet.use.reservations(node.id) for one in live.gpus]
+    assert not {one.uuid for one in held} & {one.parent for one in held}
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_a_packed_gang_lies_on_as_few_nodes_as_can_be(seed: int) -> None:
+    """Also where each member shares several GPUs, of which the preferred ones may run out early."""
+    random = Random(seed)
+    fleet = Fleet(random, plain=True)
+    for one in [one for node in fleet.nodes for one in node.gpus]:
+        if milli := random.choice([0, 300, 700, 700]):
+            fleet.serve(
+                Ask(1, 0, 100.0, gpu_milli=milli, gpus=frozenset({one.uuid.lower()})), f"on {one.uuid}"
+            )
+    ask = Ask(
+        random.choice([2, 2, 3]),
+        0,
+        100.0,
+        policy=random.choice(list(Policy)),
+        gpu_milli=300,
+        gpu_set=random.choice(list(GpuSet)),
+        member_count=random.choice([2, 3]),
+        gang_strategy=random.choice([GangStrategy.PACK, GangStrategy.STRICT_PACK]),
+    )
+    fleet.check(ask)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=60, deadline=None)
 def test_an_explanation_counts_what_each_constraint_removes(seed: int) -> None:
     """In order: the first obstacle of each GPU. Alone: the GPUs it would keep out if the ask wished nothing else."""
     random = Random(seed)
     fleet = Fleet(random)
+    if random.random() < 0.5:
+        fleet.partition(random)
     ask = replace(_ask(random), nodes=NOTHING, gpus=NOTHING, member_count=1)
     outlook = fleet.placer.explain(ask, NOW)
     pairs = [(node, one) for node in fleet.nodes for one in node.gpus]

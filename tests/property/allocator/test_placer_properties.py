@@ -45,6 +45,7 @@ PLAIN = (Policy.SPREAD, Policy.BESTFIT, Policy.FIRSTFIT)
 def gpus(draw: st.DrawFn, name: str, index: int) -> Gpu:
     """A GPU of any sort, most of them fit for something."""
     free = draw(st.sampled_from([80_000, 80_000, 40_000, 1_000, None]))
+    profile = draw(st.sampled_from(["", "", "", "1g.10gb"]))
     return replace(
         gpu(
             name,
@@ -56,7 +57,8 @@ def gpus(draw: st.DrawFn, name: str, index: int) -> Gpu:
             fresh_until=NOW + draw(st.sampled_from([-1, 3, 3, 3])),
         ),
         model=draw(st.sampled_from(["A100", "T4"])),
-        mig_profile=draw(st.sampled_from(["", "", "", "1g.10gb"])),
+        mig_profile=profile,
+        parent=f"{name[0]}-0" if profile and index else "",
         processes=draw(
             st.sampled_from([(), (GpuProcess(7, 3 * GIB, "x", 1),), (GpuProcess(8, GIB, "y", None),)])
         ),
@@ -311,7 +313,7 @@ def test_a_row_alone_is_worth_what_it_is_worth_among_many(
         assert codes == gpu_codes_then[at, : len(codes)].tolist()
         assert set(gpu_codes_then[at, len(codes) :].tolist()) <= {ABSENT}
         expected = float(values[at]) if fits[at] else -math.inf
-        assert row_value(wish, row, node, codes, constraints.kind, tariff) == expected
+        assert row_value(wish, row, node, codes, constraints, tariff) == expected
 
 
 @given(data=st.data(), cordons=st.frozensets(st.sampled_from(CORDONS), max_size=2))
@@ -341,12 +343,14 @@ def test_following_what_is_held_leads_to_what_a_fresh_look_finds(
                     score=Score(0.0, ()),
                     milli=milli,
                     memory_bytes=GIB,
+                    parent=one.parent,
                 )
                 use.hold(reservation([held], name=f"r{step}", ask=Ask(1, 0, 100.0, cpu_milli=1000)))
         index.follow(NOW)
         if data.draw(st.booleans()):
             at = data.draw(st.integers(0, len(known) - 1))
-            known[at] = replace(known[at], gpus=tuple(_later(one) for one in known[at].gpus))
+            reported = data.draw(st.sampled_from([_later, _undivided]))
+            known[at] = replace(known[at], gpus=tuple(reported(one) for one in known[at].gpus))
             index.columns.write(at, known[at])
         for at in range(len(known)):
             index.columns.row(at)  # kept from now on, until it changes
@@ -366,6 +370,11 @@ def test_following_what_is_held_leads_to_what_a_fresh_look_finds(
 
 def _later(one: Gpu) -> Gpu:
     return replace(one, fresh_until=one.fresh_until + 1)
+
+
+def _undivided(one: Gpu) -> Gpu:
+    """What was a MIG instance is a GPU of its own, so that its former GPU is whole again."""
+    return replace(one, uuid=f"{one.uuid}'", parent="") if one.parent else one
 
 
 def _idle(one: Gpu) -> Gpu:

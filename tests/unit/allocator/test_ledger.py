@@ -45,6 +45,7 @@ def test_a_held_gpu_is_never_granted_twice() -> None:
     with pytest.raises(ValueError, match="GPU-a is held already by r1-0a1b"):
         granted(ledger, "GPU-b", "GPU-a")
     assert "GPU-b" not in ledger.use
+    assert ledger.fence == 1, "a grant that is refused spends none"
 
 
 def test_a_withdrawn_grant_leaves_nothing_but_its_used_fence() -> None:

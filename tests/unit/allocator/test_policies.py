@@ -10,6 +10,7 @@ from gpuscale.allocator.placement import Pick
 from gpuscale.allocator.placer import Placer
 from gpuscale.allocator.placing.demand import Demand
 from gpuscale.allocator.placing.fragmentation import gradients, integer_scores, typical
+from gpuscale.allocator.refusal import Refusal, RefusalKind
 from gpuscale.allocator.scoring import spread
 from gpuscale.allocator.use import Use
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
@@ -139,3 +140,26 @@ def test_the_integer_score_is_the_floor_of_the_sigmoid(gradient: float) -> None:
 def test_the_rarest_asks_are_not_typical() -> None:
     classes = {(0, 1, 1000, ()): 95, (0, 2, 1000, ()): 4, (0, 8, 1000, ()): 1}
     assert typical(classes, lambda _: np.array([True])).count.tolist() == [1]
+
+
+@pytest.mark.parametrize("policy", [Policy.PACK, Policy.FGD])
+def test_a_pick_is_scored_by_what_is_known_of_asks_now(policy: Policy) -> None:
+    """One who has placed before scores as one who comes new to the same demand."""
+    demand = Demand()
+    placers = [Placer(Use(), demand), Placer(Use(), demand)]
+    for one in placers:
+        one.apply_node(replace(plain_node("a", 2), cpu_milli=16_000))
+    wish = Ask(1, 0, 100.0, policy=policy, cpu_milli=4_000, gpu_milli=300)
+    before = placers[0].place(wish, NOW, again=True)
+    for _ in range(600):
+        placers[0].place(Ask(1, 0, 100.0, policy=policy, cpu_milli=15_000, gpu_milli=700), NOW)
+    after = [one.place(wish, NOW, again=True) for one in placers]
+    assert after[0] == after[1] != before
+
+
+def test_a_gpu_that_no_node_has_is_named_also_where_no_node_is() -> None:
+    of = Placer(Use())
+    of.apply_node(plain_node("a", 1))
+    found = of.place(Ask(1, 0, 100.0, gpus=frozenset({"a-7"})), NOW)
+    assert isinstance(found, Refusal)
+    assert found.kind is RefusalKind.GPU_NOT_FOUND

@@ -259,18 +259,32 @@ def test_members_that_share_several_gpus_each_find_every_place_there_is(
     assert taken == {"a-0": 1, "a-1": 1, "a-2": 1, "a-3": 3}
 
 
-def test_a_node_that_turns_out_too_small_for_a_gang_keeps_nothing_of_it() -> None:
-    """By numbers there is room on the first node, by preference the last member finds none there: the second serves."""
+@pytest.mark.parametrize("strategy", [GangStrategy.PACK, GangStrategy.STRICT_PACK])
+def test_a_node_whose_preferred_gpus_run_out_is_filled_anew_and_keeps_nothing_of_it(
+    strategy: GangStrategy,
+) -> None:
+    """By preference the last member finds no place on the first node, with the roomiest GPUs first all do."""
     use = Use()
     of = placer([plain_node("a", 4), plain_node("b", 4, rank=1)], use)
     for index in range(3):
         take(of, use, replace(ask(), gpu_milli=700, gpus=frozenset({f"a-{index}"})), fence=index + 10)
     before = [use.gpu(f"{name}-{index}") for name in "ab" for index in range(4)]
     wish = replace(ask(2), gpu_milli=300, member_count=3, policy=Policy.FIRSTFIT)
-    answer = of.place(replace(wish, gang_strategy=GangStrategy.STRICT_PACK), NOW)
+    answer = of.place(replace(wish, gang_strategy=strategy), NOW)
     assert isinstance(answer, Pick)
-    assert answer.nodes == ("b", "b", "b")
+    assert answer.nodes == ("a", "a", "a")
     assert before == [use.gpu(f"{name}-{index}") for name in "ab" for index in range(4)]
+
+
+def test_a_node_that_is_filled_anew_leaves_the_members_on_other_nodes_alone() -> None:
+    """The preferred GPUs of both nodes run out."""
+    use = Use()
+    of = placer([plain_node("a", 4), plain_node("b", 4, rank=1)], use)
+    for name in ("a-0", "a-1", "a-2", "b-0", "b-1", "b-2"):
+        take(of, use, replace(ask(), gpu_milli=700, gpus=frozenset({name})))
+    taken = take(of, use, replace(ask(2), gpu_milli=300, member_count=6, policy=Policy.FIRSTFIT))
+    assert [one.node for one in taken] == ["a"] * 6 + ["b"] * 6
+    assert all(use.gpu(f"{name}-{index}").milli >= 900 for name in "ab" for index in range(4))
 
 
 def test_a_gang_whose_memory_no_gpu_has_room_for_twice_is_never_had() -> None:
@@ -430,3 +444,37 @@ def test_only_what_alone_would_make_room_is_named_as_a_help() -> None:
     assert of_one == ("Admit other models: 1 node does then.",)
     of.set_cordons(frozenset({"nodes/a", "nodes/b"}))
     assert of.explain(replace(ask(), models=("a100",)), NOW).remedies == ()
+
+
+def test_members_on_one_gpu_are_one_holder_of_it_and_of_its_node_and_go_together() -> None:
+    use = Use()
+    of = placer([node("a", gpu("a-0"))], use)
+    take(of, use, replace(ask(), gpu_milli=300), fence=1)
+    before = use.gpu("a-0"), use.node("a")
+    gang = of.place(replace(ask(), gpu_milli=300, member_count=2), NOW)
+    assert isinstance(gang, Pick)
+    use.hold(reservation(gang.gpus, name="gang", fence=2))
+    assert use.gpu("a-0").milli == 900
+    for holders in (use.gpu("a-0").reservations, use.node("a").reservations):
+        assert holders == (*before[0].reservations, "gang")
+    use.free("gang")
+    assert (use.gpu("a-0"), use.node("a")) == before
+
+
+def test_a_gpu_that_takes_the_place_of_another_is_followed_by_its_own_name() -> None:
+    """Which column a GPU has is remembered for as long as its node stays as it is."""
+    use = Use()
+    of = placer([node("a", gpu("a-0"), gpu("a-1", index=1))], use)
+    whole = replace(ask(), policy=Policy.FIRSTFIT)
+    assert [one.uuid for one in take(of, use, whole)] == ["a-0"]
+    of.apply_node(node("a", gpu("a-1"), gpu("a-0", index=1)))
+    assert [one.uuid for one in take(of, use, whole, fence=2)] == ["a-1"]
+    assert refused(of, whole).obstacles == {Obstacle.HELD: 2}
+
+
+def test_cpu_that_runs_out_keeps_the_other_gpus_of_the_node_from_an_ask_that_came_before() -> None:
+    use = Use()
+    of = placer([replace(plain_node("a", 3), cpu_milli=8_000)], use)
+    wish = replace(ask(), cpu_milli=6_000)
+    take(of, use, wish)
+    assert refused(of, wish).obstacles == {Obstacle.HELD: 1, Obstacle.CPU_BELOW_MIN: 2}

@@ -41,7 +41,7 @@ def test_a_gpu_that_fell_off_its_bus_is_lost_although_it_is_named(ledger: Ledger
 
 
 def test_a_gpu_that_was_split_into_instances_is_lost_as_a_whole(ledger: Ledger, held: Reservation) -> None:
-    """Its instances are given to others from then on."""
+    """Its instances are given to others once the lease has ended."""
     vanishing = Vanishing(AFTER)
     split = node("n0", gpu("GPU-a"), gpu("GPU-b", index=1), replace(gpu("MIG-b", index=2), parent="GPU-b"))
     vanishing.observe(split, ledger.use, NOW)

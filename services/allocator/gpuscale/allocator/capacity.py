@@ -144,7 +144,7 @@ class Capacity:
         return rank(
             nodes,
             idleness,
-            held={gpu.uuid for node in nodes for gpu in node.gpus if use.gpu(gpu.uuid).milli},
+            held={gpu.uuid for node in nodes for gpu in node.gpus if use.on(gpu).milli},
             cordoned=lambda node, uuid: cordons.covering(node, uuid, parents.get(uuid, "")) is not None,
             now=self._clock.now(),
         )

@@ -108,19 +108,17 @@ class Ledger:
         Raises:
             ValueError: one of the GPUs is not free for it; placement offers no such GPU.
         """
-        chosen = tuple(gpus)
-        self._use.refuse(chosen)  # before a fence is spent on it
-        self._fence += 1
+        fence = self._fence + 1
         granted = Reservation(
-            id=f"r{self._fence}-{suffix}",
-            fence=self._fence,
+            id=f"r{fence}-{suffix}",
+            fence=fence,
             request_id=order.request_id,
             fingerprint=order.fingerprint,
             holder=order.holder,
             owner=order.owner,
             labels=order.labels,
             policy=order.ask.policy,
-            gpus=chosen,
+            gpus=tuple(gpus),
             ttl=order.ttl,
             state=State.PENDING,
             deadline=now + order.ttl,
@@ -133,6 +131,7 @@ class Ledger:
             member_count=order.ask.member_count,
         )
         self._add(granted)
+        self._fence = fence  # a refused one spends none
         self._granted_at[granted.id] = now
         return granted
 

@@ -199,7 +199,8 @@ class ReservedGpu:
     """A GPU of a reservation, as it was when it was chosen.
 
     `milli` of WHOLE excludes everybody else. `memory_bytes` is what is held of its memory, None where a GPU that is
-    held whole does not tell its size. `lost` says that it has vanished since.
+    held whole does not tell its size. `lost` says that it has vanished since. A MIG instance has the UUID of its GPU as
+    `parent`, which nobody else tells any more once the GPU is whole again.
     """
 
     node: str
@@ -212,6 +213,7 @@ class ReservedGpu:
     memory_bytes: int | None = None
     member: int = 0
     lost: bool = False
+    parent: str = ""
 
 
 class State(StrEnum):

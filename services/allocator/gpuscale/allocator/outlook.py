@@ -108,7 +108,7 @@ def _effects(index: Index, shape: Shape, now: float) -> tuple[tuple[Effect, ...]
 
 def _node(index: Index, shape: Shape, use: Use, row: int) -> NodeOutlook:
     node, found = index.columns.nodes[row], index.columns.gpus[row]
-    scores = index.members().scores(shape, row)
+    scores = index.members.scores(shape, row)
     codes = listed(shape.gpu_codes[row])
     views = tuple(
         _gpu(gpu, ORDER[code - 1] if code else None, scores.get(gpu.uuid), use)
@@ -123,7 +123,7 @@ def _node(index: Index, shape: Shape, use: Use, row: int) -> NodeOutlook:
 
 
 def _gpu(gpu: Gpu, obstacle: Obstacle | None, score: Score | None, use: Use) -> GpuOutlook:
-    held = use.gpu(gpu.uuid).reservations
+    held = tuple(sorted(use.on(gpu).reservations, key=lambda one: use.fence(one) or 0))  # oldest first
     if obstacle is None:
         return GpuOutlook(gpu, None, "", score, held)
     message = f"one of those {WORDS[obstacle]}{extent(obstacle, [gpu])}"

@@ -75,7 +75,8 @@ class Placer:
         index = self._arrange()
         if not again:
             index.learn(ask)
-        if unknown := unknown_names(self._nodes, index.columns.nodes, ask):
+        named = ask.nodes or ask.gpus
+        if named and (unknown := unknown_names(self._nodes, index.columns.nodes, ask)):
             return unknown
         placed = place_gang(index, self._use, ask, now) if ask.member_count > 1 else self._one(ask, now)
         if len(placed) == ask.member_count:
@@ -107,10 +108,10 @@ class Placer:
     def _one(self, ask: Ask, now: float) -> list[Member]:
         index = self._index
         shape = index.shape(ask, now)
-        value = index.value(shape)
-        if not len(value) or value[row := int(value.argmax())] == -np.inf:
+        row = int(shape.value.argmax())  # of rows that are no node's yet nothing is any good
+        if shape.value.item(row) == -math.inf:
             return []
-        return [(index.columns.nodes[row].id, index.members().take(shape, row, 0))]
+        return [(index.columns.nodes[row].id, index.members.take(shape, row, 0))]
 
     def _survey(self, ask: Ask, now: float) -> Survey:
         return Survey(self._index.columns, self._index.shape(ask, now), self._use, now)
@@ -126,5 +127,5 @@ class Placer:
 
 def _pick(placed: Sequence[Member]) -> Pick:
     gpus: tuple[ReservedGpu, ...] = tuple([gpu for _, member in placed for gpu in member])
-    mean = math.fsum([gpu.score.total for gpu in gpus]) / max(len(gpus), 1)
+    mean = math.fsum([gpu.score.total for gpu in gpus]) / (len(gpus) or 1)
     return Pick(gpus, mean, tuple([node for node, _ in placed]))

@@ -1,10 +1,11 @@
 """Schema of the allocator's state: its tables, and reservations as rows of them. Table names are the class names."""
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from json import JSONEncoder
 from typing import Any
 
+from pydantic_core import to_json
 from sqlalchemy import JSON, Connection, Index, Row, event, text
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
@@ -15,7 +16,6 @@ from gpuscale.common.columns import Whole
 VERSION = 3
 FENCE = "fence"
 """The counter that keeps the highest fence when records are forgotten."""
-_to_json = JSONEncoder(check_circular=False).encode
 
 
 class Table(SQLModel, registry=registry()):
@@ -137,8 +137,9 @@ def to_lasting(reservation: model.Reservation) -> dict[str, object]:
         "fingerprint": reservation.fingerprint,
         "holder": reservation.holder,
         "owner": reservation.owner,
-        "labels": _to_json(dict(reservation.labels)) if reservation.labels else "{}",
-        "policy": reservation.policy.value,
+        # Spelled alike in every version: the sum of a row that lost a GPU is made anew, these are not written then.
+        "labels": json.dumps(dict(reservation.labels)) if reservation.labels else "{}",
+        "policy": str(reservation.policy),
         "create_time": reservation.created.timestamp(),
         "tenant": reservation.tenant,
         "priority": reservation.priority,
@@ -155,7 +156,7 @@ def to_changes(reservation: model.Reservation, boot_id: str, number: int) -> dic
     revoke_at = reservation.revoke_at
     row: dict[str, object] = {
         "id": reservation.id,
-        "state": reservation.state.value,
+        "state": str(reservation.state),
         "ttl_seconds": float(reservation.ttl),
         "deadline_seconds": float(reservation.deadline),
         "boot_id": boot_id,
@@ -176,7 +177,7 @@ def to_lost(reservation: model.Reservation) -> dict[str, object]:
 
 def to_gpus(reservation: model.Reservation) -> str:
     """The GPUs of a reservation, as JSON."""
-    return _to_json([_from_gpu(gpu) for gpu in reservation.gpus])
+    return to_json([_from_gpu(gpu) for gpu in reservation.gpus]).decode()
 
 
 def to_holds(reservation: model.Reservation) -> Sequence[dict[str, object]]:
@@ -218,7 +219,7 @@ def from_row(row: Row[Any]) -> model.Reservation:
 
 
 def _from_gpu(gpu: model.ReservedGpu) -> dict[str, object]:
-    return {
+    row: dict[str, object] = {
         "node": gpu.node,
         "uuid": gpu.uuid,
         "index": gpu.index,
@@ -232,6 +233,9 @@ def _from_gpu(gpu: model.ReservedGpu) -> dict[str, object]:
         "member": gpu.member,
         "lost": gpu.lost,
     }
+    if gpu.parent:
+        row["parent"] = gpu.parent
+    return row
 
 
 def _to_gpu(row: Mapping[str, Any]) -> model.ReservedGpu:
@@ -248,4 +252,5 @@ def _to_gpu(row: Mapping[str, Any]) -> model.ReservedGpu:
         memory_bytes=row.get("memory"),
         member=row.get("member", 0),
         lost=row.get("lost", False),
+        parent=row.get("parent", ""),
     )

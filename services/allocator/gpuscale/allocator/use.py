@@ -4,10 +4,11 @@ The ledger keeps it; placement reads it. A GPU that is held whole admits nobody;
 memory held add up.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 
-from gpuscale.allocator.model import WHOLE, Reservation, ReservedGpu
+from gpuscale.allocator.model import WHOLE, Gpu, Reservation, ReservedGpu
 from gpuscale.allocator.values import value
 
 
@@ -41,15 +42,17 @@ FREE_NODE = NodeUse()
 class Use:
     """What all live reservations hold.
 
-    Each change notes what it touched, for an index that follows (`changed`).
+    A MIG instance and its GPU are never there at once, but a lease may outlive the one of which it is: until it ends, `on`
+    takes the other for held. Each change notes what it touched, for an index that follows (`changed`).
     """
 
     def __init__(self) -> None:
         self._gpus: dict[str, GpuUse] = {}
         self._nodes: dict[str, NodeUse] = {}
         self._live: dict[str, Reservation] = {}
+        self._instances: dict[str, set[str]] = {}
         self._tenants: dict[str, int] = {}
-        self._changed: dict[str, set[str]] = {}
+        self._changed: defaultdict[str, set[str]] = defaultdict(set)
 
     def __contains__(self, uuid: object) -> bool:
         """Whether anything of the GPU with this UUID is held."""
@@ -62,6 +65,17 @@ class Use:
     def gpu(self, uuid: str) -> GpuUse:
         """What is held of a GPU."""
         return self._gpus.get(uuid, FREE_GPU)
+
+    def on(self, gpu: Gpu) -> GpuUse:
+        """What is held of a GPU: all of it while the GPU whose MIG instance it is is held, or an instance of it."""
+        use = self.gpu(gpu.uuid)
+        if not gpu.parent and gpu.uuid not in self._instances:
+            return use
+        kin = [self.gpu(one) for one in (gpu.parent, *sorted(self._instances.get(gpu.uuid, ())))]
+        if not any(one.milli for one in kin):
+            return use
+        names = [name for one in (use, *kin) for name in one.reservations]
+        return GpuUse(WHOLE, use.claimed_bytes, use.unsized, tuple(dict.fromkeys(names)))
 
     def node(self, node: str) -> NodeUse:
         """What is held of a node."""
@@ -86,8 +100,8 @@ class Use:
         return None if found is None else found.fence
 
     def changed(self) -> Mapping[str, Collection[str]]:
-        """The nodes whose use has changed since the last call, and the GPUs of them."""
-        changed, self._changed = self._changed, {}
+        """The nodes whose use has changed since the last call, and the GPUs of them; with an instance, its GPU."""
+        changed, self._changed = self._changed, defaultdict(set)
         return changed
 
     def refuse(self, gpus: tuple[ReservedGpu, ...]) -> None:
@@ -98,8 +112,8 @@ class Use:
         """
         asked: dict[str, int] = {}
         for gpu in gpus:
-            asked[gpu.uuid] = asked.get(gpu.uuid, 0) + gpu.milli
-            if self.gpu(gpu.uuid).milli + asked[gpu.uuid] > WHOLE:
+            asked[gpu.uuid] = milli = asked.get(gpu.uuid, self.gpu(gpu.uuid).milli) + gpu.milli
+            if milli > WHOLE:
                 raise ValueError(
                     f"GPU {gpu.uuid} is held already by {', '.join(self.gpu(gpu.uuid).reservations)}"
                 )
@@ -121,48 +135,58 @@ class Use:
             self._add(reservation, -1)
 
     def _add(self, reservation: Reservation, sign: int) -> None:
+        milli = 0
+        members: set[tuple[str, int]] = set()
         for gpu in reservation.gpus:
-            use = self.gpu(gpu.uuid)
-            self._changed.setdefault(gpu.node, set()).add(gpu.uuid)
-            claimed = gpu.memory_bytes or 0
-            self._put_gpu(
-                gpu.uuid,
-                GpuUse(
+            milli += gpu.milli
+            members.add((gpu.node, gpu.member))
+            self._changed[gpu.node].add(gpu.uuid)
+            use, claimed = self._gpus.get(gpu.uuid, FREE_GPU), gpu.memory_bytes or 0
+            if names := _names(use.reservations, reservation.id, sign):
+                self._gpus[gpu.uuid] = GpuUse(
                     use.milli + sign * gpu.milli,
                     use.claimed_bytes + sign * claimed,
                     use.unsized + (0 if claimed else sign),
-                    _names(use.reservations, reservation.id, sign),
-                ),
-            )
-        for node, _ in {(gpu.node, gpu.member): None for gpu in reservation.gpus}:
+                    names,
+                )
+            else:
+                self._gpus.pop(gpu.uuid, None)
+            if gpu.parent:
+                self._changed[gpu.node].add(gpu.parent)
+                self._note_instance(gpu)
+        for node, _ in members:
             self._add_node(node, reservation, sign)
-        milli = sum([gpu.milli for gpu in reservation.gpus])
         held = self._tenants.get(reservation.tenant, 0) + sign * milli
         self._tenants[reservation.tenant] = held
         if not held:
             del self._tenants[reservation.tenant]
 
+    def _note_instance(self, gpu: ReservedGpu) -> None:
+        held = self._instances.setdefault(gpu.parent, set())
+        if gpu.uuid in self._gpus:
+            held.add(gpu.uuid)
+        else:
+            held.discard(gpu.uuid)
+            if not held:
+                del self._instances[gpu.parent]
+
     def _add_node(self, node: str, reservation: Reservation, sign: int) -> None:
-        use = self.node(node)
-        changed = NodeUse(
-            use.cpu_milli + sign * reservation.cpu_milli,
-            use.memory_bytes + sign * reservation.host_memory_bytes,
-            _names(use.reservations, reservation.id, sign),
-        )
-        if changed.reservations:
-            self._nodes[node] = changed
+        use = self._nodes.get(node, FREE_NODE)
+        if names := _names(use.reservations, reservation.id, sign):
+            self._nodes[node] = NodeUse(
+                use.cpu_milli + sign * reservation.cpu_milli,
+                use.memory_bytes + sign * reservation.host_memory_bytes,
+                names,
+            )
         else:
             self._nodes.pop(node, None)
 
-    def _put_gpu(self, uuid: str, use: GpuUse) -> None:
-        if use.reservations:
-            self._gpus[uuid] = use
-        else:
-            self._gpus.pop(uuid, None)
-
 
 def _names(names: tuple[str, ...], name: str, sign: int) -> tuple[str, ...]:
-    """The names with one more, or without it, each once."""
+    """The names with one more, or without it, each once: what is there of a reservation that comes is the last."""
     if sign > 0:
-        return names if name in names else (*names, name)
-    return tuple([one for one in names if one != name])
+        return names if names and names[-1] == name else (*names, name)
+    if name not in names:
+        return names
+    at = names.index(name)
+    return names[:at] + names[at + 1 :]

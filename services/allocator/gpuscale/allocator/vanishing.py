@@ -2,7 +2,7 @@
 
 A node that is silent, or cannot read its GPUs, proves nothing about them. Only one that is ONLINE and does not name a
 GPU any more, or names it as LOST, for longer than a moment has lost it; so has one that the fleet was told to forget,
-and one that has split it into MIG instances: these are offered, and the GPU as a whole is none any more.
+and one that has split it into MIG instances: the GPU as a whole is none any more, and these are offered once it is lost.
 """
 
 from collections import defaultdict

@@ -32,7 +32,7 @@ Ints = NDArray[np.int64]
 
 
 class Columns:
-    """The rows of all nodes given.
+    """The rows of all nodes given, each of which holds `width` GPUs at most.
 
     `kind` is WHOLE_GPU, PARTED, NO_GPU, or the number of a MIG profile; `model` the number of a product name.
     `supply` counts the whole GPUs of each model; `cpu_beside_gpus` is the CPU of all nodes that tell it and have whole
@@ -59,15 +59,10 @@ class Columns:
         self._aged = -np.inf
         self._soonest = np.inf
         self._read: dict[int, Row] = {}
-        self._width = max((len(node.gpus) for node in nodes), default=1) or 1
+        self.width = max((len(node.gpus) for node in nodes), default=1) or 1
         self._allocate(max(room, len(nodes) * 5 // 4))
         for node in nodes:
             self.append(node)
-
-    @property
-    def width(self) -> int:
-        """The most GPUs that a row holds."""
-        return self._width
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -100,7 +95,7 @@ class Columns:
     def has_room(self, node: Node) -> bool:
         """Whether a new node can be appended: there is a row, it is wide enough, and no later rank stands before."""
         in_order = not self.nodes or (self.nodes[-1].rank, self.nodes[-1].id) < (node.rank, node.id)
-        return in_order and len(self.nodes) < len(self.changed) and len(node.gpus) <= self._width
+        return in_order and len(self.nodes) < len(self.changed) and len(node.gpus) <= self.width
 
     def append(self, node: Node) -> None:
         """Add a row for a node that `has_room`."""
@@ -142,42 +137,45 @@ class Columns:
     def write_use(self, row: int) -> None:
         """Write anew what is held of a node and its GPUs."""
         gpus, count = self.gpus[row], len(self.gpus[row])
-        uses = [self._use.gpu(gpu.uuid) for gpu in gpus]
+        uses = [self._use.on(gpu) for gpu in gpus]
         self.held[row, :count] = [use.milli for use in uses]
         self.available[row, :count] = [self._available(gpu, use) for gpu, use in zip(gpus, uses, strict=True)]
         self.utilization[row, :count] = [self._utilization(gpu) for gpu in gpus]
         working = (self.kind[row] == WHOLE_GPU) & ~self.trouble[row] & ~self.cordoned[row]
         self.free_milli[row] = int((WHOLE - self.held[row])[working].sum())
-        self._write_use_of_node(row)
+        self.cpu_free[row], self.memory_free[row] = self._left(row)
         self._touch(row)
         self._read.pop(row, None)
 
     def write_use_of(self, at: int, uuids: Collection[str]) -> None:
-        """Write anew what is held of a node and these GPUs of it."""
+        """Write anew what is held of a node and these GPUs of it, with their MIG instances."""
         row = self.row(at)
-        columns = [column for column, gpu in enumerate(self.gpus[at]) if gpu.uuid in uuids]
+        columns = [column for uuid in uuids for column in row.places.get(uuid, ())]
         for column in columns:
             gpu = self.gpus[at][column]
-            use, before = self._use.gpu(gpu.uuid), row.held[column]
+            use, before = self._use.on(gpu), row.held[column]
             self.held[at, column] = row.held[column] = use.milli
             self.available[at, column] = row.available[column] = self._available(gpu, use)
-            self.utilization[at, column] = row.utilization[column] = self._utilization(gpu)
+            if (used := self._utilization(gpu)) != row.utilization[column]:
+                self.utilization[at, column] = row.utilization[column] = used
             row.rescore(column)
             if row.kind[column] == WHOLE_GPU and not row.trouble[column] and not row.cordoned[column]:
                 row.free_milli += before - use.milli
         self.free_milli[at] = row.free_milli
-        left = row.cpu_free, row.memory_free
-        row.cpu_free, row.memory_free = now_left = self._write_use_of_node(at)
-        self._touch(at, columns if left == now_left else None)
+        if (left := self._left(at)) == (row.cpu_free, row.memory_free):
+            self._touch(at, columns)
+        else:
+            row.cpu_free, row.memory_free = self.cpu_free[at], self.memory_free[at] = left
+            self._touch(at)
 
-    def _write_use_of_node(self, row: int) -> tuple[int, int]:
-        """Write anew what is left of a node's CPU and memory; both of them."""
+    def _left(self, row: int) -> tuple[int, int]:
+        """What is left of a node's CPU and memory."""
         node = self.nodes[row]
         held = self._use.node(node.id)
-        cpu = _left(node.cpu_milli, held.cpu_milli)
-        memory = _left(node.memory_total_bytes, held.memory_bytes)
-        self.cpu_free[row], self.memory_free[row] = cpu, memory
-        return cpu, memory
+        return (
+            UNKNOWN if node.cpu_milli is None else node.cpu_milli - held.cpu_milli,
+            UNKNOWN if node.memory_total_bytes is None else node.memory_total_bytes - held.memory_bytes,
+        )
 
     def set_cordons(self, cordons: frozenset[str]) -> None:
         """Take in what is cordoned."""
@@ -190,7 +188,8 @@ class Columns:
 
     def age(self, now: float) -> None:
         """Note the rows in which a reading has become too old."""
-        self._aged = max(self._aged, now)
+        if now > self._aged:
+            self._aged = now
         if now <= self._soonest:
             return
         for row in listed(np.flatnonzero(self.expiry[: len(self)] < now)):
@@ -278,7 +277,7 @@ class Columns:
             del self._touched[:MOST_TOLD]
 
     def _allocate(self, rows: int) -> None:
-        shape = (rows, self._width)
+        shape = (rows, self.width)
         self.state = np.zeros(rows, np.int8)
         self.reported = np.zeros(rows, np.bool_)
         self.gpu_count = np.zeros(rows, np.int64)
@@ -343,7 +342,3 @@ def _same_readings(old: Gpu, new: Gpu) -> bool:
         and old.utilization_percent == new.utilization_percent
         and old.processes == new.processes
     )
-
-
-def _left(total: int | None, held: int) -> int:
-    return UNKNOWN if total is None else total - held

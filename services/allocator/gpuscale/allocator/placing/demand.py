@@ -6,7 +6,7 @@ after HALF_LIFE asks), so that the picture follows a workload that changes.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from gpuscale.allocator.model import Ask
@@ -40,6 +40,9 @@ class Tariff:
 class Demand:
     """What was asked for so far.
 
+    `tariff` has the figures to reckon with, and `classes` says how often each class of asks came: each is the same object
+    until the figures have moved, or the classes are drawn up anew (see REDRAWN).
+
     Args:
         classes: how often each class of asks comes, where that is known beforehand; not learnt then.
     """
@@ -49,45 +52,34 @@ class Demand:
         self._seen = Counter(classes or {})
         self._learns_classes = classes is None
         self._count = 0
-        self._classes: Mapping[AskClass, int] = dict(self._seen)
+        self.classes: Mapping[AskClass, int] = dict(self._seen)
         self._cpu = 0.0
         self._gpu_beside_cpu = 0.0
         self._gpu = 0.0
         self._constrained: dict[int, float] = {}
         self._prior = 0.0
-        self._tariff = Tariff()
-
-    @property
-    def tariff(self) -> Tariff:
-        """The figures to reckon with; the same object until they have moved."""
-        return self._tariff
-
-    @property
-    def classes(self) -> Mapping[AskClass, int]:
-        """How often each class of asks came; the same object until it is drawn up anew (see REDRAWN)."""
-        return self._classes
+        self.tariff = Tariff()
 
     def expect(self, cpu_per_gpu: float) -> None:
         """Reckon with the cluster's own CPU per GPU until asks tell otherwise."""
         self._prior = cpu_per_gpu
 
-    def observe(self, ask: Ask, served_by: Iterable[int], supply: Mapping[int, int]) -> None:
+    def observe(self, ask: Ask, served_by: Collection[int], supply: Mapping[int, int]) -> None:
         """Take note of a new ask. `served_by` are the models that it admits if it names any, `supply` all GPUs."""
         self._observe_class(ask)
         milli = float(ask.member_count * ask.gpu_count * ask.gpu_milli)
         if not milli:
             return
-        self._age()
-        self._gpu += milli
-        if ask.cpu_milli:
-            self._gpu_beside_cpu += milli
-            self._cpu += ask.member_count * ask.cpu_milli
-        admitted = {model: supply.get(model, 0) for model in served_by}
-        whole = sum(admitted.values())
-        for model, count in admitted.items():
-            if whole:
-                self._constrained[model] = self._constrained.get(model, 0.0) + milli * count / whole
-        self._renew(self._prices(supply))
+        self._gpu = self._gpu * self._decay + milli
+        self._gpu_beside_cpu = self._gpu_beside_cpu * self._decay + (milli if ask.cpu_milli else 0.0)
+        self._cpu = self._cpu * self._decay + ask.member_count * ask.cpu_milli
+        for model in self._constrained:
+            self._constrained[model] *= self._decay
+        if served_by and (whole := sum(supply.get(model, 0) for model in served_by)):
+            for model in served_by:
+                part = milli * supply.get(model, 0) / whole
+                self._constrained[model] = self._constrained.get(model, 0.0) + part
+        self._renew(self._prices(supply) if self._constrained else {})
 
     def _observe_class(self, ask: Ask) -> None:
         if not self._learns_classes:
@@ -97,19 +89,10 @@ class Demand:
         if self._count % HALF_LIFE == 0:
             self._seen = Counter({one: count // 2 for one, count in self._seen.items() if count > 1})
         if self._count % REDRAWN == 0 or self._count in FIRST_DRAWN:
-            self._classes = dict(self._seen)
-
-    def _age(self) -> None:
-        self._gpu *= self._decay
-        self._cpu *= self._decay
-        self._gpu_beside_cpu *= self._decay
-        for model in self._constrained:
-            self._constrained[model] *= self._decay
+            self.classes = dict(self._seen)
 
     def _prices(self, supply: Mapping[int, int]) -> dict[int, float]:
         """The demand for a model over its supply, as if all demand together were the whole supply."""
-        if not self._constrained:
-            return {}
         scale = sum(supply.values()) / (self._gpu + PRICE_PRIOR)
         return {
             model: milli * scale / supply[model]
@@ -121,9 +104,8 @@ class Demand:
         weight = CPU_PRIOR if self._prior else 0.0
         gpu = self._gpu_beside_cpu + weight
         ratio = (self._cpu + self._prior * weight) / gpu if gpu else 0.0
-        known = self._tariff
-        steady = math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP) and all(
-            abs(price - known.prices.get(model, 0.0)) <= STEP for model, price in prices.items()
-        )
-        if not steady:
-            self._tariff = Tariff(ratio, prices)
+        known = self.tariff
+        if not math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP) or (
+            prices and any(abs(price - known.prices.get(one, 0.0)) > STEP for one, price in prices.items())
+        ):
+            self.tariff = Tariff(ratio, prices)

@@ -64,7 +64,7 @@ def packed(room: Ints, value: Floats, members: int, fill: Fill) -> int:
         most = min(missing, int(room.max()))
         row = int(np.argmax(np.where(room >= most, value, -np.inf)))
         room[row] = 0
-        placed += fill(row, missing)
+        placed += fill(row, most)
     return placed
 
 

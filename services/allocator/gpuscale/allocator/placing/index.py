@@ -15,7 +15,7 @@ from gpuscale.allocator.use import Use
 
 
 class Index:
-    """The fleet, ready to be asked.
+    """The fleet, ready to be asked; `members` picks GPUs inside rows.
 
     Args:
         nodes: in the order of their ranks.
@@ -27,6 +27,7 @@ class Index:
         self._use = use
         self._demand = demand
         self._typical: tuple[Mapping[AskClass, int], int, Typical] | None = None
+        self.members = Members(self)
         use.changed()
 
     @property
@@ -34,7 +35,6 @@ class Index:
         """What policies reckon with."""
         return self._demand.tariff
 
-    @property
     def typical(self) -> Typical:
         """The typical asks, drawn up anew when there are new ones, or new models."""
         classes, models = self._demand.classes, self.columns.models
@@ -55,7 +55,7 @@ class Index:
         """The shape of an ask as things are now."""
         self.follow(now)
         shape = self._shapes.of(ask)
-        shape.update(now, self.tariff, self.typical)
+        shape.update(now, self._demand.tariff, self.typical)  # drawn up for those alone who reckon with it
         return shape
 
     def value(self, shape: Shape) -> Floats:
@@ -67,18 +67,9 @@ class Index:
         found: Bools = shape.gpu_codes[: len(self.columns)] == 0
         return found
 
-    def members(self) -> Members:
-        """What picks GPUs inside rows."""
-        return Members(self.columns, self.tariff, self.typical)
-
     def learn(self, ask: Ask) -> None:
         """Take note of a new ask."""
-        columns = self.columns
-        self._demand.expect(self._cpu_per_gpu())
+        columns, gpus = self.columns, self.columns.gpus_beside_cpu
+        self._demand.expect(columns.cpu_beside_gpus / (WHOLE * gpus) if gpus else 0.0)
         served = np.flatnonzero(admitted(columns.models, ask.models)).tolist() if ask.models else ()
         self._demand.observe(ask, served, columns.supply)
-
-    def _cpu_per_gpu(self) -> float:
-        """The CPU of the nodes with GPUs over their GPUs; 0 where no node tells its CPU."""
-        columns = self.columns
-        return columns.cpu_beside_gpus / (WHOLE * columns.gpus_beside_cpu) if columns.gpus_beside_cpu else 0.0

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from itertools import compress, count
+from operator import not_
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from gpuscale.allocator.model import WHOLE, Ask, GpuSet, Policy, ReservedGpu, Score, ScorePart
-from gpuscale.allocator.placing.columns import Columns, listed
-from gpuscale.allocator.placing.demand import Tariff
-from gpuscale.allocator.placing.fragmentation import Typical
+from gpuscale.allocator.placing.columns import listed
 from gpuscale.allocator.placing.gpu_sets import Candidate, best_first, choose, tightest_first
 from gpuscale.allocator.placing.policies import (
     facts,
@@ -21,119 +22,119 @@ from gpuscale.allocator.placing.shapes import Shape
 from gpuscale.allocator.placing.shares import floor_on, memory_on, milli_on
 from gpuscale.allocator.scoring import scored
 
+if TYPE_CHECKING:
+    from gpuscale.allocator.placing.index import Index
+
 FGD_NOTE = "score = floor(100 / (1 + exp(-gradient / 1000))), gradient in thousandths of a GPU"
 SHARED = "shared already: scored by the memory that is left"
+_SPREAD: Final = Policy.SPREAD
 
 
 class Members:
     """Picks GPUs inside rows, by the policy of the ask."""
 
-    def __init__(self, columns: Columns, tariff: Tariff, typical: Typical) -> None:
-        self._columns = columns
-        self._tariff = tariff
-        self._typical = typical
+    def __init__(self, index: "Index") -> None:
+        self._index = index
+        self._columns = index.columns
 
     def take(self, shape: Shape, row: int, member: int, *, roomiest: bool = False) -> tuple[ReservedGpu, ...]:
         """The GPUs of a row that a member gets, those with room for most members like it if `roomiest`; the row fits."""
         ask = shape.ask
         if not ask.gpu_count:
             return ()
+        score = self._scoring(shape, row)
         if ask.gpu_count == 1:
-            chosen = [self._preferred(shape, row)]
-        else:
-            candidates = sorted(self._candidates(shape, row), key=_preference(ask))
-            if roomiest:
-                candidates.sort(key=lambda one: -_room(ask, one))
-            chosen = choose(candidates, ask.gpu_count, GpuSet.BEST if roomiest else ask.gpu_set)
-        scores = self._scores(shape, row, [one.column for one in chosen])
-        return tuple(
-            [self._reserved(ask, row, one, score, member) for one, score in zip(chosen, scores, strict=True)]
-        )
+            one = self._preferred(shape, row)
+            return (self._reserved(ask, row, one, score(one), member),)
+        candidates = sorted(self._candidates(shape, row), key=_preference(ask))
+        if roomiest:
+            candidates.sort(key=lambda one: -_room(ask, one))
+        chosen = choose(candidates, ask.gpu_count, GpuSet.BEST if roomiest else ask.gpu_set)
+        return tuple([self._reserved(ask, row, one, score(one), member) for one in chosen])
 
     def scores(self, shape: Shape, row: int) -> dict[str, Score]:
         """The scores of the GPUs of a row that fit, by their UUIDs."""
-        fitting = listed(np.flatnonzero(shape.gpu_codes[row] == 0))
-        gpus = self._columns.gpus[row]
-        found = self._scores(shape, row, fitting)
-        return {gpus[column].uuid: score for column, score in zip(fitting, found, strict=True)}
+        score = self._scoring(shape, row)
+        return {one.gpu.uuid: score(one) for one in self._candidates(shape, row)}
 
     def _preferred(self, shape: Shape, at: int) -> Candidate:
         """The first GPU of a row by preference; of equals the one with the lowest index, which comes first."""
         row = self._columns.row(at)
         fitting = _fitting(shape, at)
-        values = self._values(shape, at, row, fitting)
+        values = self._values(shape, at, row)
         if _by_score(shape.ask):
-            first = values.index(max(values))
+            scores = [values[column] for column in fitting]
+            first = fitting[scores.index(max(scores))]
         else:
-            left = [(WHOLE - row.held[column], row.available[column]) for column in fitting]
-            first = left.index(min(left))
-        return self._candidate(at, row, fitting[first], values[first])
+            first = min(fitting, key=lambda column: (-row.held[column], row.available[column]))
+        return self._candidate(at, row, first, values[first])
 
     def _candidates(self, shape: Shape, at: int) -> list[Candidate]:
         """The GPUs of a row that fit, in the order of their indices."""
-        row, fitting = self._columns.row(at), _fitting(shape, at)
-        values = self._values(shape, at, row, fitting)
-        return [
-            self._candidate(at, row, column, value) for column, value in zip(fitting, values, strict=True)
-        ]
+        row = self._columns.row(at)
+        values = self._values(shape, at, row)
+        return [self._candidate(at, row, column, values[column]) for column in _fitting(shape, at)]
 
     def _candidate(self, at: int, row: Row, column: int, value: float) -> Candidate:
         gpu = self._columns.gpus[at][column]
         return Candidate(gpu, column, WHOLE - row.held[column], row.available[column], value)
 
-    def _values(self, shape: Shape, at: int, row: Row, fitting: list[int]) -> list[float]:
-        """How good GPUs of a row are, where that differs between them."""
+    def _values(self, shape: Shape, at: int, row: Row) -> list[float]:
+        """How good the GPUs of a row are that fit, where that differs between them."""
         ask = shape.ask
-        if ask.policy is Policy.SPREAD:
-            scores = row.spread(ask.weights)
-            return [scores[column] for column in fitting]
+        if ask.policy is _SPREAD:
+            return row.spread(ask.weights)
         if ask.policy is Policy.FGD:
             rows = np.array([at])
             fits = shape.gpu_codes[rows] == 0
-            scores = fragmentation_scores(ask, self._columns, rows, fits, self._typical)[0]
-            return [float(scores[column]) for column in fitting]
-        return [0.0] * len(fitting)
+            values: list[float] = fragmentation_scores(
+                ask, self._columns, rows, fits, self._index.typical()
+            ).tolist()[0]
+            return values
+        return [0.0] * len(row.held)
 
     def _reserved(self, ask: Ask, row: int, one: Candidate, score: Score, member: int) -> ReservedGpu:
         gpu = one.gpu
         return ReservedGpu(
-            node=self._columns.nodes[row].id,
-            uuid=gpu.uuid,
-            index=gpu.index,
-            model=gpu.model,
-            simulated=gpu.simulated,
-            score=score,
-            milli=milli_on(ask, gpu.memory_total_bytes),
-            memory_bytes=memory_on(ask, gpu.memory_total_bytes, one.available, one.free_milli),
-            member=member,
+            self._columns.nodes[row].id,
+            gpu.uuid,
+            gpu.index,
+            gpu.model,
+            gpu.simulated,
+            score,
+            milli_on(ask, gpu.memory_total_bytes),
+            memory_on(ask, gpu.memory_total_bytes, one.available, one.free_milli),
+            member,
+            parent=gpu.parent,
         )
 
-    def _scores(self, shape: Shape, row: int, fitting: list[int]) -> list[Score]:
-        """The scores of some GPUs of a row, in parts."""
+    def _scoring(self, shape: Shape, row: int) -> Callable[[Candidate], Score]:
+        """What scores the GPUs of a row that fit, in parts."""
         ask, columns = shape.ask, self._columns
-        if ask.policy is Policy.SPREAD:
-            return [self._spread(ask, row, column) for column in fitting]
+        if ask.policy is _SPREAD:
+            return lambda one: _spread(ask, one)
         if ask.policy is Policy.FGD:
-            return self._fragmentation(shape, row, fitting)
+            return self._fragmentation(shape, row)
         if ask.policy is Policy.FIRSTFIT:
             score = summed((ScorePart("rank", float(columns.nodes[row].rank), -1.0),))
         else:
-            known = facts(columns, np.array([row]), shape.constraints.kind, ask, self._tariff)
-            score = summed(parts(ask, known, self._tariff))
-        return [score] * len(fitting)
+            tariff = self._index.tariff
+            known = facts(columns, np.array([row]), shape.constraints.kind, ask, tariff)
+            score = summed(parts(ask, known, tariff))
+        return lambda _: score
 
-    def _spread(self, ask: Ask, row: int, column: int) -> Score:
-        """As the seed says; of a GPU that is shared already, what its holders have is not free."""
-        gpu, available = self._columns.gpus[row][column], self._columns.row(row).available[column]
-        note = "" if available == gpu.memory_free_bytes else SHARED
-        return scored(gpu, ask.weights, available, note)
-
-    def _fragmentation(self, shape: Shape, row: int, fitting: list[int]) -> list[Score]:
+    def _fragmentation(self, shape: Shape, row: int) -> Callable[[Candidate], Score]:
         rows = np.array([row])
-        fits = shape.gpu_codes[rows] == 0
-        gradients = fragmentation_gradients(shape.ask, self._columns, rows, fits, self._typical)[0]
-        compared = fragmentation_scores(shape.ask, self._columns, rows, fits, self._typical)[0]
-        return [_of_gradient(float(gradients[column]), float(compared[column])) for column in fitting]
+        fits, typical = shape.gpu_codes[rows] == 0, self._index.typical()
+        gradients = fragmentation_gradients(shape.ask, self._columns, rows, fits, typical)[0]
+        compared = fragmentation_scores(shape.ask, self._columns, rows, fits, typical)[0]
+        return lambda one: _of_gradient(float(gradients[one.column]), float(compared[one.column]))
+
+
+def _spread(ask: Ask, one: Candidate) -> Score:
+    """As the seed says; of a GPU that is shared already, what its holders have is not free."""
+    note = "" if one.available == one.gpu.memory_free_bytes else SHARED
+    return scored(one.gpu, ask.weights, one.available, note)
 
 
 def _of_gradient(gradient: float, score: float) -> Score:
@@ -142,7 +143,7 @@ def _of_gradient(gradient: float, score: float) -> Score:
 
 def _fitting(shape: Shape, at: int) -> list[int]:
     """The columns of a row's GPUs that fit."""
-    return [column for column, code in enumerate(listed(shape.gpu_codes[at])) if code == 0]
+    return list(compress(count(), map(not_, listed(shape.gpu_codes[at]))))
 
 
 def _room(ask: Ask, one: Candidate) -> int:
@@ -154,9 +155,7 @@ def _room(ask: Ask, one: Candidate) -> int:
 
 def _by_score(ask: Ask) -> bool:
     """Whether GPUs of a node are preferred by their score, or by how little of them is free."""
-    return ask.policy is Policy.SPREAD or (
-        ask.policy is Policy.FGD and ask.gpu_count == 1 and not ask.exclusive
-    )
+    return ask.policy is _SPREAD or (ask.policy is Policy.FGD and ask.gpu_count == 1 and not ask.exclusive)
 
 
 def _preference(ask: Ask) -> Callable[[Candidate], tuple[float, int, str] | tuple[int, int, int, str]]:

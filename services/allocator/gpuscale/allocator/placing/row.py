@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 
 class Row:
-    """What the columns say of a row, of each of its GPUs where it is a list."""
+    """What the columns say of a row, of each of its GPUs where it is a list.
+
+    `places` has the columns that hang on each GPU: its own, and those of its MIG instances.
+    """
 
     __slots__ = (
         "_scores",
@@ -25,6 +28,7 @@ class Row:
         "memory_free",
         "model",
         "node_cordoned",
+        "places",
         "state",
         "total",
         "trouble",
@@ -47,6 +51,11 @@ class Row:
         self.total: list[int] = columns.total[row, :count].tolist()
         self.available: list[int] = columns.available[row, :count].tolist()
         self.utilization: list[float] = columns.utilization[row, :count].tolist()
+        self.places: dict[str, list[int]] = {}
+        for column, gpu in enumerate(columns.gpus[row]):
+            self.places.setdefault(gpu.uuid, []).append(column)
+            if gpu.parent:
+                self.places.setdefault(gpu.parent, []).append(column)
         self._weights: Weights | None = None
         self._scores: list[float] = []
 
@@ -63,6 +72,6 @@ class Row:
             self._scores[column] = self._score(self._weights, column)
 
     def _score(self, weights: Weights, column: int) -> float:
-        memory = weights.memory * (self.available[column] / max(self.total[column], 1))
-        used = self.utilization[column]
+        total, used = self.total[column], self.utilization[column]
+        memory = weights.memory * (self.available[column] / (total if total > 0 else 1))
         return memory if math.isnan(used) else memory + weights.utilization * ((100 - used) / 100)

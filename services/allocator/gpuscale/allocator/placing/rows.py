@@ -7,6 +7,8 @@ rows the same rules, GPU by GPU, cost a tenth of that. What is answered here is 
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import compress
+from operator import not_
 from typing import Final
 
 from gpuscale.allocator.feasibility import ADMITS_ALL_PERCENT, Obstacle
@@ -29,6 +31,7 @@ MOST: Final = 128
 """Up to so many GPUs are looked at here; for more of them arrays are quicker."""
 NO_FIT: Final = -math.inf
 
+_SPREAD: Final = Policy.SPREAD  # looked up in an enum, a member takes as long as a call
 _ONLINE, _IS_STALE = 0, 1
 _MODEL: Final = CODES[Obstacle.MODEL_DIFFERS]
 _PROFILE: Final = CODES[Obstacle.MIG_PROFILE_DIFFERS]
@@ -62,7 +65,7 @@ def gpu_codes(ask: Ask, row: Row, constraints: Constraints, now: float, columns:
     """The first obstacle of the GPUs in some columns, as `Constraints.codes`."""
     admitted = constraints.admitted() if ask.models else None
     node = 0 if row.state == _ONLINE else _STALE if row.state == _IS_STALE else _OFFLINE
-    kind, exclusive, short = constraints.kind, ask.exclusive, _short(ask, row)
+    kind, short = constraints.kind, _short(ask, row)
     found: list[int] = []
     for column in columns:
         held = row.held[column]
@@ -78,7 +81,7 @@ def gpu_codes(ask: Ask, row: Row, constraints: Constraints, now: float, columns:
             code = _TROUBLE
         elif row.node_cordoned or row.cordoned[column]:
             code = _CORDONED
-        elif held and (exclusive or held + milli_on(ask, row.total[column]) > WHOLE):
+        elif held and held + milli_on(ask, row.total[column]) > WHOLE:
             code = _HELD
         else:
             code = short or _by_readings(ask, row, column)
@@ -86,18 +89,20 @@ def gpu_codes(ask: Ask, row: Row, constraints: Constraints, now: float, columns:
     return found
 
 
-def value(ask: Ask, row: Row, node: int, codes: Sequence[int], kind: int, tariff: Tariff) -> float:
+def value(
+    ask: Ask, row: Row, node: int, codes: Sequence[int], constraints: Constraints, tariff: Tariff
+) -> float:
     """How good the row is for the ask, as `policies.value`; NO_FIT where it does not fit.
 
-    `node` and `codes` are what `node_code` and `gpu_codes` found, for all columns; `kind` is the sort of GPU that is asked for.
+    `node` and `codes` are what `node_code` and `gpu_codes` found, for all columns.
     """
     if (codes.count(0) < ask.gpu_count) if ask.gpu_count else node:
         return NO_FIT
-    if ask.policy is Policy.SPREAD:
+    if ask.policy is _SPREAD:
         return _spread(ask, row, codes)
     if ask.policy is Policy.FIRSTFIT:
         return 0.0
-    cpu, gpu = float(row.cpu_free), _free(row, kind)
+    cpu, gpu = float(row.cpu_free), _free(row, constraints.kind)
     known, taken = (
         row.cpu_free != UNKNOWN,
         float(ask.gpu_count * milli_on(ask, row.total[0] if row.total else None)),
@@ -138,7 +143,7 @@ def _spread(ask: Ask, row: Row, codes: Sequence[int]) -> float:
     """The mean score of the best GPUs, added up from the best on; the free CPU where no GPU is asked for."""
     if not ask.gpu_count:
         return float(row.cpu_free)
-    scores = [score for score, code in zip(row.spread(ask.weights), codes, strict=False) if not code]
+    scores = compress(row.spread(ask.weights), map(not_, codes))
     if ask.gpu_count == 1:
         return max(scores)
     total = 0.0

@@ -23,11 +23,11 @@ def place_gang(index: Index, use: Use, ask: Ask, now: float) -> list[Member]:
     """The members of a gang; fewer than asked for if they do not all find a place. Nothing stays held.
 
     Where each member shares several GPUs, those that are preferred may run out early and leave the last members with
-    too few different ones: then all take the GPUs with most room, which serves as many members as can be (the greedy
-    construction of the Gale-Ryser theorem).
+    too few different ones: then all of the node, or of the gang if it is spread, take the GPUs with most room, which
+    serves as many members as can be (the greedy construction of the Gale-Ryser theorem).
     """
     placed = _placed(_Scratch(index, use, ask, now, roomiest=False))
-    if len(placed) < ask.member_count and ask.gpu_count > 1 and not ask.exclusive:
+    if len(placed) < ask.member_count and ask.gang_strategy is GangStrategy.SPREAD and _shares_several(ask):
         roomy = _placed(_Scratch(index, use, ask, now, roomiest=True))
         placed = max(placed, roomy, key=len)
     return placed
@@ -68,7 +68,6 @@ class _Scratch:
         self._now = now
         self._roomiest = roomiest
         self._placed: list[Member] = []
-        self._held: list[str] = []
 
     def place(self) -> list[Member]:
         """Place the members as the ask's strategy says."""
@@ -84,11 +83,11 @@ class _Scratch:
             return self._placed
         return self._on_one(room, value)
 
-    def undo(self) -> None:
-        """Take all members back."""
-        for name in reversed(self._held):
-            self._use.free(name)
-        self._held = []
+    def undo(self, kept: int = 0) -> None:
+        """Take members back, all but the first ones."""
+        for member in reversed(range(kept, len(self._placed))):
+            self._use.free(_name(member))
+        self._placed = self._placed[:kept]
 
     def _on_one(self, room: Ints, value: Floats) -> list[Member]:
         most: list[Member] = []
@@ -98,7 +97,6 @@ class _Scratch:
             if len(most) == self._ask.member_count:
                 break
             self.undo()
-            self._placed = []
         return most
 
     def _spread(self, value: Floats) -> list[Member]:
@@ -116,20 +114,34 @@ class _Scratch:
 
     def _fill(self, row: int, members: int) -> int:
         """Place up to so many members on a row; how many found room."""
+        kept = len(self._placed)
+        placed = self._take_each(row, members, roomiest=self._roomiest)
+        if 0 < placed < members and _shares_several(self._ask):
+            self.undo(kept)
+            placed = self._take_each(row, members, roomiest=True)
+        return placed
+
+    def _take_each(self, row: int, members: int, *, roomiest: bool) -> int:
         for placed in range(members):
             shape = self._index.shape(self._ask, self._now)
             if shape.value[row] == -np.inf:
                 return placed
-            self._take(shape, row)
+            self._take(shape, row, roomiest=roomiest)
         return members
 
-    def _take(self, shape: Shape, row: int) -> None:
+    def _take(self, shape: Shape, row: int, *, roomiest: bool) -> None:
         member = len(self._placed)
-        gpus = self._index.members().take(shape, row, member, roomiest=self._roomiest)
+        gpus = self._index.members.take(shape, row, member, roomiest=roomiest)
+        self._use.hold(_stand_in(_name(member), self._ask, gpus))
         self._placed.append((self._index.columns.nodes[row].id, gpus))
-        reservation = _stand_in(f"scratch {member}", self._ask, gpus)
-        self._use.hold(reservation)
-        self._held.append(reservation.id)
+
+
+def _shares_several(ask: Ask) -> bool:
+    return ask.gpu_count > 1 and not ask.exclusive
+
+
+def _name(member: int) -> str:
+    return f"scratch {member}"
 
 
 def _stand_in(name: str, ask: Ask, gpus: tuple[ReservedGpu, ...]) -> Reservation:

@@ -4,7 +4,7 @@ An ask that was seen before costs only the rows that have changed since, and one
 """
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from gpuscale.allocator.placing.rows import MOST, gpu_codes, node_code, plain
 from gpuscale.allocator.placing.rows import value as row_value
 from gpuscale.allocator.use import Use
 
+_PACK, _FGD = Policy.PACK, Policy.FGD
 MOST_SHAPES = 256
 MOST_BYTES = 64 * 1024 * 1024
 """Bounds on what is kept: the shapes used last."""
@@ -49,19 +50,19 @@ class Shape:
         """About how much memory it takes."""
         return self.gpu_codes.nbytes + self.value.nbytes
 
-    def update(self, now: float, tariff: Tariff, typical: Typical) -> None:
+    def update(self, now: float, tariff: Tariff, typical: Callable[[], Typical]) -> None:
         """Bring it up to date."""
-        columns = self._columns
-        reckoning: Tariff | Typical | None = None
-        if self.ask.policy in (Policy.PACK, Policy.FGD):
-            reckoning = tariff if self.ask.policy is Policy.PACK else typical
+        columns, policy = self._columns, self.ask.policy
+        reckoning = tariff if policy is _PACK else typical() if policy is _FGD else None
         moved = self._reckoned_with is not None and self._reckoned_with is not reckoning
         self._reckoned_with = reckoning
         if columns.sequence == self._seen and not moved:
             return
         seen, self._seen = self._seen, columns.sequence
         few = columns.changed_since(seen) if self._plain and not moved else None
-        if few is not None and sum(map(self._width, few.values())) <= MOST:
+        if few is not None and (
+            len(few) * columns.width <= MOST or sum(map(self._width, few.values())) <= MOST
+        ):
             for row, gpus in few.items():
                 self._look(row, gpus, now, tariff)
             return
@@ -71,7 +72,7 @@ class Shape:
         if moved:
             rows = np.arange(len(columns))
         if len(rows):
-            self.value[rows] = self._values(rows, tariff, typical)
+            self.value[rows] = self._values(rows, tariff, typical())
 
     def fits(self, rows: Ints) -> Bools:
         """Which of the rows serve the ask."""
@@ -98,10 +99,11 @@ class Shape:
             self.node_codes[at] = node
             self.gpu_codes[at] = codes + [ABSENT] * (self._columns.width - len(codes))
         else:
-            for column, code in zip(gpus, gpu_codes(ask, row, constraints, now, gpus), strict=True):
-                self.gpu_codes[at, column] = code
-            node, codes = int(self.node_codes[at]), listed(self.gpu_codes[at])
-        self.value[at] = row_value(ask, row, node, codes, constraints.kind, tariff)
+            known, found = self.gpu_codes[at], gpu_codes(ask, row, constraints, now, gpus)
+            for column in gpus:
+                known[column] = found.pop(0)
+            node, codes = 0 if ask.gpu_count else int(self.node_codes[at]), listed(known)
+        self.value[at] = row_value(ask, row, node, codes, constraints, tariff)
 
     def _values(self, rows: Ints, tariff: Tariff, typical: Typical) -> Floats:
         """How good rows are; only those that fit are reckoned."""

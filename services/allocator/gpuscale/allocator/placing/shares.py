@@ -42,10 +42,10 @@ def memory_floor(ask: Ask, total: Ints) -> Ints | int:
 
 def floor_on(ask: Ask, total: int) -> int:
     """Bytes that must be available of one GPU of this size."""
-    if ask.exclusive:
-        return ask.min_memory_bytes
     if ask.gpu_memory_bytes is not None:
         return max(ask.min_memory_bytes, ask.gpu_memory_bytes)
+    if ask.gpu_milli >= WHOLE:
+        return ask.min_memory_bytes
     numerator, denominator = SHARE_FLOOR
     return max(ask.min_memory_bytes, total * ask.gpu_milli // WHOLE * numerator // denominator)
 
