@@ -196,3 +196,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--no-decisions", action="store_true", help="leave out the time of decisions")
     return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -191,3 +191,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", type=Path, default=folder / "openb_node_list_gpu_node.csv")
     parser.add_argument("--pods", type=Path, default=folder / "openb_pod_list_default.csv")
     return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
