@@ -27,10 +27,9 @@ class Index:
         self._use = use
         self._demand = demand
         self._typical: tuple[Mapping[AskClass, int], int, Typical] | None = None
-        self.members = Members(self)
+        self.members = Members(self.columns, self.tariff, self.typical)
         use.changed()
 
-    @property
     def tariff(self) -> Tariff:
         """What policies reckon with."""
         return self._demand.tariff

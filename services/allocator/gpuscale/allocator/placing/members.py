@@ -4,12 +4,14 @@ import math
 from collections.abc import Callable
 from itertools import compress, count
 from operator import not_
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from gpuscale.allocator.model import WHOLE, Ask, GpuSet, Policy, ReservedGpu, Score, ScorePart
-from gpuscale.allocator.placing.columns import listed
+from gpuscale.allocator.placing.columns import Columns, listed
+from gpuscale.allocator.placing.demand import Tariff
+from gpuscale.allocator.placing.fragmentation import Typical
 from gpuscale.allocator.placing.gpu_sets import Candidate, best_first, choose, tightest_first
 from gpuscale.allocator.placing.policies import (
     facts,
@@ -22,20 +24,25 @@ from gpuscale.allocator.placing.shapes import Shape
 from gpuscale.allocator.placing.shares import floor_on, memory_on, milli_on
 from gpuscale.allocator.scoring import scored
 
-if TYPE_CHECKING:
-    from gpuscale.allocator.placing.index import Index
-
 FGD_NOTE = "score = floor(100 / (1 + exp(-gradient / 1000))), gradient in thousandths of a GPU"
 SHARED = "shared already: scored by the memory that is left"
 _SPREAD: Final = Policy.SPREAD
 
 
 class Members:
-    """Picks GPUs inside rows, by the policy of the ask."""
+    """Picks GPUs inside rows, by the policy of the ask.
 
-    def __init__(self, index: "Index") -> None:
-        self._index = index
-        self._columns = index.columns
+    Args:
+        columns: the rows.
+        tariff, typical: what policies reckon with, as of now; asked for only where the policy does.
+    """
+
+    def __init__(
+        self, columns: Columns, tariff: Callable[[], Tariff], typical: Callable[[], Typical]
+    ) -> None:
+        self._columns = columns
+        self._tariff = tariff
+        self._typical = typical
 
     def take(self, shape: Shape, row: int, member: int, *, roomiest: bool = False) -> tuple[ReservedGpu, ...]:
         """The GPUs of a row that a member gets, those with room for most members like it if `roomiest`; the row fits."""
@@ -88,7 +95,7 @@ class Members:
             rows = np.array([at])
             fits = shape.gpu_codes[rows] == 0
             values: list[float] = fragmentation_scores(
-                ask, self._columns, rows, fits, self._index.typical()
+                ask, self._columns, rows, fits, self._typical()
             ).tolist()[0]
             return values
         return [0.0] * len(row.held)
@@ -118,14 +125,14 @@ class Members:
         if ask.policy is Policy.FIRSTFIT:
             score = summed((ScorePart("rank", float(columns.nodes[row].rank), -1.0),))
         else:
-            tariff = self._index.tariff
+            tariff = self._tariff()
             known = facts(columns, np.array([row]), shape.constraints.kind, ask, tariff)
             score = summed(parts(ask, known, tariff))
         return lambda _: score
 
     def _fragmentation(self, shape: Shape, row: int) -> Callable[[Candidate], Score]:
         rows = np.array([row])
-        fits, typical = shape.gpu_codes[rows] == 0, self._index.typical()
+        fits, typical = shape.gpu_codes[rows] == 0, self._typical()
         gradients = fragmentation_gradients(shape.ask, self._columns, rows, fits, typical)[0]
         compared = fragmentation_scores(shape.ask, self._columns, rows, fits, typical)[0]
         return lambda one: _of_gradient(float(gradients[one.column]), float(compared[one.column]))
