@@ -147,12 +147,15 @@ def _failure(connection: socket.socket, host: str, tls: ClientTls) -> _Cause | N
         return _NOT_TLS
     with secured:
         try:
-            secured.recv(1)
+            greeted = bool(secured.recv(1))
         except TimeoutError:
             return None
-        except (ssl.SSLError, ConnectionError):  # the server cuts off whose certificate it does not like
-            return _WANTED if tls.cert_file is None else _OURS.get(_own_fault(tls, tls.cert_file), _REFUSED)
-    return None
+        except (ssl.SSLError, ConnectionError):
+            greeted = False
+    if greeted:
+        return None
+    # The server cuts off whose certificate it does not like, which Debian's Python 3.11.2 reads as a mere end.
+    return _WANTED if tls.cert_file is None else _OURS.get(_own_fault(tls, tls.cert_file), _REFUSED)
 
 
 def _own_fault(tls: ClientTls, cert_file: Path) -> int:
