@@ -21,16 +21,16 @@ import grpc
 import uvloop
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.auth import Authenticator
-from gpuscale.common.clock import SystemClock
-from gpuscale.common.limits import SERVER_ARGUMENTS
-from gpuscale.common.server import Registration, Server, ServerOptions
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.rpc.limits import SERVER_ARGUMENTS
+from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.monitor.fleet import servicer
-from gpuscale.monitor.fleet.app import MIB, SWEEP_SECONDS
+from gpuscale.monitor.app.fleet import MIB, SWEEP_SECONDS
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.settings import FleetSettings
-from gpuscale.monitor.merging import Change, Picture
-from gpuscale.monitor.observing import Observing
+from gpuscale.monitor.app.fleet_settings import FleetSettings
+from gpuscale.monitor.wire.merging import Change, Picture
+from gpuscale.monitor.app.observing import Observing
 
 UNBOUNDED_MIB = 1_000_000_000
 METHOD = "/gpuscale.api.monitor.v1.FleetService/StreamTelemetry"

@@ -16,7 +16,7 @@ import grpc
 import uvloop
 
 from bench._callers import Caller, connected
-from gpuscale.common import failpoints
+from gpuscale.common.runtime import failpoints
 
 GPUS = 8
 ECHO = "/bench.Echo/Echo"

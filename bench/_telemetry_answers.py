@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.channel import open_sync_channel
+from gpuscale.common.rpc.channel import open_sync_channel
 from tests.support.nvml_double import NvmlDouble, env_with_double, wired_gpus
 from tests.support.ports import free_port
 
@@ -29,7 +29,7 @@ def print_answers(calls: int) -> None:
         double.gpus, double.moving = wired_gpus(GPUS), True
         double.write()
         address = f"127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", "gpuscale.monitor.agent.main", "--listen", address]
+        command = [sys.executable, "-m", "gpuscale.monitor.app.agent_main", "--listen", address]
         process = subprocess.Popen(command, env=env_with_double(double), stderr=subprocess.DEVNULL)
         try:
             with open_sync_channel(address) as channel:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from gpuscale.allocator.model import WHOLE, Ask, Gpu, Node, NodeState, Policy
+from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Node, NodeState, Policy
 from gpuscale.allocator.placing.fragmentation import AskClass, class_of
 
 MIB = 1024 * 1024

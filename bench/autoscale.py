@@ -29,8 +29,8 @@ from gpuscale.autoscaler.backtest.simulate import run
 from gpuscale.autoscaler.backtest.trace import Request, ServiceModel, read_trace
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.model import EndpointSpec, ReplicaTemplate
-from gpuscale.autoscaler.presets import PRESETS, Wish
-from gpuscale.cli.tuning import grid
+from gpuscale.autoscaler.domain.presets import PRESETS, Wish
+from gpuscale.cli.commands.tuning import grid
 from gpuscale.common.errors import GpuscaleError
 
 DEFAULT = "gpuscale"

@@ -28,7 +28,7 @@ from uuid import uuid4
 import uvloop
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.channel import open_channel
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import to_duration
 
 CALLERS = (1, 64)
@@ -174,7 +174,7 @@ async def _serve_allocator(folder: Path) -> None:
 
 
 async def _serve_gateway(allocator_address: str) -> None:
-    from gpuscale.common.server import Server
+    from gpuscale.common.rpc.server import Server
     from gpuscale.gateway.app import open_gateway
     from gpuscale.gateway.settings import GatewaySettings
 

@@ -38,7 +38,7 @@ import uvloop
 from bench._fleet_process import METHOD
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.channel import open_channel
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import to_duration
 
 GPUS = 8

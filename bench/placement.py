@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench._replay import POLICIES, Cluster
 from bench._traces import Trace, demand, made_up, read_asks, read_nodes, read_published, with_policy
-from gpuscale.allocator.model import Ask, Policy
+from gpuscale.allocator.domain.model import Ask, Policy
 
 MARKS = (0.9, 1.0, 1.3)
 OFFERED = 0.95

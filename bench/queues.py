@@ -36,13 +36,13 @@ import httpx
 import psutil
 import uvloop
 
-from gpuscale.autoscaler.queues.brokers import Broker, BrokerSettings, RetryGate, resolve
-from gpuscale.autoscaler.queues.management import ManagementClient, Measured
-from gpuscale.autoscaler.queues.model import QueueTarget
-from gpuscale.autoscaler.queues.sweeps import BrokerSweeps
-from gpuscale.autoscaler.queues.virtual_hosts import Publish, VirtualHostReader
-from gpuscale.common import logs
-from gpuscale.common.clock import SystemClock
+from gpuscale.autoscaler.signals.queues.brokers import Broker, BrokerSettings, RetryGate, resolve
+from gpuscale.autoscaler.signals.queues.management import ManagementClient, Measured
+from gpuscale.autoscaler.domain.queues import QueueTarget
+from gpuscale.autoscaler.signals.queues.sweeps import BrokerSweeps
+from gpuscale.autoscaler.signals.queues.virtual_hosts import Publish, VirtualHostReader
+from gpuscale.common.runtime import logs
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.secrets import SecretUrl
 from tests.support.rabbitmq import RabbitBroker, why_unavailable
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from bench._pools import Pool, Router, Routing, Taken
 from bench._replay import Cluster
 from bench._traces import Trace, demand, read_asks, read_nodes
-from gpuscale.allocator.model import Policy
+from gpuscale.allocator.domain.model import Policy
 
 PER_NODE = 8
 SIZES, WEIGHTS = (1, 2, 4, 8, 16, 64), (60, 15, 12, 10, 2, 1)

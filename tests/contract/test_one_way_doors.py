@@ -40,11 +40,11 @@ def lint(tree: Path) -> subprocess.CompletedProcess[str]:
     [
         (
             "services/autoscaler/gpuscale/autoscaler/engine.py",
-            "import gpuscale.allocator.scoring",
+            "import gpuscale.allocator.domain.scoring",
             "One-way doors",
         ),
         ("services/common/gpuscale/common/names.py", "import gpuscale.client", "One-way doors"),
-        ("services/gateway/gpuscale/cli/main.py", "import gpuscale.allocator.scoring", "The CLI speaks gRPC"),
+        ("services/gateway/gpuscale/cli/main.py", "import gpuscale.allocator.domain.scoring", "The CLI speaks gRPC"),
         ("services/allocator/gpuscale/allocator/scoring.py", "import time", "Pure cores"),
         ("services/autoscaler/gpuscale/autoscaler/pace.py", "import gpuscale.api.types.v1", "Pure cores"),
         ("services/monitor/gpuscale/monitor/fleet/nodes.py", "import pynvml", "Only monitor/agent/nvml/"),

@@ -10,14 +10,14 @@ from uuid import uuid4
 from gpuscale.allocator.app import open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.common.auth import Authenticator
-from gpuscale.common.channel import open_channel
-from gpuscale.common.clock import Clock, SystemClock
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.runtime.clock import Clock, SystemClock
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
-from gpuscale.common.leadership import Candidate
-from gpuscale.common.server import Server, ServerOptions
-from gpuscale.common.status import rpc_errors
-from gpuscale.common.term import Term
+from gpuscale.common.store.leadership import Candidate
+from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.store.term import Term
 from gpuscale.common.wire import to_duration
 from tests.support.fake_fleet import FakeFleet, serving
 from tests.support.waiting import eventually

@@ -16,10 +16,10 @@ import threading
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from gpuscale.allocator import sweeper
+from gpuscale.allocator.usecases import sweeper
 from gpuscale.allocator.main import main
-from gpuscale.common import failpoints
-from gpuscale.common.clock import SystemClock
+from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime.clock import SystemClock
 from tests.support.planted_bugs import PLANTS
 
 START_DELAY = 0.5

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from uuid import uuid4
 
-from gpuscale.allocator.model import Ask, Gpu, Node, NodeState, Order, ReservedGpu, Score
+from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, ReservedGpu, Score
 
 MIB = 1024 * 1024
 NOW = 1000.0

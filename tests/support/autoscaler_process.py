@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.common.channel import open_channel
-from gpuscale.common.failpoints import VARIABLE
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.runtime.failpoints import VARIABLE
 from gpuscale.common.secrets import SecretUrl
 from tests.support.autoscaler_app import Autoscaler, FakeWatchers
 from tests.support.ports import free_port

@@ -5,7 +5,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from gpuscale.autoscaler import engine, signals
+from gpuscale.autoscaler.domain import engine, signals
 from gpuscale.autoscaler.model import (
     Endpoint,
     EndpointSpec,
@@ -17,11 +17,11 @@ from gpuscale.autoscaler.model import (
     ReplicaTemplate,
     Signal,
 )
-from gpuscale.autoscaler.pace import Memory
-from gpuscale.autoscaler.policies.outcome import Inputs
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState
-from gpuscale.autoscaler.replicas import Lease, Moment, Replica, ReplicaState
-from gpuscale.autoscaler.rules import Comparator, Rule, StepRule
+from gpuscale.autoscaler.domain.pace import Memory
+from gpuscale.autoscaler.domain.policies.outcome import Inputs
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
+from gpuscale.autoscaler.domain.replicas import Lease, Moment, Replica, ReplicaState
+from gpuscale.autoscaler.domain.rules import Comparator, Rule, StepRule
 
 NOW = 1000.0
 WALL = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)

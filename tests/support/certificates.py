@@ -9,8 +9,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from gpuscale.common.channel import ClientTls
-from gpuscale.common.tls import ServerTls
+from gpuscale.common.rpc.channel import ClientTls
+from gpuscale.common.security.tls import ServerTls
 
 
 class Authority:

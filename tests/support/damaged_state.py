@@ -9,13 +9,13 @@ from pathlib import Path
 from random import Random
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.allocator.cordon_store import CordonStore
-from gpuscale.allocator.cordons import Cordon, Spot
-from gpuscale.allocator.ledger import Ledger
-from gpuscale.allocator.model import Reservation, State
+from gpuscale.allocator.state.cordon_store import CordonStore
+from gpuscale.allocator.domain.cordons import Cordon, Spot
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.queueing.model import Quota
-from gpuscale.allocator.quota_store import QuotaStore
-from gpuscale.allocator.store import AllocatorStore, open_store
+from gpuscale.allocator.state.quota_store import QuotaStore
+from gpuscale.allocator.state.store import AllocatorStore, open_store
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 BOOT = "boot"

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import seconds
 from tests.support.allocator import Reservation
 from tests.support.allocator_process import AllocatorProcess

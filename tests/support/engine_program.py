@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from gpuscale.common.failpoints import VARIABLE
+from gpuscale.common.runtime.failpoints import VARIABLE
 
 
 class EngineProgram:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.common.channel import open_channel
+from gpuscale.common.rpc.channel import open_channel
 
 State = api.Replica.State
 STARTING, READY, DRAINING = State.STATE_STARTING, State.STATE_READY, State.STATE_DRAINING

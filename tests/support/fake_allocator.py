@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.auth import Authenticator
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -17,7 +17,7 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gpuscale.common.server import Registration, Server, ServerOptions
+from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 
 ACTIVE = api.Reservation.STATE_ACTIVE
 SERVICE = "gpuscale.api.allocator.v1.AllocatorService"

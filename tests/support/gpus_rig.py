@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from gpuscale.common.clock import SystemClock
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.model import GpuState, GpuView
+from gpuscale.monitor.model.readings import GpuState, GpuView
 from gpuscale.monitor.agent.staleness import Deadlines
 from tests.support.monitor import FakeGpus
 from tests.support.monitor_values import identity

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.channel import ClientTls, open_channel
+from gpuscale.common.rpc.channel import ClientTls, open_channel
 from tests.support.allocator import Client
 from tests.support.cli import run_cli
 from tests.support.lan import Lan, lan
@@ -63,7 +63,7 @@ class Hosts:
     def start(self) -> None:
         """Everything, in any order: who comes first waits."""
         self.start_allocator()
-        self._run(SERVICES, "gpuscale.monitor.fleet.main", {"fleet": self._server(SERVICES, FLEET)})
+        self._run(SERVICES, "gpuscale.monitor.app.fleet_main", {"fleet": self._server(SERVICES, FLEET)})
         here = self.lan.address(SERVICES)
         autoscaler = self._server(SERVICES, AUTOSCALER) | self._caller("service")
         autoscaler |= {"data_dir": self.folder / "autoscaler", "fleet_address": f"{here}:{FLEET}"}
@@ -72,7 +72,7 @@ class Hosts:
         for name in (LEFT, RIGHT):
             agent = self._server(name, AGENT) | self._caller(name) | {"node": name, "period_seconds": 0.5}
             self._run(
-                name, "gpuscale.monitor.agent.main", {"agent": agent | {"fleet_address": f"{here}:{FLEET}"}}
+                name, "gpuscale.monitor.app.agent_main", {"agent": agent | {"fleet_address": f"{here}:{FLEET}"}}
             )
             adapter = self._caller("adapter") | {"node": name, "data_dir": self.folder / f"adapter-{name}"}
             adapter |= {"autoscaler_address": f"{here}:{AUTOSCALER}", "require_admission": True}

@@ -8,7 +8,7 @@ Adapters report each half second, and the autoscaler takes one for silent after 
 import importlib
 import sys
 
-from gpuscale.autoscaler import hub
+from gpuscale.autoscaler.loop import hub
 from gpuscale.autoscaler.adapters import connection
 
 SILENT = 3.0

@@ -14,9 +14,9 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesT
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import Placeholder, ReplicaOrder
-from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
-from gpuscale.common.clock import Clock, SystemClock
-from gpuscale.common.lifecycle import TaskScope
+from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
+from gpuscale.common.runtime.clock import Clock, SystemClock
+from gpuscale.common.runtime.lifecycle import TaskScope
 from tests.support.waiting import eventually
 
 GPUS = "nvidia.com/gpu"

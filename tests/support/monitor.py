@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.auth import Authenticator
-from gpuscale.common.channel import open_channel
-from gpuscale.common.clock import Clock, SystemClock
-from gpuscale.common.server import Registration, Server, ServerOptions
-from gpuscale.monitor.agent.app import open_agent
-from gpuscale.monitor.agent.model import (
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.runtime.clock import Clock, SystemClock
+from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.monitor.app.agent import open_agent
+from gpuscale.monitor.model.readings import (
     DriverEvent,
     GpuIdentity,
     GpuSample,
@@ -25,9 +25,9 @@ from gpuscale.monitor.agent.model import (
     Inventory,
 )
 from gpuscale.monitor.agent.ports import GpuSourceError
-from gpuscale.monitor.agent.settings import AgentSettings
-from gpuscale.monitor.fleet.app import open_fleet
-from gpuscale.monitor.fleet.settings import FleetSettings
+from gpuscale.monitor.app.agent_settings import AgentSettings
+from gpuscale.monitor.app.fleet import open_fleet
+from gpuscale.monitor.app.fleet_settings import FleetSettings
 from tests.support.monitor_values import identity, sample
 from tests.support.waiting import eventually
 

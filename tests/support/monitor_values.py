@@ -7,7 +7,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.agent.model import GpuIdentity, GpuReading, GpuSample, GpuState
+from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, GpuSample, GpuState
 
 GIB = 1024**3
 

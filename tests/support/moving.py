@@ -14,8 +14,8 @@ from gpuscale.autoscaler.adapters.engines.container import main as container
 from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAdapterSettings
 from gpuscale.autoscaler.adapters.engines.kubernetes import main as kubernetes
 from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesAdapterSettings
-from gpuscale.common.channel import open_channel
-from gpuscale.common.settings import load_table, read_config
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.config.settings import load_table, read_config
 from gpuscale.up.app import open_all
 from gpuscale.up.settings import load_all
 from tests.support.docker_double import DockerDouble

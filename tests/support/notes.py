@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, func, insert, select
 
-from gpuscale.common.store import Store
+from gpuscale.common.store.store import Store
 
 METADATA = MetaData()
 NOTES = Table("note", METADATA, Column("id", Integer, primary_key=True), Column("text", String(100)))

@@ -10,7 +10,7 @@ import grpc
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import GpuState
-from gpuscale.common.channel import open_channel
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import seconds, to_duration
 from tests.support.monitor import running_agent
 from tests.support.nvml_double import NvmlDouble

@@ -5,8 +5,8 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from uuid import uuid4
 
-from gpuscale.allocator.feasibility import Obstacle
-from gpuscale.allocator.model import (
+from gpuscale.allocator.domain.feasibility import Obstacle
+from gpuscale.allocator.domain.model import (
     WHOLE,
     Ask,
     Gpu,
@@ -18,11 +18,11 @@ from gpuscale.allocator.model import (
     Score,
     State,
 )
-from gpuscale.allocator.placement import Pick
-from gpuscale.allocator.placer import Placer
-from gpuscale.allocator.refusal import Refusal
-from gpuscale.allocator.scoring import spread
-from gpuscale.allocator.use import Use
+from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.placing.refusal import Refusal
+from gpuscale.allocator.domain.scoring import spread
+from gpuscale.allocator.domain.use import Use
 from tests.support.allocator_values import WALL
 
 NOTHING: frozenset[str] = frozenset()

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sqlalchemy import UniqueConstraint, event
 
-from gpuscale.allocator import schema_store
-from gpuscale.allocator.ledger import Ledger
-from gpuscale.allocator.model import WHOLE, Reservation
-from gpuscale.allocator.store import AllocatorStore
-from gpuscale.allocator.use import FREE_GPU, GpuUse, Use
-from gpuscale.common import failpoints
-from gpuscale.common.clock import SystemClock
+from gpuscale.allocator.state import schema_store
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import WHOLE, Reservation
+from gpuscale.allocator.state.store import AllocatorStore
+from gpuscale.allocator.domain.use import FREE_GPU, GpuUse, Use
+from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime.clock import SystemClock
 
 DELAY = 60.0
 """Seconds by which a write may come too late; longer than any schedule."""

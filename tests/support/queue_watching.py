@@ -7,12 +7,12 @@ from typing import Any
 
 from sqlmodel import SQLModel
 
-from gpuscale.autoscaler.queues.brokers import BrokerSettings
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState, WatchSpec
-from gpuscale.autoscaler.queues.watchers import QueueWatchers, open_watchers
-from gpuscale.common.clock import SystemClock
+from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, WatchSpec
+from gpuscale.autoscaler.signals.queues.watchers import QueueWatchers, open_watchers
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.store import Store
+from gpuscale.common.store.store import Store
 from tests.support.rabbitmq import RabbitBroker
 from tests.support.waiting import eventually
 

@@ -18,10 +18,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, empty_pb2  # noqa: 
 # The contract must be known: methods without a role are refused.
 from gpuscale.api.monitor import v1 as _monitor_api  # noqa: F401
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.common.auth import Authenticator
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError
-from gpuscale.common.server import Server, ServerOptions
-from gpuscale.common.status import to_rpc_status
+from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.rpc.status import to_rpc_status
 
 FLEET = "gpuscale.api.monitor.v1.FleetService"
 UNARY = f"/{FLEET}/ListNodes"

@@ -20,7 +20,7 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import seconds, to_duration
 from tests.support.allocator import Client, Reservation
 from tests.support.reservation_history import Grant, History, Holds, Sighting

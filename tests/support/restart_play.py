@@ -9,10 +9,10 @@ from uuid import UUID
 
 from google.protobuf.message import Message
 
-from gpuscale.allocator.ledger import RETENTION
+from gpuscale.allocator.domain.ledger import RETENTION
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common import failpoints
+from gpuscale.common.runtime import failpoints
 from gpuscale.common.wire import seconds, to_datetime, to_duration
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import NodeState, gpu_message

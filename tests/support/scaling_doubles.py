@@ -8,7 +8,7 @@ from typing import Any
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapter_servicer import AdapterServicer
+from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.common.errors import GpuscaleError, ResourceExhaustedError, UnavailableError
 from gpuscale.common.wire import seconds
 from tests.support.fake_adapter import ALIVE, FAILED, READY, STARTING, FakeAdapter

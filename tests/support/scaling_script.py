@@ -7,7 +7,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from gpuscale.autoscaler import decision_log, decision_store, store
+from gpuscale.autoscaler import decision_log, decision_store
+from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.model import (
     AdapterTier,
     Endpoint,
@@ -18,9 +19,9 @@ from gpuscale.autoscaler.model import (
     ReplicaTemplate,
     Signal,
 )
-from gpuscale.autoscaler.replicas import Replica, ReplicaState
-from gpuscale.autoscaler.rules import Comparator, Pace, Rule, StepRule, TargetRule
-from gpuscale.autoscaler.verifying import verified
+from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState
+from gpuscale.autoscaler.domain.rules import Comparator, Pace, Rule, StepRule, TargetRule
+from gpuscale.autoscaler.servicers.verifying import verified
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.names import replica_name
 from tests.support.fake_allocator import ACTIVE

@@ -16,31 +16,33 @@ from uuid import UUID
 
 from sqlalchemy import Connection, StaticPool, create_engine
 
-from gpuscale.autoscaler import passes, replica_store, store
-from gpuscale.autoscaler.acting import Actor
-from gpuscale.autoscaler.adapter_servicer import AdapterServicer
-from gpuscale.autoscaler.decision_file import DecisionFile
-from gpuscale.autoscaler.endpoints import Endpoints
-from gpuscale.autoscaler.followers import Followers
-from gpuscale.autoscaler.gathering.fleet_metrics import FleetMetrics
-from gpuscale.autoscaler.gathering.polling import Poller
-from gpuscale.autoscaler.gathering.reported import ReportedMetrics
-from gpuscale.autoscaler.gathering.room import Room
-from gpuscale.autoscaler.gathering.waiting import WaitingRequests
-from gpuscale.autoscaler.histories import Histories
-from gpuscale.autoscaler.hub import AdapterHub
-from gpuscale.autoscaler.leases import LeaseKeeper
+from gpuscale.autoscaler.loop import passes
+from gpuscale.autoscaler.state import replica_store, store
+from gpuscale.autoscaler.loop.acting import Actor
+from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
+from gpuscale.autoscaler.state.decision_file import DecisionFile
+from gpuscale.autoscaler.servicers.endpoints import Endpoints
+from gpuscale.autoscaler.loop.followers import Followers
+from gpuscale.autoscaler.signals.fleet_metrics import FleetMetrics
+from gpuscale.autoscaler.signals.polling import Poller
+from gpuscale.autoscaler.signals.reported import ReportedMetrics
+from gpuscale.autoscaler.signals.room import Room
+from gpuscale.autoscaler.signals.waiting import WaitingRequests
+from gpuscale.autoscaler.signals.histories import Histories
+from gpuscale.autoscaler.loop.hub import AdapterHub
+from gpuscale.autoscaler.loop.leases import LeaseKeeper
 from gpuscale.autoscaler.model import EndpointSpec
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState
-from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
-from gpuscale.autoscaler.reconciler import Reconciler, Rooms
-from gpuscale.autoscaler.reservations import Reservations
-from gpuscale.autoscaler.sources import SignalSources
-from gpuscale.autoscaler.wakes import Wakes
-from gpuscale.common import backoff, principal
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
+from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
+from gpuscale.autoscaler.loop.reconciler import Reconciler, Rooms
+from gpuscale.autoscaler.loop.reservations import Reservations
+from gpuscale.autoscaler.signals.sources import SignalSources
+from gpuscale.autoscaler.loop.wakes import Wakes
+from gpuscale.common.runtime import backoff
+from gpuscale.common.security import principal
 from gpuscale.common.errors import GpuscaleError, UnavailableError
-from gpuscale.common.lifecycle import TaskScope
-from gpuscale.common.store import Store
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.store.store import Store
 from tests.support.clock import LoopClock
 from tests.support.fake_allocator import FakeCapacity
 from tests.support.scaling_doubles import LeasingAllocator, Life, WorldAdapter

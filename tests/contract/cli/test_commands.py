@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from gpuscale.cli import planning
+from gpuscale.cli.manifests.documents import planning
 from gpuscale.common import errors
 from tests.support import canned_gateway as canned
 from tests.support.cli import Ran, run_cli

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpuscale.cli.arguments import GET_OPTIONS, GLOBAL_OPTIONS, normalise
-from gpuscale.cli.examples import EXAMPLES
+from gpuscale.cli.grammar.arguments import GET_OPTIONS, GLOBAL_OPTIONS, normalise
+from gpuscale.cli.grammar.examples import EXAMPLES
 from gpuscale.cli.main import root
 from gpuscale.cli.tree import COMMANDS
 from tests.support.cli import run_cli

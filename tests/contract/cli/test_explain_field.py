@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from gpuscale.cli import contract_docs
-from gpuscale.cli.arguments import NOUNS
+from gpuscale.cli.manifests.documents import contract_docs
+from gpuscale.cli.grammar.arguments import NOUNS
 from tests.support.cli import run_cli
 
 

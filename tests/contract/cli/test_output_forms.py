@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from gpuscale.cli import main, watching
-from gpuscale.cli.formats import Format
+from gpuscale.cli import main
+from gpuscale.cli.commands import watching
+from gpuscale.cli.grammar.formats import Format
 from gpuscale.common import errors
 from tests.support import canned_gateway as canned
 from tests.support.cli import Ran, run_cli

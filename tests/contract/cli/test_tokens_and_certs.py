@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.cli.certificates import hosts_of, read_pair
+from gpuscale.cli.commands.certificates import hosts_of, read_pair
 from gpuscale.common import errors
-from gpuscale.common.auth import Authenticator, Role, current_principal
-from gpuscale.common.channel import ClientTls, open_channel
-from gpuscale.common.server import ServerOptions
-from gpuscale.common.status import rpc_errors
-from gpuscale.common.tls import ServerTls
-from gpuscale.common.tokens import TokenFile
+from gpuscale.common.security.auth import Authenticator, Role, current_principal
+from gpuscale.common.rpc.channel import ClientTls, open_channel
+from gpuscale.common.rpc.server import ServerOptions
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.security.tls import ServerTls
+from gpuscale.common.security.tokens import TokenFile
 from tests.support.cli import Ran, run_cli
 from tests.support.throwaway import Allocator, Served, serve
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.cli import events, progress, wait
+from gpuscale.cli.commands import events, wait
+from gpuscale.cli.console import progress
 from gpuscale.common import errors
 from tests.support import canned_gateway as canned
 from tests.support.cli import Ran, run_cli

@@ -8,7 +8,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.errors import GpuscaleError
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.rpc.status import rpc_errors
 from tests.support.autoscaler_app import Autoscaler, endpoint
 from tests.support.autoscaler_process import autoscaler_process
 from tests.support.fake_adapter import FakeAdapter

@@ -12,7 +12,7 @@ import pytest
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import to_duration
 from tests.support.allocator import Client, Reservation, allocator_api
 from tests.support.autoscaler_app import LESS_OR_EQUAL, endpoint, step

@@ -9,7 +9,7 @@ import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.channel import open_channel
+from gpuscale.common.rpc.channel import open_channel
 from tests.support.monitor import RunningFleet, running_fleet
 from tests.support.monitor_values import epoch_id, gpu, hello, snapshot, telemetry
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.channel import open_channel
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import seconds, to_duration
 from tests.support.monitor import RunningFleet
 from tests.support.ports import free_port
@@ -40,7 +40,7 @@ class Programs:
 
     def refused(self) -> str:
         """What a fleet says that cannot start on the directory."""
-        code = "from gpuscale.monitor.fleet.main import main; import sys; sys.exit(main())"
+        code = "from gpuscale.monitor.app.fleet_main import main; import sys; sys.exit(main())"
         flags = ("--listen", "127.0.0.1:0", "--data-dir", str(self.folder))
         ran = subprocess.run(
             [sys.executable, "-c", code, *flags], capture_output=True, timeout=60, check=False

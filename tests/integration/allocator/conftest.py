@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.allocator import sweeper
+from gpuscale.allocator.usecases import sweeper
 
 
 @pytest.fixture(autouse=True)

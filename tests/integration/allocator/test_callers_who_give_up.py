@@ -10,7 +10,7 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient
-from gpuscale.common import failpoints
+from gpuscale.common.runtime import failpoints
 from gpuscale.common.wire import to_duration
 from tests.support.allocator_client import allocator_client
 from tests.support.clock import ManualClock

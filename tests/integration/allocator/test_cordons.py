@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.allocator.cordon_store import CordonStore
-from gpuscale.allocator.cordons import Cordon, Spot
-from gpuscale.allocator.store import open_store
+from gpuscale.allocator.state.cordon_store import CordonStore
+from gpuscale.allocator.domain.cordons import Cordon, Spot
+from gpuscale.allocator.state.store import open_store
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import (
     AsyncClient,
@@ -19,7 +19,7 @@ from gpuscale.client import (
     ResourceExhaustedError,
     connect_async,
 )
-from gpuscale.common import failpoints
+from gpuscale.common.runtime import failpoints
 from gpuscale.common.wire import seconds, to_datetime, to_duration
 from tests.support.allocator import allocator, calling, running
 from tests.support.allocator_client import allocator_client

@@ -10,9 +10,9 @@ from uuid import uuid4
 import pytest
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.allocator.ledger import Ledger
-from gpuscale.allocator.store import open_store
-from gpuscale.common import failpoints
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.state.store import open_store
+from gpuscale.common.runtime import failpoints
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.wire import seconds
 from tests.support.allocator import Client, Reservation, running

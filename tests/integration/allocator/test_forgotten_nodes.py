@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.allocator.store import AllocatorStore
+from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.errors import (
     FailedPreconditionError,
     NotFoundError,

@@ -15,7 +15,7 @@ from gpuscale.common.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import seconds, to_duration
 from tests.support.allocator import Client, Reservation, running
 from tests.support.clock import ManualClock

@@ -8,7 +8,7 @@ from uuid import uuid4
 import grpc
 import pytest
 
-from gpuscale.allocator.ledger import RETENTION
+from gpuscale.allocator.domain.ledger import RETENTION
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import (
     AlreadyExistsError,
@@ -18,7 +18,7 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
     ResourceExhaustedError,
 )
-from gpuscale.common.principal import Principal, Role
+from gpuscale.common.security.principal import Principal, Role
 from gpuscale.common.wire import seconds
 from tests.support.allocator import Client, Reservation, allocator, running
 from tests.support.clock import ManualClock

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.allocator.cordon_store import CordonStore
-from gpuscale.allocator.cordons import Cordon, Spot
-from gpuscale.allocator.ledger import Ledger
-from gpuscale.allocator.model import State
+from gpuscale.allocator.state.cordon_store import CordonStore
+from gpuscale.allocator.domain.cordons import Cordon, Spot
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.queueing.model import Quota
-from gpuscale.allocator.quota_store import QuotaStore
-from gpuscale.allocator.schema_store import VERSION
-from gpuscale.allocator.store import open_store
+from gpuscale.allocator.state.quota_store import QuotaStore
+from gpuscale.allocator.state.schema_store import VERSION
+from gpuscale.allocator.state.store import open_store
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from tests.support.allocator_values import MIB, NOW, WALL, order, reserved
 

@@ -10,14 +10,14 @@ import grpc
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.channel import open_channel
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
 )
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import seconds, to_duration
 from tests.support.allocator import Client, Reservation, allocator, calling, running
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving

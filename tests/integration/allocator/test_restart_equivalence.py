@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from gpuscale.allocator import forgetting, losses, sweeper
+from gpuscale.allocator.usecases import forgetting, losses, sweeper
 from gpuscale.common.secrets import SecretUrl
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet

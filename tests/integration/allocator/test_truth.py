@@ -6,7 +6,7 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import ResourceExhaustedError
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.rpc.status import rpc_errors
 from tests.support.allocator import MIB, Client, Reservation, running
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message

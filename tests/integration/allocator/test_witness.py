@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.allocator.guard import StateGuard
-from gpuscale.allocator.ledger import Ledger
-from gpuscale.allocator.store import open_store
-from gpuscale.allocator.witness import MOST_RESETS, Witness
-from gpuscale.common import failpoints
+from gpuscale.allocator.state.guard import StateGuard
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.state.store import open_store
+from gpuscale.allocator.state.witness import MOST_RESETS, Witness
+from gpuscale.common.runtime import failpoints
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from tests.support.allocator_values import NOW, WALL, order, reserved
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.common.auth import Authenticator
+from gpuscale.common.security.auth import Authenticator
 from tests.support import autoscaler_app
 from tests.support.autoscaler_app import Autoscaler, running
 from tests.support.fake_allocator import FakeAllocator, serving

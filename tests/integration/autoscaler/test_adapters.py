@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler import hub
+from gpuscale.autoscaler.loop import hub
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running, scaling
 from tests.support.fake_adapter import FAILED, READY, STOPPED, FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from sqlmodel import SQLModel
 
-from gpuscale.autoscaler import decision_log, decision_store, endpoint_changes, replica_store, store
+from gpuscale.autoscaler import decision_log, decision_store
+from gpuscale.autoscaler.servicers import endpoint_changes
+from gpuscale.autoscaler.state import replica_store, store
 from gpuscale.autoscaler.decision_log import DecisionLog
-from gpuscale.autoscaler.replicas import ReplicaState
-from gpuscale.autoscaler.store import Connection
+from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import AbortedError
-from gpuscale.common.leadership import Candidate
-from gpuscale.common.postgres_store import Postgres
-from gpuscale.common.store import Store
+from gpuscale.common.store.leadership import Candidate
+from gpuscale.common.store.postgres_store import Postgres
+from gpuscale.common.store.store import Store
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 from tests.support.autoscaler_values import NOW, WALL, endpoint, lease, replica, spec, up
 from tests.support.clock import ManualClock

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.common.status import from_rpc_error
+from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.wire import to_duration
 from tests.support.autoscaler_app import (
     GREATER,

@@ -11,19 +11,19 @@ from unittest.mock import AsyncMock
 import pytest
 from sqlmodel import func, select
 
-from gpuscale.autoscaler import history_store
-from gpuscale.autoscaler import store as autoscaler_store
+from gpuscale.autoscaler.state import history_store
+from gpuscale.autoscaler.state import store as autoscaler_store
 from gpuscale.autoscaler.backtest import history
 from gpuscale.autoscaler.backtest.history import KEPT, SPACING, UNKNOWN, Reading
-from gpuscale.autoscaler.histories import Histories
-from gpuscale.autoscaler.history_store import ReadingRow
+from gpuscale.autoscaler.signals.histories import Histories
+from gpuscale.autoscaler.state.history_store import ReadingRow
 from gpuscale.autoscaler.model import EndpointSpec
-from gpuscale.autoscaler.queues import watcher_store
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState, Rates
-from gpuscale.autoscaler.replicas import Moment
-from gpuscale.autoscaler.store import Connection
+from gpuscale.autoscaler.state import watcher_store
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
+from gpuscale.autoscaler.domain.replicas import Moment
+from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.store import Store
+from gpuscale.common.store.store import Store
 from tests.support.autoscaler_values import signal, spec
 from tests.support.clock import ManualClock
 

@@ -17,7 +17,7 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.checks import check_templat
 from gpuscale.autoscaler.adapters.engines.kubernetes.model import COST, Kind
 from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
 from gpuscale.autoscaler.adapters.orders import Goal
-from gpuscale.autoscaler.replicas import ReplicaState
+from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.clock import ManualClock
 from tests.support.kubernetes import ADAPTER, NOBODY, ControlPlane, Kubelet, why_unavailable

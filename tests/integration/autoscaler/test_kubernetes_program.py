@@ -16,7 +16,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engines.kubernetes import ranking
 from gpuscale.autoscaler.adapters.engines.kubernetes.ranking import AllocatorRanking
-from gpuscale.common.channel import open_channel
+from gpuscale.common.rpc.channel import open_channel
 from tests.support.fake_kubernetes import FakeKubernetes, deployment, serving
 from tests.support.scripted_autoscaler import State, replica, scripted_autoscaler
 from tests.support.waiting import eventually

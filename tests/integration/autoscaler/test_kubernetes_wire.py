@@ -9,7 +9,7 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.arrange import PATIENCE
 from gpuscale.autoscaler.adapters.engines.kubernetes.bare import pod_name
 from gpuscale.autoscaler.adapters.engines.kubernetes.checks import check_templates
 from gpuscale.autoscaler.adapters.orders import Goal
-from gpuscale.autoscaler.replicas import ReplicaState
+from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.clock import ManualClock
 from tests.support.fake_kubernetes import ADAPTER, FakeKubernetes, deployment, serving

@@ -7,11 +7,11 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler import passes
-from gpuscale.autoscaler.engine import Result
-from gpuscale.autoscaler.whatif import Question
-from gpuscale.common.auth import Authenticator
-from gpuscale.common.status import from_rpc_error
+from gpuscale.autoscaler.loop import passes
+from gpuscale.autoscaler.domain.engine import Result
+from gpuscale.autoscaler.domain.whatif import Question
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.wire import seconds, to_duration
 from tests.support import autoscaler_app
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running

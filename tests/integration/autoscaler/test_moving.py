@@ -11,11 +11,11 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesA
 from gpuscale.autoscaler.adapters.engines.ray.settings import RayAdapterSettings
 from gpuscale.autoscaler.adapters.engines.slurm.settings import SlurmAdapterSettings
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
-from gpuscale.autoscaler.translate import spec_from_wire
-from gpuscale.autoscaler.validate import violations as contradictions
-from gpuscale.cli.manifests import parse
-from gpuscale.common.settings import Settings, load_table, read_config
-from gpuscale.common.validation import violations
+from gpuscale.autoscaler.wire.translate import spec_from_wire
+from gpuscale.autoscaler.domain.validate import violations as contradictions
+from gpuscale.cli.manifests.documents import parse
+from gpuscale.common.config.settings import Settings, load_table, read_config
+from gpuscale.common.rpc.validation import violations
 from tests.support.fake_kubernetes import FakeKubernetes, deployment
 from tests.support.fake_kubernetes import serving as cluster_double
 from tests.support.moving import CONFIG, ROOT, containers, journey, pods

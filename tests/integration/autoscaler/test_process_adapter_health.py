@@ -18,11 +18,11 @@ from gpuscale.autoscaler.adapters.app import open_process_adapter
 from gpuscale.autoscaler.adapters.health import Probe, ProbeKind, Timing
 from gpuscale.autoscaler.adapters.probing import ask
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
-from gpuscale.common.auth import Authenticator
-from gpuscale.common.channel import open_channel
-from gpuscale.common.clock import SystemClock
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
-from gpuscale.common.server import Registration, Server, ServerOptions
+from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from tests.support.ports import free_port
 from tests.support.scripted_autoscaler import processes_of, replica, scripted_autoscaler
 from tests.support.waiting import eventually

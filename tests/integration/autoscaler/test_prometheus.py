@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.gathering import prometheus as module
-from gpuscale.autoscaler.gathering.polling import Answer, NoAnswerError
-from gpuscale.autoscaler.gathering.prometheus import PrometheusServer, PrometheusSettings, prometheus_sample
+from gpuscale.autoscaler.domain.signals import prometheus as module
+from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
+from gpuscale.autoscaler.signals.prometheus import PrometheusServer, PrometheusSettings, prometheus_sample
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl
 from tests.support import fake_allocator

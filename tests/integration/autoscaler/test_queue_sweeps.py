@@ -6,12 +6,12 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from gpuscale.autoscaler.queues.brokers import Broker, VirtualHostError
-from gpuscale.autoscaler.queues.management import Counted, ManagementClient, Measured
-from gpuscale.autoscaler.queues.model import PENDING, Declared, QueueFailure, QueueState, QueueTarget
-from gpuscale.autoscaler.queues.rabbitmq import AmqpSession
-from gpuscale.autoscaler.queues.sweeps import BrokerSweeps
-from gpuscale.common.clock import SystemClock
+from gpuscale.autoscaler.signals.queues.brokers import Broker, VirtualHostError
+from gpuscale.autoscaler.signals.queues.management import Counted, ManagementClient, Measured
+from gpuscale.autoscaler.domain.queues import PENDING, Declared, QueueFailure, QueueState, QueueTarget
+from gpuscale.autoscaler.signals.queues.rabbitmq import AmqpSession
+from gpuscale.autoscaler.signals.queues.sweeps import BrokerSweeps
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.secrets import SecretUrl
 
 pytestmark = pytest.mark.looptime

@@ -21,9 +21,9 @@ from gpuscale.autoscaler.adapters.engines.steps import KILLED
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
-from gpuscale.autoscaler.replicas import ENDED, ReplicaReport, ReplicaState
-from gpuscale.common.clock import SystemClock
-from gpuscale.common.lifecycle import TaskScope
+from gpuscale.autoscaler.domain.replicas import ENDED, ReplicaReport, ReplicaState
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.lifecycle import TaskScope
 from tests.support.autoscaler_app import endpoint, running
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.ray_cluster import RayCluster, ray_cluster

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.queues.model import QueueState
+from gpuscale.autoscaler.domain.queues import QueueState
 from gpuscale.common.errors import UnavailableError
 from tests.support.autoscaler_app import Autoscaler, endpoint, running, scaling
 from tests.support.fake_adapter import FAILED, READY, STARTING, FakeAdapter

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.engine import evaluate
-from gpuscale.autoscaler.gathering import polling
-from gpuscale.autoscaler.gathering.opening import open_sources
-from gpuscale.autoscaler.gathering.prometheus import PrometheusSettings
-from gpuscale.autoscaler.gathering.reported import Value
+from gpuscale.autoscaler.domain.engine import evaluate
+from gpuscale.autoscaler.domain.signals import polling
+from gpuscale.autoscaler.signals.opening import open_sources
+from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
+from gpuscale.autoscaler.signals.reported import Value
 from gpuscale.autoscaler.model import (
     GpuSignal,
     HostSignal,
@@ -28,12 +28,12 @@ from gpuscale.autoscaler.model import (
     Source,
     WaitingSignal,
 )
-from gpuscale.autoscaler.pace import Memory
-from gpuscale.autoscaler.policies.outcome import Inputs
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState
+from gpuscale.autoscaler.domain.pace import Memory
+from gpuscale.autoscaler.domain.policies.outcome import Inputs
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.remembered import Remembered
-from gpuscale.autoscaler.replicas import Lease, Replica, ReplicaState
-from gpuscale.autoscaler.rules import (
+from gpuscale.autoscaler.domain.replicas import Lease, Replica, ReplicaState
+from gpuscale.autoscaler.domain.rules import (
     BandRule,
     Comparator,
     FormulaRule,
@@ -45,10 +45,10 @@ from gpuscale.autoscaler.rules import (
     TargetType,
     ThresholdRule,
 )
-from gpuscale.autoscaler.signals import Sample
-from gpuscale.autoscaler.sources import SignalSources
-from gpuscale.common.channel import open_channel
-from gpuscale.common.clock import SystemClock
+from gpuscale.autoscaler.domain.signals import Sample
+from gpuscale.autoscaler.signals.sources import SignalSources
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.secrets import SecretUrl
 from tests.support import fake_allocator, fake_fleet

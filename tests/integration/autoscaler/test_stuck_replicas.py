@@ -31,8 +31,8 @@ from gpuscale.autoscaler.adapters.engines.model import (
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
-from gpuscale.autoscaler.replicas import ReplicaState
-from gpuscale.common.lifecycle import TaskScope
+from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.common.runtime.lifecycle import TaskScope
 from tests.support import kubernetes_adapter as pods
 from tests.support.clock import LoopClock
 from tests.support.docker_double import DockerDouble

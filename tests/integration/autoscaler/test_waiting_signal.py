@@ -2,11 +2,11 @@
 
 import pytest
 
-from gpuscale.autoscaler.gathering import waiting
-from gpuscale.autoscaler.gathering.polling import Answer, NoAnswerError
-from gpuscale.autoscaler.gathering.waiting import WaitingRequests, waiting_sample
+from gpuscale.autoscaler.domain.signals import waiting
+from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
+from gpuscale.autoscaler.signals.waiting import WaitingRequests, waiting_sample
 from gpuscale.autoscaler.model import WaitingSignal
-from gpuscale.common.channel import open_channel
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import UnavailableError
 from tests.support.fake_allocator import FakeAllocator, serving
 

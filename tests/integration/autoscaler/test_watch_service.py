@@ -11,15 +11,15 @@ from sqlalchemy import Connection
 from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler import store as autoscaler_store
-from gpuscale.autoscaler.queues import watcher_store
-from gpuscale.autoscaler.queues.brokers import BrokerSettings
-from gpuscale.autoscaler.queues.model import WatchSpec
-from gpuscale.autoscaler.queues.watcher_servicer import QueueWatcherServicer
-from gpuscale.autoscaler.queues.watchers import open_watchers
-from gpuscale.common.auth import Authenticator
-from gpuscale.common.channel import open_channel
-from gpuscale.common.clock import SystemClock
+from gpuscale.autoscaler.state import store as autoscaler_store
+from gpuscale.autoscaler.state import watcher_store
+from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings
+from gpuscale.autoscaler.domain.queues import WatchSpec
+from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer
+from gpuscale.autoscaler.signals.queues.watchers import open_watchers
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -28,9 +28,9 @@ from gpuscale.common.errors import (
     NotFoundError,
 )
 from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.server import Registration, Server, ServerOptions
-from gpuscale.common.status import rpc_errors
-from gpuscale.common.store import Store
+from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.store.store import Store
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
 

@@ -12,8 +12,8 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import ClientTls, UnavailableError, connect, connect_async
-from gpuscale.common.auth import Authenticator
-from gpuscale.common.server import ServerOptions
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.rpc.server import ServerOptions
 from tests.support.certificates import Authority
 from tests.support.cli import run_cli
 from tests.support.ports import free_port

@@ -15,10 +15,10 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
-from gpuscale.common.auth import Authenticator, Principal, Role, current_principal
-from gpuscale.common.channel import open_channel
-from gpuscale.common.server import Server, ServerOptions
-from gpuscale.common.status import from_rpc_error
+from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.rpc.status import from_rpc_error
 from tests.support.tokens import bearer, write_tokens
 
 Work = Callable[[Any], Awaitable[Any]]
@@ -225,7 +225,7 @@ async def test_an_unexpected_exception_becomes_an_incident(
             error = await failure(kind.call(channel))
     assert isinstance(error, errors.InternalError)
     assert error.message == f"internal error, incident {error.metadata['incident']}"
-    (record,) = [record for record in caplog.records if record.name == "gpuscale.common.guard"]
+    (record,) = [record for record in caplog.records if record.name == "gpuscale.common.rpc.guard"]
     assert error.metadata["incident"] in str(record.msg)
     assert record.exc_info or "exc_info" in str(record.msg)
 

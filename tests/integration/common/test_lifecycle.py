@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from gpuscale.common import lifecycle
+from gpuscale.common.runtime import lifecycle
 from gpuscale.common.errors import InternalError, NotFoundError
-from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.runtime.lifecycle import TaskScope
 
 
 async def forever(ended: list[str], name: str) -> None:
@@ -135,9 +135,9 @@ async def test_a_closed_scope_takes_no_task() -> None:
 
 PROGRAM = """
 import asyncio, os, signal, sys, time
-from gpuscale.common import lifecycle, logs
+from gpuscale.common.runtime import lifecycle, logs
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.runtime.lifecycle import TaskScope
 
 async def eternal(error=None):
     await asyncio.sleep(0)

@@ -11,11 +11,12 @@ import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common import errors, limits
-from gpuscale.common import server as server_module
-from gpuscale.common.channel import open_channel, open_sync_channel
-from gpuscale.common.server import ServerOptions
-from gpuscale.common.status import rpc_errors
+from gpuscale.common import errors
+from gpuscale.common.rpc import limits
+from gpuscale.common.rpc import server as server_module
+from gpuscale.common.rpc.channel import open_channel, open_sync_channel
+from gpuscale.common.rpc.server import ServerOptions
+from gpuscale.common.rpc.status import rpc_errors
 from tests.support.throwaway import Allocator, Fleet, serve
 from tests.support.waiting import eventually
 
@@ -195,7 +196,7 @@ async def test_a_client_that_pings_at_the_allowed_rate_keeps_its_stream(
         _with(limits.SERVER_ARGUMENTS, grpc_http2_min_ping_interval_without_data_ms=500),
     )
     monkeypatch.setattr(
-        "gpuscale.common.channel.CHANNEL_ARGUMENTS",
+        "gpuscale.common.rpc.channel.CHANNEL_ARGUMENTS",
         _with(limits.CHANNEL_ARGUMENTS, grpc_keepalive_time_ms=1000),
     )
     gate = Gate()

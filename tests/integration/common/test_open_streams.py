@@ -9,10 +9,12 @@ import grpc
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common import errors, guard, tokens
-from gpuscale.common.auth import Authenticator
-from gpuscale.common.status import rpc_errors
-from gpuscale.common.validation import violations
+from gpuscale.common import errors
+from gpuscale.common.rpc import guard
+from gpuscale.common.security import tokens
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.rpc.validation import violations
 from tests.support.throwaway import Fleet, serve
 from tests.support.tokens import bearer, write_tokens
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from gpuscale.common import errors
-from gpuscale.common.status import rpc_errors, to_rpc_status
+from gpuscale.common.rpc.status import rpc_errors, to_rpc_status
 
 SENT = errors.ResourceExhaustedError(
     "all GPUs are taken", reason="NO_ROOM", metadata={"nearest": "nodes/a"}, retry_after=2.5

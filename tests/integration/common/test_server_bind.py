@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common import errors
-from gpuscale.common.auth import Authenticator, Principal, Role, current_principal
-from gpuscale.common.bind import parse_listen
-from gpuscale.common.channel import open_channel
-from gpuscale.common.server import Server, ServerOptions
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
+from gpuscale.common.security.bind import parse_listen
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.rpc.status import rpc_errors
 from tests.support.throwaway import Allocator, Served, serve
 from tests.support.tokens import write_tokens
 

@@ -11,10 +11,10 @@ import pytest
 from sqlalchemy import Connection, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from gpuscale.common import failpoints
+from gpuscale.common.runtime import failpoints
 from gpuscale.common.errors import AbortedError, UnavailableError
-from gpuscale.common.prepared import Prepared
-from gpuscale.common.store import Store
+from gpuscale.common.store.prepared import Prepared
+from gpuscale.common.store.store import Store
 from tests.support.notes import METADATA, NOTES, add, as_group, count, held, submit
 from tests.support.postgresql import PostgresServer
 from tests.support.shared_notes import leading

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.leadership import Candidate
+from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.secrets import SecretUrl
 from tests.support.notes import add, held
 from tests.support.notes import count as notes_kept
@@ -32,7 +32,7 @@ async def test_a_leader_whose_server_falls_silent_stands_down_when_its_lease_is_
     url: SecretUrl, postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connections stand, and its question stays open: to give that up takes the driver as long again and longer."""
-    monkeypatch.setattr("gpuscale.common.leadership.LEASE", 1.5)
+    monkeypatch.setattr("gpuscale.common.store.leadership.LEASE", 1.5)
     async with Candidate(url, SERVICE, "here").term() as term:
         [(session,)] = postgresql.run(
             "SELECT pid FROM pg_stat_activity WHERE application_name LIKE '%leadership'"
@@ -91,7 +91,7 @@ async def test_what_takes_longer_than_a_lease_to_read_or_to_migrate_ends_no_term
     """As to make objects of all that an allocator keeps: else nobody could lead any more, once there is too much of it."""
     async with leading(url) as (notes, _):
         await notes.write(add(1))
-    monkeypatch.setattr("gpuscale.common.postgres_store.LEASE", 0.3)
+    monkeypatch.setattr("gpuscale.common.store.postgres_store.LEASE", 0.3)
 
     def slow(connection: Connection) -> int:
         notes_kept(connection)

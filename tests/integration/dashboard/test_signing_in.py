@@ -14,7 +14,7 @@ from gpuscale.client import (
     UnavailableError,
 )
 from gpuscale.client.connection import connect_async
-from gpuscale.common.clock import SystemClock
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.dashboard.acting import Hands
 from gpuscale.dashboard.signing_in import Visitors
 from gpuscale.testing import FakeServer

@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from gpuscale.common import server as servers
-from gpuscale.common.auth import Authenticator
-from gpuscale.common.channel import open_channel
+from gpuscale.common.rpc import server as servers
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import GpuscaleError, UnavailableError
-from gpuscale.common.server import Server, ServerOptions
-from gpuscale.common.status import from_rpc_error
+from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.gateway import upstreams
 from gpuscale.gateway.app import open_gateway
 from gpuscale.gateway.forwarder import Forwarder

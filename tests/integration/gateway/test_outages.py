@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from gpuscale.common.auth import Authenticator
-from gpuscale.common.channel import open_channel
-from gpuscale.common.server import Server, ServerOptions
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.outage import PERIOD, Outage
 from gpuscale.gateway.upstreams import Lanes, Upstream

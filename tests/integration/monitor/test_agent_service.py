@@ -8,7 +8,7 @@ import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.validation import violations
+from gpuscale.common.rpc.validation import violations
 from gpuscale.common.wire import seconds, to_duration
 from tests.support.monitor import narrow_channel, running_agent
 from tests.support.waiting import eventually

@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 import pytest
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.channel import open_channel
-from gpuscale.monitor.agent import app as agent_app
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.monitor.app import agent as agent_app
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.faults import MOST_KEPT, Faults
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     DriverEvent,
     GpuEvent,
     GpuEventKind,

@@ -9,7 +9,7 @@ import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.auth import Authenticator, Principal, Role
+from gpuscale.common.security.auth import Authenticator, Principal, Role
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.monitor.fleet import feed
 from tests.support.monitor import RunningFleet, narrow_channel, running_fleet

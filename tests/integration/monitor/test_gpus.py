@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.monitor.agent.events import QUEUE_LENGTH
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     DriverEvent,
     GpuEventKind,
     GpuReading,

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from gpuscale.monitor.agent.host import ProcHost
-from gpuscale.monitor.agent.model import HOST_FIELDS, ReadingStatus
+from gpuscale.monitor.model.readings import HOST_FIELDS, ReadingStatus
 
 
 class Rig:

@@ -3,10 +3,10 @@
 import asyncio
 import gc
 
-from gpuscale.common.clock import SystemClock
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.listener import Listener
-from gpuscale.monitor.agent.model import DriverEvent
+from gpuscale.monitor.model.readings import DriverEvent
 from gpuscale.monitor.agent.ports import GpuSourceError
 from tests.support.monitor import FakeGpus
 from tests.support.waiting import eventually

@@ -9,13 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpuscale.common import metrics_http as http
-from gpuscale.common.auth import Authenticator
+from gpuscale.common.rpc import metrics_http as http
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
-from gpuscale.common.metrics_http import serve_metrics
-from gpuscale.common.metrics_text import CONTENT_TYPE
-from gpuscale.common.server import ServerOptions
-from gpuscale.common.tls import ServerTls
+from gpuscale.common.rpc.metrics_http import serve_metrics
+from gpuscale.common.runtime.metrics_text import CONTENT_TYPE
+from gpuscale.common.rpc.server import ServerOptions
+from gpuscale.common.security.tls import ServerTls
 from tests.support.certificates import Authority
 from tests.support.tokens import bearer, write_tokens
 from tests.support.waiting import eventually

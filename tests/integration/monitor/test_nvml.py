@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     Absent,
     GpuReading,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pynvml
 import pytest
 
-from gpuscale.monitor.agent.model import GPU_FIELDS, GpuSample, GpuState, ReadingStatus
+from gpuscale.monitor.model.readings import GPU_FIELDS, GpuSample, GpuState, ReadingStatus
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.nvml.fields import METERS
 from tests.support.nvml_double import HEALTHY_FIELDS, NvmlDouble, NvmlReturn

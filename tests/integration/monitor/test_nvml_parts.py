@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.common.clock import SystemClock
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.model import DriverEvent, GpuEventKind, GpuState
+from gpuscale.monitor.model.readings import DriverEvent, GpuEventKind, GpuState
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.staleness import Deadlines
 from tests.support.nvml_double import GIB, DoubleGpu, NvmlDouble, NvmlReturn

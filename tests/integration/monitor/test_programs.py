@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.channel import open_channel
+from gpuscale.common.rpc.channel import open_channel
 from tests.support.monitor import RunningFleet
 from tests.support.ports import free_port
 

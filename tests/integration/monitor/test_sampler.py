@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from gpuscale.common.lifecycle import TaskScope
-from gpuscale.monitor.agent.model import HostIdentity, HostReading, Snapshot
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.monitor.model.readings import HostIdentity, HostReading, Snapshot
 from gpuscale.monitor.agent.sampler import Sampler
 from gpuscale.monitor.agent.watch import Broadcast
 from tests.support.monitor_values import epoch_id

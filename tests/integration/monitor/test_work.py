@@ -12,16 +12,16 @@ import grpc
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.channel import open_channel
-from gpuscale.common.clock import SystemClock
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
-from gpuscale.common.failpoints import VARIABLE
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.runtime.failpoints import VARIABLE
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.monitor.agent.admission import Admissions
 from gpuscale.monitor.agent.admission_file import FILE_NAME, AdmissionFile
 from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.model import GpuProcess, GpuReading, GpuSample, GpuState, ProcessKey
+from gpuscale.monitor.model.readings import GpuProcess, GpuReading, GpuSample, GpuState, ProcessKey
 from gpuscale.monitor.agent.simulated import simulated_uuid
 from gpuscale.monitor.agent.staleness import Deadlines
 from tests.support.monitor import FakeGpus, FakeHost, running_agent

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from gpuscale.allocator.ledger import Ledger, due_at
-from gpuscale.allocator.model import Reservation, State
+from gpuscale.allocator.domain.ledger import Ledger, due_at
+from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.allocator_values import NOW, WALL, order, reserved
 

@@ -10,8 +10,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuscale.allocator.feasibility import Obstacle
-from gpuscale.allocator.model import (
+from gpuscale.allocator.domain.feasibility import Obstacle
+from gpuscale.allocator.domain.model import (
     WHOLE,
     Ask,
     GangStrategy,
@@ -22,10 +22,10 @@ from gpuscale.allocator.model import (
     NodeState,
     Policy,
 )
-from gpuscale.allocator.placement import Pick
-from gpuscale.allocator.placer import Placer
-from gpuscale.allocator.refusal import Refusal, RefusalKind
-from gpuscale.allocator.use import Use
+from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
+from gpuscale.allocator.domain.use import Use
 from tests.support.allocator_values import MIB, NOW, gpu
 from tests.support.placement_oracle import Oracle, TooManyError, all_free
 from tests.support.placing import NOTHING, obstacle, reservation

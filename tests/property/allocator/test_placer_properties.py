@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuscale.allocator.model import (
+from gpuscale.allocator.domain.model import (
     WHOLE,
     Ask,
     GangStrategy,
@@ -20,8 +20,8 @@ from gpuscale.allocator.model import (
     ReservedGpu,
     Score,
 )
-from gpuscale.allocator.placement import Pick
-from gpuscale.allocator.placer import Placer
+from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.columns import Columns
 from gpuscale.allocator.placing.constraints import ABSENT, Constraints
 from gpuscale.allocator.placing.demand import Demand, Tariff
@@ -31,7 +31,7 @@ from gpuscale.allocator.placing.policies import value
 from gpuscale.allocator.placing.row import Row
 from gpuscale.allocator.placing.rows import gpu_codes, node_code
 from gpuscale.allocator.placing.rows import value as row_value
-from gpuscale.allocator.use import Use
+from gpuscale.allocator.domain.use import Use
 from tests.support.allocator_values import MIB, NOW, gpu
 from tests.support.placing import best_node, obstacle, placer, reservation
 

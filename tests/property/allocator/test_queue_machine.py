@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.domain.placement import Pick
 from gpuscale.allocator.queueing.fairness import in_turn, over_quota
 from gpuscale.allocator.queueing.model import Grant, Quota, Reason, Revoke, Rules
 from tests.support.allocator_values import NOW

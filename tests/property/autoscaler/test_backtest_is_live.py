@@ -7,14 +7,14 @@ from unittest.mock import patch
 
 import pytest
 
-from gpuscale.autoscaler import passes
+from gpuscale.autoscaler.loop import passes
 from gpuscale.autoscaler.backtest.simulate import Replay
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Setting
-from gpuscale.autoscaler.engine import Result
+from gpuscale.autoscaler.domain.engine import Result
 from gpuscale.autoscaler.model import EndpointSpec, QueueCount, QueueSignal, ReplicaTemplate, Signal
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState
-from gpuscale.autoscaler.rules import (
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
+from gpuscale.autoscaler.domain.rules import (
     BandRule,
     Combine,
     Comparator,
@@ -27,8 +27,8 @@ from gpuscale.autoscaler.rules import (
     TargetRule,
     ThresholdRule,
 )
-from gpuscale.autoscaler.signals import Sample, queue_sample
-from gpuscale.autoscaler.whatif import Question, asked
+from gpuscale.autoscaler.domain.signals import Sample, queue_sample
+from gpuscale.autoscaler.domain.whatif import Question, asked
 from tests.support.scaling_world import World, seeded
 from tests.support.virtual_time import run
 

@@ -23,7 +23,7 @@ from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.records import Phase, Record
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
-from gpuscale.autoscaler.replicas import ENDED
+from gpuscale.autoscaler.domain.replicas import ENDED
 from tests.support.clock import ManualClock
 from tests.support.fake_engine import FakeEngine
 

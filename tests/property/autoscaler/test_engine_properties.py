@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gpuscale.autoscaler.engine import order
+from gpuscale.autoscaler.domain.engine import order
 from gpuscale.autoscaler.model import EndpointSpec, Observation, ObservationStatus, ReplicaTemplate, Stage
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState
-from gpuscale.autoscaler.rules import Comparator, Rule, StepRule
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
+from gpuscale.autoscaler.domain.rules import Comparator, Rule, StepRule
 from tests.support.autoscaler_values import NOW, evaluate, observe, observed, signal
 
 SIGNALS = ("s0", "s1", "s2")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.decisions import Outcome, compose
+from gpuscale.autoscaler.domain.decisions import Outcome, compose
 from gpuscale.autoscaler.model import (
     EndpointSpec,
     GpuGate,
@@ -22,10 +22,10 @@ from gpuscale.autoscaler.model import (
     ReplicaTemplate,
     Signal,
 )
-from gpuscale.autoscaler.pace import Memory
-from gpuscale.autoscaler.policies.outcome import Inputs
+from gpuscale.autoscaler.domain.pace import Memory
+from gpuscale.autoscaler.domain.policies.outcome import Inputs
 from gpuscale.autoscaler.remembered import Remembered
-from gpuscale.autoscaler.rules import (
+from gpuscale.autoscaler.domain.rules import (
     BandRule,
     BoundMode,
     Combine,
@@ -48,11 +48,11 @@ from gpuscale.autoscaler.rules import (
     TargetType,
     ThresholdRule,
 )
-from gpuscale.autoscaler.signals import Sample
-from gpuscale.autoscaler.translate_inputs import question_from_wire, question_to_wire
-from gpuscale.autoscaler.translate_state import decision_body
-from gpuscale.autoscaler.verifying import verified
-from gpuscale.autoscaler.whatif import Question, asked
+from gpuscale.autoscaler.domain.signals import Sample
+from gpuscale.autoscaler.wire.translate_inputs import question_from_wire, question_to_wire
+from gpuscale.autoscaler.wire.translate_state import decision_body
+from gpuscale.autoscaler.servicers.verifying import verified
+from gpuscale.autoscaler.domain.whatif import Question, asked
 from tests.support.autoscaler_values import NOW, WALL, endpoint, signal
 
 RUNS, STEPS = 200, 100

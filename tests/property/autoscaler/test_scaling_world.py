@@ -13,16 +13,17 @@ from unittest.mock import patch
 
 import pytest
 
-from gpuscale.autoscaler import decision_log, passes, reconciler
-from gpuscale.autoscaler.acting import Actor
-from gpuscale.autoscaler.histories import Histories
+from gpuscale.autoscaler import decision_log
+from gpuscale.autoscaler.loop import passes, reconciler
+from gpuscale.autoscaler.loop.acting import Actor
+from gpuscale.autoscaler.signals.histories import Histories
 from gpuscale.autoscaler.model import (
     EndpointSpec,
     ReplicaTemplate,
 )
-from gpuscale.autoscaler.replicas import ReplicaState
-from gpuscale.autoscaler.rules import Rule, TargetRule
-from gpuscale.autoscaler.sources import SignalSources
+from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.autoscaler.domain.rules import Rule, TargetRule
+from gpuscale.autoscaler.signals.sources import SignalSources
 from gpuscale.common.names import replica_name
 from tests.support.fake_adapter import FAILED, READY
 from tests.support.scaling_doubles import FOREIGN

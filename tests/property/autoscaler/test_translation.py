@@ -17,7 +17,7 @@ from gpuscale.autoscaler.model import (
     Signal,
     WaitingSignal,
 )
-from gpuscale.autoscaler.rules import (
+from gpuscale.autoscaler.domain.rules import (
     BandRule,
     BoundMode,
     Combine,
@@ -40,8 +40,8 @@ from gpuscale.autoscaler.rules import (
     TargetType,
     ThresholdRule,
 )
-from gpuscale.autoscaler.series import Aggregation
-from gpuscale.autoscaler.translate import spec_from_wire, spec_to_wire
+from gpuscale.autoscaler.domain.series import Aggregation
+from gpuscale.autoscaler.wire.translate import spec_from_wire, spec_to_wire
 
 ids = st.from_regex(r"[a-z0-9]([a-z0-9._-]{0,8}[a-z0-9])?", fullmatch=True)
 lengths = st.integers(1, 10**6).map(lambda n: n / 4)

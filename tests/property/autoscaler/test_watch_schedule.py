@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpuscale.autoscaler.queues.model import next_sweep
+from gpuscale.autoscaler.domain.queues import next_sweep
 
 
 @given(now=st.floats(0, 1e9), interval=st.floats(0.001, 3600))

@@ -15,8 +15,9 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.common import names, validation
-from gpuscale.common.validation import MAX_VIOLATIONS, violations
+from gpuscale.common import names
+from gpuscale.common.rpc import validation
+from gpuscale.common.rpc.validation import MAX_VIOLATIONS, violations
 
 KINDS = (
     allocator_api.ReserveRequest,

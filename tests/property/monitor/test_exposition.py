@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.metrics_text import Family, Page, labels
+from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.monitor.exposition.series import DCGM, GPU
 from gpuscale.monitor.exposition.snapshots import add_snapshot
 from gpuscale.monitor.exposition.style import Style

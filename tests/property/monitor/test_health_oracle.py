@@ -11,7 +11,7 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     GpuIdentity,
     GpuReading,
     GpuState,

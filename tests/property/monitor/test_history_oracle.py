@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from gpuscale.monitor.history.metrics import ABSENT
+from gpuscale.monitor.model.metrics import ABSENT
 from gpuscale.monitor.history.packing import chunks, unpack
 from gpuscale.monitor.history.ring import Rows
 from gpuscale.monitor.history.series import Series, Tier

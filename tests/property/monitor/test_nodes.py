@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gpuscale.common.errors import AbortedError
-from gpuscale.monitor.fleet.model import NodeState
+from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Stream
 from tests.support.clock import ManualClock

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from gpuscale.monitor.history.metrics import ABSENT, GPU_METRICS, Sample
-from gpuscale.monitor.recording.model import Figures, Order, Recording, RecordingState, Target
+from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Sample
+from gpuscale.monitor.model.recordings import Figures, Order, Recording, RecordingState, Target
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.recording.saved import from_text, to_text
 

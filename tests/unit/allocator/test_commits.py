@@ -6,14 +6,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gpuscale.allocator.changes import Changes
-from gpuscale.allocator.commits import MAX_GROUP, Commits
-from gpuscale.allocator.crowd import ENOUGH, WINDOW, WRITES
-from gpuscale.allocator.ledger import Ledger
-from gpuscale.allocator.model import Reservation
-from gpuscale.allocator.outcome import Outcome
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.state.commits import MAX_GROUP, Commits
+from gpuscale.allocator.state.crowd import ENOUGH, WINDOW, WRITES
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.state.outcome import Outcome
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.runtime.lifecycle import TaskScope
 from tests.support.allocator_values import WALL, order, reserved
 
 pytestmark = pytest.mark.looptime

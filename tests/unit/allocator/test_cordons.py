@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.cordons import Cordon, Cordons, Spot, cordoned, rebased, spot_of
+from gpuscale.allocator.domain.cordons import Cordon, Cordons, Spot, cordoned, rebased, spot_of
 from gpuscale.common.errors import InvalidArgumentError
 from tests.support.allocator_values import NOW, WALL
 

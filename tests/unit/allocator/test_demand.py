@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.model import Ask
+from gpuscale.allocator.domain.model import Ask
 from gpuscale.allocator.placing.demand import CPU_PRIOR, FIRST_DRAWN, HALF_LIFE, PRICE_PRIOR, Demand
 from tests.support.allocator_values import ask
 

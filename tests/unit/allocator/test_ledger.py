@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuscale.allocator.ledger import RETENTION, Ledger, activated, rebased, retention
-from gpuscale.allocator.model import Order, Reservation, State
+from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated, rebased, retention
+from gpuscale.allocator.domain.model import Order, Reservation, State
 from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 from tests.support.allocator_values import NOW, WALL, order, reserved
 

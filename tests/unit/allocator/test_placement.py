@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from gpuscale.allocator.model import Ask, Gpu, Node, Weights
-from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.domain.model import Ask, Gpu, Node, Weights
+from gpuscale.allocator.domain.placement import Pick
 from tests.support.allocator_values import MIB, NOW, ask, gpu, node, plain_node
 from tests.support.placing import place
 

@@ -1,6 +1,6 @@
 """Preemption: both sides agreed, lower priority, long enough, proven to help, fewest and least."""
 
-from gpuscale.allocator.model import Order
+from gpuscale.allocator.domain.model import Order
 from gpuscale.allocator.queueing.model import Revoke, Rules
 from tests.support.queue_world import Line, QueueWorld, wish
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.model import Gpu, Node, NodeState
-from gpuscale.allocator.ranking import Idleness, RankedNode, rank
+from gpuscale.allocator.domain.model import Gpu, Node, NodeState
+from gpuscale.allocator.domain.ranking import Idleness, RankedNode, rank
 from tests.support.allocator_values import NOW, gpu, node
 
 ANY = Idleness()

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.feasibility import Obstacle
-from gpuscale.allocator.model import Ask, GangStrategy, Node, NodeState
-from gpuscale.allocator.refusal import Refusal, RefusalKind
+from gpuscale.allocator.domain.feasibility import Obstacle
+from gpuscale.allocator.domain.model import Ask, GangStrategy, Node, NodeState
+from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
 from tests.support.placing import place
 

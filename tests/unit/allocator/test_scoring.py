@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuscale.allocator.model import ScorePart, Weights
-from gpuscale.allocator.scoring import UNKNOWN_UTILIZATION, explained, spread
+from gpuscale.allocator.domain.model import ScorePart, Weights
+from gpuscale.allocator.domain.scoring import UNKNOWN_UTILIZATION, explained, spread
 from tests.support.allocator_values import gpu
 
 

@@ -10,13 +10,13 @@ from datetime import datetime
 
 import pytest
 
-from gpuscale.allocator.changes import Changes
-from gpuscale.allocator.commits import Commits
-from gpuscale.allocator.ledger import RETENTION, Ledger
-from gpuscale.allocator.model import Reservation, State
-from gpuscale.allocator.sweeper import BATCH, LATE, START_DELAY, TICK, Sweeper
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.state.commits import Commits
+from gpuscale.allocator.domain.ledger import RETENTION, Ledger
+from gpuscale.allocator.domain.model import Reservation, State
+from gpuscale.allocator.usecases.sweeper import BATCH, LATE, START_DELAY, TICK, Sweeper
 from gpuscale.common.errors import NotFoundError, UnavailableError
-from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.runtime.lifecycle import TaskScope
 from tests.support.allocator_values import WALL, order, reserved
 
 pytestmark = pytest.mark.looptime

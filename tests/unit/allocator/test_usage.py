@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from gpuscale.allocator.ledger import Ledger
-from gpuscale.allocator.model import Gpu, GpuProcess, Reservation, ReservedGpu
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import Gpu, GpuProcess, Reservation, ReservedGpu
 from gpuscale.allocator.usage import IDLE_PERCENT, Usage, usage_of
 from tests.support.allocator_values import MIB, NOW, WALL, gpu, node, order, reserved
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gpuscale.allocator.model import Score, ScorePart, Weights
+from gpuscale.allocator.domain.model import Score, ScorePart, Weights
 from tests.support.allocator_values import ask, reserved
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.ledger import Ledger
-from gpuscale.allocator.model import Node, NodeState, Reservation
-from gpuscale.allocator.vanishing import Vanishing
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import Node, NodeState, Reservation
+from gpuscale.allocator.domain.vanishing import Vanishing
 from tests.support.allocator_values import NOW, WALL, gpu, node, order, reserved
 
 AFTER = 10.0

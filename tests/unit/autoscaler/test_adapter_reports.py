@@ -4,8 +4,8 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.connection import one_line, to_wire
-from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
-from gpuscale.common.validation import violations
+from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
+from gpuscale.common.rpc.validation import violations
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from gpuscale.autoscaler.model import (
     ReplicaTemplate,
     Signal,
 )
-from gpuscale.autoscaler.presets import PRESETS, Wish
-from gpuscale.autoscaler.rules import Comparator, Rule, StepRule, TargetRule
+from gpuscale.autoscaler.domain.presets import PRESETS, Wish
+from gpuscale.autoscaler.domain.rules import Comparator, Rule, StepRule, TargetRule
 from gpuscale.common.errors import InvalidArgumentError
 
 TEMPLATE = ReplicaTemplate("worker", gpu_count=1)

@@ -12,7 +12,7 @@ from gpuscale.autoscaler.backtest.simulate import StoppedError, run
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Pool, Setting, World
 from gpuscale.autoscaler.model import EndpointSpec, QueueCount, QueueSignal, ReplicaTemplate, Signal
-from gpuscale.autoscaler.rules import Rule, TargetRule
+from gpuscale.autoscaler.domain.rules import Rule, TargetRule
 
 BEGIN = datetime(2024, 1, 1, tzinfo=UTC)
 WORK = [Request(0.0, 60.0), Request(0.0, 60.0), Request(300.0, 1.0)]

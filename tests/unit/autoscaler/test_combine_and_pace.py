@@ -2,10 +2,10 @@
 
 import pytest
 
-from gpuscale.autoscaler import engine
+from gpuscale.autoscaler.domain import engine
 from gpuscale.autoscaler.model import Code, EndpointSpec, Stage
-from gpuscale.autoscaler.pace import Memory, paced
-from gpuscale.autoscaler.rules import (
+from gpuscale.autoscaler.domain.pace import Memory, paced
+from gpuscale.autoscaler.domain.rules import (
     UNPACED,
     BoundMode,
     Combine,
@@ -17,7 +17,7 @@ from gpuscale.autoscaler.rules import (
     ScheduleRule,
     TargetRule,
 )
-from gpuscale.autoscaler.whatif import Question, answer
+from gpuscale.autoscaler.domain.whatif import Question, answer
 from tests.support.autoscaler_values import NOW, down, evaluate, inputs, observed, seen, signal, spec, up
 
 

@@ -1,7 +1,7 @@
 """The record of an evaluation, in one line and in full."""
 
-from gpuscale.autoscaler.decisions import Outcome, afterwards, compose, sameness
-from gpuscale.autoscaler.engine import order
+from gpuscale.autoscaler.domain.decisions import Outcome, afterwards, compose, sameness
+from gpuscale.autoscaler.domain.engine import order
 from gpuscale.autoscaler.model import Code, Decision, Stage, Step
 from tests.support.autoscaler_values import NOW, down, endpoint, evaluate, observed, seen, spec, up
 

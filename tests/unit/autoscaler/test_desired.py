@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from gpuscale.autoscaler.desired import HURRIED_DRAIN, DesiredReplica, Order, desired_state, unknown_to
+from gpuscale.autoscaler.domain.desired import HURRIED_DRAIN, DesiredReplica, Order, desired_state, unknown_to
 from gpuscale.autoscaler.model import ReplicaTemplate
-from gpuscale.autoscaler.replicas import Replica, ReplicaReport, ReplicaState, asked_to_stop
+from gpuscale.autoscaler.domain.replicas import Replica, ReplicaReport, ReplicaState, asked_to_stop
 from tests.support.autoscaler_values import AT, NOW, lease, replica
 
 S = ReplicaState

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.engine import order
+from gpuscale.autoscaler.domain.engine import order
 from gpuscale.autoscaler.model import (
     Code,
     EndpointSpec,

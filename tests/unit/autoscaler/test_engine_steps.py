@@ -20,7 +20,7 @@ from gpuscale.autoscaler.adapters.engines.steps import (
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.records import Phase, Record
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
-from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
+from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 
 ONE, TWO = "endpoints/e/replicas/one", "endpoints/e/replicas/two"
 NOW = 1000.0

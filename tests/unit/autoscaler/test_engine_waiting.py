@@ -15,7 +15,7 @@ from gpuscale.autoscaler.adapters.engines.steps import (
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.records import Phase, Record
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
-from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
+from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 
 ONE = "endpoints/e/replicas/one"
 WAITS = Sighting(Life.WAITING, reason="pulling its image")

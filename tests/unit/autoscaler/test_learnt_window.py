@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuscale.autoscaler.pace import REGRET_SECONDS, Memory, longest, paced, regrets
-from gpuscale.autoscaler.rules import LONGEST_LEARNT, UNPACED, Pace
+from gpuscale.autoscaler.domain.pace import REGRET_SECONDS, Memory, longest, paced, regrets
+from gpuscale.autoscaler.domain.rules import LONGEST_LEARNT, UNPACED, Pace
 
 NOW = 10_000.0
 

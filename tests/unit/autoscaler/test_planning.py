@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.autoscaler.model import ReplicaTemplate
-from gpuscale.autoscaler.planning import MAX_PENDING, AdapterFacts, candidates, crash_delay, nobody, plan
-from gpuscale.autoscaler.replicas import Goal, Replica, ReplicaState, asked_to_stop
+from gpuscale.autoscaler.domain.planning import MAX_PENDING, AdapterFacts, candidates, crash_delay, nobody, plan
+from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState, asked_to_stop
 from tests.support.autoscaler_values import AT, NOW, replica
 
 S = ReplicaState

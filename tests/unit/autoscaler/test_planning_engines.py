@@ -3,7 +3,7 @@
 import pytest
 
 from gpuscale.autoscaler.model import AdapterTier, ReplicaTemplate
-from gpuscale.autoscaler.planning import (
+from gpuscale.autoscaler.domain.planning import (
     AdapterFacts,
     Capabilities,
     by_tier,
@@ -13,7 +13,7 @@ from gpuscale.autoscaler.planning import (
     nodes_of,
     plan,
 )
-from gpuscale.autoscaler.replicas import ReplicaState
+from gpuscale.autoscaler.domain.replicas import ReplicaState
 from tests.support.autoscaler_values import replica
 
 GPUS = ReplicaTemplate("worker", gpu_count=1)

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gpuscale.autoscaler.gathering import polling
-from gpuscale.autoscaler.gathering.polling import Answer, NoAnswerError, Poller
+from gpuscale.autoscaler.domain.signals import polling
+from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError, Poller
 from tests.support.clock import ManualClock
 
 pytestmark = pytest.mark.looptime

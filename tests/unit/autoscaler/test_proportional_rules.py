@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from gpuscale.autoscaler.model import Code, ObservationStatus
-from gpuscale.autoscaler.policies.apply import apply_rule
-from gpuscale.autoscaler.policies.formula import problem
-from gpuscale.autoscaler.policies.outcome import Burst, RuleOutcome, Vote
-from gpuscale.autoscaler.rules import (
+from gpuscale.autoscaler.domain.policies.apply import apply_rule
+from gpuscale.autoscaler.domain.policies.formula import problem
+from gpuscale.autoscaler.domain.policies.outcome import Burst, RuleOutcome, Vote
+from gpuscale.autoscaler.domain.rules import (
     DrainRule,
     FormulaRule,
     Kind,
@@ -19,7 +19,7 @@ from gpuscale.autoscaler.rules import (
     TargetRule,
     TargetType,
 )
-from gpuscale.autoscaler.series import Series, series_of
+from gpuscale.autoscaler.domain.series import Series, series_of
 from tests.support.autoscaler_values import NOW, inputs, seen
 
 

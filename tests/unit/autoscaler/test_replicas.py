@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.autoscaler.replicas import (
+from gpuscale.autoscaler.domain.replicas import (
     Goal,
     ReplicaReport,
     ReplicaState,

@@ -5,16 +5,16 @@ from datetime import datetime
 
 import pytest
 
-from gpuscale.autoscaler.engine import evaluate
+from gpuscale.autoscaler.domain.engine import evaluate
 from gpuscale.autoscaler.model import Code, ObservationStatus, PushedSignal, Signal
-from gpuscale.autoscaler.pace import Memory
-from gpuscale.autoscaler.policies.apply import apply_rule
-from gpuscale.autoscaler.policies.outcome import Burst, Vote
-from gpuscale.autoscaler.policies.targets import LARGEST_COUNT, ceiling
-from gpuscale.autoscaler.queues.model import LARGEST_COUNT as LARGEST_QUEUE
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState, combined
+from gpuscale.autoscaler.domain.pace import Memory
+from gpuscale.autoscaler.domain.policies.apply import apply_rule
+from gpuscale.autoscaler.domain.policies.outcome import Burst, Vote
+from gpuscale.autoscaler.domain.policies.targets import LARGEST_COUNT, ceiling
+from gpuscale.autoscaler.domain.queues import LARGEST_COUNT as LARGEST_QUEUE
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, combined
 from gpuscale.autoscaler.remembered import Remembered
-from gpuscale.autoscaler.rules import (
+from gpuscale.autoscaler.domain.rules import (
     BandRule,
     Combine,
     ForecastModel,
@@ -29,10 +29,10 @@ from gpuscale.autoscaler.rules import (
     TargetRule,
     ThresholdRule,
 )
-from gpuscale.autoscaler.series import LARGEST, Aggregation, Series, series_of
-from gpuscale.autoscaler.signals import Sample, observe
-from gpuscale.autoscaler.stating import Live, Stated, StatedSignal, question
-from gpuscale.autoscaler.validate import violations
+from gpuscale.autoscaler.domain.series import LARGEST, Aggregation, Series, series_of
+from gpuscale.autoscaler.domain.signals import Sample, observe
+from gpuscale.autoscaler.domain.stating import Live, Stated, StatedSignal, question
+from gpuscale.autoscaler.domain.validate import violations
 from tests.support.autoscaler_values import AT, NOW, inputs, seen, signal, spec
 
 LOADED = Signal("load", PushedSignal("load"))
@@ -163,7 +163,7 @@ def test_a_schedule_goes_by_the_clocks_on_the_wall(moment: str, holds: bool) -> 
 
 def test_a_signal_that_is_read_often_reaches_back_a_whole_season(monkeypatch: pytest.MonkeyPatch) -> None:
     most, season = 100, 300.0
-    monkeypatch.setattr("gpuscale.autoscaler.series.LONGEST", most)
+    monkeypatch.setattr("gpuscale.autoscaler.domain.series.LONGEST", most)
     series = Series()
     for second in range(1000):
         series = series.added(float(second), float(second), season)

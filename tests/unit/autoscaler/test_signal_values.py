@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.autoscaler.gathering.metric_names import (
+from gpuscale.autoscaler.domain.metric_names import (
     DERIVED_GPU_METRICS,
     DERIVED_HOST_METRICS,
     GPU_METRICS,
@@ -23,9 +23,9 @@ from gpuscale.autoscaler.model import (
     Source,
 )
 from gpuscale.autoscaler.remembered import Remembered
-from gpuscale.autoscaler.series import Aggregation
-from gpuscale.autoscaler.signals import Sample, observe
-from gpuscale.autoscaler.validate import violations
+from gpuscale.autoscaler.domain.series import Aggregation
+from gpuscale.autoscaler.domain.signals import Sample, observe
+from gpuscale.autoscaler.domain.validate import violations
 from tests.support.autoscaler_values import NOW, spec
 
 NUMBERS = {FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64}

@@ -3,7 +3,7 @@
 import pytest
 
 from gpuscale.autoscaler.model import ObservationStatus, QueueCount
-from gpuscale.autoscaler.queues.model import QueueReading, QueueState
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from tests.support.autoscaler_values import NOW, observe, reading, signal
 
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.autoscaler.model import Code, Observation, ObservationStatus, OnMissing, ReplicaSignal, Signal
-from gpuscale.autoscaler.policies.apply import apply_rule
-from gpuscale.autoscaler.policies.outcome import RuleOutcome, Vote
-from gpuscale.autoscaler.rules import (
+from gpuscale.autoscaler.domain.policies.apply import apply_rule
+from gpuscale.autoscaler.domain.policies.outcome import RuleOutcome, Vote
+from gpuscale.autoscaler.domain.rules import (
     BandRule,
     Comparator,
     DrainRule,
@@ -20,8 +20,8 @@ from gpuscale.autoscaler.rules import (
     TargetType,
     ThresholdRule,
 )
-from gpuscale.autoscaler.series import Aggregation, Series
-from gpuscale.autoscaler.signals import Sample, observe
+from gpuscale.autoscaler.domain.series import Aggregation, Series
+from gpuscale.autoscaler.domain.signals import Sample, observe
 from tests.support.autoscaler_values import NOW, inputs
 
 LEVEL = TargetRule(50.0, TargetType.VALUE)

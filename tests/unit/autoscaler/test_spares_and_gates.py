@@ -3,7 +3,7 @@
 import pytest
 
 from gpuscale.autoscaler.model import Code, EndpointSpec, GpuGate, ReplicaTemplate, Stage
-from gpuscale.autoscaler.rules import Rule, TargetRule
+from gpuscale.autoscaler.domain.rules import Rule, TargetRule
 from tests.support.autoscaler_values import NOW, down, evaluate, observed, seen, spec, up
 
 GPU = ReplicaTemplate("worker", gpu_count=1)

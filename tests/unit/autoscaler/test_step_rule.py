@@ -3,9 +3,9 @@
 import pytest
 
 from gpuscale.autoscaler.model import Code, Observation, ObservationStatus
-from gpuscale.autoscaler.policies.apply import apply_rule as apply
-from gpuscale.autoscaler.policies.outcome import RuleOutcome, Vote
-from gpuscale.autoscaler.rules import Rule
+from gpuscale.autoscaler.domain.policies.apply import apply_rule as apply
+from gpuscale.autoscaler.domain.policies.outcome import RuleOutcome, Vote
+from gpuscale.autoscaler.domain.rules import Rule
 from tests.support.autoscaler_values import NOW, down, inputs, rule, seen, up
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from gpuscale.autoscaler.model import Code
-from gpuscale.autoscaler.policies.apply import apply_rule
-from gpuscale.autoscaler.policies.outcome import RuleOutcome, Vote
-from gpuscale.autoscaler.policies.times import holt
-from gpuscale.autoscaler.rules import (
+from gpuscale.autoscaler.domain.policies.apply import apply_rule
+from gpuscale.autoscaler.domain.policies.outcome import RuleOutcome, Vote
+from gpuscale.autoscaler.domain.policies.times import holt
+from gpuscale.autoscaler.domain.rules import (
     BandRule,
     BoundMode,
     Direction,
@@ -22,7 +22,7 @@ from gpuscale.autoscaler.rules import (
     ScheduleRule,
     ThresholdRule,
 )
-from gpuscale.autoscaler.series import series_of
+from gpuscale.autoscaler.domain.series import series_of
 from tests.support.autoscaler_values import NOW, inputs, seen
 
 

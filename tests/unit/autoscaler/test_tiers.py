@@ -3,11 +3,11 @@
 import pytest
 
 from gpuscale.autoscaler.model import AdapterTier, ReplicaTemplate
-from gpuscale.autoscaler.planning import AdapterFacts, by_tier, candidates, nobody, plan
-from gpuscale.autoscaler.preset_words import expand
-from gpuscale.autoscaler.presets import Wish
-from gpuscale.autoscaler.replicas import ReplicaState
-from gpuscale.autoscaler.validate import violations
+from gpuscale.autoscaler.domain.planning import AdapterFacts, by_tier, candidates, nobody, plan
+from gpuscale.autoscaler.domain.preset_words import expand
+from gpuscale.autoscaler.domain.presets import Wish
+from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.autoscaler.domain.validate import violations
 from tests.support.autoscaler_values import replica, spec
 
 TIERED = ReplicaTemplate("worker", tiers=(AdapterTier("primary", 2), AdapterTier("elastic")))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.autoscaler.model import EndpointSpec
-from gpuscale.autoscaler.rules import (
+from gpuscale.autoscaler.domain.rules import (
     BandRule,
     DrainRule,
     FormulaRule,
@@ -20,7 +20,7 @@ from gpuscale.autoscaler.rules import (
     TargetRule,
     ThresholdRule,
 )
-from gpuscale.autoscaler.validate import violations
+from gpuscale.autoscaler.domain.validate import violations
 from tests.support.autoscaler_values import down, rule, signal, spec, up
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
 from gpuscale.autoscaler.adapters.templates import Placeholder
-from gpuscale.autoscaler.queues.brokers import resolve
+from gpuscale.autoscaler.signals.queues.brokers import resolve
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.cli.manifests import parse
-from gpuscale.common.settings import load_table, read_config
-from gpuscale.common.validation import violations
+from gpuscale.cli.manifests.documents import parse
+from gpuscale.common.config.settings import load_table, read_config
+from gpuscale.common.rpc.validation import violations
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 ENVIRONMENT = {

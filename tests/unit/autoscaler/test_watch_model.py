@@ -3,7 +3,7 @@
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.queues.model import (
+from gpuscale.autoscaler.domain.queues import (
     PENDING,
     Declared,
     QueueFailure,
@@ -14,7 +14,7 @@ from gpuscale.autoscaler.queues.model import (
     of_declared,
     of_totals,
 )
-from gpuscale.autoscaler.queues.watcher_servicer import to_status
+from gpuscale.autoscaler.servicers.watcher_servicer import to_status
 
 
 @pytest.mark.parametrize(

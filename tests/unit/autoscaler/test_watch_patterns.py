@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.autoscaler.model import ObservationStatus, QueueCount
-from gpuscale.autoscaler.queues.model import PENDING, QueueReading, QueueState, Rates, combined
+from gpuscale.autoscaler.domain.queues import PENDING, QueueReading, QueueState, Rates, combined
 from gpuscale.autoscaler.queues.patterns import NamePattern, problem
 from tests.support.autoscaler_values import NOW, observe, signal
 

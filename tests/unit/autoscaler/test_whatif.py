@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from gpuscale.autoscaler.model import Code, EndpointSpec, ObservationStatus, OnMissing, QueueCount
-from gpuscale.autoscaler.pace import Memory
+from gpuscale.autoscaler.domain.pace import Memory
 from gpuscale.autoscaler.remembered import Remembered
-from gpuscale.autoscaler.rules import Combine, DrainRule, Pace, RateLimit, Rule, ScalingMode, TargetRule
-from gpuscale.autoscaler.series import series_of
-from gpuscale.autoscaler.signals import Sample
-from gpuscale.autoscaler.stating import ALWAYS, Live, Stated, StatedSignal, question, replaced_spec
-from gpuscale.autoscaler.whatif import Answer, answer
+from gpuscale.autoscaler.domain.rules import Combine, DrainRule, Pace, RateLimit, Rule, ScalingMode, TargetRule
+from gpuscale.autoscaler.domain.series import series_of
+from gpuscale.autoscaler.domain.signals import Sample
+from gpuscale.autoscaler.domain.stating import ALWAYS, Live, Stated, StatedSignal, question, replaced_spec
+from gpuscale.autoscaler.domain.whatif import Answer, answer
 from tests.support.autoscaler_values import AT, NOW, down, signal, spec, up
 
 

@@ -4,7 +4,7 @@ import pytest
 import typer
 
 from gpuscale.cli import main
-from gpuscale.cli.arguments import GET_OPTIONS, GLOBAL_OPTIONS, NOUNS, format_of, normalise
+from gpuscale.cli.grammar.arguments import GET_OPTIONS, GLOBAL_OPTIONS, NOUNS, format_of, normalise
 
 ENDS_THE_PROGRAM = {"--version", "--help", "--install-completion", "--show-completion"}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.cli.exit_codes import _BY_ERROR, MEANINGS, ExitCode, exit_code
+from gpuscale.cli.grammar.exit_codes import _BY_ERROR, MEANINGS, ExitCode, exit_code
 from gpuscale.common import errors
 
 TREE = [

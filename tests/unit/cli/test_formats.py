@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuscale.cli.formats import Form, Format, parse_form
-from gpuscale.cli.jsonpath import parse_path
+from gpuscale.cli.grammar.formats import Form, Format, parse_form
+from gpuscale.cli.grammar.jsonpath import parse_path
 
 
 @pytest.mark.parametrize("plain", ["table", "wide", "json", "yaml", "name", "jsonl"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.cli.jsonpath import find, parse_path, parse_template, render
+from gpuscale.cli.grammar.jsonpath import find, parse_path, parse_template, render
 
 DATA = {
     "nodes": [

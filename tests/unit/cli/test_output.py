@@ -11,9 +11,9 @@ from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.api.autoscaler.v1 import Replica
 from gpuscale.api.monitor.v1 import Node
 from gpuscale.api.types.v1 import GpuReading
-from gpuscale.cli.output import Format, Output, write_lines
-from gpuscale.cli.views import cells
-from gpuscale.cli.views.cells import Column, View
+from gpuscale.cli.console.output import Format, Output, write_lines
+from gpuscale.cli.console import cells
+from gpuscale.cli.console.cells import Column, View
 from gpuscale.cli.views.top import bar
 
 VIEW = View[Node](

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.cli.quantities import format_duration, format_size, parse_duration, parse_size
+from gpuscale.cli.grammar.quantities import format_duration, format_size, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(

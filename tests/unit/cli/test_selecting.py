@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gpuscale.cli.selecting import order, parse_selector
+from gpuscale.cli.grammar.selecting import order, parse_selector
 
 LABELS = {"zone": "a", "app.kubernetes.io/name": "x"}
 DATA = {

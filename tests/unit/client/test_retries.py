@@ -9,7 +9,7 @@ import pytest
 
 from gpuscale.client import UnavailableError
 from gpuscale.client.retries import ATTEMPTS, retrying, retrying_async
-from gpuscale.common.diagnosis import PATIENCE, STEPS, explained
+from gpuscale.common.rpc.diagnosis import PATIENCE, STEPS, explained
 
 AWAY = UnavailableError("nobody there", retry_after=0.001)
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.common import errors, tokens
-from gpuscale.common.auth import Authenticator, Principal, Role, current_principal, require
-from gpuscale.common.principal import ANONYMOUS, LOCAL
-from gpuscale.common.tokens import TokenFile
+from gpuscale.common import errors
+from gpuscale.common.security import tokens
+from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal, require
+from gpuscale.common.security.principal import ANONYMOUS, LOCAL
+from gpuscale.common.security.tokens import TokenFile
 from tests.support.tokens import bearer, token, write_tokens
 
 REMOTE, LOOPBACK, UNIX = "ipv4:192.0.2.7:41000", "ipv4:127.0.0.1:41000", "unix:"

@@ -7,9 +7,9 @@ import pytest
 
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.common import settings as settings_module
+from gpuscale.common.config import settings as settings_module
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
-from gpuscale.common.settings import DatabaseSettings, load, load_table
+from gpuscale.common.config.settings import DatabaseSettings, load, load_table
 
 URL = "postgresql://gpuscale:secret-1234@db/gpuscale"
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gpuscale.common import failpoints
+from gpuscale.common.runtime import failpoints
 from gpuscale.common.errors import UnavailableError
 
 
@@ -41,7 +41,7 @@ def test_sleep_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("call", ["hit('a.b')", "__import__('asyncio').run(hit_async('a.b'))"])
 def test_the_variable_of_a_process_kills_it_at_the_point(call: str) -> None:
-    program = f"from gpuscale.common.failpoints import *; print('before', flush=True); {call}; print('after')"
+    program = f"from gpuscale.common.runtime.failpoints import *; print('before', flush=True); {call}; print('after')"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={"GPUSCALE_FAILPOINTS": "a.b=kill"},

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from gpuscale.common import logs
+from gpuscale.common.runtime import logs
 from gpuscale.common.secrets import SecretStr, SecretUrl
 
 CANARY = "canary"

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.common import rate_limits
-from gpuscale.common.rate_limits import BURST_SECONDS, RateLimits
+from gpuscale.common.rpc import rate_limits
+from gpuscale.common.rpc.rate_limits import BURST_SECONDS, RateLimits
 
 
 def test_a_burst_passes_and_then_calls_come_at_the_rate() -> None:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, SecretStr
 
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.settings import (
+from gpuscale.common.config.settings import (
     ServerSettings,
     Settings,
     UpstreamSettings,
@@ -17,7 +17,7 @@ from gpuscale.common.settings import (
     load_table,
     read_config,
 )
-from gpuscale.common.tls import ServerTls
+from gpuscale.common.security.tls import ServerTls
 
 
 class Broker(Settings):

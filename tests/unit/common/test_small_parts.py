@@ -11,8 +11,8 @@ from google.protobuf.struct_pb2 import Struct
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import wire
-from gpuscale.common.backoff import Backoff
-from gpuscale.common.clock import Clock, SystemClock
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.clock import Clock, SystemClock
 from tests.support.clock import ManualClock
 
 

@@ -8,7 +8,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc.aio import AioRpcError, Metadata
 
-from gpuscale.common import errors, status
+from gpuscale.common import errors
+from gpuscale.common.rpc import status
 
 
 def over_the_wire(error: errors.GpuscaleError) -> errors.GpuscaleError:

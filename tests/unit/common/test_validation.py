@@ -12,7 +12,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.validation import MAX_VIOLATIONS, validate, violations
+from gpuscale.common.rpc.validation import MAX_VIOLATIONS, validate, violations
 
 UUID = "01234567-89ab-cdef-0123-456789ABCDEF"
 

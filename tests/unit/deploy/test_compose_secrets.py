@@ -11,9 +11,9 @@ from ruamel.yaml import YAML
 
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
-from gpuscale.autoscaler.queues.brokers import resolve
+from gpuscale.autoscaler.signals.queues.brokers import resolve
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.common.settings import DatabaseSettings, load_table, read_config
+from gpuscale.common.config.settings import DatabaseSettings, load_table, read_config
 from tests.unit.docs.pages import ROOT
 
 COMPOSE: dict[str, Any] = YAML(typ="safe").load(ROOT / "docker-compose.yml")

@@ -9,7 +9,7 @@ from ruamel.yaml import YAML
 
 from gpuscale.autoscaler.adapters.engines.kubernetes.model import ADAPTER
 from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesAdapterSettings
-from gpuscale.common.settings import load_table
+from gpuscale.common.config.settings import load_table
 from tests.unit.docs.pages import ROOT, programs
 
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuscale.cli.arguments import GLOBAL_OPTIONS, normalise
+from gpuscale.cli.grammar.arguments import GLOBAL_OPTIONS, normalise
 from gpuscale.cli.main import root
 from tests.unit.docs.pages import DOCS, ROOT
 

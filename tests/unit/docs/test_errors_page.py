@@ -4,9 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from gpuscale.cli.exit_codes import MEANINGS, ExitCode
+from gpuscale.cli.grammar.exit_codes import MEANINGS, ExitCode
 from gpuscale.common import errors
-from gpuscale.common.status import status_code
+from gpuscale.common.rpc.status import status_code
 from tests.unit.docs.pages import SERVICES, read, rows
 
 REASON = r"[A-Z]+(?:_[A-Z]+)*"

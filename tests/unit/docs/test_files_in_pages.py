@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.cli.manifests import parse
-from gpuscale.common.settings import load_table
+from gpuscale.cli.manifests.documents import parse
+from gpuscale.common.config.settings import load_table
 from tests.unit.docs.pages import DOCS, programs
 
 PAGES = sorted(DOCS.glob("*.md"))

@@ -8,9 +8,9 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gpuscale.cli.arguments import GLOBAL_OPTIONS
+from gpuscale.cli.grammar.arguments import GLOBAL_OPTIONS
 from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.settings import ServerSettings, Settings, UpstreamSettings, load_table
+from gpuscale.common.config.settings import ServerSettings, Settings, UpstreamSettings, load_table
 from tests.unit.docs.pages import programs, read, rows
 
 SHARED: dict[type[Settings], str] = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.sources import load_table
+from gpuscale.common.config.sources import load_table
 from gpuscale.gateway.settings import GatewaySettings
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.monitor.agent.admission import Admissions, FenceTooLow
-from gpuscale.monitor.agent.model import GpuProcess, ProcessKey
+from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 PARENT, CHILD, OTHER = ProcessKey(10, 1), ProcessKey(11, 2), ProcessKey(12, 3)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gpuscale.monitor.agent.asking import Asking, Failure, Kept, Unsupported
-from gpuscale.monitor.agent.model import Absent, GpuState, ReadingStatus
+from gpuscale.monitor.model.readings import Absent, GpuState, ReadingStatus
 
 NOT_SUPPORTED = Failure(ReadingStatus.NOT_SUPPORTED, "Not Supported")
 NO_PERMISSION = Failure(ReadingStatus.NO_PERMISSION, "Insufficient Permissions")

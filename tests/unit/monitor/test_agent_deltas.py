@@ -12,7 +12,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     Absent,
     GpuIdentity,
     GpuProcess,
@@ -25,7 +25,7 @@ from gpuscale.monitor.agent.model import (
     Snapshot,
 )
 from gpuscale.monitor.agent.translate import to_snapshot
-from gpuscale.monitor.merging import Change, Picture
+from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.monitor_values import GIB
 
 MIB = 1024**2

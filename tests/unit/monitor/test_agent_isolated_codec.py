@@ -10,7 +10,7 @@ from gpuscale.monitor.agent.isolated.codec import (
     sample_in,
     sample_out,
 )
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     Absent,
     DriverEvent,
     GpuEventKind,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.monitor.agent.model import GpuProcess, ProcessKey
+from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 from gpuscale.monitor.agent.processes import ProcessNames
 from tests.support.clock import ManualClock
 

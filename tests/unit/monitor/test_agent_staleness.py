@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.monitor.agent.model import GPU_FIELDS, GpuState, ReadingStatus, Timed
+from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState, ReadingStatus, Timed
 from gpuscale.monitor.agent.staleness import Deadlines, view
 from tests.support.monitor_values import identity, sample
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.validation import violations
+from gpuscale.common.rpc.validation import violations
 from gpuscale.common.wire import seconds
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     HOST_FIELDS,
     Absent,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.metrics_text import Page
+from gpuscale.common.runtime.metrics_text import Page
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.exposition.series import DCGM
 from gpuscale.monitor.exposition.snapshots import add_snapshot

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.monitor.fleet.model import Epoch, NodeState, Sample, refuse_epoch, refuse_sample
+from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, refuse_epoch, refuse_sample
 from gpuscale.monitor.fleet.staleness import is_gone, node_state
 
 OLD, NEW = Epoch(100.0, "a"), Epoch(200.0, "b")

@@ -6,7 +6,7 @@ import pytest
 
 from gpuscale.monitor.health.checks import PATIENCE, results
 from gpuscale.monitor.health.events import Events
-from gpuscale.monitor.health.model import Action, Event, Finding, GpuFacts, HealthCheck, HealthSeverity
+from gpuscale.monitor.model.health import Action, Event, Finding, GpuFacts, HealthCheck, HealthSeverity
 from gpuscale.monitor.health.register import GONE_SECONDS, HealthRegister
 from gpuscale.monitor.health.saved import from_text, to_text
 from gpuscale.monitor.health.trends import MOST_REPLAYS_PER_MINUTE, REPLAY_WINDOW_SECONDS

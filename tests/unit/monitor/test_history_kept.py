@@ -5,7 +5,7 @@ import random
 import pytest
 
 from gpuscale.monitor.history.history import History, metrics_of
-from gpuscale.monitor.history.metrics import ABSENT, GPU_METRICS, Sample
+from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Sample
 from gpuscale.monitor.history.packing import CHUNK, chunks, unpack
 from gpuscale.monitor.history.ring import Bucket, Point, Rows
 from gpuscale.monitor.history.series import Series, Tier

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuscale.monitor.history.metrics import ABSENT
-from gpuscale.monitor.recording.model import Order, RecordingState, Target
+from gpuscale.monitor.model.metrics import ABSENT
+from gpuscale.monitor.model.recordings import Order, RecordingState, Target
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.recording.saved import from_text, to_text
 

@@ -11,9 +11,9 @@ from gpuscale.common.wire import to_duration
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.ring import Point
-from gpuscale.monitor.merging import Change, Picture
-from gpuscale.monitor.observing import Observing
-from gpuscale.monitor.recording.model import Order, Target
+from gpuscale.monitor.wire.merging import Change, Picture
+from gpuscale.monitor.app.observing import Observing
+from gpuscale.monitor.model.recordings import Order, Target
 from gpuscale.monitor.recording.observer import SampleObserver, gpu_sample
 from gpuscale.monitor.recording.recordings import Recordings
 from tests.support.clock import ManualClock

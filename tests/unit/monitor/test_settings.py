@@ -4,10 +4,10 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.common.names import is_id
-from gpuscale.common.settings import load_table
-from gpuscale.monitor.agent.settings import AgentSettings
+from gpuscale.common.config.settings import load_table
+from gpuscale.monitor.app.agent_settings import AgentSettings
 from gpuscale.monitor.agent.staleness import Deadlines
-from gpuscale.monitor.fleet.settings import FleetSettings
+from gpuscale.monitor.app.fleet_settings import FleetSettings
 
 
 def test_the_defaults_read_real_gpus_once_a_second_under_the_name_of_the_host() -> None:

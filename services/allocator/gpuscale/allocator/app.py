@@ -6,42 +6,42 @@ from functools import partial
 
 import grpc
 
-from gpuscale.allocator.capacity import Capacity
-from gpuscale.allocator.capacity_servicer import CapacityServicer
-from gpuscale.allocator.changes import Changes
-from gpuscale.allocator.commits import Commits
-from gpuscale.allocator.cordon_store import CordonStore
-from gpuscale.allocator.draining import Maintenance
-from gpuscale.allocator.forgetting import Forgetting
-from gpuscale.allocator.holding import Holding
-from gpuscale.allocator.leases import Leases
-from gpuscale.allocator.ledger import Ledger, rebased
-from gpuscale.allocator.losses import Losses
-from gpuscale.allocator.model import Node, Reservation
-from gpuscale.allocator.node_servicer import NodeServicer
-from gpuscale.allocator.placer import Placer
+from gpuscale.allocator.usecases.capacity import Capacity
+from gpuscale.allocator.servicers.capacity_servicer import CapacityServicer
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.state.commits import Commits
+from gpuscale.allocator.state.cordon_store import CordonStore
+from gpuscale.allocator.usecases.draining import Maintenance
+from gpuscale.allocator.usecases.forgetting import Forgetting
+from gpuscale.allocator.usecases.holding import Holding
+from gpuscale.allocator.usecases.leases import Leases
+from gpuscale.allocator.domain.ledger import Ledger, rebased
+from gpuscale.allocator.usecases.losses import Losses
+from gpuscale.allocator.domain.model import Node, Reservation
+from gpuscale.allocator.servicers.node_servicer import NodeServicer
+from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.model import Rules
 from gpuscale.allocator.queueing.queue import Queue
-from gpuscale.allocator.queueing.waiting import Waiting
-from gpuscale.allocator.queueing.world import AllocatorWorld
-from gpuscale.allocator.quota_servicer import QuotaServicer
-from gpuscale.allocator.quota_store import QuotaStore
-from gpuscale.allocator.quotas import Quotas
-from gpuscale.allocator.records import Records
-from gpuscale.allocator.reserving import Reserving
-from gpuscale.allocator.servicer import AllocatorServicer
+from gpuscale.allocator.usecases.waiting import Waiting
+from gpuscale.allocator.usecases.world import AllocatorWorld
+from gpuscale.allocator.servicers.quota_servicer import QuotaServicer
+from gpuscale.allocator.state.quota_store import QuotaStore
+from gpuscale.allocator.usecases.quotas import Quotas
+from gpuscale.allocator.usecases.records import Records
+from gpuscale.allocator.usecases.reserving import Reserving
+from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.allocator.store import AllocatorStore, Saved, open_shared_store, open_store
-from gpuscale.allocator.sweeper import BATCH, Sweeper
-from gpuscale.allocator.telemetry import FleetFollower
-from gpuscale.allocator.view import FleetView
+from gpuscale.allocator.state.store import AllocatorStore, Saved, open_shared_store, open_store
+from gpuscale.allocator.usecases.sweeper import BATCH, Sweeper
+from gpuscale.allocator.usecases.telemetry import FleetFollower
+from gpuscale.allocator.usecases.view import FleetView
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.lifecycle import TaskScope
-from gpuscale.common.logs import get_logger
-from gpuscale.common.server import Registration
-from gpuscale.common.term import Term
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.rpc.server import Registration
+from gpuscale.common.store.term import Term
 
 DATABASE = "allocator.db"
 SERVICE = "gpuscale.api.allocator.v1.AllocatorService"

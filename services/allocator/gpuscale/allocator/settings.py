@@ -1,11 +1,11 @@
-"""Settings of `gpuscale-allocator`; `gpuscale.common.settings` says where they come from."""
+"""Settings of `gpuscale-allocator`; `gpuscale.common.config.settings` says where they come from."""
 
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from gpuscale.common.settings import DatabaseSettings, ServerSettings, UpstreamSettings
+from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
 
 
 class AllocatorSettings(ServerSettings, UpstreamSettings, DatabaseSettings):

@@ -6,8 +6,8 @@ Nothing is guessed over time: this is the latest reading, and what it does not t
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpuscale.allocator.model import WHOLE, Gpu, Node, Reservation, ReservedGpu
-from gpuscale.allocator.use import Use
+from gpuscale.allocator.domain.model import WHOLE, Gpu, Node, Reservation, ReservedGpu
+from gpuscale.allocator.domain.use import Use
 
 IDLE_PERCENT = 5.0
 """A GPU that is used less than this, in percent, does nothing."""

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 from gpuscale.common.errors import GpuscaleError
-from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.runtime.lifecycle import TaskScope
 
 T = TypeVar("T")
 

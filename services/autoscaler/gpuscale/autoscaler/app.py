@@ -8,43 +8,43 @@ from typing import TypeVar
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler import replica_store, store
-from gpuscale.autoscaler.acting import Actor
-from gpuscale.autoscaler.adapter_servicer import AdapterServicer
-from gpuscale.autoscaler.backtest_servicer import BacktestServicer
-from gpuscale.autoscaler.backtests import Runs
-from gpuscale.autoscaler.decision_file import DecisionFile, open_decision_file
+from gpuscale.autoscaler.state import replica_store, store
+from gpuscale.autoscaler.loop.acting import Actor
+from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
+from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer
+from gpuscale.autoscaler.servicers.backtests import Runs
+from gpuscale.autoscaler.state.decision_file import DecisionFile, open_decision_file
 from gpuscale.autoscaler.decision_log import DecisionLog
-from gpuscale.autoscaler.decision_servicer import DecisionServicer
-from gpuscale.autoscaler.endpoint_rules import EndpointRules
-from gpuscale.autoscaler.endpoint_servicer import EndpointServicer
-from gpuscale.autoscaler.endpoints import Endpoints
-from gpuscale.autoscaler.evaluations import Evaluations
-from gpuscale.autoscaler.followers import Followers
-from gpuscale.autoscaler.gathering.metric_servicer import MetricServicer
-from gpuscale.autoscaler.gathering.opening import open_sources
-from gpuscale.autoscaler.histories import Histories
-from gpuscale.autoscaler.hub import AdapterHub
-from gpuscale.autoscaler.keda_servicer import SERVICE as KEDA_SERVICE
-from gpuscale.autoscaler.keda_servicer import registration as keda_registration
-from gpuscale.autoscaler.leases import LeaseKeeper
-from gpuscale.autoscaler.log_reading import LogReading
-from gpuscale.autoscaler.preset_servicer import PresetServicer
-from gpuscale.autoscaler.queues.watcher_servicer import QueueWatcherServicer
-from gpuscale.autoscaler.queues.watcher_uses import WatcherUses
-from gpuscale.autoscaler.queues.watchers import QueueWatchers, open_watchers
-from gpuscale.autoscaler.reconciler import Reconciler, Rooms
-from gpuscale.autoscaler.reservations import Reservations
-from gpuscale.autoscaler.rule_servicer import RuleServicer
+from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer
+from gpuscale.autoscaler.servicers.endpoint_rules import EndpointRules
+from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer
+from gpuscale.autoscaler.servicers.endpoints import Endpoints
+from gpuscale.autoscaler.servicers.evaluations import Evaluations
+from gpuscale.autoscaler.loop.followers import Followers
+from gpuscale.autoscaler.servicers.metric_servicer import MetricServicer
+from gpuscale.autoscaler.signals.opening import open_sources
+from gpuscale.autoscaler.signals.histories import Histories
+from gpuscale.autoscaler.loop.hub import AdapterHub
+from gpuscale.autoscaler.servicers.keda_servicer import SERVICE as KEDA_SERVICE
+from gpuscale.autoscaler.servicers.keda_servicer import registration as keda_registration
+from gpuscale.autoscaler.loop.leases import LeaseKeeper
+from gpuscale.autoscaler.servicers.log_reading import LogReading
+from gpuscale.autoscaler.servicers.preset_servicer import PresetServicer
+from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer
+from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
+from gpuscale.autoscaler.signals.queues.watchers import QueueWatchers, open_watchers
+from gpuscale.autoscaler.loop.reconciler import Reconciler, Rooms
+from gpuscale.autoscaler.loop.reservations import Reservations
+from gpuscale.autoscaler.servicers.rule_servicer import RuleServicer
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.autoscaler.sources import SignalSources
-from gpuscale.autoscaler.wakes import Wakes
-from gpuscale.common.clock import Clock
+from gpuscale.autoscaler.signals.sources import SignalSources
+from gpuscale.autoscaler.loop.wakes import Wakes
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.lifecycle import TaskScope
-from gpuscale.common.server import Registration
-from gpuscale.common.store import Store
-from gpuscale.common.term import Term
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.rpc.server import Registration
+from gpuscale.common.store.store import Store
+from gpuscale.common.store.term import Term
 
 DATABASE = "autoscaler.db"
 _NAME = "autoscaler"
@@ -112,7 +112,7 @@ def _open_state(settings: AutoscalerSettings, term: Term | None) -> AbstractAsyn
             "only gpuscale-autoscaler keeps its state in PostgreSQL: leave database out here",
             reason="DATABASE_REFUSED",
         )
-    from gpuscale.common.postgres_store import Postgres
+    from gpuscale.common.store.postgres_store import Postgres
 
     backend = Postgres(settings.database, _NAME, store.METADATA, store.VERSION, store.MIGRATIONS, term)
     return Store.on(backend, name=_NAME)

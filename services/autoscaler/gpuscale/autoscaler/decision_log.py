@@ -6,16 +6,16 @@ from functools import partial
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler import decision_store
 from gpuscale.autoscaler.decision_store import StoredDecision
-from gpuscale.autoscaler.decisions import sameness
+from gpuscale.autoscaler.domain.decisions import sameness
 from gpuscale.autoscaler.model import Decision
-from gpuscale.autoscaler.store import Connection
-from gpuscale.autoscaler.translate_inputs import question_to_wire
-from gpuscale.autoscaler.translate_state import decision_body
-from gpuscale.autoscaler.whatif import Question
+from gpuscale.autoscaler.state.store import Connection
+from gpuscale.autoscaler.wire.translate_inputs import question_to_wire
+from gpuscale.autoscaler.wire.translate_state import decision_body
+from gpuscale.autoscaler.domain.whatif import Question
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.names import decision_name
-from gpuscale.common.paging import MAX_PAGE_SIZE, last_key, page
-from gpuscale.common.store import Store
+from gpuscale.common.runtime.paging import MAX_PAGE_SIZE, last_key, page
+from gpuscale.common.store.store import Store
 
 _ID_DIGITS = 16
 MOST_INPUT_BYTES = 65_536

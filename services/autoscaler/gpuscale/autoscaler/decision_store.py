@@ -8,8 +8,8 @@ from typing import Any, Final
 from sqlalchemy import RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
-from gpuscale.autoscaler.store import Connection, moment
-from gpuscale.common.columns import Whole
+from gpuscale.autoscaler.state.store import Connection, moment
+from gpuscale.common.store.columns import Whole
 
 KEPT: Final = 1_000
 """Decisions that are kept of each endpoint."""

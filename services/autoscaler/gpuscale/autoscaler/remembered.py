@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from gpuscale.autoscaler.model import EndpointSpec, Observation, Signal
-from gpuscale.autoscaler.pace import Memory
-from gpuscale.autoscaler.policies.outcome import Burst
-from gpuscale.autoscaler.policies.times import HOLT_WINDOW
-from gpuscale.autoscaler.rules import DrainRule, ForecastModel, ForecastRule, PanicRule
-from gpuscale.autoscaler.series import LARGEST, Series
-from gpuscale.autoscaler.signals import Sample, observe
+from gpuscale.autoscaler.domain.pace import Memory
+from gpuscale.autoscaler.domain.policies.outcome import Burst
+from gpuscale.autoscaler.domain.policies.times import HOLT_WINDOW
+from gpuscale.autoscaler.domain.rules import DrainRule, ForecastModel, ForecastRule, PanicRule
+from gpuscale.autoscaler.domain.series import LARGEST, Series
+from gpuscale.autoscaler.domain.signals import Sample, observe
 
 SHORTEST_KEPT = 300.0
 """Seconds of every signal that are kept at least."""

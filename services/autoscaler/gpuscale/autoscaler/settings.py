@@ -1,13 +1,13 @@
-"""Settings of `gpuscale-autoscaler`; `gpuscale.common.settings` says where they come from."""
+"""Settings of `gpuscale-autoscaler`; `gpuscale.common.config.settings` says where they come from."""
 
 from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
 
-from gpuscale.autoscaler.gathering.prometheus import PrometheusSettings
-from gpuscale.autoscaler.queues.brokers import BrokerSettings
-from gpuscale.common.settings import DatabaseSettings, ServerSettings, UpstreamSettings
+from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
+from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings
+from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
 
 
 class AutoscalerSettings(ServerSettings, UpstreamSettings, DatabaseSettings):

@@ -16,7 +16,7 @@
     ├── UnimplementedError        this server has no such method
     └── InternalError             a fault of the program; the log has more
 
-`gpuscale.common.status` maps each class to a gRPC status code and back. Rooms raise these, or subclasses of them.
+`gpuscale.common.rpc.status` maps each class to a gRPC status code and back. Rooms raise these, or subclasses of them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from gpuscale.cli.options import Name
-from gpuscale.cli.session import note, session_of
+from gpuscale.cli.grammar.options import Name
+from gpuscale.cli.console.session import note, session_of
 
 if TYPE_CHECKING:
     from gpuscale.api.autoscaler import v1 as api
@@ -37,7 +37,7 @@ def logs_replica(
     ] = 65_536,
 ) -> None:
     """Show what a replica wrote, as far as its adapter keeps it. There may be secrets in it."""
-    from gpuscale.cli.resources import full_name
+    from gpuscale.cli.console.resources import full_name
     from gpuscale.common.names import REPLICA
 
     full = full_name(REPLICA, name)

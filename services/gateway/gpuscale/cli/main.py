@@ -12,14 +12,16 @@ from typing import Any
 
 import typer
 
-from gpuscale.cli import completion, global_options, streams
-from gpuscale.cli.arguments import format_of, normalise
-from gpuscale.cli.faults import USAGE_ERRORS, beyond_field, report, report_interrupt, report_os, report_usage
-from gpuscale.cli.formats import Form
-from gpuscale.cli.global_options import PROGRAM
-from gpuscale.cli.output import Output
-from gpuscale.cli.session import Session
-from gpuscale.cli.terminal import TERMINAL
+from gpuscale.cli.commands import completion
+from gpuscale.cli.grammar import global_options
+from gpuscale.cli.console import streams
+from gpuscale.cli.grammar.arguments import format_of, normalise
+from gpuscale.cli.console.faults import USAGE_ERRORS, beyond_field, report, report_interrupt, report_os, report_usage
+from gpuscale.cli.grammar.formats import Form
+from gpuscale.cli.grammar.global_options import PROGRAM
+from gpuscale.cli.console.output import Output
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import TERMINAL
 from gpuscale.cli.tree import Root
 from gpuscale.common.errors import GpuscaleError
 
@@ -79,7 +81,7 @@ def run_command(arguments: Sequence[str]) -> int:
     """Run one command; its exit code, of the one table (or that of a command which it runs)."""
     TERMINAL.reset()
     if arguments[:1] == [completion.ENTRY]:
-        from gpuscale.cli.completing import complete
+        from gpuscale.cli.commands.completing import complete
 
         return complete(root(), arguments[1:])
     TERMINAL.json = format_of(arguments) in {"json", "jsonl"}

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.options import duration
-from gpuscale.cli.output import to_dict
-from gpuscale.cli.session import session_of
+from gpuscale.cli.grammar.options import duration
+from gpuscale.cli.console.output import to_dict
+from gpuscale.cli.console.session import session_of
 from gpuscale.cli.several import Done, named, say_each
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ Reason = Annotated[str, typer.Option(metavar="TEXT", help="Why, for others to re
 def cordon(context: typer.Context, name: Spots, reason: Reason = "") -> None:
     """Let nothing new onto nodes or GPUs; what is there stays."""
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.resources import spot_name
+    from gpuscale.cli.console.resources import spot_name
 
     def put(client: "Client", full: str) -> Done:
         found = client.nodes.CordonNode(api.CordonNodeRequest(name=full, reason=reason)).cordon
@@ -31,7 +31,7 @@ def cordon(context: typer.Context, name: Spots, reason: Reason = "") -> None:
 def uncordon(context: typer.Context, name: Spots) -> None:
     """Lift cordons, and with them drains."""
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.resources import spot_name
+    from gpuscale.cli.console.resources import spot_name
 
     def lift(client: "Client", full: str) -> Done:
         client.nodes.UncordonNode(api.UncordonNodeRequest(name=full))
@@ -55,8 +55,8 @@ def drain(
 ) -> None:
     """Cordon nodes or GPUs, tell the holders of what is there to leave, and end at the deadline what is left."""
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.resources import spot_name
-    from gpuscale.cli.views.cells import short
+    from gpuscale.cli.console.resources import spot_name
+    from gpuscale.cli.console.cells import short
     from gpuscale.common.wire import to_duration
 
     def empty(client: "Client", full: str) -> Done:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.asking import Asking
+from gpuscale.cli.commands.asking import Asking
 from gpuscale.cli.child import NOT_FOUND, NOT_RUN, RESERVATION, STDERR, Forwarding, exit_code
-from gpuscale.cli.granting import grant
-from gpuscale.cli.keeping import Keeper
-from gpuscale.cli.recorded import recording_of
-from gpuscale.cli.requesting import Requesting
-from gpuscale.cli.session import note, session_of
-from gpuscale.cli.typed import takes
+from gpuscale.cli.commands.granting import grant
+from gpuscale.cli.commands.keeping import Keeper
+from gpuscale.cli.commands.recorded import recording_of
+from gpuscale.cli.commands.requesting import Requesting
+from gpuscale.cli.console.session import note, session_of
+from gpuscale.cli.grammar.typed import takes
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 
 if TYPE_CHECKING:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import typer
 
-from gpuscale.cli.exit_codes import ExitCode
-from gpuscale.cli.faults import report
-from gpuscale.cli.output import Format, write_lines
-from gpuscale.cli.session import Session
+from gpuscale.cli.grammar.exit_codes import ExitCode
+from gpuscale.cli.console.faults import report
+from gpuscale.cli.console.output import Format, write_lines
+from gpuscale.cli.console.session import Session
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from gpuscale.cli.views.cells import View
+    from gpuscale.cli.console.cells import View
     from gpuscale.client import Client
 
     M = TypeVar("M", bound=Message)

@@ -1,6 +1,6 @@
 """The text of a tokens file with a token more or less; comments, order and all other lines stay. Pure.
 
-`gpuscale.common.tokens` says what the file holds: digests, never a token.
+`gpuscale.common.security.tokens` says what the file holds: digests, never a token.
 """
 
 import tomllib

@@ -11,7 +11,7 @@ import typer
 import typer.core
 import typer.main
 
-from gpuscale.cli.examples import with_example
+from gpuscale.cli.grammar.examples import with_example
 
 EPILOG = "What is common to all commands, such as -o, --no-headers and --address: gpuscalectl --help"
 _RUNS = {"allow_interspersed_args": False}
@@ -181,7 +181,7 @@ def _nothing() -> None:
 
 def _watched(group: typer.Typer) -> None:
     """Every `get` goes on where that is asked for."""
-    from gpuscale.cli import watching
+    from gpuscale.cli.commands import watching
 
     group.callback()(watching.options)
     for registered in group.registered_commands:

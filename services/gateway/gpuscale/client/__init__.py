@@ -12,7 +12,7 @@ from gpuscale.client.lease import Lease
 from gpuscale.client.paging import pages, pages_async
 from gpuscale.client.waiting import wait_ready, wait_ready_async
 from gpuscale.client.watching import watch, watch_async
-from gpuscale.common.channel import ClientTls
+from gpuscale.common.rpc.channel import ClientTls
 from gpuscale.common.errors import (
     AbortedError,
     AlreadyExistsError,

@@ -9,8 +9,8 @@ import grpc
 
 from gpuscale.client.sync_calls import Explain, Limit
 from gpuscale.common.errors import CancelledCallError, DeadlineExceededError, UnavailableError
-from gpuscale.common.status import rpc_errors
-from gpuscale.common.wrapped_channel import WrappedChannel
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.rpc.wrapped_channel import WrappedChannel
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from gpuscale.client.async_lease import AsyncLease, AsyncReserving
 from gpuscale.client.held import now, timer_of
 from gpuscale.client.lease import Lease
 from gpuscale.client.retries import retrying, retrying_async
-from gpuscale.common.channel import RPC_TIMEOUT
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceAsyncStub

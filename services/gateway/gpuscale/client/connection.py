@@ -10,8 +10,8 @@ from gpuscale.client.async_calls import AsyncCalls
 from gpuscale.client.client import AsyncClient, Client
 from gpuscale.client.contexts import Context, find_context
 from gpuscale.client.sync_calls import SyncCalls
-from gpuscale.common.channel import RPC_TIMEOUT, ClientTls, open_channel, open_sync_channel
-from gpuscale.common.diagnosis import explained
+from gpuscale.common.rpc.channel import RPC_TIMEOUT, ClientTls, open_channel, open_sync_channel
+from gpuscale.common.rpc.diagnosis import explained
 from gpuscale.common.errors import FailedPreconditionError
 
 if TYPE_CHECKING:

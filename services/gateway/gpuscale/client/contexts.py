@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeGuard
 
-from gpuscale.common.channel import ClientTls
+from gpuscale.common.rpc.channel import ClientTls
 from gpuscale.common.errors import FailedPreconditionError
 
 FILE_VARIABLE = "GPUSCALE_CONTEXTS"

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from math import inf
 from typing import TypeVar
 
-from gpuscale.common.backoff import Backoff
+from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
 
 ATTEMPTS = 4

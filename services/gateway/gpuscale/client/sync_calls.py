@@ -9,8 +9,8 @@ from typing import Any, Self
 import grpc
 
 from gpuscale.common.errors import CancelledCallError, DeadlineExceededError, GpuscaleError, UnavailableError
-from gpuscale.common.status import rpc_errors
-from gpuscale.common.wrapped_channel import SyncWrappedChannel
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.rpc.wrapped_channel import SyncWrappedChannel
 
 Explain = Callable[[UnavailableError, float], GpuscaleError]
 """Finds out more about why nothing answers, within so many seconds."""

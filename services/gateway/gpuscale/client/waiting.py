@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client.retries import retrying, retrying_async
-from gpuscale.common.channel import RPC_TIMEOUT
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.errors import DeadlineExceededError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol, TypeVar
 
-from gpuscale.common.backoff import Backoff
+from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.errors import UnavailableError
 
 Request = TypeVar("Request")

@@ -1,12 +1,12 @@
-"""Settings of `gpuscale-dashboard`; `gpuscale.common.settings` says where they come from."""
+"""Settings of `gpuscale-dashboard`; `gpuscale.common.config.settings` says where they come from."""
 
 from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from gpuscale.common.settings import ProgramSettings, UpstreamSettings
-from gpuscale.common.tls import ServerTls
+from gpuscale.common.config.settings import ProgramSettings, UpstreamSettings
+from gpuscale.common.security.tls import ServerTls
 
 
 class DashboardSettings(ProgramSettings, UpstreamSettings):

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import GpuscaleError, PermissionDeniedError, UnauthenticatedError
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.dashboard.acting import Connect, Hands
 from gpuscale.dashboard.sessions import LENGTH, Sessions
 

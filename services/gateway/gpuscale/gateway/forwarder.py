@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.status import DETAILS_KEY
+from gpuscale.common.rpc.status import DETAILS_KEY
 from gpuscale.gateway.upstreams import Upstream
 
 RETRY_AFTER = 1.0

@@ -2,8 +2,8 @@
 
 from collections.abc import AsyncGenerator, Callable
 
-from gpuscale.common.call_watching import CallMeter
-from gpuscale.common.metrics_text import Family, Page, labels
+from gpuscale.common.rpc.call_watching import CallMeter
+from gpuscale.common.runtime.metrics_text import Family, Page, labels
 
 CALLS = Family("gpuscale_gateway_calls_total", "counter", "Calls that have ended, by method and status.")
 SECONDS = Family("gpuscale_gateway_call_seconds_total", "counter", "Time that calls took, streams included.")

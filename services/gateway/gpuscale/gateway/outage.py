@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from gpuscale.common.logs import get_logger
+from gpuscale.common.runtime.logs import get_logger
 
 PERIOD: Final = 10.0
 """Least seconds between two lines about failures of one upstream."""

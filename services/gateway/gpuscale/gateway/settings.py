@@ -1,10 +1,10 @@
-"""Settings of `gpuscale-gateway`; `gpuscale.common.settings` says where they come from."""
+"""Settings of `gpuscale-gateway`; `gpuscale.common.config.settings` says where they come from."""
 
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from gpuscale.common.settings import ServerSettings, UpstreamSettings
+from gpuscale.common.config.settings import ServerSettings, UpstreamSettings
 
 
 class GatewaySettings(ServerSettings, UpstreamSettings):

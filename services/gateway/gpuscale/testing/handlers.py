@@ -12,8 +12,8 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
 from gpuscale.common.errors import GpuscaleError
-from gpuscale.common.status import to_rpc_status
-from gpuscale.common.validation import validate
+from gpuscale.common.rpc.status import to_rpc_status
+from gpuscale.common.rpc.validation import validate
 
 # The class is generic to type checkers only; which method takes which message is known at run time.
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

@@ -7,7 +7,7 @@ import grpc
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
 from gpuscale.common.names import node_name
-from gpuscale.common.paging import page
+from gpuscale.common.runtime.paging import page
 from gpuscale.testing.inventory import Inventory, node_message
 from gpuscale.testing.ledger import Ledger
 

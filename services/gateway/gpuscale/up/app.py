@@ -18,16 +18,16 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types.v1 import Snapshot
 from gpuscale.autoscaler.adapters.app import open_process_adapter
 from gpuscale.autoscaler.app import open_autoscaler
-from gpuscale.common import logs
-from gpuscale.common.channel import RPC_TIMEOUT, open_channel
-from gpuscale.common.clock import SystemClock
+from gpuscale.common.runtime import logs
+from gpuscale.common.rpc.channel import RPC_TIMEOUT, open_channel
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.lock import DirectoryLock
+from gpuscale.common.runtime.lock import DirectoryLock
 from gpuscale.common.names import node_name
-from gpuscale.common.server import Server
-from gpuscale.common.status import rpc_errors
-from gpuscale.monitor.agent.app import open_agent
-from gpuscale.monitor.fleet.app import open_fleet
+from gpuscale.common.rpc.server import Server
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.monitor.app.agent import open_agent
+from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.up.settings import AllSettings
 
 STOP_GRACE = 1.0

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from gpuscale.common import logs
+from gpuscale.common.runtime import logs
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
-from gpuscale.common.lifecycle import run
+from gpuscale.common.runtime.lifecycle import run
 from gpuscale.up.app import Running, open_all
 from gpuscale.up.banner import banner, hints
 from gpuscale.up.settings import PROGRAM, UpSettings, load_all

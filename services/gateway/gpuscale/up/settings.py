@@ -16,12 +16,12 @@ from pydantic import Field
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.common.logs import Level
-from gpuscale.common.settings import ServerSettings, load
-from gpuscale.common.sources import CONFIG_VARIABLE, load_table, read_config
-from gpuscale.monitor.agent.settings import AgentSettings
+from gpuscale.common.runtime.logs import Level
+from gpuscale.common.config.settings import ServerSettings, load
+from gpuscale.common.config.sources import CONFIG_VARIABLE, load_table, read_config
+from gpuscale.monitor.app.agent_settings import AgentSettings
 from gpuscale.monitor.agent.sources import SourceKind
-from gpuscale.monitor.fleet.settings import FleetSettings
+from gpuscale.monitor.app.fleet_settings import FleetSettings
 
 PROGRAM = "gpuscalectl up"
 SECURITY = {"tls_cert_file", "tls_key_file", "tls_client_ca_file", "tokens_file", "insecure_allow_remote"}

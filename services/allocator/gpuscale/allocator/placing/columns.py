@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuscale.allocator.model import WHOLE, Gpu, Node, NodeState, Reservation
+from gpuscale.allocator.domain.model import WHOLE, Gpu, Node, NodeState, Reservation
 from gpuscale.allocator.placing.memory import available, unused
 from gpuscale.allocator.placing.row import Row
-from gpuscale.allocator.use import GpuUse, Use
+from gpuscale.allocator.domain.use import GpuUse, Use
 
 UNKNOWN = int(np.iinfo(np.int64).min)
 """A number that is not known."""

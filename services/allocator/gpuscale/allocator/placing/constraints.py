@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuscale.allocator.feasibility import ADMITS_ALL_PERCENT, ORDER, Obstacle
-from gpuscale.allocator.model import WHOLE, Ask, Gpu, Node
+from gpuscale.allocator.domain.feasibility import ADMITS_ALL_PERCENT, ORDER, Obstacle
+from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Node
 from gpuscale.allocator.placing.columns import NO_GPU, UNKNOWN, Bools, Columns, Ints, listed
 from gpuscale.allocator.placing.shares import memory_floor, milli_of
-from gpuscale.allocator.use import Use
+from gpuscale.allocator.domain.use import Use
 
 CODES = {obstacle: code for code, obstacle in enumerate(ORDER, start=1)}
 """The number that stands for an obstacle in an array; 0 is none."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from gpuscale.allocator.model import Ask
+from gpuscale.allocator.domain.model import Ask
 from gpuscale.allocator.placing.fragmentation import AskClass, class_of
 
 HALF_LIFE = 4096

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpuscale.allocator.model import WHOLE, Ask
+from gpuscale.allocator.domain.model import WHOLE, Ask
 from gpuscale.allocator.placing.columns import Bools, Floats, Ints
 
 POPULARITY = 0.95

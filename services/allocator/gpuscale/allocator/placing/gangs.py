@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from gpuscale.allocator.model import WHOLE, Ask, GangStrategy
+from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy
 from gpuscale.allocator.placing.columns import UNKNOWN, Bools, Columns, Floats, Ints
 from gpuscale.allocator.placing.shares import memory_floor, milli_of
 

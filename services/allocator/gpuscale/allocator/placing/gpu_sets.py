@@ -5,7 +5,7 @@ from itertools import combinations
 from math import comb
 from typing import NamedTuple
 
-from gpuscale.allocator.model import Gpu, GpuSet
+from gpuscale.allocator.domain.model import Gpu, GpuSet
 
 MOST_SETS = 20_000
 """Up to so many sets are all compared; of more, a set is grown from the best pair (16 GPUs have 12870 sets of 8)."""

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from gpuscale.allocator.model import WHOLE, Ask, GpuSet, Policy, ReservedGpu, Score, ScorePart
+from gpuscale.allocator.domain.model import WHOLE, Ask, GpuSet, Policy, ReservedGpu, Score, ScorePart
 from gpuscale.allocator.placing.columns import Columns, listed
 from gpuscale.allocator.placing.demand import Tariff
 from gpuscale.allocator.placing.fragmentation import Typical
@@ -22,7 +22,7 @@ from gpuscale.allocator.placing.policies import (
 from gpuscale.allocator.placing.row import Row
 from gpuscale.allocator.placing.shapes import Shape
 from gpuscale.allocator.placing.shares import floor_on, memory_on, milli_on
-from gpuscale.allocator.scoring import scored
+from gpuscale.allocator.domain.scoring import scored
 
 FGD_NOTE = "score = floor(100 / (1 + exp(-gradient / 1000))), gradient in thousandths of a GPU"
 SHARED = "shared already: scored by the memory that is left"

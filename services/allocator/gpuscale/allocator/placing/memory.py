@@ -6,7 +6,7 @@ processes of no lease use is not free either, so that outsiders are subtracted w
 
 from collections.abc import Iterable
 
-from gpuscale.allocator.model import Gpu, Reservation
+from gpuscale.allocator.domain.model import Gpu, Reservation
 
 
 def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation] = ()) -> int | None:

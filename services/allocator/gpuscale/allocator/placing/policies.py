@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpuscale.allocator.model import WHOLE, Ask, Policy, ScorePart
+from gpuscale.allocator.domain.model import WHOLE, Ask, Policy, ScorePart
 from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU, Bools, Columns, Floats, Ints
 from gpuscale.allocator.placing.demand import Tariff
 from gpuscale.allocator.placing.fragmentation import Typical, gradients, integer_scores

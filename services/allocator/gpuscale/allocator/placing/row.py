@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from gpuscale.allocator.model import Weights
+from gpuscale.allocator.domain.model import Weights
 
 if TYPE_CHECKING:
     from gpuscale.allocator.placing.columns import Columns

@@ -11,8 +11,8 @@ from itertools import compress
 from operator import not_
 from typing import Final
 
-from gpuscale.allocator.feasibility import ADMITS_ALL_PERCENT, Obstacle
-from gpuscale.allocator.model import WHOLE, Ask, Policy
+from gpuscale.allocator.domain.feasibility import ADMITS_ALL_PERCENT, Obstacle
+from gpuscale.allocator.domain.model import WHOLE, Ask, Policy
 from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU
 from gpuscale.allocator.placing.constraints import CODES, Constraints
 from gpuscale.allocator.placing.demand import Tariff

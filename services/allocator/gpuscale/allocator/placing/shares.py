@@ -8,7 +8,7 @@ left where that is less.
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuscale.allocator.model import WHOLE, Ask
+from gpuscale.allocator.domain.model import WHOLE, Ask
 
 SHARE_FLOOR = (9, 10)
 """The least part of its nominal memory that a share without a memory of its own accepts, as a fraction."""

@@ -10,8 +10,8 @@ filled, given up or broken; every lease on it that ends is not replaced, so requ
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpuscale.allocator.model import Ask
-from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.domain.model import Ask
+from gpuscale.allocator.domain.placement import Pick
 from gpuscale.allocator.queueing.model import Lease, Waiter, World
 
 

@@ -9,8 +9,8 @@ import heapq
 from collections import deque
 from collections.abc import Collection, Iterator
 
-from gpuscale.allocator.model import WHOLE, Ask, Order
-from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.domain.model import WHOLE, Ask, Order
+from gpuscale.allocator.domain.placement import Pick
 from gpuscale.allocator.queueing.model import Obstacle, Reason, Waiter, World
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from gpuscale.allocator.model import Ask, Order
-from gpuscale.allocator.placement import Pick
-from gpuscale.allocator.refusal import Refusal
+from gpuscale.allocator.domain.model import Ask, Order
+from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.placing.refusal import Refusal
 
 
 @dataclass(frozen=True, slots=True)

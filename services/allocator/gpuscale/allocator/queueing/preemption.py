@@ -8,8 +8,8 @@ is taken, then the one that wastes less attained service (Tiresias, NSDI'19).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gpuscale.allocator.model import Ask
-from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.domain.model import Ask
+from gpuscale.allocator.domain.placement import Pick
 from gpuscale.allocator.queueing.backfill import fewest
 from gpuscale.allocator.queueing.model import Lease, World
 

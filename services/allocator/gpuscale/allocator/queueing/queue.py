@@ -8,8 +8,8 @@ ask that could have become possible, however many requests wait.
 
 from collections.abc import Iterable, Iterator
 
-from gpuscale.allocator.model import Ask, Order
-from gpuscale.allocator.placement import Pick
+from gpuscale.allocator.domain.model import Ask, Order
+from gpuscale.allocator.domain.placement import Pick
 from gpuscale.allocator.queueing import preemption
 from gpuscale.allocator.queueing.backfill import (
     Promise,
@@ -33,7 +33,7 @@ from gpuscale.allocator.queueing.model import (
     Waiter,
     World,
 )
-from gpuscale.allocator.refusal import Refusal
+from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.common.errors import ResourceExhaustedError
 
 BEHIND_OTHERS = Obstacle(

@@ -10,8 +10,8 @@ import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
-from gpuscale.common.logs import get_logger
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.rpc.status import rpc_errors
 
 TIMEOUT = 3.0
 """Seconds for the agent's answer; a start waits for no longer."""

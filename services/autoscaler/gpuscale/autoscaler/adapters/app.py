@@ -16,9 +16,9 @@ from gpuscale.autoscaler.adapters.replica import Workshop
 from gpuscale.autoscaler.adapters.replica_logs import ReplicaLogs
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
 from gpuscale.autoscaler.adapters.supervisor import Supervisor
-from gpuscale.common.clock import Clock
-from gpuscale.common.lifecycle import TaskScope
-from gpuscale.common.server import Registration
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.rpc.server import Registration
 
 KIND = "process"
 STOP_GRACE = 5.0

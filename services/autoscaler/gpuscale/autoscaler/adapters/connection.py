@@ -11,11 +11,11 @@ import grpc
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
-from gpuscale.autoscaler.asked_logs import MOST_AT_ONCE, LogPart
-from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
+from gpuscale.autoscaler.loop.asked_logs import MOST_AT_ONCE, LogPart
+from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 from gpuscale.common import names, wire
-from gpuscale.common.backoff import Backoff
-from gpuscale.common.diagnosis import Explain
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.errors import (
     AbortedError,
     FailedPreconditionError,
@@ -25,8 +25,8 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gpuscale.common.logs import get_logger
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.rpc.status import rpc_errors
 
 REPORT_PERIOD = 5.0
 MAX_REASON = 1024

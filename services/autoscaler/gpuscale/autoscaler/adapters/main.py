@@ -6,10 +6,10 @@ from contextlib import AsyncExitStack
 
 from gpuscale.autoscaler.adapters.app import open_process_adapter
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
-from gpuscale.common.clock import SystemClock
-from gpuscale.common.lock import DirectoryLock
-from gpuscale.common.logs import get_logger
-from gpuscale.common.program import run_program
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.config.program import run_program
 
 PROGRAM = "gpuscale-adapter"
 DESCRIPTION = "Starts and stops replicas as processes of this host."

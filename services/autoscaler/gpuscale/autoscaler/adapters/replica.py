@@ -24,10 +24,10 @@ from gpuscale.autoscaler.adapters.process import WorkerProcess
 from gpuscale.autoscaler.adapters.records import Phase, ProcessId, Record
 from gpuscale.autoscaler.adapters.replica_logs import ReplicaLogs
 from gpuscale.autoscaler.adapters.templates import Launch, probe_environment
-from gpuscale.autoscaler.replicas import ENDED, ReplicaReport, ReplicaState
-from gpuscale.common import failpoints
-from gpuscale.common.clock import Clock
-from gpuscale.common.logs import get_logger
+from gpuscale.autoscaler.domain.replicas import ENDED, ReplicaReport, ReplicaState
+from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.logs import get_logger
 
 READY_AFTER = 0.2
 GIVEN_UP_GRACE = 5.0

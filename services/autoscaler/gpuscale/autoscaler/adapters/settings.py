@@ -1,4 +1,4 @@
-"""Settings of `gpuscale-adapter`; `gpuscale.common.settings` says where they come from."""
+"""Settings of `gpuscale-adapter`; `gpuscale.common.config.settings` says where they come from."""
 
 import socket
 from pathlib import Path
@@ -16,7 +16,7 @@ from gpuscale.autoscaler.adapters.templates import (
     parse_command,
 )
 from gpuscale.common.names import is_id, to_id
-from gpuscale.common.settings import ProgramSettings, UpstreamSettings
+from gpuscale.common.config.settings import ProgramSettings, UpstreamSettings
 
 _DEFAULT = Timing()
 

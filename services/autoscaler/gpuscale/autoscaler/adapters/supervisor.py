@@ -9,9 +9,9 @@ from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.records import Phase, Record
 from gpuscale.autoscaler.adapters.replica import LocalReplica, Workshop
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, Template, launch
-from gpuscale.autoscaler.replicas import ReplicaReport
-from gpuscale.common.lifecycle import TaskScope
-from gpuscale.common.logs import get_logger
+from gpuscale.autoscaler.domain.replicas import ReplicaReport
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.logs import get_logger
 
 BOUND_LOGS_PERIOD = 10.0
 _CLEAN_UP_SECONDS = 1.0

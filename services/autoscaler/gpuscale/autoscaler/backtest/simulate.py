@@ -9,11 +9,11 @@ from datetime import UTC, datetime, timedelta
 from gpuscale.autoscaler.backtest.report import Moment, Report, Timeline, measure
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Pool, Setting, World
-from gpuscale.autoscaler.engine import evaluate
+from gpuscale.autoscaler.domain.engine import evaluate
 from gpuscale.autoscaler.model import EndpointSpec, HostSignal, PushedSignal, QueueCount, QueueSignal, Signal
-from gpuscale.autoscaler.policies.outcome import Inputs
+from gpuscale.autoscaler.domain.policies.outcome import Inputs
 from gpuscale.autoscaler.remembered import Remembered
-from gpuscale.autoscaler.signals import Sample
+from gpuscale.autoscaler.domain.signals import Sample
 
 ARRIVAL_RATE = "arrival_rate"
 """Name of the pushed metric that a backtest knows: arrivals a second since the evaluation before."""

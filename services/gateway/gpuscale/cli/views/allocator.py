@@ -1,7 +1,7 @@
 """Reservations and the GPUs they hold."""
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.cli.views.cells import Column, View, duration, short, since, text, word
+from gpuscale.cli.console.cells import Column, View, duration, short, since, text, word
 
 
 def _nodes(reservation: allocator_api.Reservation) -> str:

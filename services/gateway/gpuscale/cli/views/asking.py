@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.quantities import format_duration
-from gpuscale.cli.views.cells import Column, View, text
+from gpuscale.cli.grammar.quantities import format_duration
+from gpuscale.cli.console.cells import Column, View, text
 from gpuscale.common.wire import seconds
 
 if TYPE_CHECKING:
-    from gpuscale.cli.output import Output
+    from gpuscale.cli.console.output import Output
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 72

@@ -1,7 +1,7 @@
 """Endpoints, replicas, queue watchers, decisions and adapters."""
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.views.cells import Column, View, duration, number, short, since, text, word
+from gpuscale.cli.console.cells import Column, View, duration, number, short, since, text, word
 
 
 def _bounds(endpoint: api.Endpoint) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.cli.jsonpath import parse_path
-from gpuscale.cli.views.cells import (
+from gpuscale.cli.grammar.jsonpath import parse_path
+from gpuscale.cli.console.cells import (
     ABSENT,
     Column,
     View,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.cli.views.cells import (
+from gpuscale.cli.console.cells import (
     ABSENT,
     Column,
     View,

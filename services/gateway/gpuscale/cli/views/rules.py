@@ -1,7 +1,7 @@
 """Rules of endpoints: columns."""
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.views.cells import Column, View, duration, number, short, text
+from gpuscale.cli.console.cells import Column, View, duration, number, short, text
 
 
 def _does(one: api.EndpointRule) -> str:

@@ -6,10 +6,10 @@ from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.api.autoscaler.v1 import Endpoint
 from gpuscale.api.monitor.v1 import Node
 from gpuscale.api.types.v1 import Gpu
-from gpuscale.cli.output import Output
+from gpuscale.cli.console.output import Output
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
-from gpuscale.cli.views.cells import ABSENT, Column, View, duration, number, short, text, word
+from gpuscale.cli.console.cells import ABSENT, Column, View, duration, number, short, text, word
 from gpuscale.cli.views.monitor import NODES, gpu_model
 
 BAR_WIDTH = 20

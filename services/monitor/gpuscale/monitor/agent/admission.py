@@ -7,7 +7,7 @@ holder that slept through the end of its lease comes with a lower one than who w
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpuscale.monitor.agent.model import GpuProcess, ProcessKey
+from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 
 @dataclass(frozen=True, slots=True)

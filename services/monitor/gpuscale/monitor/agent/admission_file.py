@@ -12,9 +12,9 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.failpoints import hit
+from gpuscale.common.runtime.failpoints import hit
 from gpuscale.monitor.agent.admission import Admissions, Worker
-from gpuscale.monitor.agent.model import ProcessKey
+from gpuscale.monitor.model.readings import ProcessKey
 
 FILE_NAME = "admissions.json"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from gpuscale.monitor.agent.model import Absent, GpuState, ReadingStatus
+from gpuscale.monitor.model.readings import Absent, GpuState, ReadingStatus
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from uuid import uuid4
 
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.monitor.agent.admission import Admissions
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     GpuView,
     HostIdentity,
     HostReading,

@@ -16,7 +16,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.monitor.agent.dead_bands import DeadBands, is_near, moves
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     GpuReading,
     GpuState,
     GpuView,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gpuscale.common.backoff import Backoff
-from gpuscale.common.clock import Clock
-from gpuscale.monitor.agent.model import (
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     GpuIdentity,
     GpuReading,

@@ -5,7 +5,7 @@ from datetime import timedelta
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.wire import seconds, to_timestamp
 from gpuscale.monitor.agent.gpus import Gpus
 

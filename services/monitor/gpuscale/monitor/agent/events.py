@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from gpuscale.monitor.agent.model import GpuEvent
+from gpuscale.monitor.model.readings import GpuEvent
 
 QUEUE_LENGTH = 256
 

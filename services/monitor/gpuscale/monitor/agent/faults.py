@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.agent.events import GpuEvents
-from gpuscale.monitor.agent.model import GpuEventKind, GpuState, GpuView
+from gpuscale.monitor.model.readings import GpuEventKind, GpuState, GpuView
 
 MOST_KEPT = 64
 _AWAY = frozenset({GpuState.LOST, GpuState.RESET_REQUIRED, GpuState.RELEASED})

@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
-from gpuscale.monitor.agent.model import Snapshot
+from gpuscale.monitor.model.readings import Snapshot
 from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.agent.watch import Broadcast
-from gpuscale.monitor.merging import Change, Picture, count_on
+from gpuscale.monitor.wire.merging import Change, Picture, count_on
 
 # The ages in an encoding are counted to when it was made; this much they may lag behind.
 SHARED_SECONDS = 0.1

@@ -9,17 +9,17 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpuscale.common.backoff import Backoff
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.logs import get_logger
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.monitor.agent.collection import Calls, Collection
 from gpuscale.monitor.agent.convoy import Convoy
 from gpuscale.monitor.agent.device import QUICK_SECONDS, Device
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.interruption import Interruptions
 from gpuscale.monitor.agent.listener import Listener
-from gpuscale.monitor.agent.model import GpuView, Inventory
+from gpuscale.monitor.model.readings import GpuView, Inventory
 from gpuscale.monitor.agent.ports import GpuSource, GpuSourceError
 from gpuscale.monitor.agent.staleness import Deadlines
 from gpuscale.monitor.agent.wiring import wire

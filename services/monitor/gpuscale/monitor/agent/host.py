@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from gpuscale.monitor.agent.model import Absent, HostIdentity, HostReading, ReadingStatus
+from gpuscale.monitor.model.readings import Absent, HostIdentity, HostReading, ReadingStatus
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.agent.procfs import (
     CpuTimes,

@@ -4,9 +4,9 @@ import asyncio
 import threading
 from datetime import datetime
 
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.monitor.agent.events import GpuEvents
-from gpuscale.monitor.agent.model import DriverEvent, GpuEvent
+from gpuscale.monitor.model.readings import DriverEvent, GpuEvent
 from gpuscale.monitor.agent.ports import GpuSource
 from gpuscale.monitor.agent.worker import Worker
 

@@ -7,7 +7,7 @@ never twice at once for one GPU; `wait_event` runs beside them in a thread of it
 
 from typing import Protocol
 
-from gpuscale.monitor.agent.model import DriverEvent, GpuSample, HostIdentity, HostReading, Inventory
+from gpuscale.monitor.model.readings import DriverEvent, GpuSample, HostIdentity, HostReading, Inventory
 
 
 class GpuSourceError(Exception):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuscale.monitor.agent.model import GpuProcess, ProcessKey
+from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel, the same on every host
 _PID_MAX_LIMIT = 4_194_304  # of the kernel, on machines of 64 bits

@@ -13,9 +13,9 @@ from random import SystemRandom
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.backoff import Backoff
-from gpuscale.common.clock import Clock
-from gpuscale.common.diagnosis import Explain
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.errors import (
     AbortedError,
     DeadlineExceededError,
@@ -26,14 +26,14 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gpuscale.common.logs import get_logger
-from gpuscale.common.status import rpc_errors
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import to_timestamp
 from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
 from gpuscale.monitor.agent.faults import Faults
-from gpuscale.monitor.agent.model import Snapshot
+from gpuscale.monitor.model.readings import Snapshot
 from gpuscale.monitor.agent.patience import Patience
 from gpuscale.monitor.agent.sampler import Sampler
 from gpuscale.monitor.agent.translate import to_snapshot

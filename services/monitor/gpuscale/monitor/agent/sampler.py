@@ -6,8 +6,8 @@ There is one loop and so one reading at a time: callers that need a fresh snapsh
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from gpuscale.common.clock import Clock
-from gpuscale.monitor.agent.model import Snapshot
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.monitor.model.readings import Snapshot
 from gpuscale.monitor.agent.watch import Broadcast
 
 # However many ask for new readings: a driver that is asked without a pause slows the work on its GPUs.

@@ -6,12 +6,12 @@ from contextlib import aclosing
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.wire import optional_seconds
 from gpuscale.monitor.agent.feed import SnapshotFeed
 from gpuscale.monitor.agent.sampler import Sampler
 from gpuscale.monitor.agent.translate import to_snapshot
-from gpuscale.monitor.encoded import encoded_stream
+from gpuscale.monitor.wire.encoded import encoded_stream
 
 SERVICE = "gpuscale.api.monitor.v1.AgentService"
 DEFAULT_MAX_AGE_SECONDS = 5.0

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from uuid import NAMESPACE_URL, UUID, uuid5
 
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     DriverEvent,
     GpuIdentity,
     GpuReading,

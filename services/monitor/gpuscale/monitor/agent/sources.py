@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.monitor.agent.model import DriverEvent, GpuSample, Inventory
+from gpuscale.monitor.model.readings import DriverEvent, GpuSample, Inventory
 from gpuscale.monitor.agent.ports import GpuSource, GpuSourceError
 from gpuscale.monitor.agent.simulated import SimulatedSource
 

@@ -7,7 +7,7 @@ exporting the last values of a hung GPU hid such faults in NVIDIA/dcgm-exporter#
 
 from dataclasses import dataclass
 
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     GpuIdentity,
     GpuReading,
     GpuSample,

@@ -6,7 +6,7 @@ from typing import TypeVar
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name
 from gpuscale.common.wire import to_duration, to_timestamp
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     HOST_FIELDS,
     Absent,

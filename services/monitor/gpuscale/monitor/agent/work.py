@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
-from gpuscale.common.lock import DirectoryLock
+from gpuscale.common.runtime.lock import DirectoryLock
 from gpuscale.monitor.agent.admission import Admissions, FenceTooLow
 from gpuscale.monitor.agent.admission_file import AdmissionFile
-from gpuscale.monitor.agent.model import ProcessKey
+from gpuscale.monitor.model.readings import ProcessKey
 from gpuscale.monitor.agent.processes import ProcessNames
 
 

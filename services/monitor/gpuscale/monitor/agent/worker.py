@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from gpuscale.common.clock import Clock
-from gpuscale.monitor.agent.model import Timed
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.monitor.model.readings import Timed
 from gpuscale.monitor.agent.ports import GpuSourceError
 
 T = TypeVar("T")

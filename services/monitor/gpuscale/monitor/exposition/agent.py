@@ -4,10 +4,10 @@ from collections.abc import AsyncGenerator, Callable
 from importlib.metadata import version
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.clock import Clock
-from gpuscale.common.metrics_text import Family, Page, labels
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.monitor.agent.collection import Collection
-from gpuscale.monitor.agent.model import GpuState, Snapshot
+from gpuscale.monitor.model.readings import GpuState, Snapshot
 from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.agent.watch import Broadcast
 from gpuscale.monitor.exposition.meter import CollectionMeter

@@ -4,15 +4,15 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 
-from gpuscale.common.clock import Clock
-from gpuscale.common.metrics_text import Family, Page, labels
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.monitor.exposition.process import add_process
 from gpuscale.monitor.exposition.snapshots import add_snapshot
 from gpuscale.monitor.exposition.style import Style
-from gpuscale.monitor.fleet.model import NodeState
+from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Record
-from gpuscale.monitor.health.model import Event
+from gpuscale.monitor.model.health import Event
 
 NODES = Family("gpuscale_fleet_nodes", "gauge", "Nodes, by state.")
 NODE_STATE = Family(

@@ -7,9 +7,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from gpuscale.common.clock import Clock
-from gpuscale.monitor.agent.model import GpuState, GpuView, ReadingStatus, Snapshot
-from gpuscale.monitor.exposition.bus import Bus, pci_address
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.monitor.model.readings import GpuState, GpuView, ReadingStatus, Snapshot
+from gpuscale.monitor.agent.bus import Bus, pci_address
 
 _WORKING = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW, GpuState.DIVIDED})
 # Absent for a reason that says nothing against the GPU.

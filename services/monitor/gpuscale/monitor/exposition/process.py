@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from gpuscale.common.metrics_text import Family, Page
+from gpuscale.common.runtime.metrics_text import Family, Page
 
 CPU_SECONDS = Family("process_cpu_seconds_total", "counter", "CPU time of this process, user and system.")
 RESIDENT_BYTES = Family("process_resident_memory_bytes", "gauge", "Memory of this process that is in RAM.")

@@ -9,7 +9,7 @@ Prometheus' own checker passes; the other tables have our own names in base unit
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gpuscale.common.metrics_text import Family, Kind
+from gpuscale.common.runtime.metrics_text import Family, Kind
 
 MIB = 1024**2
 PRESSURE = "Share of time in which some task waited for {}."

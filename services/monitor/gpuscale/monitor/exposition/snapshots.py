@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from google.protobuf.message import Message
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.metrics_text import Family, Page, labels
+from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.exposition.series import DCGM, DCGM_CHECKED, GPU, HOST, Series
 from gpuscale.monitor.exposition.style import Names, Style

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from gpuscale.common.metrics_text import Family, Page, labels
+from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.monitor.agent.events import GpuEvents
-from gpuscale.monitor.agent.model import GpuEvent
+from gpuscale.monitor.model.readings import GpuEvent
 
 COUNT = Family(
     "gpuscale_gpu_xid_errors_total", "counter", "XID errors of a GPU since the agent started, by code."

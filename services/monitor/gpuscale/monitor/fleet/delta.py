@@ -16,10 +16,10 @@ from google.protobuf.message import Message
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.common.field_checks import number_range
-from gpuscale.common.validation import violations
+from gpuscale.common.rpc.field_checks import number_range
+from gpuscale.common.rpc.validation import violations
 from gpuscale.monitor.fleet.sanity import refuse_memory
-from gpuscale.monitor.merging import NO_NUMBERS, Change, Numbers, Picture
+from gpuscale.monitor.wire.merging import NO_NUMBERS, Change, Numbers, Picture
 
 _GPU_STATES = frozenset(types_api.GpuState.values())
 _MOST_INTEGER = {FieldDescriptor.CPPTYPE_INT32: 2**31 - 1, FieldDescriptor.CPPTYPE_INT64: 2**53}

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.names import node_name
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.nodes import Nodes

@@ -9,25 +9,25 @@ from contextlib import contextmanager
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import (
     AbortedError,
     FailedPreconditionError,
     NotFoundError,
     ResourceExhaustedError,
 )
-from gpuscale.common.logs import get_logger
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.names import gpu_name, node_name
-from gpuscale.common.validation import violations
+from gpuscale.common.rpc.validation import violations
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.delta import refuse_change
-from gpuscale.monitor.fleet.model import Epoch, NodeState, Sample, refuse_epoch, refuse_sample
+from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, refuse_epoch, refuse_sample
 from gpuscale.monitor.fleet.online import Online
 from gpuscale.monitor.fleet.owners import Owners
 from gpuscale.monitor.fleet.record import Record, Stream
 from gpuscale.monitor.fleet.sanity import refuse_snapshot
 from gpuscale.monitor.fleet.watch import Watchers
-from gpuscale.monitor.merging import Change, Picture
+from gpuscale.monitor.wire.merging import Change, Picture
 
 Observer = Callable[[str, Picture, float, Change | None], None]
 """Told of each snapshot that was taken in: id of the node; its picture, changes merged, which the observer must not change

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import node_name
 from gpuscale.monitor.fleet.record import Record
-from gpuscale.monitor.merging import Picture
+from gpuscale.monitor.wire.merging import Picture
 
 
 class Owners:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.monitor.fleet.model import Epoch, NodeState, Sample
+from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample
 from gpuscale.monitor.fleet.staleness import is_gone, node_state
-from gpuscale.monitor.merging import Picture
+from gpuscale.monitor.wire.merging import Picture
 
 
 @dataclass(slots=True)

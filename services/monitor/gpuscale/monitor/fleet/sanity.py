@@ -1,7 +1,7 @@
 """What a snapshot must be to be believed, beyond the rules of the contract."""
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.validation import violations
+from gpuscale.common.rpc.validation import violations
 
 LONGEST_PERIOD_SECONDS = 3600
 

@@ -7,13 +7,13 @@ from random import SystemRandom
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.auth import Role, current_principal
-from gpuscale.common.clock import Clock
+from gpuscale.common.security.auth import Role, current_principal
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError
 from gpuscale.common.names import NODE, parse
-from gpuscale.common.paging import page
-from gpuscale.common.validation import validate
-from gpuscale.monitor.encoded import encoded_stream
+from gpuscale.common.runtime.paging import page
+from gpuscale.common.rpc.validation import validate
+from gpuscale.monitor.wire.encoded import encoded_stream
 from gpuscale.monitor.fleet.feed import NodeFeed
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Stream

@@ -1,6 +1,6 @@
 """Whether a node can be counted on, by the age of its last snapshot and by its stream. Pure: `now` is an argument."""
 
-from gpuscale.monitor.fleet.model import NodeState, Sample
+from gpuscale.monitor.model.nodes import NodeState, Sample
 
 STALE_PERIODS = 3
 

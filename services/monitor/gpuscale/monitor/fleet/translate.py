@@ -4,9 +4,9 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import node_name
 from gpuscale.common.wire import to_timestamp
-from gpuscale.monitor.fleet.model import NodeState
+from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.fleet.record import Record
-from gpuscale.monitor.merging import count_on
+from gpuscale.monitor.wire.merging import count_on
 
 _STATE = {one: monitor_api.NodeState.Value(f"NODE_STATE_{one.name}") for one in NodeState}
 

@@ -7,7 +7,7 @@ all: then its last result stands.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from gpuscale.monitor.health.model import Action, Finding, GpuFacts, HealthCheck, HealthSeverity
+from gpuscale.monitor.model.health import Action, Finding, GpuFacts, HealthCheck, HealthSeverity
 
 ANSWERING = frozenset({"OK", "DEGRADED", "DIVIDED"})
 AWAY = frozenset({"LOST", "RESET_REQUIRED", "RELEASED"})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gpuscale.monitor.health.checks import PATIENCE, Results
 from gpuscale.monitor.health.events import Events
-from gpuscale.monitor.health.model import Event, Finding, HealthCheck
+from gpuscale.monitor.model.health import Event, Finding, HealthCheck
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ Events of a run before may be restored. One that lasted goes on: what ends it is
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from gpuscale.monitor.health.model import Event, Finding, HealthCheck
+from gpuscale.monitor.model.health import Event, Finding, HealthCheck
 
 MOST_RESOLVED = 1_000
 SAME_MOMENT_SECONDS = 5.0

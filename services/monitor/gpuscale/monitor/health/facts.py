@@ -2,7 +2,7 @@
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.monitor.health.checks import HARDWARE_THERMAL, POWER_BRAKE, SOFTWARE_THERMAL
-from gpuscale.monitor.health.model import GpuFacts
+from gpuscale.monitor.model.health import GpuFacts
 
 _STATES = {value: name.removeprefix("GPU_STATE_") for name, value in types_api.GpuState.items()}
 _ACTIONS = {value: name.removeprefix("RECOVERY_ACTION_") for name, value in types_api.RecoveryAction.items()}

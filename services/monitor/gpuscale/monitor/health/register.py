@@ -7,7 +7,7 @@ from gpuscale.monitor.health.checks import Results, results
 from gpuscale.monitor.health.conditions import Conditions
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.faults import Faults
-from gpuscale.monitor.health.model import (
+from gpuscale.monitor.model.health import (
     Action,
     Event,
     Finding,

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from gpuscale.monitor.health.model import Action, Event, Finding, HealthCheck, HealthSeverity
+from gpuscale.monitor.model.health import Action, Event, Finding, HealthCheck, HealthSeverity
 
 
 def to_text(event: Event, shift: float) -> str:

@@ -2,8 +2,8 @@
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.names import gpu_name
-from gpuscale.monitor.dates import Dates
-from gpuscale.monitor.health.model import Event
+from gpuscale.monitor.wire.dates import Dates
+from gpuscale.monitor.model.health import Event
 
 
 def to_event(event: Event, dates: Dates) -> monitor_api.HealthEvent:

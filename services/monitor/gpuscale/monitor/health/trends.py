@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gpuscale.monitor.health.checks import AWAY, Results
-from gpuscale.monitor.health.model import Action, Finding, GpuFacts, HealthCheck, HealthSeverity
+from gpuscale.monitor.model.health import Action, Finding, GpuFacts, HealthCheck, HealthSeverity
 
 REPLAY_WINDOW_SECONDS = 60.0
 MOST_REPLAYS_PER_MINUTE = 30

@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.clock import Clock
-from gpuscale.common.logs import get_logger
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.watch import Watchers
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.facts import WATCHED_FIELDS, facts_of, looks_well
-from gpuscale.monitor.health.model import Event, GpuFacts, HealthSeverity
+from gpuscale.monitor.model.health import Event, GpuFacts, HealthSeverity
 from gpuscale.monitor.health.register import HealthRegister
-from gpuscale.monitor.merging import Change, Picture
+from gpuscale.monitor.wire.merging import Change, Picture
 
 EVERY_SECONDS = 30.0
 """A GPU that looks well is looked at closely this often: what then is compared with before is read no more often."""

@@ -8,7 +8,7 @@ be used again. A fault of a program (a bad address, an illegal instruction) says
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gpuscale.monitor.health.model import Action, Finding, HealthSeverity
+from gpuscale.monitor.model.health import Action, Finding, HealthSeverity
 
 
 class Xid(NamedTuple):

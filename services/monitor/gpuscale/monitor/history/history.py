@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from gpuscale.monitor.history.metrics import GPU_METRICS, NODE_METRICS, Metric, Sample
+from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric, Sample
 from gpuscale.monitor.history.ring import Rows
 from gpuscale.monitor.history.series import Series, Tier, most_bytes
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
 
-from gpuscale.monitor.history.metrics import Stats, Tally
+from gpuscale.monitor.model.metrics import Stats, Tally
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.history.series import Tier
 

@@ -11,7 +11,7 @@ from math import isnan
 from operator import mul
 from typing import NamedTuple, TypeVar
 
-from gpuscale.monitor.history.metrics import ABSENT
+from gpuscale.monitor.model.metrics import ABSENT
 
 MOST_COUNTED = 0xFFFF
 """More samples than that a bucket does not count."""

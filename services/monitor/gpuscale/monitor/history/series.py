@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, isnan
 
-from gpuscale.monitor.history.metrics import ABSENT, Sample, Stats, Tally
+from gpuscale.monitor.model.metrics import ABSENT, Sample, Stats, Tally
 from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, Rows
 
 BYTES_OF_NUMBER = 4

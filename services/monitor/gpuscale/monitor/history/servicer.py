@@ -8,16 +8,16 @@ from math import inf, nextafter
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.wire import optional_seconds, seconds, to_duration
-from gpuscale.monitor.dates import Dates
+from gpuscale.monitor.wire.dates import Dates
 from gpuscale.monitor.history.history import History
-from gpuscale.monitor.history.metrics import GPU_METRICS, NODE_METRICS, Metric
+from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric
 from gpuscale.monitor.history.query import plan, spread, trend
 from gpuscale.monitor.history.ring import Point
-from gpuscale.monitor.recording.directory import Directory, Subject
-from gpuscale.monitor.recording.translate import to_stats
+from gpuscale.monitor.fleet.directory import Directory, Subject
+from gpuscale.monitor.wire.recordings import to_stats
 
 DEFAULT_SPAN_SECONDS = 600.0
 MOST_POINTS = 30_000

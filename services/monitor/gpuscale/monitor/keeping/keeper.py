@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
 
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.lifecycle import TaskScope
-from gpuscale.common.logs import get_logger
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.saved import from_text as event_from_text
 from gpuscale.monitor.health.saved import to_text as event_to_text
@@ -24,7 +24,7 @@ from gpuscale.monitor.history.ring import Rows
 from gpuscale.monitor.history.series import Series, Tier
 from gpuscale.monitor.keeping.store import DATABASE, Chunk, FleetStore, Saving
 from gpuscale.monitor.keeping.timeline import STEP_SECONDS, Timeline, continued
-from gpuscale.monitor.recording.model import Recording, RecordingState
+from gpuscale.monitor.model.recordings import Recording, RecordingState
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.recording.saved import from_text, pieces
 

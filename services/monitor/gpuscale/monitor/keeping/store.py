@@ -14,7 +14,7 @@ from sqlalchemy import Connection, bindparam, delete, insert, select, tuple_
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
-from gpuscale.common.store import Store
+from gpuscale.common.store.store import Store
 from gpuscale.monitor.keeping.timeline import Timeline
 
 VERSION = 2
@@ -101,7 +101,7 @@ class Saving:
 
 
 class FleetStore:
-    """Reads and writes the file. Every write returns once it is on disk; all raise as `gpuscale.common.store.Store` does."""
+    """Reads and writes the file. Every write returns once it is on disk; all raise as `gpuscale.common.store.store.Store` does."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -17,8 +17,8 @@ from gpuscale.common.names import node_name
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import History
-from gpuscale.monitor.history.metrics import ABSENT, GPU_METRICS, Metric, Sample
-from gpuscale.monitor.merging import Change, Numbers, Picture
+from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Metric, Sample
+from gpuscale.monitor.wire.merging import Change, Numbers, Picture
 from gpuscale.monitor.recording.recordings import Recordings
 
 NEW_AFTER_PERIODS = 0.25

@@ -6,8 +6,8 @@ recordings that take it in.
 """
 
 from gpuscale.common.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
-from gpuscale.monitor.history.metrics import Sample
-from gpuscale.monitor.recording.model import Order, RecordedGpu, Recording, RecordingState
+from gpuscale.monitor.model.metrics import Sample
+from gpuscale.monitor.model.recordings import Order, RecordedGpu, Recording, RecordingState
 from gpuscale.monitor.recording.spans import Spans
 
 MOST_KEPT = 100

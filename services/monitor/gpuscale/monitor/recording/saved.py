@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpuscale.monitor.history.metrics import GPU_METRICS, Tally
-from gpuscale.monitor.recording.model import (
+from gpuscale.monitor.model.metrics import GPU_METRICS, Tally
+from gpuscale.monitor.model.recordings import (
     NEVER,
     Figures,
     Order,

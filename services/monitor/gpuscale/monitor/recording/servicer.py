@@ -8,16 +8,16 @@ from itertools import accumulate
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.clock import Clock
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import parse
-from gpuscale.common.paging import page
+from gpuscale.common.runtime.paging import page
 from gpuscale.common.wire import fingerprint, optional_seconds
-from gpuscale.monitor.dates import Dates
-from gpuscale.monitor.recording.directory import Directory
-from gpuscale.monitor.recording.model import Order, Recording
+from gpuscale.monitor.wire.dates import Dates
+from gpuscale.monitor.fleet.directory import Directory
+from gpuscale.monitor.model.recordings import Order, Recording
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.recording.translate import to_recording
+from gpuscale.monitor.wire.recordings import to_recording
 
 DEFAULT_INTERVAL_SECONDS = 1.0
 DEFAULT_MAX_DURATION_SECONDS = 3_600.0

@@ -7,8 +7,8 @@ a span, so that a sample is counted once for all of them and not once for each.
 from collections import defaultdict
 from collections.abc import Sequence
 
-from gpuscale.monitor.history.metrics import Sample
-from gpuscale.monitor.recording.model import NEVER, RecordedGpu, Recording, Span
+from gpuscale.monitor.model.metrics import Sample
+from gpuscale.monitor.model.recordings import NEVER, RecordedGpu, Recording, Span
 
 EARLY = 0.25
 """A sample may come this share of the interval, or of the agent's period if that is shorter, early."""

@@ -18,11 +18,11 @@ from gpuscale.autoscaler.adapters.engines.taking import ends_first
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.orders import Desired
 from gpuscale.autoscaler.adapters.records import Phase, Record
-from gpuscale.autoscaler.replicas import ReplicaReport
-from gpuscale.common.backoff import Backoff
-from gpuscale.common.clock import Clock
-from gpuscale.common.failpoints import hit_async
-from gpuscale.common.logs import get_logger
+from gpuscale.autoscaler.domain.replicas import ReplicaReport
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.failpoints import hit_async
+from gpuscale.common.runtime.logs import get_logger
 
 FRESH = 10.0
 """Seconds for which what the engine said counts; after that nothing is reported until it answers again."""

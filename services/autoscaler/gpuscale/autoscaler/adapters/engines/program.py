@@ -14,8 +14,8 @@ from gpuscale.autoscaler.adapters.engines.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engines.model import Engine
 from gpuscale.autoscaler.adapters.engines.settings import EngineAdapterSettings
 from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.common.clock import Clock
-from gpuscale.common.lifecycle import TaskScope
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.lifecycle import TaskScope
 
 
 async def asked_to_finish(settings: EngineAdapterSettings) -> set[str]:

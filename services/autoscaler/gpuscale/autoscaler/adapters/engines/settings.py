@@ -1,4 +1,4 @@
-"""Settings that the programs of all engines share; `gpuscale.common.settings` says where they come from."""
+"""Settings that the programs of all engines share; `gpuscale.common.config.settings` says where they come from."""
 
 import socket
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from gpuscale.common.names import is_id, to_id
-from gpuscale.common.settings import ProgramSettings, UpstreamSettings
+from gpuscale.common.config.settings import ProgramSettings, UpstreamSettings
 
 
 class EngineAdapterSettings(UpstreamSettings, ProgramSettings):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from gpuscale.autoscaler.adapters.engines.model import Finish, Kill, Life, Remove, Sighting, Start, Step
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.records import Phase, Record
-from gpuscale.autoscaler.replicas import ReplicaReport, ReplicaState
+from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 
 VANISHED_AFTER = 10.0
 """Seconds for which an engine must not show a replica that was started, until that replica counts as ended."""

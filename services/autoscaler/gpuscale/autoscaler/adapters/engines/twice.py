@@ -6,7 +6,7 @@ An answer that is lost makes a start come again; where an engine took both, the 
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol, TypeVar
 
-from gpuscale.common.logs import get_logger
+from gpuscale.common.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from gpuscale.monitor.agent.model import (
+from gpuscale.monitor.model.readings import (
     Absent,
     DriverEvent,
     GpuEventKind,

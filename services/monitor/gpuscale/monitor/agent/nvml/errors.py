@@ -3,7 +3,7 @@
 import pynvml
 
 from gpuscale.monitor.agent.asking import Failure
-from gpuscale.monitor.agent.model import GpuState, ReadingStatus
+from gpuscale.monitor.model.readings import GpuState, ReadingStatus
 from gpuscale.monitor.agent.ports import GpuSourceError
 
 _NO_DRIVER = frozenset({pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED})

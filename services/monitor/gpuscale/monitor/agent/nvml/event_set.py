@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pynvml
 
-from gpuscale.monitor.agent.model import DriverEvent, GpuEventKind
+from gpuscale.monitor.model.readings import DriverEvent, GpuEventKind
 from gpuscale.monitor.agent.nvml.reading import Device
 
 _KINDS = {

@@ -12,7 +12,7 @@ from typing import Any
 import pynvml
 
 from gpuscale.monitor.agent.asking import Asking, Failure
-from gpuscale.monitor.agent.model import ReadingStatus, RecoveryAction
+from gpuscale.monitor.model.readings import ReadingStatus, RecoveryAction
 
 # Readings by name, as the tables give them; that name and type fit the model is what the tests are for.
 Values = dict[str, Any]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pynvml
 
-from gpuscale.monitor.agent.model import GpuIdentity
+from gpuscale.monitor.model.readings import GpuIdentity
 from gpuscale.monitor.agent.nvml.errors import raise_if_driver_gone
 from gpuscale.monitor.agent.nvml.reading import Device
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pynvml
 
 from gpuscale.monitor.agent.asking import Asking, Failure
-from gpuscale.monitor.agent.model import GpuProcess, ReadingStatus
+from gpuscale.monitor.model.readings import GpuProcess, ReadingStatus
 from gpuscale.monitor.agent.processes import ProcessNames
 
 _Processes = list[pynvml.nvmlFriendlyObject]

@@ -15,7 +15,7 @@ from functools import partial
 import pynvml
 
 from gpuscale.monitor.agent.asking import Asking, Failure, Kept, Unsupported
-from gpuscale.monitor.agent.model import GpuIdentity, GpuProcess, GpuReading, ReadingStatus
+from gpuscale.monitor.model.readings import GpuIdentity, GpuProcess, GpuReading, ReadingStatus
 from gpuscale.monitor.agent.nvml.fields import METERS, Values, ask, ask_slow
 from gpuscale.monitor.agent.nvml.links import link_ends
 from gpuscale.monitor.agent.nvml.lists import ask_processes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pynvml
 
 from gpuscale.monitor.agent.asking import Asking
-from gpuscale.monitor.agent.model import DriverEvent, GpuReading, GpuSample, Inventory
+from gpuscale.monitor.model.readings import DriverEvent, GpuReading, GpuSample, Inventory
 from gpuscale.monitor.agent.nvml.errors import explain, raise_if_driver_gone, source_error
 from gpuscale.monitor.agent.nvml.event_set import EventSet
 from gpuscale.monitor.agent.nvml.inventory import Survey, mig_parts

@@ -12,10 +12,10 @@ from gpuscale.autoscaler.adapters.engines.container.engine import open_container
 from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAdapterSettings
 from gpuscale.autoscaler.adapters.engines.container.starting import Shop
 from gpuscale.autoscaler.adapters.engines.program import asked_to_finish, open_engine_adapter
-from gpuscale.common.clock import SystemClock
-from gpuscale.common.lock import DirectoryLock
-from gpuscale.common.logs import get_logger
-from gpuscale.common.program import run_program
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.config.program import run_program
 
 PROGRAM = "gpuscale-container-adapter"
 DESCRIPTION = "Starts and stops replicas as containers of a Docker-compatible engine."

@@ -1,4 +1,4 @@
-"""Settings of `gpuscale-container-adapter`; `gpuscale.common.settings` says where they come from."""
+"""Settings of `gpuscale-container-adapter`; `gpuscale.common.config.settings` says where they come from."""
 
 import ipaddress
 import socket

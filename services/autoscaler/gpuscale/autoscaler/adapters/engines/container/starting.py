@@ -24,8 +24,8 @@ from gpuscale.autoscaler.adapters.engines.container.template import (
 )
 from gpuscale.autoscaler.adapters.engines.model import EngineUnavailableError
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, ReplicaOrder
-from gpuscale.common.failpoints import hit_async
-from gpuscale.common.logs import get_logger
+from gpuscale.common.runtime.failpoints import hit_async
+from gpuscale.common.runtime.logs import get_logger
 
 NO_RUNTIME = "could not select device driver"
 """What Docker says where the NVIDIA runtime is not set up."""

@@ -10,7 +10,7 @@ from gpuscale.autoscaler.adapters.engines.model import Finish, Kill, Life, Remov
 from gpuscale.autoscaler.adapters.engines.taking import Taking
 from gpuscale.autoscaler.adapters.engines.twice import one_each
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
-from gpuscale.common.logs import get_logger
+from gpuscale.common.runtime.logs import get_logger
 
 LISTED_WITHIN = 60.0
 """Seconds that a task which was started may take to be listed; until then it is looked at by its name."""

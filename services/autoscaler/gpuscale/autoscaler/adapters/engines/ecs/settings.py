@@ -1,4 +1,4 @@
-"""Settings of `gpuscale-ecs-adapter`; `gpuscale.common.settings` says where they come from."""
+"""Settings of `gpuscale-ecs-adapter`; `gpuscale.common.config.settings` says where they come from."""
 
 from typing import Annotated, ClassVar, Self
 

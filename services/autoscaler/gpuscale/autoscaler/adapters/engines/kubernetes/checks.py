@@ -14,7 +14,7 @@ from gpuscale.autoscaler.adapters.templates import (
     ReplicaOrder,
 )
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.logs import get_logger
+from gpuscale.common.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 

@@ -23,9 +23,9 @@ from gpuscale.autoscaler.adapters.engines.model import (
 )
 from gpuscale.autoscaler.adapters.engines.taking import Taking
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
-from gpuscale.common.clock import Clock
-from gpuscale.common.failpoints import hit_async
-from gpuscale.common.logs import get_logger
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.failpoints import hit_async
+from gpuscale.common.runtime.logs import get_logger
 
 QUIET = 4.0
 """Seconds between two looks where nothing is under way and no pod changes."""

@@ -1,4 +1,4 @@
-"""Settings of `gpuscale-kubernetes-adapter`; `gpuscale.common.settings` says where they come from."""
+"""Settings of `gpuscale-kubernetes-adapter`; `gpuscale.common.config.settings` says where they come from."""
 
 from pathlib import Path
 from typing import ClassVar, Self

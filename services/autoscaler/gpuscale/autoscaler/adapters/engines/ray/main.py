@@ -10,11 +10,11 @@ from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
 from gpuscale.autoscaler.adapters.engines.ray.driver_process import RayDriver
 from gpuscale.autoscaler.adapters.engines.ray.engine import RayEngine
 from gpuscale.autoscaler.adapters.engines.ray.settings import RayAdapterSettings
-from gpuscale.common.clock import SystemClock
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.lock import DirectoryLock
-from gpuscale.common.logs import get_logger
-from gpuscale.common.program import run_program
+from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.config.program import run_program
 
 PROGRAM = "gpuscale-ray-adapter"
 DESCRIPTION = "Keeps replicas as actors in the placement groups of a Ray cluster."

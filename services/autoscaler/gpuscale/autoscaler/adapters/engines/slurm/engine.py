@@ -32,7 +32,7 @@ from gpuscale.autoscaler.adapters.engines.slurm.submission import (
 from gpuscale.autoscaler.adapters.engines.taking import Taking
 from gpuscale.autoscaler.adapters.engines.twice import one_each
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
-from gpuscale.common.logs import get_logger
+from gpuscale.common.runtime.logs import get_logger
 
 LOOKS = 5
 LOOK_GAP = 1.0

@@ -1,0 +1,167 @@
+"""Estimate: how many GPUs a model needs, and how much memory of each. Pure.
+
+The number of GPUs is the world size (`parallelism`). Memory is by the table of the GPU tracking seed (seeds/001): 20,000 MB
+for 65B and 70B models, 12,000 for 7B and 13B, 8,000 for all others, where an MB is a MiB, as of the nvidia-smi that the
+seed compares it with. Between and beyond those sizes the class of the nearest one counts, by ratio: halfway between 13
+and 65 billion is 29. Where a data type is given, memory is computed instead.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpuscale.allocator.domain.model_names import ModelSize, size_in
+from gpuscale.allocator.domain.parallelism import Json, Parallelism, parallelism
+from gpuscale.common.errors import InvalidArgumentError
+
+MIB = 1024 * 1024
+BASE_MIB = 8_000
+"""Memory of each GPU for a model that is small, or of which nothing is known."""
+MEDIUM_MIB, MEDIUM_FROM = 12_000, 5e9
+"""Memory of each GPU for models like 7B and 13B, and the least number of parameters of such a model."""
+LARGE_MIB, LARGE_FROM = 20_000, 29e9
+"""Memory of each GPU for models like 65B and 70B, and the least number of parameters of such a model."""
+BYTES_OF_TYPE: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
+"""Bytes of one parameter by its data type."""
+
+MOST_PARAMETERS = 1e18
+"""Most parameters that a model may be said to have, a million times those of the largest."""
+_SIXTEEN_BIT = 2
+_LARGEST = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a model needs is to be found for.
+
+    `parameters` is as JSON has it; `parameter_count` goes before what the name tells; memory is computed where `dtype` is
+    not empty, with a KV cache of `kv_cache_tokens` tokens of `kv_cache_bytes_per_token` each, over all GPUs.
+    """
+
+    model: str = ""
+    parameters: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    parameter_count: float | None = None
+    dtype: str = ""
+    kv_cache_tokens: int | None = None
+    kv_cache_bytes_per_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """How many GPUs, how much memory of each, how both were found, and which parameters mean nothing here."""
+
+    gpu_count: int
+    memory_bytes: int
+    notes: tuple[str, ...]
+    ignored_parameters: tuple[str, ...]
+    parameter_count: float | None
+
+
+def estimate(wish: Wish) -> Estimate:
+    """Find what a model needs.
+
+    Raises:
+        InvalidArgumentError: the parameters cannot be right (see `parallelism`), the data type is none, or what is
+            needed to compute with it is missing.
+    """
+    gpus = parallelism(wish.parameters)
+    size = _size(wish)
+    memory, notes = _computed(wish, size, gpus) if wish.dtype else _by_table(wish, size, gpus)
+    if memory > _LARGEST:
+        raise InvalidArgumentError("this is more memory than any GPU can have", field="parameter_count")
+    return Estimate(
+        gpu_count=gpus.world_size,
+        memory_bytes=memory,
+        notes=(f"GPUs: {gpus.note}", *_told(wish, size), *notes),
+        ignored_parameters=gpus.ignored,
+        parameter_count=size.parameter_count if size else None,
+    )
+
+
+def _size(wish: Wish) -> ModelSize | None:
+    if wish.parameter_count is None:
+        return size_in(wish.model)
+    if not 0 < wish.parameter_count <= MOST_PARAMETERS:
+        raise InvalidArgumentError(
+            f"parameter_count must be above 0, and {MOST_PARAMETERS:g} at most", field="parameter_count"
+        )
+    return ModelSize(wish.parameter_count, "")
+
+
+def _told(wish: Wish, size: ModelSize | None) -> list[str]:
+    """Where the number of parameters is from."""
+    if size is None:
+        return [
+            "parameters: the name of the model does not tell how many" if wish.model else "no model named"
+        ]
+    if not size.text:
+        return [f"parameters: {_count(size)}, as given"]
+    return [f"parameters: {_count(size)}, from {size.text!r} in the name{_because(size)}"]
+
+
+def _because(size: ModelSize) -> str:
+    return f" ({size.note})" if size.note else ""
+
+
+def _by_table(wish: Wish, size: ModelSize | None, gpus: Parallelism) -> tuple[int, list[str]]:
+    if wish.kv_cache_tokens or wish.kv_cache_bytes_per_token:
+        raise InvalidArgumentError("a KV cache is counted only with a dtype: give one", field="dtype")
+    mib = _class_mib(size)
+    notes = [
+        f"memory: {mib} MiB each, by the table ({MEDIUM_MIB} from 5B, {LARGE_MIB} from 29B, else {BASE_MIB})"
+    ]
+    if size is not None:
+        weights = math.ceil(_weights(size, _SIXTEEN_BIT, gpus) / MIB)
+        if weights > mib:
+            notes.append(
+                f"the weights alone take {weights} MiB of each GPU in 16 bits: give a dtype to have it computed"
+            )
+    return mib * MIB, notes
+
+
+def _class_mib(size: ModelSize | None) -> int:
+    if size is None or size.parameter_count < MEDIUM_FROM:
+        return BASE_MIB
+    return MEDIUM_MIB if size.parameter_count < LARGE_FROM else LARGE_MIB
+
+
+def _computed(wish: Wish, size: ModelSize | None, gpus: Parallelism) -> tuple[int, list[str]]:
+    of_type = BYTES_OF_TYPE.get(wish.dtype.lower())
+    if of_type is None:
+        raise InvalidArgumentError(f"dtype must be one of {', '.join(BYTES_OF_TYPE)}", field="dtype")
+    if size is None:
+        raise InvalidArgumentError(
+            "the name of the model does not tell its number of parameters: give parameter_count",
+            field="parameter_count",
+        )
+    weights, cache = _weights(size, of_type, gpus), _cache(wish, gpus)
+    notes = [
+        f"memory: {_count(size)} x {of_type:g} bytes / (tp x pp = {gpus.tp * gpus.pp}) = {_mib(weights)} of weights each",
+        f"KV cache: {_mib(cache)} each" if cache else "KV cache: not counted, no kv_cache_tokens given",
+        "activations and the driver's own memory come on top",
+    ]
+    return math.ceil(weights + cache), notes
+
+
+def _weights(size: ModelSize, of_type: float, gpus: Parallelism) -> float:
+    """Bytes of weights on each GPU: tensor and pipeline parallelism divide them, the other kinds repeat them."""
+    return size.parameter_count * of_type / (gpus.tp * gpus.pp)
+
+
+def _cache(wish: Wish, gpus: Parallelism) -> float:
+    """Bytes of the KV cache on each GPU."""
+    tokens, each = wish.kv_cache_tokens, wish.kv_cache_bytes_per_token
+    if (tokens is None) != (each is None):
+        missing = "kv_cache_tokens" if tokens is None else "kv_cache_bytes_per_token"
+        raise InvalidArgumentError(
+            f"kv_cache_tokens and kv_cache_bytes_per_token go together: give {missing}", field=missing
+        )
+    return (tokens or 0) * (each or 0) / gpus.world_size
+
+
+def _count(size: ModelSize) -> str:
+    return f"{size.parameter_count / 1e9:g} billion"
+
+
+def _mib(size: float) -> str:
+    return f"{math.ceil(size / MIB)} MiB"

@@ -1,0 +1,349 @@
+"""The ledger: the state machine of reservations, their leases, fences and request ids. Pure.
+
+    PENDING ──confirm──> ACTIVE ──close/settle──> RELEASED | EXPIRED | CANCELLED | LOST ──forget──> gone
+       └──withdraw──> gone (never acknowledged)
+
+Every change that must be on disk before anybody learns of it has two halves. `grant` and `close` come before the
+write: a granted GPU is held at once, a closed reservation still holds its GPUs but takes no more renewals. `confirm`
+and `settle` come after the write, `withdraw` and `reopen` after one that failed. So a GPU is free only when it is
+free on disk as well, and nobody can look up or list what is not on disk yet. Times are seconds of CLOCK_BOOTTIME,
+`wall` is for display.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from datetime import datetime
+
+from gpuscale.allocator.domain.deadlines import Deadlines
+from gpuscale.allocator.domain.model import Order, Reservation, ReservedGpu, State, moved
+from gpuscale.allocator.domain.use import Use
+from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
+
+RETENTION = 24 * 3600.0
+"""Seconds for which an ended reservation is kept, at least; twice its ttl where that is longer."""
+
+
+class Ledger:
+    """All reservations that are kept, live and ended, and the highest fence ever given.
+
+    Args:
+        fence: a fence that was given already; only higher ones are given.
+    """
+
+    def __init__(self, fence: int = 0) -> None:
+        self._fence = fence
+        self._reservations: dict[str, Reservation] = {}
+        self._live: dict[str, Reservation] = {}
+        self._by_request: dict[str, str] = {}
+        self._use = Use()
+        self._closing: set[str] = set()
+        self._granted_at: dict[str, float] = {}
+        self._deadlines = Deadlines()
+
+    @property
+    def fence(self) -> int:
+        """The highest fence given so far."""
+        return self._fence
+
+    @property
+    def use(self) -> Use:
+        """What live reservations hold of GPUs and nodes; it follows the ledger."""
+        return self._use
+
+    def get(self, reservation_id: str) -> Reservation:
+        """Look up a reservation.
+
+        Raises:
+            NotFoundError: there is none, none yet, or none any more.
+        """
+        found = self._reservations.get(reservation_id)
+        if found is None or found.state is State.PENDING:
+            raise NotFoundError(
+                f"no reservation {reservation_id}: it never was, or ended so long ago that it is forgotten",
+                reason="RESERVATION_NOT_FOUND",
+                metadata={"reservation": reservation_id},
+            )
+        return found
+
+    def reservations(self, *, ended: bool) -> Iterator[Reservation]:
+        """The reservations that are on disk, oldest first; ended ones only if asked for."""
+        kept = self._reservations if ended else self._live
+        return (reservation for reservation in kept.values() if reservation.state is not State.PENDING)
+
+    def granted_at(self, reservation_id: str) -> float | None:
+        """When a live reservation was granted; None of one that the disk held, or that is none."""
+        return self._granted_at.get(reservation_id)
+
+    def next_deadline(self) -> float | None:
+        """When something will be due at the earliest; None while nothing is kept."""
+        return self._deadlines.earliest()
+
+    def replay(self, request_id: str, fingerprint: str) -> Reservation | None:
+        """Find what an earlier call with the same request id was granted; None for a new one.
+
+        Raises:
+            AlreadyExistsError: the earlier call had other arguments, or another caller made it.
+        """
+        known = self._by_request.get(request_id)
+        if known is None:
+            return None
+        found = self._reservations[known]
+        if found.fingerprint != fingerprint:
+            raise AlreadyExistsError(
+                f"request_id {request_id} was used before with other arguments or by another caller;"
+                " choose a new UUID for each grant that is wanted",
+                reason="REQUEST_ID_REUSED",
+                metadata={"request_id": request_id},
+            )
+        return found
+
+    def grant(
+        self, order: Order, gpus: Iterable[ReservedGpu], *, suffix: str, now: float, wall: datetime
+    ) -> Reservation:
+        """Hold the GPUs under a new fence, PENDING until it is on disk.
+
+        The id is made of the fence, which is never given twice, and of `suffix`, a few random characters of this run
+        of the program that keep ids apart from those of a lost database.
+
+        Raises:
+            ValueError: one of the GPUs is not free for it; placement offers no such GPU.
+        """
+        fence = self._fence + 1
+        granted = Reservation(
+            id=f"r{fence}-{suffix}",
+            fence=fence,
+            request_id=order.request_id,
+            fingerprint=order.fingerprint,
+            holder=order.holder,
+            owner=order.owner,
+            labels=order.labels,
+            policy=order.ask.policy,
+            gpus=tuple(gpus),
+            ttl=order.ttl,
+            state=State.PENDING,
+            deadline=now + order.ttl,
+            created=wall,
+            tenant=order.tenant,
+            priority=order.priority,
+            preemptible=order.preemptible,
+            cpu_milli=order.ask.cpu_milli,
+            host_memory_bytes=order.ask.host_memory_bytes,
+            member_count=order.ask.member_count,
+        )
+        self._add(granted)
+        self._fence = fence  # a refused one spends none
+        self._granted_at[granted.id] = now
+        return granted
+
+    def confirm(self, granted: Reservation) -> Reservation:
+        """Make a granted reservation ACTIVE: it is on disk."""
+        return self._put(activated(granted))
+
+    def withdraw(self, granted: Reservation) -> None:
+        """Take back a granted reservation whose write failed: nobody was told of it. Its fence stays used."""
+        self._drop(granted.id)
+
+    def renew(self, reservation_id: str, fence: int, ttl: float | None, now: float) -> Reservation:
+        """Start the lease anew from now, with another ttl if one is given.
+
+        A lease that ran out but was not ended yet is renewed like any other: its GPUs are still its own.
+
+        Raises:
+            NotFoundError: no such reservation.
+            FailedPreconditionError: it has ended or is ending, or the fence is another's.
+        """
+        found = self._expect_open(self.expect(reservation_id, fence))
+        lease = found.ttl if ttl is None else ttl
+        return self._put(moved(found, ttl=lease, deadline=now + lease))
+
+    def revoke(self, reservation_id: str, at: float | None, reason: str) -> Reservation:
+        """Say that a reservation will be taken away at a time, and why; None takes that back.
+
+        It is due then, whatever its lease; until then it is renewed like any other. A time that was set before and is
+        earlier stays.
+
+        Raises:
+            NotFoundError: no such reservation.
+            FailedPreconditionError: it has ended or is ending.
+        """
+        found = self._expect_open(self.get(reservation_id))
+        if at is not None and found.revoke_at is not None and found.revoke_at <= at:
+            return found
+        return self._put(moved(found, revoke_at=at, end_reason="" if at is None else reason))
+
+    def undo(self, before: Reservation, after: Reservation) -> None:
+        """Take back a renewal or revocation whose write failed, unless the reservation has changed since."""
+        if self._live.get(after.id) is after:
+            self._put(before)
+
+    def release(self, reservation_id: str, fence: int, *, now: float, wall: datetime) -> Reservation:
+        """Begin to give the GPUs back: `close` with RELEASED; a reservation that has ended is returned as it is.
+
+        Raises:
+            NotFoundError: no such reservation.
+            FailedPreconditionError: the fence is another's.
+        """
+        found = self.expect(reservation_id, fence)
+        return self.close(found, State.RELEASED, now=now, wall=wall) if found.live else found
+
+    def close(
+        self,
+        reservation: Reservation,
+        state: State,
+        *,
+        now: float,
+        wall: datetime,
+        reason: str = "",
+        lost: Collection[str] = (),
+    ) -> Reservation:
+        """Begin to end a live reservation: from here it takes no renewal; its GPUs stay held until `settle`.
+
+        `reason` says why in words; `lost` names the GPUs of it that have vanished.
+
+        Raises:
+            ValueError: it is being closed already; `due` names no such reservation.
+        """
+        if reservation.id in self._closing:
+            raise ValueError(f"reservation {reservation.id} is being closed already")
+        self._closing.add(reservation.id)
+        gpus = reservation.gpus
+        if lost:
+            gpus = tuple(replace(gpu, lost=True) if gpu.uuid in lost else gpu for gpu in gpus)
+        return moved(
+            reservation,
+            state=state,
+            gpus=gpus,
+            deadline=now + retention(reservation.ttl),
+            ended=wall,
+            revoke_at=None,
+            end_reason=reason or reservation.end_reason,
+        )
+
+    def settle(self, closed: Reservation) -> None:
+        """Free the GPUs of a closed reservation: its end is on disk."""
+        self._closing.discard(closed.id)
+        self._live.pop(closed.id, None)
+        self._granted_at.pop(closed.id, None)
+        self._use.free(closed.id)
+        self._put(closed)
+
+    def closing(self, reservation_id: str) -> bool:
+        """Whether the end of a reservation is on its way to disk."""
+        return reservation_id in self._closing
+
+    def reopen(self, closed: Reservation) -> None:
+        """Take back a `close` whose write failed: the reservation lives on and its deadline is due again."""
+        self._closing.discard(closed.id)
+        self._put(self._reservations[closed.id])
+
+    def due(self, now: float, limit: int) -> list[Reservation]:
+        """At most `limit` reservations whose time has come: live ones to end, ended ones to forget.
+
+        Each is named once; what is not ended or forgotten then must be given to `postpone`. Those with a write on
+        its way (PENDING or closing) are left out: that write's outcome brings them back.
+        """
+        found: list[Reservation] = []
+        while len(found) < limit and (reservation_id := self._deadlines.pop(now)) is not None:
+            reservation = self._reservations.get(reservation_id)
+            if reservation is None or reservation.state is State.PENDING or reservation_id in self._closing:
+                continue
+            if due_at(reservation) > now:
+                self._deadlines.add(reservation_id, due_at(reservation))
+            else:
+                found.append(reservation)
+        return found
+
+    def postpone(self, reservation: Reservation) -> None:
+        """Let a reservation that `due` named be named again."""
+        self._deadlines.add(reservation.id, due_at(reservation))
+
+    def forget(self, ended: Reservation) -> None:
+        """Drop the record of an ended reservation; its request id may be used again."""
+        self._drop(ended.id)
+
+    def restore(self, reservations: Iterable[Reservation]) -> None:
+        """Take in what the disk holds, oldest first.
+
+        Raises:
+            ValueError: live reservations hold more of a GPU than there is.
+        """
+        for reservation in reservations:
+            self._fence = max(self._fence, reservation.fence)
+            self._add(reservation)
+
+    def expect(self, reservation_id: str, fence: int) -> Reservation:
+        """Look up a reservation by one who knows its fence.
+
+        Raises:
+            NotFoundError: no such reservation.
+            FailedPreconditionError: the fence is another's.
+        """
+        found = self.get(reservation_id)
+        if fence != found.fence:
+            raise FailedPreconditionError(
+                f"fence {fence} is not the one of reservation {reservation_id};"
+                " use the fence that came with the grant",
+                reason="FENCE_MISMATCH",
+                metadata={"reservation": reservation_id},
+            )
+        return found
+
+    def _expect_open(self, found: Reservation) -> Reservation:
+        if not found.live or found.id in self._closing:
+            raise FailedPreconditionError(
+                f"reservation {found.id} has ended ({found.state.value if not found.live else 'ending'})"
+                + (f": {found.end_reason}" if not found.live and found.end_reason else "")
+                + "; reserve anew: its GPUs may be another's",
+                reason="RESERVATION_ENDED",
+                metadata={"reservation": found.id},
+            )
+        return found
+
+    def _add(self, reservation: Reservation) -> None:
+        if reservation.live:
+            self._use.hold(reservation)
+        self._by_request[reservation.request_id] = reservation.id
+        self._put(reservation)
+
+    def _put(self, reservation: Reservation) -> Reservation:
+        self._reservations[reservation.id] = reservation
+        if reservation.live:
+            self._live[reservation.id] = reservation
+        self._deadlines.add(reservation.id, due_at(reservation))
+        return reservation
+
+    def _drop(self, reservation_id: str) -> None:
+        dropped = self._reservations.pop(reservation_id)
+        del self._by_request[dropped.request_id]
+        self._live.pop(reservation_id, None)
+        self._granted_at.pop(reservation_id, None)
+        self._use.free(reservation_id)
+
+
+def activated(granted: Reservation) -> Reservation:
+    """The reservation as it stands once it is on disk: what is written, and what the caller is told."""
+    return granted if granted.state is State.ACTIVE else moved(granted, state=State.ACTIVE)
+
+
+def retention(ttl: float) -> float:
+    """Seconds for which an ended reservation is kept, so that a late repetition still meets its request id."""
+    return max(RETENTION, 2 * ttl)
+
+
+def due_at(reservation: Reservation) -> float:
+    """When something is to be done about a reservation: its lease runs out, it is taken away, or forgotten."""
+    if reservation.revoke_at is None:
+        return reservation.deadline
+    return min(reservation.deadline, reservation.revoke_at)
+
+
+def rebased(reservation: Reservation, now: float) -> Reservation:
+    """A reservation of an earlier boot: nobody watched its clock, so its time starts anew in full.
+
+    What is left until it is taken away is counted from its last renewal, which is the latest moment known of that boot.
+    """
+    kept = reservation.ttl if reservation.live else retention(reservation.ttl)
+    revoke_at = reservation.revoke_at
+    if revoke_at is not None:
+        revoke_at = now + max(0.0, revoke_at - (reservation.deadline - reservation.ttl))
+    return moved(reservation, deadline=now + kept, revoke_at=revoke_at)

@@ -1,0 +1,309 @@
+"""Values the allocator reasons with: what is known of nodes and GPUs, what is asked for, what was granted.
+
+Pure: no wire types, no clock. Times named `*_until`, `deadline` or `now` are seconds of CLOCK_BOOTTIME; memory is
+in bytes, utilization in percent (0-100). None is a reading that was not obtained, never zero.
+"""
+
+from collections.abc import Mapping
+from dataclasses import field
+from datetime import datetime
+from enum import Enum, StrEnum
+from typing import TypedDict, Unpack
+
+from gpuscale.allocator.domain.values import value
+
+
+class NodeState(Enum):
+    """Whether a node can be counted on, as the fleet sees it."""
+
+    ONLINE = "online"
+    STALE = "stale"
+    OFFLINE = "offline"
+
+
+WHOLE = 1000
+"""A whole GPU, in thousandths; also a whole core."""
+
+
+@value(frozen=True, slots=True)
+class GpuProcess:
+    """A process on a GPU. `fence` is that of the reservation it was admitted for; None of an outsider."""
+
+    pid: int
+    memory_bytes: int | None
+    command: str
+    fence: int | None
+
+
+@value(frozen=True, slots=True)
+class Gpu:
+    """A GPU as last reported.
+
+    `trouble` says why nothing can run on it (such as HUNG, LOST or QUARANTINED) and is empty while it answers; after
+    `fresh_until` its readings are too old to count on. `mig_profile` is empty for a whole GPU; a MIG instance has the
+    UUID of its GPU as `parent`. `nvlinks` counts the NVLink connections to other GPUs by their UUIDs.
+    """
+
+    uuid: str
+    index: int
+    model: str
+    simulated: bool
+    trouble: str
+    memory_total_bytes: int | None
+    memory_free_bytes: int | None
+    utilization_percent: float | None
+    fresh_until: float
+    memory_used_bytes: int | None = None
+    mig_profile: str = ""
+    parent: str = ""
+    numa_node: int | None = None
+    nvlinks: Mapping[str, int] = field(default_factory=dict[str, int])
+    processes: tuple[GpuProcess, ...] = ()
+
+
+@value(frozen=True, slots=True)
+class Node:
+    """A node and its GPUs.
+
+    `rank` is its place in the order in which nodes were first seen, kept for ever: ties are settled by it.
+    `reported` is False for a node that is remembered but has not reported since the allocator started, so that
+    its GPUs are not known; `gpu_problem` says why a node that reports cannot read them. `cpu_milli` is the CPU it has, in thousandths of a core.
+    A `forgotten` node is gone for good, as the fleet was told, and kept only for what is still held on it.
+    """
+
+    id: str
+    rank: int
+    state: NodeState
+    gpus: tuple[Gpu, ...]
+    reported: bool = True
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    cpu_milli: int | None = None
+    memory_total_bytes: int | None = None
+    gpu_problem: str = ""
+    forgotten: bool = False
+
+
+class Policy(StrEnum):
+    """How GPUs are picked."""
+
+    SPREAD = "spread"
+    PACK = "pack"
+    BESTFIT = "bestfit"
+    FIRSTFIT = "firstfit"
+    FGD = "fgd"
+
+
+class GangStrategy(StrEnum):
+    """How the members of a gang lie on nodes."""
+
+    PACK = "pack"
+    STRICT_PACK = "strict_pack"
+    SPREAD = "spread"
+    STRICT_SPREAD = "strict_spread"
+
+
+class GpuSet(StrEnum):
+    """Which set of a node's GPUs is preferred where a member takes more than one."""
+
+    BEST = "best"
+    NVLINK = "nvlink"
+    MEMORY_BALANCED = "memory_balanced"
+
+
+@value(frozen=True, slots=True)
+class Weights:
+    """Weights of the spread score; the seeds' values by default."""
+
+    memory: float = 0.6
+    utilization: float = 0.4
+
+
+@value(frozen=True, slots=True)
+class Ask:
+    """What GPUs are wanted: `member_count` members, each of `gpu_count` GPUs of one node, all or none.
+
+    `gpu_milli` is the share of each GPU in thousandths: WHOLE admits nobody beside it. `gpu_memory_bytes` is the memory
+    of each GPU that a share takes; None stands for the same share of its memory, and for all of it when it is whole.
+    `nodes`, `gpus` (UUIDs in lower case) and `models` are the only ones that may serve; any may where they are empty.
+    A `gpu_count` of 0 asks for CPU and main memory alone.
+    """
+
+    gpu_count: int
+    min_memory_bytes: int
+    max_utilization_percent: float
+    allow_unknown_utilization: bool = False
+    policy: Policy = Policy.SPREAD
+    weights: Weights = Weights()
+    nodes: frozenset[str] = frozenset()
+    gpu_milli: int = WHOLE
+    gpu_memory_bytes: int | None = None
+    mig_profile: str = ""
+    models: tuple[str, ...] = ()
+    cpu_milli: int = 0
+    host_memory_bytes: int = 0
+    excluded_nodes: frozenset[str] = frozenset()
+    gpus: frozenset[str] = frozenset()
+    excluded_gpus: frozenset[str] = frozenset()
+    node_labels: tuple[tuple[str, str], ...] = ()
+    apart_from: tuple[tuple[str, str], ...] = ()
+    gpu_set: GpuSet = GpuSet.BEST
+    member_count: int = 1
+    gang_strategy: GangStrategy = GangStrategy.PACK
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether each GPU is taken whole."""
+        return self.gpu_milli >= WHOLE and self.gpu_memory_bytes is None
+
+
+@value(frozen=True, slots=True)
+class Order:
+    """Who wants GPUs, for how long (`ttl` in seconds), and under which request id.
+
+    `fingerprint` stands for all arguments and the caller: a repeated request id must come with the same one.
+    """
+
+    request_id: str
+    fingerprint: str
+    holder: str
+    owner: str
+    ttl: float
+    labels: Mapping[str, str]
+    ask: Ask
+    tenant: str = ""
+    priority: int = 0
+    preemptible: bool = False
+    may_preempt: bool = False
+
+
+@value(frozen=True, slots=True)
+class ScorePart:
+    """One part of a score: its `value` (of spread 0-1), None where the GPU does not report what it needs."""
+
+    name: str
+    value: float | None
+    weight: float
+
+
+@value(frozen=True, slots=True)
+class Score:
+    """Why a GPU was preferred: `total` is the sum of value x weight over the parts that have a value."""
+
+    total: float
+    parts: tuple[ScorePart, ...]
+    note: str = ""
+
+
+@value(frozen=True, slots=True)
+class ReservedGpu:
+    """A GPU of a reservation, as it was when it was chosen.
+
+    `milli` of WHOLE excludes everybody else. `memory_bytes` is what is held of its memory, None where a GPU that is
+    held whole does not tell its size. `lost` says that it has vanished since. A MIG instance has the UUID of its GPU as
+    `parent`, which nobody else tells any more once the GPU is whole again.
+    """
+
+    node: str
+    uuid: str
+    index: int
+    model: str
+    simulated: bool
+    score: Score
+    milli: int = WHOLE
+    memory_bytes: int | None = None
+    member: int = 0
+    lost: bool = False
+    parent: str = ""
+
+
+class State(StrEnum):
+    """Where a reservation stands."""
+
+    PENDING = "pending"
+    ACTIVE = "active"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+
+
+LIVE = frozenset({State.PENDING, State.ACTIVE})
+"""States in which a reservation holds its GPUs."""
+
+
+@value(frozen=True, slots=True)
+class Reservation:
+    """GPUs held by a holder under a lease.
+
+    `deadline` is when the lease runs out; once it has ended, when its record may be forgotten. `created` and `ended`
+    are wall-clock times for display. `cpu_milli` and `host_memory_bytes` are what each member takes of its node;
+    `revoke_at` is when it will be taken away (drain, preemption), `end_reason` why, or why it ended.
+    """
+
+    id: str
+    fence: int
+    request_id: str
+    fingerprint: str
+    holder: str
+    owner: str
+    labels: Mapping[str, str]
+    policy: Policy
+    gpus: tuple[ReservedGpu, ...]
+    ttl: float
+    state: State
+    deadline: float
+    created: datetime
+    ended: datetime | None = None
+    tenant: str = ""
+    priority: int = 0
+    preemptible: bool = False
+    cpu_milli: int = 0
+    host_memory_bytes: int = 0
+    member_count: int = 1
+    revoke_at: float | None = None
+    end_reason: str = ""
+
+    @property
+    def live(self) -> bool:
+        """Whether it holds its GPUs."""
+        return self.state in LIVE
+
+
+class Life(TypedDict, total=False):
+    """What may change in the life of a reservation."""
+
+    gpus: tuple[ReservedGpu, ...]
+    ttl: float
+    state: State
+    deadline: float
+    ended: datetime | None
+    revoke_at: float | None
+    end_reason: str
+
+
+def moved(one: Reservation, **life: Unpack[Life]) -> Reservation:
+    """The reservation with something of its life changed: `dataclasses.replace`, at a third of its price."""
+    return Reservation(
+        one.id,
+        one.fence,
+        one.request_id,
+        one.fingerprint,
+        one.holder,
+        one.owner,
+        one.labels,
+        one.policy,
+        life.get("gpus", one.gpus),
+        life.get("ttl", one.ttl),
+        life.get("state", one.state),
+        life.get("deadline", one.deadline),
+        one.created,
+        life.get("ended", one.ended),
+        one.tenant,
+        one.priority,
+        one.preemptible,
+        one.cpu_milli,
+        one.host_memory_bytes,
+        one.member_count,
+        life.get("revoke_at", one.revoke_at),
+        life.get("end_reason", one.end_reason),
+    )

@@ -1,0 +1,131 @@
+"""Placer: finds GPUs for asks, follows the fleet and what is held, and says why not. Pure.
+
+Feasible, then value by policy, then pick, over arrays (`placing.columns`) of which only changed rows are looked at
+again (`placing.shapes`). The answer depends on what is known alone, never on the order in which it came: ties go to
+the node that was seen first (`rank`), inside a node to the lower index. Thinking reservations away, and placing the
+members of a gang one after the other, hold and free in `use` for a moment and undo it before they return.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from gpuscale.allocator.domain.model import Ask, Node, ReservedGpu
+from gpuscale.allocator.placing.outlook import Outlook, outlook
+from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.placing.demand import Demand
+from gpuscale.allocator.placing.index import Index
+from gpuscale.allocator.placing.scratch import Member, place_gang, without
+from gpuscale.allocator.placing.refusal import Refusal, refuse, unknown_names
+from gpuscale.allocator.placing.survey import Survey
+from gpuscale.allocator.domain.use import Use
+
+
+class Placer:
+    """What is known of the fleet, arranged for finding GPUs.
+
+    Args:
+        use: what live reservations hold; whoever holds and frees there needs to tell nothing here.
+        demand: what asks look like, where that is known beforehand; learnt from those that come otherwise.
+    """
+
+    def __init__(self, use: Use, demand: Demand | None = None) -> None:
+        self._use = use
+        self._demand = demand or Demand()
+        self._nodes: dict[str, Node] = {}
+        self._cordons: frozenset[str] = frozenset()
+        self._index = Index((), use, self._demand, self._cordons)
+        self._arranged = True
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """The nodes that are known, in the order of their ranks."""
+        return tuple(self._arrange().columns.nodes)
+
+    def apply_node(self, node: Node) -> None:
+        """Take in a node as it is now, in place of what was known of it."""
+        before = self._nodes.get(node.id)
+        self._nodes[node.id] = node
+        columns = self._index.columns
+        if not self._arranged:
+            return
+        if before is None and columns.has_room(node):
+            columns.append(node)
+        elif before is not None and before.rank == node.rank and len(node.gpus) <= columns.width:
+            columns.write(columns.row_of[node.id], node)
+        else:
+            self._arranged = False
+
+    def remove_node(self, node_id: str) -> None:
+        """Forget a node; nothing if it is not known."""
+        if self._nodes.pop(node_id, None):
+            self._arranged = False
+
+    def set_cordons(self, names: frozenset[str]) -> None:
+        """Take in what is cordoned: nodes as `nodes/{node}`, GPUs by their UUIDs in lower case."""
+        self._cordons = names
+        self._index.columns.set_cordons(names)
+
+    def place(self, ask: Ask, now: float, *, again: bool = False) -> Pick | Refusal:
+        """Find GPUs for an ask, all members or none; nothing is held by it.
+
+        `again` says that this ask was placed before, as of one that waits: nothing is learnt from it then.
+        """
+        index = self._arrange()
+        if not again:
+            index.learn(ask)
+        named = ask.nodes or ask.gpus
+        if named and (unknown := unknown_names(self._nodes, index.columns.nodes, ask)):
+            return unknown
+        placed = place_gang(index, self._use, ask, now) if ask.member_count > 1 else self._one(ask, now)
+        if len(placed) == ask.member_count:
+            return _pick(placed)
+        return refuse(self._survey(ask, now), len(placed))
+
+    def place_after(self, ask: Ask, now: float, freed: Iterable[str]) -> Pick | Refusal:
+        """Find GPUs for an ask as if these reservations were free; nothing changes.
+
+        Raises:
+            KeyError: one of them holds nothing.
+        """
+        gone = [self._use.live(one) for one in freed]
+        with without(self._arrange(), self._use, gone):
+            return self.place(ask, now, again=True)
+
+    def explain(self, ask: Ask, now: float) -> Outlook:
+        """What an ask would find, node by node, with what each constraint removes; nothing changes."""
+        answer = self.place(ask, now, again=True)
+        index = self._index
+        return outlook(answer, index, self._survey(ask, now), index.shape(ask, now), self._use, now)
+
+    def fitting(self, ask: Ask, now: float) -> list[str]:
+        """The ids of the nodes that would serve one member, in the order of their ranks."""
+        index = self._arrange()
+        rows = np.flatnonzero(index.value(index.shape(ask, now)) > -np.inf).tolist()
+        return [index.columns.nodes[row].id for row in rows]
+
+    def _one(self, ask: Ask, now: float) -> list[Member]:
+        index = self._index
+        shape = index.shape(ask, now)
+        row = int(shape.value.argmax())  # of rows that are no node's yet nothing is any good
+        if shape.value.item(row) == -math.inf:
+            return []
+        return [(index.columns.nodes[row].id, index.members.take(shape, row, 0))]
+
+    def _survey(self, ask: Ask, now: float) -> Survey:
+        return Survey(self._index.columns, self._index.shape(ask, now), self._use, now)
+
+    def _arrange(self) -> Index:
+        """The index, built anew when nodes came out of order, went, or outgrew it."""
+        if not self._arranged:
+            nodes = sorted(self._nodes.values(), key=lambda node: (node.rank, node.id))
+            self._index = Index(nodes, self._use, self._demand, self._cordons)
+            self._arranged = True
+        return self._index
+
+
+def _pick(placed: Sequence[Member]) -> Pick:
+    gpus: tuple[ReservedGpu, ...] = tuple([gpu for _, member in placed for gpu in member])
+    mean = math.fsum([gpu.score.total for gpu in gpus]) / (len(gpus) or 1)
+    return Pick(gpus, mean, tuple([node for node, _ in placed]))

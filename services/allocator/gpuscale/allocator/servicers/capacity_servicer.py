@@ -1,0 +1,159 @@
+"""CapacityService on the wire: messages to values, one use case, values to messages."""
+
+from typing import TypeAlias
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+
+from gpuscale.allocator.servicers import translate
+from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
+from gpuscale.allocator.domain.estimate import Wish, estimate
+from gpuscale.allocator.placing.outlook import NodeOutlook
+from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZATION_PERCENT, Idleness, RankedNode
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.servicers.translate_ask import to_ask
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common import names, wire
+from gpuscale.common.security.auth import current_principal
+
+_Check: TypeAlias = grpc.aio.ServicerContext[api.CheckAvailabilityRequest, api.CheckAvailabilityResponse]
+_Wait: TypeAlias = grpc.aio.ServicerContext[api.WaitForAvailabilityRequest, api.WaitForAvailabilityResponse]
+_Explain: TypeAlias = grpc.aio.ServicerContext[api.ExplainPlacementRequest, api.ExplainPlacementResponse]
+_Estimate: TypeAlias = grpc.aio.ServicerContext[
+    api.EstimateRequirementsRequest, api.EstimateRequirementsResponse
+]
+_Rank: TypeAlias = grpc.aio.ServicerContext[api.RankNodesRequest, api.RankNodesResponse]
+
+
+class CapacityServicer(api.CapacityServiceServicer):
+    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+
+    def __init__(self, capacity: Capacity, settings: AllocatorSettings) -> None:
+        self._capacity = capacity
+        self._settings = settings
+
+    async def CheckAvailability(
+        self, request: api.CheckAvailabilityRequest, context: _Check
+    ) -> api.CheckAvailabilityResponse:
+        """Say whether there is room."""
+        found = self._capacity.check(to_ask(request.ask, self._settings), current_principal().name)
+        return api.CheckAvailabilityResponse(
+            available=found.available,
+            message=found.message,
+            reason=found.reason,
+            gpus=[translate.from_gpu(gpu) for gpu in found.gpus],
+        )
+
+    async def WaitForAvailability(
+        self, request: api.WaitForAvailabilityRequest, context: _Wait
+    ) -> api.WaitForAvailabilityResponse:
+        """Say when there is room."""
+        timeout = wire.optional_seconds(request, "timeout")
+        found, waited = await self._capacity.wait(
+            to_ask(request.ask, self._settings),
+            current_principal().name,
+            DEFAULT_TIMEOUT if timeout is None else timeout,
+        )
+        return api.WaitForAvailabilityResponse(
+            available=found.available,
+            message=f"after {waited:.1f} s: {found.message}",
+            reason=found.reason,
+            waited=wire.to_duration(waited),
+        )
+
+    async def ExplainPlacement(
+        self, request: api.ExplainPlacementRequest, context: _Explain
+    ) -> api.ExplainPlacementResponse:
+        """Say what an ask would find."""
+        found = self._capacity.explain(to_ask(request.ask, self._settings), current_principal().name)
+        return api.ExplainPlacementResponse(
+            available=found.answer.available,
+            message=found.answer.message,
+            reason=found.answer.reason,
+            gpus=[translate.from_gpu(gpu) for gpu in found.answer.gpus],
+            constraints=[
+                api.ConstraintEffect(
+                    constraint=one.obstacle,
+                    removed_in_order_count=one.removed_in_order,
+                    removed_alone_count=one.removed_alone,
+                )
+                for one in found.outlook.effects
+            ],
+            nodes=[_from_outlook(one) for one in found.outlook.nodes],
+            node_count=found.outlook.node_count,
+            remedies=found.remedies,
+        )
+
+    async def EstimateRequirements(
+        self, request: api.EstimateRequirementsRequest, context: _Estimate
+    ) -> api.EstimateRequirementsResponse:
+        """Say what a model needs."""
+        found = estimate(_to_wish(request))
+        return api.EstimateRequirementsResponse(
+            gpu_count=found.gpu_count,
+            memory_bytes=found.memory_bytes,
+            notes=found.notes,
+            ignored_parameters=found.ignored_parameters,
+            parameter_count=found.parameter_count,
+            ask=api.Ask(gpu_count=found.gpu_count, min_memory_bytes=found.memory_bytes),
+        )
+
+    async def RankNodes(self, request: api.RankNodesRequest, context: _Rank) -> api.RankNodesResponse:
+        """Rank nodes by how idle they are."""
+        idleness = Idleness(
+            request.max_utilization_percent
+            if request.HasField("max_utilization_percent")
+            else IDLE_UTILIZATION_PERCENT,
+            request.max_memory_percent if request.HasField("max_memory_percent") else IDLE_MEMORY_PERCENT,
+            request.gpu_count,
+        )
+        found = self._capacity.rank(idleness)
+        return api.RankNodesResponse(
+            nodes=[_from_ranked(one) for one in found],
+            fallback=not any(one.sufficient for one in found),
+        )
+
+
+def _to_wish(request: api.EstimateRequirementsRequest) -> Wish:
+    return Wish(
+        model=request.model,
+        parameters=MessageToDict(request.parameters),
+        parameter_count=request.parameter_count if request.HasField("parameter_count") else None,
+        dtype=request.dtype,
+        kv_cache_tokens=request.kv_cache_tokens if request.HasField("kv_cache_tokens") else None,
+        kv_cache_bytes_per_token=(
+            request.kv_cache_bytes_per_token if request.HasField("kv_cache_bytes_per_token") else None
+        ),
+    )
+
+
+def _from_outlook(one: NodeOutlook) -> api.NodeOutlook:
+    return api.NodeOutlook(
+        name=names.node_name(one.node.id),
+        obstacle=one.obstacle or "",
+        message=one.message,
+        fitting_count=one.fitting,
+        gpus=[
+            api.GpuOutlook(
+                name=names.gpu_name(one.node.id, gpu.gpu.uuid),
+                obstacle=gpu.obstacle or "",
+                message=gpu.message,
+                score=None if gpu.score is None else translate.from_score(gpu.score),
+                reservations=map(names.reservation_name, gpu.reservations),
+            )
+            for gpu in one.gpus
+        ],
+    )
+
+
+def _from_ranked(one: RankedNode) -> api.RankedNode:
+    return api.RankedNode(
+        name=names.node_name(one.node.id),
+        idle_gpu_count=one.idle_count,
+        gpu_count=len(one.node.gpus),
+        sufficient=one.sufficient,
+        fallback=one.fallback,
+        message=one.message,
+        mean_utilization_percent=one.mean_utilization_percent,
+        mean_memory_percent=one.mean_memory_percent,
+    )

@@ -1,0 +1,170 @@
+"""AllocatorService on the wire: messages to values, one use case, values to messages."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+from typing import TypeAlias, TypeVar
+
+import grpc
+
+from gpuscale.allocator.servicers import translate
+from gpuscale.allocator.usecases.leases import Leases
+from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.usecases.records import Records
+from gpuscale.allocator.usecases.reserving import Reserving
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common import wire
+from gpuscale.common.security.auth import current_principal
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.rpc.validation import validate
+
+_Reserve: TypeAlias = grpc.aio.ServicerContext[api.ReserveRequest, api.ReserveResponse]
+_ReserveAndWatch: TypeAlias = grpc.aio.ServicerContext[
+    api.ReserveAndWatchRequest, api.ReserveAndWatchResponse
+]
+_BatchReserve: TypeAlias = grpc.aio.ServicerContext[api.BatchReserveRequest, api.BatchReserveResponse]
+_Renew: TypeAlias = grpc.aio.ServicerContext[api.RenewReservationRequest, api.RenewReservationResponse]
+_KeepAlive: TypeAlias = grpc.aio.ServicerContext[api.KeepAliveRequest, api.KeepAliveResponse]
+_Release: TypeAlias = grpc.aio.ServicerContext[api.ReleaseReservationRequest, api.ReleaseReservationResponse]
+_BatchRelease: TypeAlias = grpc.aio.ServicerContext[api.BatchReleaseRequest, api.BatchReleaseResponse]
+_Get: TypeAlias = grpc.aio.ServicerContext[api.GetReservationRequest, api.GetReservationResponse]
+_List: TypeAlias = grpc.aio.ServicerContext[api.ListReservationsRequest, api.ListReservationsResponse]
+_Watch: TypeAlias = grpc.aio.ServicerContext[api.WatchReservationsRequest, api.WatchReservationsResponse]
+_One = TypeVar(
+    "_One",
+    api.ReserveResponse,
+    api.ReserveAndWatchResponse,
+    api.RenewReservationResponse,
+    api.ReleaseReservationResponse,
+)
+_Several = TypeVar("_Several", api.BatchReserveResponse, api.BatchReleaseResponse)
+
+
+class AllocatorServicer(api.AllocatorServiceServicer):
+    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+
+    def __init__(
+        self,
+        *,
+        reserving: Reserving,
+        leases: Leases,
+        records: Records,
+        settings: AllocatorSettings,
+        clock: Clock,
+    ) -> None:
+        self._reserving = reserving
+        self._leases = leases
+        self._records = records
+        self._settings = settings
+        self._clock = clock
+
+    async def Reserve(self, request: api.ReserveRequest, context: _Reserve) -> api.ReserveResponse:
+        """Grant GPUs."""
+        order = translate.to_order(request, current_principal().name, self._settings)
+        granted = await self._reserving.reserve(order, wire.optional_seconds(request, "wait") or 0.0)
+        return self._put(api.ReserveResponse(), granted)
+
+    async def ReserveAndWatch(
+        self, request: api.ReserveAndWatchRequest, context: _ReserveAndWatch
+    ) -> AsyncIterator[api.ReserveAndWatchResponse]:
+        """Grant GPUs, and tell the place in the queue meanwhile."""
+        order = translate.to_order(request.reserve, current_principal().name, self._settings, "reserve.")
+        since = self._clock.now()
+        wait = wire.optional_seconds(request.reserve, "wait") or 0.0
+        async with aclosing(self._reserving.reserve_and_watch(order, wait)) as news:
+            async for one in news:
+                if isinstance(one, Reservation):
+                    yield self._put(api.ReserveAndWatchResponse(), one)
+                else:
+                    place = translate.from_place(one, self._clock.now(), since)
+                    yield api.ReserveAndWatchResponse(waiting=place)
+
+    async def BatchReserve(
+        self, request: api.BatchReserveRequest, context: _BatchReserve
+    ) -> api.BatchReserveResponse:
+        """Grant several requests, all or none."""
+        orders = translate.to_orders(request, current_principal().name, self._settings)
+        granted = await self._reserving.reserve_all(orders)
+        return self._add(api.BatchReserveResponse(), granted)
+
+    async def RenewReservation(
+        self, request: api.RenewReservationRequest, context: _Renew
+    ) -> api.RenewReservationResponse:
+        """Start a lease anew."""
+        ttl = wire.optional_seconds(request, "ttl")
+        renewed = await self._leases.renew(translate.to_lease(request), ttl, current_principal())
+        return self._put(api.RenewReservationResponse(), renewed)
+
+    async def KeepAlive(
+        self, request_iterator: AsyncIterator[api.KeepAliveRequest], context: _KeepAlive
+    ) -> AsyncIterator[api.KeepAliveResponse]:
+        """Renew leases, message by message."""
+        caller = current_principal()
+        async for request in request_iterator:
+            validate(request)
+            leases = [translate.to_lease(one) for one in request.leases]
+            renewals = await self._leases.keep_alive(leases, request.holder, caller)
+            now, wall = self._clock.now(), self._clock.wall()
+            yield api.KeepAliveResponse(leases=[translate.from_renewal(one, now, wall) for one in renewals])
+
+    async def ReleaseReservation(
+        self, request: api.ReleaseReservationRequest, context: _Release
+    ) -> api.ReleaseReservationResponse:
+        """Give GPUs back."""
+        released = await self._leases.release([translate.to_lease(request)], current_principal())
+        return self._put(api.ReleaseReservationResponse(), released[0])
+
+    async def BatchRelease(
+        self, request: api.BatchReleaseRequest, context: _BatchRelease
+    ) -> api.BatchReleaseResponse:
+        """Give several back, all or none."""
+        leases = [translate.to_lease(one) for one in request.requests]
+        released = await self._leases.release(leases, current_principal())
+        return self._add(api.BatchReleaseResponse(), released)
+
+    async def GetReservation(
+        self, request: api.GetReservationRequest, context: _Get
+    ) -> api.GetReservationResponse:
+        """Look one up."""
+        found = self._records.get(translate.reservation_id(request.name))
+        return api.GetReservationResponse(reservation=self._report(found))
+
+    async def ListReservations(
+        self, request: api.ListReservationsRequest, context: _List
+    ) -> api.ListReservationsResponse:
+        """List a page of them."""
+        reservations, token = self._records.list_reservations(
+            holder=request.holder,
+            ended=request.show_ended,
+            page_size=request.page_size,
+            page_token=request.page_token,
+        )
+        return api.ListReservationsResponse(
+            reservations=[self._report(one) for one in reservations], next_page_token=token
+        )
+
+    async def WatchReservations(
+        self, request: api.WatchReservationsRequest, context: _Watch
+    ) -> AsyncIterator[api.WatchReservationsResponse]:
+        """Tell of reservations that change."""
+        async for news in self._records.watch(request.holder):
+            yield api.WatchReservationsResponse(
+                reservations=[self._report(one) for one in news.reservations], full=news.full
+            )
+
+    def _put(self, answer: _One, one: Reservation) -> _One:
+        """Put a reservation into an answer."""
+        translate.put_reservation(answer.reservation, one, self._clock.now(), self._clock.wall())
+        return answer
+
+    def _add(self, answer: _Several, reservations: Iterable[Reservation]) -> _Several:
+        """Put reservations into an answer, as of one moment."""
+        now, wall = self._clock.now(), self._clock.wall()
+        for one in reservations:
+            translate.put_reservation(answer.reservations.add(), one, now, wall)
+        return answer
+
+    def _report(self, reservation: Reservation) -> api.Reservation:
+        """The message of a reservation with what its holder makes of it."""
+        usage = self._records.usage(reservation)
+        return translate.from_reservation(reservation, self._clock.now(), self._clock.wall(), usage)

@@ -1,0 +1,252 @@
+"""Translate reservations and requests between the messages of the contract and the allocator's values."""
+
+from collections import OrderedDict
+from datetime import datetime, timedelta
+from typing import TypeAlias
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.allocator.usecases.leases import Lease, Renewal
+from gpuscale.allocator.domain.model import Order, Reservation, ReservedGpu, Score, State
+from gpuscale.allocator.queueing.model import Place
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.servicers.translate_ask import POLICIES, to_ask
+from gpuscale.allocator.usage import Usage
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common import names, wire
+from gpuscale.common.errors import InvalidArgumentError
+
+_NANOS = 1_000_000_000
+_REMEMBERED = 4096
+"""Reservations whose messages are kept ready: those that were answered with first are dropped first."""
+
+_STATES = {
+    State.PENDING: allocator_api.Reservation.STATE_PENDING,
+    State.ACTIVE: allocator_api.Reservation.STATE_ACTIVE,
+    State.RELEASED: allocator_api.Reservation.STATE_RELEASED,
+    State.EXPIRED: allocator_api.Reservation.STATE_EXPIRED,
+    State.CANCELLED: allocator_api.Reservation.STATE_CANCELLED,
+    State.LOST: allocator_api.Reservation.STATE_LOST,
+}
+_POLICIES = {policy: number for number, policy in POLICIES.items()}
+
+
+def to_order(
+    request: allocator_api.ReserveRequest, owner: str, defaults: AllocatorSettings, path: str = ""
+) -> Order:
+    """The order of a valid request; what it leaves open is filled in from the settings.
+
+    The fingerprint covers every field but the request id, as the caller sent them, and the caller. `path` leads to the
+    request where it is part of another message, such as `requests[3].`.
+
+    Raises:
+        InvalidArgumentError: parts of it contradict each other.
+    """
+    if request.may_preempt and not wire.optional_seconds(request, "wait"):
+        raise InvalidArgumentError("may_preempt needs a wait", field=f"{path}may_preempt")
+    request_id = request.request_id
+    request.request_id = ""
+    fingerprint = f"{wire.fingerprint(request)} {owner}"
+    request.request_id = request_id
+    ttl = wire.optional_seconds(request, "ttl")
+    return Order(
+        request_id=request_id.lower(),
+        fingerprint=fingerprint,
+        holder=request.holder,
+        owner=owner,
+        ttl=defaults.default_ttl_seconds if ttl is None else ttl,
+        labels=dict(request.labels) if request.labels else {},
+        ask=to_ask(request.ask, defaults, f"{path}ask."),
+        tenant=request.tenant or owner,
+        priority=request.priority,
+        preemptible=request.preemptible,
+        may_preempt=request.may_preempt,
+    )
+
+
+def to_orders(
+    request: allocator_api.BatchReserveRequest, owner: str, defaults: AllocatorSettings
+) -> list[Order]:
+    """The orders of a valid batch.
+
+    Raises:
+        InvalidArgumentError: one of them waits, or contradicts itself.
+    """
+    for index, one in enumerate(request.requests):
+        if wire.optional_seconds(one, "wait"):
+            raise InvalidArgumentError("a batch does not wait", field=f"requests[{index}].wait")
+    return [
+        to_order(one, owner, defaults, f"requests[{index}].") for index, one in enumerate(request.requests)
+    ]
+
+
+def to_lease(
+    message: allocator_api.LeaseRenewal
+    | allocator_api.RenewReservationRequest
+    | allocator_api.ReleaseReservationRequest,
+) -> Lease:
+    """The lease that a message names."""
+    return Lease(reservation_id(message.name), message.fence)
+
+
+def reservation_id(name: str) -> str:
+    """The id in the name of a reservation.
+
+    Raises:
+        InvalidArgumentError: it is no such name.
+    """
+    return names.parse(names.RESERVATION, name)["reservation"]
+
+
+def from_renewal(renewal: Renewal, now: float, wall: datetime) -> allocator_api.LeaseStatus:
+    """How a lease stands, answered at `now` and `wall`."""
+    status = allocator_api.LeaseStatus(
+        name=names.reservation_name(renewal.lease.id), fence=renewal.lease.fence
+    )
+    one = renewal.reservation
+    if one is not None:
+        status.state = _STATES[one.state]
+        status.message = one.end_reason
+        if one.live:
+            status.remaining.CopyFrom(wire.to_duration(max(0.0, one.deadline - now)))
+        if one.revoke_at is not None:
+            status.revoke_time.CopyFrom(_at(one.revoke_at, now, wall))
+    if renewal.error is not None:
+        status.error_reason = renewal.error.reason
+        status.message = renewal.error.message
+    return status
+
+
+def from_reservation(
+    reservation: Reservation, now: float, wall: datetime, usage: Usage | None = None
+) -> allocator_api.Reservation:
+    """The message of a reservation, answered at `now` and `wall`."""
+    message = allocator_api.Reservation()
+    put_reservation(message, reservation, now, wall)
+    if usage is not None:
+        message.usage.CopyFrom(_from_usage(usage))
+    return message
+
+
+def put_reservation(
+    message: allocator_api.Reservation, reservation: Reservation, now: float, wall: datetime
+) -> None:
+    """Set the message of a reservation where it stands in an answer; one made apart would be copied into it."""
+    message.CopyFrom(_lasting(reservation))
+    message.state = _STATES[reservation.state]
+    if reservation.end_reason:
+        message.end_reason = reservation.end_reason
+    if reservation.live:
+        remaining = max(0.0, reservation.deadline - now)
+        _put_seconds(message.remaining, remaining)
+        wire.put_timestamp(message.expire_time, wall + timedelta(seconds=remaining))
+    if reservation.revoke_at is not None:
+        message.revoke_time.CopyFrom(_at(reservation.revoke_at, now, wall))
+    if reservation.ended is not None:
+        wire.put_timestamp(message.end_time, reservation.ended)
+
+
+def _put_seconds(duration: Duration, seconds: float) -> None:
+    """Set a Duration that is part of a message, not below 0."""
+    duration.seconds, duration.nanos = divmod(round(seconds * _NANOS), _NANOS)
+
+
+_Known: TypeAlias = tuple[tuple[ReservedGpu, ...], float, allocator_api.Reservation]
+_known: OrderedDict[str, _Known] = OrderedDict()
+
+
+def _lasting(reservation: Reservation) -> allocator_api.Reservation:
+    """What seldom changes in the life of a reservation: a GPU is lost, another ttl given. The latest are remembered."""
+    known = _known.get(reservation.id)
+    if known is not None and known[0] is reservation.gpus and known[1] == reservation.ttl:
+        return known[2]
+    message = allocator_api.Reservation(
+        name=names.reservation_name(reservation.id),
+        holder=reservation.holder,
+        fence=reservation.fence,
+        policy=_POLICIES[reservation.policy],
+        request_id=reservation.request_id,
+        owner=reservation.owner,
+        tenant=reservation.tenant,
+        priority=reservation.priority,
+        preemptible=reservation.preemptible,
+        cpu_milli=reservation.cpu_milli,
+        host_memory_bytes=reservation.host_memory_bytes,
+        member_count=reservation.member_count,
+    )
+    if reservation.labels:
+        message.labels.update(reservation.labels)
+    _put_seconds(message.ttl, reservation.ttl)
+    wire.put_timestamp(message.create_time, reservation.created)
+    for gpu in reservation.gpus:
+        _put_gpu(message.gpus.add(), gpu)
+    _known[reservation.id] = reservation.gpus, reservation.ttl, message
+    if len(_known) > _REMEMBERED:
+        _known.popitem(last=False)
+    return message
+
+
+def _at(moment: float, now: float, wall: datetime) -> Timestamp:
+    """A moment of CLOCK_BOOTTIME by the wall clock."""
+    return wire.to_timestamp(wall + timedelta(seconds=moment - now))
+
+
+def from_gpu(gpu: ReservedGpu) -> allocator_api.ReservedGpu:
+    """The message of a GPU that was chosen."""
+    message = allocator_api.ReservedGpu()
+    _put_gpu(message, gpu)
+    return message
+
+
+def _put_gpu(message: allocator_api.ReservedGpu, gpu: ReservedGpu) -> None:
+    """Set the message of a GPU; field by field, which takes a third as long as to make one and copy it."""
+    message.name = names.gpu_name(gpu.node, gpu.uuid)
+    message.node, message.uuid, message.index = gpu.node, gpu.uuid, gpu.index
+    message.model, message.simulated = gpu.model, gpu.simulated
+    _put_score(message.score, gpu.score)
+    message.milli, message.member, message.lost = gpu.milli, gpu.member, gpu.lost
+    if gpu.memory_bytes is not None:
+        message.memory_bytes = gpu.memory_bytes
+
+
+def _from_usage(usage: Usage) -> allocator_api.ReservationUsage:
+    gpus = (
+        allocator_api.GpuUsage(
+            uuid=uuid,
+            memory_used_bytes=one.memory_used_bytes,
+            utilization_percent=one.utilization_percent,
+            outsider_pids=one.outsiders,
+        )
+        for uuid, one in usage.gpus.items()
+    )
+    return allocator_api.ReservationUsage(gpus=gpus, idle=usage.idle, overused=usage.overused)
+
+
+def from_score(score: Score) -> allocator_api.GpuScore:
+    """The message of a score, with its parts."""
+    message = allocator_api.GpuScore()
+    _put_score(message, score)
+    return message
+
+
+def _put_score(message: allocator_api.GpuScore, score: Score) -> None:
+    message.total, message.note = score.total, score.note
+    for part in score.parts:
+        of = message.parts.add()
+        of.name, of.weight = part.name, part.weight
+        if part.value is not None:
+            of.value = part.value
+
+
+def from_place(place: Place, now: float, since: float) -> allocator_api.QueuePlace:
+    """The message of a place in the queue, told at `now` to a caller who waits since `since`."""
+    message = allocator_api.QueuePlace(
+        position=place.position,
+        message=place.obstacle.message,
+        reason=place.obstacle.reason,
+        waited=wire.to_duration(max(0.0, now - since)),
+    )
+    if place.start is not None:
+        message.estimated_wait.CopyFrom(wire.to_duration(max(0.0, place.start - now)))
+    return message

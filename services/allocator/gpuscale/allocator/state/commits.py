@@ -1,0 +1,186 @@
+"""Commits: the second half of every change, the one that waits for the disk.
+
+Changes that wait together are written in one transaction and answered in one turn of the event loop. For how long a
+group waits for more is `gpuscale.allocator.state.crowd`'s to say: not at all where changes come one at a time.
+
+A caller who gives up neither undoes nor forgets a change, and a caller who repeats the request waits for the same outcome.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
+from typing import NoReturn
+
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.state.crowd import Crowd
+from gpuscale.allocator.domain.ledger import Ledger, activated
+from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.state.outcome import Outcome
+from gpuscale.allocator.state.store import AllocatorStore
+from gpuscale.allocator.domain.values import value
+from gpuscale.common.runtime import failpoints
+from gpuscale.common.errors import UnavailableError
+
+MAX_GROUP = 256
+"""Most changes in one transaction."""
+
+
+class _Kind(Enum):
+    GRANT = "allocator.reserve.before_commit"
+    END = "allocator.end.before_commit"
+    CHANGE = "allocator.change.before_commit"
+
+
+@value(frozen=True, slots=True)
+class _Unit:
+    """What is written wholly or not at all. `before` are the reservations as they were, of a CHANGE only."""
+
+    kind: _Kind
+    reservations: Sequence[Reservation]
+    outcome: Outcome
+    before: Sequence[Reservation] = ()
+
+
+class Commits:
+    """Brings what the ledger granted, changed or closed to disk and tells the ledger how it went.
+
+    `run` must run; it is what writes.
+    """
+
+    def __init__(self, ledger: Ledger, store: AllocatorStore, changes: Changes) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._changes = changes
+        self._waiting: list[_Unit] = []
+        self._size = 0
+        self._some = asyncio.Event()
+        self._crowd = Crowd()
+        self._all = asyncio.Event()
+        self._under_way: dict[str, Outcome] = {}
+
+    def grant(self, granted: Sequence[Reservation]) -> Outcome:
+        """Begin to write grants, all or none."""
+        return self._begin(_Kind.GRANT, [activated(one) for one in granted])
+
+    def end(self, closed: Sequence[Reservation]) -> Outcome:
+        """Begin to write the ends of closed reservations, all or none."""
+        return self._begin(_Kind.END, closed)
+
+    def change(self, before: Sequence[Reservation], after: Sequence[Reservation]) -> Outcome:
+        """Begin to write renewals or revocations, all or none; `before` is what they were, in the same order."""
+        return self._begin(_Kind.CHANGE, after, before)
+
+    async def wait(self, *reservation_ids: str) -> UnavailableError | None:
+        """Wait until no grant or end of any of them is being written; the error of the last one, if it failed."""
+        error = None
+        while writes := [self._under_way[key] for key in reservation_ids if key in self._under_way]:
+            error = await writes[0]
+        return error
+
+    async def run(self) -> NoReturn:
+        """Write for ever."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await self._some.wait()
+            await self._gather(clock)
+            group, self._waiting = self._waiting[:MAX_GROUP], self._waiting[MAX_GROUP:]
+            size, left, began = _size(group), _size(self._waiting), clock()
+            self._size = left
+            await self._write(group)
+            self._crowd.wrote(size, self._size - left, clock() - began)
+            if not self._waiting:
+                self._some.clear()
+
+    async def _gather(self, clock: Callable[[], float]) -> None:
+        """Let a group grow for as long as that pays."""
+        opened, seen = clock(), 0
+        while seen < self._size and (pause := self._crowd.pause(self._size, clock() - opened)):
+            seen = self._size
+            self._all.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._all.wait()
+
+    def _begin(
+        self, kind: _Kind, reservations: Sequence[Reservation], before: Sequence[Reservation] = ()
+    ) -> Outcome:
+        outcome = Outcome()
+        self._waiting.append(_Unit(kind, reservations, outcome, before))
+        self._size += len(reservations)
+        self._some.set()
+        if self._size >= self._crowd.expected:
+            self._all.set()
+        if kind is not _Kind.CHANGE:
+            for one in reservations:
+                self._under_way[one.id] = outcome
+        return outcome
+
+    async def _write(self, group: Sequence[_Unit]) -> None:
+        """Write a group in one transaction; if the state refuses something in it, each unit in one of its own."""
+        group = [unit for unit in group if not await self._failed_at_point(unit)]
+        error = await self._save(group)
+        if error is not None and error.reason == "STATE_CONFLICT" and len(group) > 1:
+            for unit in group:
+                self._settle(unit, await self._save([unit]))
+        else:
+            # Of two changes of one reservation that both failed the later one is taken back first.
+            for unit in group if error is None else reversed(group):
+                self._settle(unit, error)
+        if ends := [unit for unit in group if unit.kind is _Kind.END]:
+            self._changes.room({gpu.node for unit in ends for one in unit.reservations for gpu in one.gpus})
+
+    async def _failed_at_point(self, unit: _Unit) -> bool:
+        try:
+            await failpoints.hit_async(unit.kind.value)
+        except UnavailableError as error:
+            self._settle(unit, error)
+            return True
+        return False
+
+    async def _save(self, group: Sequence[_Unit]) -> UnavailableError | None:
+        added = [one for unit in group if unit.kind is _Kind.GRANT for one in unit.reservations]
+        changed = [one for unit in group if unit.kind is not _Kind.GRANT for one in unit.reservations]
+        try:
+            await self._store.save(added, changed)
+        except UnavailableError as error:
+            return error
+        return None
+
+    def _settle(self, unit: _Unit, error: UnavailableError | None) -> None:
+        """Tell the ledger and whoever waits how it went."""
+        if error is None:
+            self._changes.publish(self._done(unit))
+        else:
+            self._undo(unit)
+            if unit.kind is _Kind.GRANT:
+                self._changes.room({gpu.node for one in unit.reservations for gpu in one.gpus})
+        if unit.kind is not _Kind.CHANGE:
+            for one in unit.reservations:
+                self._under_way.pop(one.id, None)
+        unit.outcome.settle(error)
+
+    def _done(self, unit: _Unit) -> Sequence[Reservation]:
+        if unit.kind is _Kind.GRANT:
+            return [self._ledger.confirm(one) for one in unit.reservations]
+        if unit.kind is _Kind.END:
+            for one in unit.reservations:
+                self._ledger.settle(one)
+        return unit.reservations
+
+    def _undo(self, unit: _Unit) -> None:
+        match unit.kind:
+            case _Kind.GRANT:
+                for one in unit.reservations:
+                    self._ledger.withdraw(one)
+            case _Kind.END:
+                for one in unit.reservations:
+                    self._ledger.reopen(one)
+            case _Kind.CHANGE:
+                for before, after in zip(unit.before, unit.reservations, strict=True):
+                    self._ledger.undo(before, after)
+
+
+def _size(units: Sequence[_Unit]) -> int:
+    """How many reservations they change."""
+    return sum(len(unit.reservations) for unit in units)

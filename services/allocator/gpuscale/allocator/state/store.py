@@ -1,0 +1,274 @@
+"""Store: what the allocator must never forget, in SQLite or PostgreSQL. The schema is SQLModel's, the writes are Core statements.
+
+The database itself refuses to give more of a GPU than there is (see `schema_store.Hold`), and `request_id` is unique, so
+it refuses a second grant for one request.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    bindparam,
+    delete,
+    func,
+    insert,
+    literal_column,
+    or_,
+    select,
+    update,
+)
+
+from gpuscale.allocator.state import schema_store as schema
+from gpuscale.allocator.state.guard import LAST_WRITE, Numbering, StateGuard
+from gpuscale.allocator.domain.model import Reservation, State
+from gpuscale.allocator.state.sealing import LIFE, sealed
+from gpuscale.allocator.state.seals_store import check_seals
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
+from gpuscale.common.store.prepared import Prepared
+from gpuscale.common.runtime.revisions import revisions
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.store.store import Store
+from gpuscale.common.store.term import Term
+
+SERVICE = "allocator"
+"""Its threads, its failpoints, and its schema in PostgreSQL are named so."""
+T = TypeVar("T")
+
+MIGRATIONS = revisions("gpuscale.allocator.migrations", 2, 3)
+"""By the version that they start from."""
+_TABLES = schema.Table.metadata.tables
+_RESERVATION = _TABLES["reservation"]
+_HOLD = _TABLES["hold"]
+_RANK = _TABLES["rank"]
+_COUNTER = _TABLES["counter"]
+
+_CHANGING = (*(column for column in LIFE if column != "id"), "life_sum")
+_ACTIVE: ColumnElement[str] = literal_column(f"'{State.ACTIVE.value}'")
+_ADD = Prepared(insert(_RESERVATION))
+_HOLD_GPUS = Prepared(insert(_HOLD))
+_FREE_GPUS = Prepared(delete(_HOLD).where(_HOLD.c.reservation_id == bindparam("key")))
+# What has ended never lives again, whatever a late write says.
+_CHANGE = Prepared(
+    update(_RESERVATION)
+    .where(_RESERVATION.c.id == bindparam("id"))
+    .where(or_(_RESERVATION.c.state == _ACTIVE, _RESERVATION.c.state == bindparam("state")))
+    .values({column: bindparam(column) for column in _CHANGING})
+)
+_CHANGE_GPUS = Prepared(
+    update(_RESERVATION)
+    .where(_RESERVATION.c.id == bindparam("id"))
+    .values(gpus=bindparam("gpus"), lasting_sum=bindparam("lasting_sum"))
+)
+_FORGET = Prepared(delete(_RESERVATION).where(_RESERVATION.c.id == bindparam("key")))
+_COUNT = Prepared.replacing(_COUNTER)
+_PUT_RANKS = Prepared.replacing(_RANK)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the disk holds.
+
+    `reservations` come oldest first, each with the id of the boot that its deadline belongs to; `fence` is the highest
+    one that had been given when a record was last forgotten, `ranks` the rank of every node ever seen.
+    """
+
+    reservations: Sequence[tuple[Reservation, str]]
+    fence: int
+    ranks: Mapping[str, int]
+
+
+class AllocatorStore:
+    """Reads and writes of the allocator's state.
+
+    Every write returns once it is on disk and raises UnavailableError, with the reason of the store, if it cannot be.
+
+    Args:
+        store: the open file.
+        guard: numbers the writes.
+        boot_id: of the current boot, to which all deadlines written belong.
+    """
+
+    def __init__(self, store: Store, guard: Numbering, boot_id: str) -> None:
+        self._store = store
+        self._guard = guard
+        self._boot_id = boot_id
+
+    async def read(self, work: Callable[[Connection], T]) -> T:
+        """Read what else is kept in the file. Raises as `Store.read` does."""
+        return await self._store.read(work)
+
+    async def change(self, work: Callable[[Connection], None]) -> None:
+        """Write what else is kept in the file. Raises as `Store.write` does."""
+
+        def numbered(connection: Connection) -> None:
+            number = self._guard.next()
+            work(connection)
+            self._note(connection, number)
+            self._guard.wrote(number)
+
+        await self._store.write(numbered)
+
+    async def load(self) -> Saved:
+        """Read everything.
+
+        Raises:
+            FailedPreconditionError: STATE_INCONSISTENT, the holds are not those of the live reservations; or the file
+                is damaged.
+            UnavailableError: the file cannot be read now.
+        """
+        return await self._store.read(_load)
+
+    async def save(self, added: Sequence[Reservation], changed: Sequence[Reservation]) -> None:
+        """Write new reservations with their holds, and what changed in the life of others, in one transaction.
+
+        Those that have ended give their GPUs back.
+
+        Raises:
+            UnavailableError: also with reason STATE_CONFLICT, if the state refuses one of them: then none is written.
+        """
+
+        def work(connection: Connection) -> None:
+            number = self._guard.next()
+            if added:
+                _ADD.run(connection, [schema.to_row(one, self._boot_id, number) for one in added])
+                _HOLD_GPUS.run(connection, [hold for one in added for hold in schema.to_holds(one)])
+            if changed:
+                rows = [schema.to_changes(one, self._boot_id, number) for one in changed]
+                if _CHANGE.run(connection, rows) < len(changed) and not added:
+                    self._note(connection, number)  # no row may have it: they had ended
+            if ended := [{"key": one.id} for one in changed if not one.live]:
+                _FREE_GPUS.run(connection, ended)
+            if lost := [one for one in changed if one.state is State.LOST]:
+                _CHANGE_GPUS.run(connection, [schema.to_lost(one) for one in lost])
+            self._guard.wrote(number)
+
+        await self._write(work)
+
+    async def forget(self, ended: Sequence[Reservation], fence: int) -> None:
+        """Delete the records of ended reservations; that `fence` is the highest one given stays known."""
+
+        def work(connection: Connection) -> None:
+            number = self._guard.next()
+            _COUNT.run(connection, [sealed({"name": schema.FENCE, "value": fence})])
+            _FORGET.run(connection, [{"key": one.id} for one in ended])
+            self._note(connection, number)
+            self._guard.wrote(number)
+
+        await self._write(work)
+
+    async def save_ranks(self, ranks: Mapping[str, int]) -> None:
+        """Write the ranks of nodes that were not known before, in place of any that could not be deleted."""
+
+        def work(connection: Connection) -> None:
+            rows = [sealed({"node": node, "rank": rank}) for node, rank in ranks.items()]
+            _PUT_RANKS.run(connection, rows)
+
+        await self._write(work)
+
+    async def forget_rank(self, node: str, rank: int) -> None:
+        """Delete the rank of a node, unless it has another one by now."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(delete(_RANK).where(_RANK.c.node == node, _RANK.c.rank == rank))
+
+        await self._write(work)
+
+    def _note(self, connection: Connection, number: int) -> None:
+        """Keep the number of a write that no reservation has."""
+        _COUNT.run(connection, [sealed({"name": LAST_WRITE, "value": number})])
+
+    async def _write(self, work: Callable[[Connection], None]) -> None:
+        try:
+            await self._store.write(work)
+        except UnavailableError:
+            raise
+        except GpuscaleError as error:
+            raise UnavailableError(
+                error.message, reason=error.reason, retry_after=error.retry_after
+            ) from error
+
+
+@asynccontextmanager
+async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]:
+    """Open the file, or make it.
+
+    Raises:
+        FailedPreconditionError: the file is damaged, is not what was acknowledged, or is of another version; it stays as
+            it is.
+        UnavailableError: it cannot be used now.
+    """
+    guard = StateGuard(path)
+    await asyncio.to_thread(guard.witness.check_before)
+    opening = Store.open(
+        path,
+        schema.Table.metadata,
+        name=SERVICE,
+        version=schema.VERSION,
+        migrations=MIGRATIONS,
+        guard=guard,
+    )
+    try:
+        async with opening as store:
+            yield AllocatorStore(store, guard, boot_id)
+    finally:
+        guard.witness.close()
+
+
+@asynccontextmanager
+async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGenerator[AllocatorStore]:
+    """Open the state in PostgreSQL for a term, or make it.
+
+    Raises:
+        FailedPreconditionError: it is of another version, or a row is not as it was written; it stays as it is.
+        UnavailableError: it cannot be used now, or the term is over.
+    """
+    from gpuscale.common.store.postgres_store import Postgres
+
+    backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)
+    async with Store.on(backend, name=SERVICE) as store:
+        await store.read(partial(check_seals, tables=schema.Table.metadata.sorted_tables))
+        yield AllocatorStore(store, Numbering(await store.read(_last_write)), boot_id)
+
+
+def _last_write(connection: Connection) -> int:
+    """The number of the last write."""
+    of_reservations = select(func.coalesce(func.max(_RESERVATION.c.write_number), 0))
+    of_others = select(_COUNTER.c.value).where(_COUNTER.c.name == LAST_WRITE)
+    highest: int = connection.execute(of_reservations).scalar_one()
+    return max(highest, connection.execute(of_others).scalar() or 0)
+
+
+def _load(connection: Connection) -> Saved:
+    rows = connection.execute(select(_RESERVATION).order_by(_RESERVATION.c.fence))
+    reservations = [(schema.from_row(row), row.boot_id) for row in rows]
+    _check_holds([reservation for reservation, _ in reservations], connection)
+    kept = select(_COUNTER.c.value).where(_COUNTER.c.name == schema.FENCE)
+    fence: int | None = connection.execute(kept).scalar()
+    ranks = {row["node"]: row["rank"] for row in connection.execute(select(_RANK)).mappings()}
+    return Saved(reservations, fence or 0, ranks)
+
+
+def _check_holds(reservations: Sequence[Reservation], connection: Connection) -> None:
+    """The holds must be those of the live reservations: anything else was not written by this program."""
+    expected = {
+        (hold["gpu_uuid"], hold["reservation_id"], hold["milli"])
+        for one in reservations
+        if one.live
+        for hold in schema.to_holds(one)
+    }
+    rows = connection.execute(select(_HOLD)).mappings()
+    found = {(row["gpu_uuid"], row["reservation_id"], row["milli"]) for row in rows}
+    if expected != found:
+        different = sorted(expected ^ found)
+        raise FailedPreconditionError(
+            f"the stored holds are not those of the live reservations (first difference: {different[0]});"
+            " nothing is granted on such a state, and it was left as it is",
+            reason="STATE_INCONSISTENT",
+        )

@@ -1,0 +1,189 @@
+"""Use cases of whoever asks before reserving: is there room, tell me when there is, what stands in the way, where is it idle.
+
+They look with the same eyes as Reserve and hold nothing.
+"""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.usecases.draining import Maintenance
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import Ask, Order, ReservedGpu
+from gpuscale.allocator.placing.outlook import Outlook
+from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.queueing.model import Obstacle
+from gpuscale.allocator.usecases.waiting import Waiting
+from gpuscale.allocator.domain.ranking import Idleness, RankedNode, rank
+from gpuscale.allocator.placing.refusal import NOT_FOUND, Refusal, RefusalKind
+from gpuscale.allocator.placing.remedies import remedies
+from gpuscale.allocator.usecases.telemetry import FleetFollower
+from gpuscale.allocator.usecases.view import FleetView
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds that a wait lasts where it does not say: the seed's."""
+MOST_WAITS = 128
+"""Most calls that wait at once: a quarter of those that the server handles."""
+LOOK_GAP = 0.05
+"""Least seconds between two looks of one who waits, however often something changes."""
+_RETRY = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whether an ask could be granted, in words; which GPUs it would get, or the reason as a code.
+
+    `final` says that waiting would not help.
+    """
+
+    message: str
+    available: bool = False
+    reason: str = ""
+    gpus: tuple[ReservedGpu, ...] = ()
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What an ask would find, and what would make room."""
+
+    answer: Answer
+    outlook: Outlook
+    remedies: Sequence[str]
+
+
+class Capacity:
+    """Looks, and changes nothing.
+
+    Every method raises NotFoundError for a chosen node that was never seen, and UnavailableError (NO_TELEMETRY) while it
+    is not known which GPUs there are.
+    """
+
+    def __init__(
+        self,
+        *,
+        placer: Placer,
+        waiting: Waiting,
+        view: FleetView,
+        follower: FleetFollower,
+        ledger: Ledger,
+        maintenance: Maintenance,
+        changes: Changes,
+        clock: Clock,
+    ) -> None:
+        self._placer = placer
+        self._waiting = waiting
+        self._view = view
+        self._follower = follower
+        self._ledger = ledger
+        self._maintenance = maintenance
+        self._clock = clock
+        self._waits = 0
+        self._change = asyncio.Event()
+        changes.on_room(self._changed)
+
+    def check(self, ask: Ask, caller: str) -> Answer:
+        """Whether the caller would be granted the ask now; those who wait in the queue come first."""
+        self._expect_telemetry()
+        now = self._clock.now()
+        found: Pick | Refusal | Obstacle = self._placer.place(ask, now, again=True)
+        if isinstance(found, Pick):
+            found = self._waiting.look(_as_order(ask, caller), now)
+        return _answer(found)
+
+    async def wait(self, ask: Ask, caller: str, seconds: float) -> tuple[Answer, float]:
+        """Look until the ask could be granted or so many seconds are over; the last answer, and how long it took.
+
+        Raises:
+            ResourceExhaustedError: TOO_MANY_WAITS.
+        """
+        loop = asyncio.get_running_loop()
+        began, change = loop.time(), self._change
+        answer = self.check(ask, caller)
+        if self._waits >= MOST_WAITS:
+            raise ResourceExhaustedError(
+                f"{MOST_WAITS} calls wait for room already, which is as many as may; stand in the queue with Reserve",
+                reason="TOO_MANY_WAITS",
+                retry_after=_RETRY,
+            )
+        self._waits += 1
+        try:
+            async with asyncio.timeout_at(began + seconds):
+                while not (answer.available or answer.final):
+                    await change.wait()
+                    change = self._change  # before the look: what changes after it is not missed
+                    answer = self.check(ask, caller)
+                    await asyncio.sleep(0 if answer.available else LOOK_GAP)
+        except TimeoutError:
+            pass  # the last answer stands: nothing has changed since
+        finally:
+            self._waits -= 1
+        return answer, loop.time() - began
+
+    def explain(self, ask: Ask, caller: str) -> Explanation:
+        """What each constraint does to the ask, what the nearest nodes are like, and what would help."""
+        answer = self.check(ask, caller)
+        now = self._clock.now()
+        outlook = self._placer.explain(ask, now)
+        held = [one for one in self._ledger.reservations(ended=False) if not self._ledger.closing(one.id)]
+        found = remedies(
+            outlook, ask, placer=self._placer, live=held, cordons=self._maintenance.cordons, now=now
+        )
+        return Explanation(answer, outlook, found)
+
+    def rank(self, idleness: Idleness) -> list[RankedNode]:
+        """Nodes by how many idle GPUs they have, best first."""
+        self._expect_telemetry()
+        cordons, use = self._maintenance.cordons, self._ledger.use
+        nodes = self._view.nodes
+        parents = {gpu.uuid: gpu.parent for node in nodes for gpu in node.gpus}
+        return rank(
+            nodes,
+            idleness,
+            held={gpu.uuid for node in nodes for gpu in node.gpus if use.on(gpu).milli},
+            cordoned=lambda node, uuid: cordons.covering(node, uuid, parents.get(uuid, "")) is not None,
+            now=self._clock.now(),
+        )
+
+    def _changed(self, nodes: Collection[str] | None) -> None:
+        """Room may have come: whoever waits looks again."""
+        del nodes  # an ask may look anywhere
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+    def _expect_telemetry(self) -> None:
+        if not self._view.complete:
+            problem = self._follower.problem or "no agent has reported to the fleet yet"
+            raise UnavailableError(
+                f"it is not known yet which GPUs there are: {problem}",
+                reason="NO_TELEMETRY",
+                retry_after=_RETRY,
+            )
+
+
+def _answer(found: Pick | Refusal | Obstacle) -> Answer:
+    """The answer in words.
+
+    Raises:
+        NotFoundError: a chosen node was never seen, or has no such GPU.
+    """
+    if isinstance(found, Pick):
+        where = dict.fromkeys(gpu.node for gpu in found.gpus)
+        gpus = ", ".join(f"{gpu.uuid} ({gpu.node})" for gpu in found.gpus)
+        return Answer(f"available now on {', '.join(where)}: {gpus}", available=True, gpus=found.gpus)
+    if isinstance(found, Obstacle):
+        return Answer(found.message, reason=found.reason, final=found.lasting)
+    if found.kind in NOT_FOUND:
+        raise NotFoundError(found.message, reason=found.kind, metadata=found.metadata)
+    return Answer(found.message, reason=found.kind, final=found.kind is RefusalKind.UNSATISFIABLE)
+
+
+def _as_order(ask: Ask, caller: str) -> Order:
+    """What the caller would order, for a look at the queue."""
+    return Order(
+        request_id="", fingerprint="", holder=caller, owner=caller, ttl=0.0, labels={}, ask=ask, tenant=caller
+    )

@@ -1,0 +1,242 @@
+"""Use cases of cordons: cordon, uncordon and drain nodes and GPUs, and list what is cordoned.
+
+A cordon keeps new work away from the moment it is asked for, and is on disk before the answer. A drain then tells the
+holders of what is there when they have to be gone; what is left at the deadline the sweeper ends, as it ends leases that
+run out. Whatever is interrupted on the way, `resume` makes good when the allocator starts again.
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.state.commits import Commits
+from gpuscale.allocator.state.cordon_store import CordonStore
+from gpuscale.allocator.domain.cordons import Cordon, Cordons, Spot, cordoned
+from gpuscale.allocator.usecases.leases import Leases
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import Node, Reservation
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.usecases.view import FleetView
+from gpuscale.allocator.whole import whole
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.errors import GpuscaleError, NotFoundError
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.paging import page
+
+DEFAULT_GRACE = 600.0
+"""Seconds that holders have to leave where a drain does not say."""
+
+_log = get_logger(__name__)
+
+
+class Maintenance:
+    """Takes nodes and GPUs out of use and back. Every method raises errors of the tree, as the contract says.
+
+    Args:
+        placer: is told what is cordoned.
+        tasks: the scope that changes live in: a caller who gives up neither undoes nor halves one.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        view: FleetView,
+        placer: Placer,
+        store: CordonStore,
+        commits: Commits,
+        leases: Leases,
+        changes: Changes,
+        clock: Clock,
+        tasks: TaskScope,
+    ) -> None:
+        self._ledger = ledger
+        self._view = view
+        self._placer = placer
+        self._store = store
+        self._commits = commits
+        self._leases = leases
+        self._changes = changes
+        self._clock = clock
+        self._tasks = tasks
+        self._cordons = Cordons()
+        self._turn = asyncio.Lock()
+
+    @property
+    def cordons(self) -> Cordons:
+        """What is cordoned now."""
+        return self._cordons
+
+    async def resume(self) -> None:
+        """Take in what the disk holds, and go on with drains that were interrupted.
+
+        Raises:
+            UnavailableError: the state cannot be read or written.
+        """
+        of_this_boot, earlier = await self._store.load(self._clock.now())
+        self._cordons = Cordons([*of_this_boot, *earlier])
+        self._placer.set_cordons(self._cordons.marks())
+        for cordon in earlier:  # first, as a crash in between must not leave holders with the old deadlines
+            there = [one.id for one in self._told(cordon)]
+            await self._leases.revoke(there, None, "")
+            await self._leases.revoke(there, cordon.deadline, cordon.why)
+        draining = [cordon for cordon in self._cordons if cordon.deadline is not None]
+        if draining:
+            await self._store.save(draining)
+        for cordon in draining:
+            await self._tell(cordon)
+
+    async def cordon(self, spot: Spot, *, reason: str, author: str) -> Cordon:
+        """Let nothing new onto a node or GPU. A drain that is under way there goes on.
+
+        Raises:
+            NotFoundError: the node or GPU was never seen.
+            UnavailableError: the state cannot be written; the cordon is as before then.
+        """
+        asked = Cordon(spot, reason, author, self._clock.wall())
+        return await whole(self._tasks, "cordon", self._put(asked))
+
+    async def drain(
+        self, spot: Spot, *, reason: str, author: str, grace: float | None = None
+    ) -> tuple[Cordon, list[Reservation]]:
+        """Cordon, and have everything that is there leave within `grace` seconds; what is there, oldest first.
+
+        A drain that is under way goes on; of two deadlines the earlier one holds.
+
+        Raises:
+            NotFoundError: the node or GPU was never seen.
+            UnavailableError: the state cannot be written. Where the cordon was already, repeating the call, or a
+                restart, tells the holders.
+        """
+        seconds = DEFAULT_GRACE if grace is None else grace
+        asked = Cordon(spot, reason, author, self._clock.wall(), self._clock.now() + seconds, seconds)
+        cordon = await whole(self._tasks, "drain", self._drain(asked))
+        return cordon, self.reservations(spot)
+
+    async def uncordon(self, spot: Spot) -> None:
+        """Lift a cordon, and with it its drain: what it was to take away may stay, if nothing else drains it.
+
+        Raises:
+            NotFoundError: the node was never seen.
+            UnavailableError: the state cannot be written; the cordon stands then. Its holders may have been told that
+                they can stay: repeat the call.
+        """
+        if self._cordons.get(spot) is None:  # one of a node that was forgotten can be lifted
+            self._expect_node(spot)
+        await whole(self._tasks, "uncordon", self._lift(spot))
+
+    def list_cordons(self, *, page_size: int, page_token: str) -> tuple[list[Cordon], str]:
+        """A page of cordons, by name, and the token of the next page.
+
+        Raises:
+            InvalidArgumentError: the token is not one of this list.
+        """
+        return page(
+            list(self._cordons),
+            key=lambda cordon: cordon.spot.name,
+            page_size=page_size,
+            page_token=page_token,
+        )
+
+    def reservations(self, spot: Spot) -> list[Reservation]:
+        """The reservations that are on a node or GPU, oldest first."""
+        return self._on(spot, self._ledger.reservations(ended=False))
+
+    async def _put(self, asked: Cordon) -> Cordon:
+        """Set a cordon in memory, at once, and on disk; as before if it cannot be written."""
+        self._expect_node(asked.spot)
+        async with self._turn:
+            before = self._cordons.get(asked.spot)
+            if before is None:
+                self._expect_gpu(asked.spot)
+            after = cordoned(before, asked)
+            self._cordons.put(after)
+            self._placer.set_cordons(self._cordons.marks())
+            try:
+                await self._store.save([after])
+            except GpuscaleError:
+                self._take_back(before, after)
+                raise
+        _log.info("cordoned", spot=after.spot.name, drains=after.deadline is not None)
+        return after
+
+    async def _drain(self, asked: Cordon) -> Cordon:
+        cordon = await self._put(asked)
+        await self._tell(cordon)
+        return cordon
+
+    async def _lift(self, spot: Spot) -> None:
+        """Lift a cordon: holders first, so that after a crash in between the drain goes on as a whole."""
+        async with self._turn:
+            before = self._cordons.get(spot)
+            if before is None:
+                return
+            await self._reprieve(before)
+            await self._store.remove(spot)
+            self._cordons.remove(spot)
+            self._placer.set_cordons(self._cordons.marks())
+        self._changes.room()
+        _log.info("uncordoned", spot=spot.name)
+
+    def _take_back(self, before: Cordon | None, after: Cordon) -> None:
+        if before is None:
+            self._cordons.remove(after.spot)
+        else:
+            self._cordons.put(before)
+        self._placer.set_cordons(self._cordons.marks())
+
+    async def _tell(self, cordon: Cordon) -> None:
+        """Tell the holders of what is on a drained spot when they have to be gone; on disk when this returns."""
+        there = self._ids_on(cordon.spot)
+        await self._commits.wait(*there)  # a grant that is being written counts
+        await self._leases.revoke(there, cordon.deadline, cordon.why)
+
+    def _ids_on(self, spot: Spot) -> list[str]:
+        """The reservations on a spot, those too that are not on disk yet."""
+        return [one.id for one in self._on(spot, self._ledger.use.reservations(spot.node))]
+
+    def _on(self, spot: Spot, reservations: Iterable[Reservation]) -> list[Reservation]:
+        """Those of the reservations that are on a spot, or on a MIG instance of it.
+
+        Reservations of earlier versions do not know of which GPU their MIG instances are; the node tells it.
+        """
+        node = self._view.get(spot.node)
+        parents = {gpu.uuid: gpu.parent for gpu in node.gpus} if node else {}
+        return [
+            one
+            for one in reservations
+            if any(
+                spot.holds(gpu.node, gpu.uuid, gpu.parent or parents.get(gpu.uuid, "")) for gpu in one.gpus
+            )
+        ]
+
+    async def _reprieve(self, lifted: Cordon) -> None:
+        """Take back what a drain said to holders; another drain of the same GPUs says it anew."""
+        told = self._told(lifted)
+        if lifted.deadline is None or not told:
+            return
+        await self._leases.revoke([one.id for one in told], None, "")
+        nodes = {gpu.node for one in told for gpu in one.gpus}  # those of a gang are several
+        for cordon in self._cordons:
+            if cordon.deadline is not None and cordon.spot.node in nodes and cordon != lifted:
+                await self._tell(cordon)
+
+    def _told(self, cordon: Cordon) -> list[Reservation]:
+        """Who has to leave because of a cordon."""
+        return [one for one in self._ledger.reservations(ended=False) if cordon.told(one.end_reason)]
+
+    def _expect_node(self, spot: Spot) -> Node:
+        node = self._view.get(spot.node)
+        if node is None:
+            message = f"no such node: {spot.node}"
+            raise NotFoundError(message, reason="NODE_NOT_FOUND", metadata={"nodes": spot.node})
+        return node
+
+    def _expect_gpu(self, spot: Spot) -> None:
+        """A GPU of a node that has reported must be known; of one that has not, it may be there."""
+        node = self._expect_node(spot)
+        known = any(spot.holds(node.id, gpu.uuid, gpu.parent) for gpu in node.gpus)
+        if spot.gpu and node.reported and not known:
+            message = f"node {spot.node} has no GPU {spot.gpu}"
+            raise NotFoundError(message, reason="GPU_NOT_FOUND", metadata={"gpus": spot.gpu})

@@ -1,0 +1,169 @@
+"""Use cases of whoever holds a reservation: renew, keep alive, release; and what is done to it: revoke, lose."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from gpuscale.allocator.state.commits import Commits
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import Reservation, State
+from gpuscale.allocator.state.outcome import Outcome
+from gpuscale.allocator.domain.values import value
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    GpuscaleError,
+    NotFoundError,
+    PermissionDeniedError,
+)
+from gpuscale.common.security.principal import Principal, Role
+
+
+@value(frozen=True, slots=True)
+class Lease:
+    """A reservation by its id, with the fence that proves who speaks."""
+
+    id: str
+    fence: int
+
+
+@value(frozen=True, slots=True)
+class Renewal:
+    """How a lease stands after it was to be renewed: as it is now, if it is known, and why it was not renewed."""
+
+    lease: Lease
+    reservation: Reservation | None
+    error: GpuscaleError | None
+
+
+class Leases:
+    """Every method raises errors of `gpuscale.common.errors`, as the contract says."""
+
+    def __init__(self, *, ledger: Ledger, commits: Commits, clock: Clock) -> None:
+        self._ledger = ledger
+        self._commits = commits
+        self._clock = clock
+
+    async def renew(self, lease: Lease, ttl: float | None, caller: Principal) -> Reservation:
+        """Start a lease anew, with another ttl if one is given.
+
+        Raises:
+            NotFoundError: no such reservation.
+            PermissionDeniedError: it is another caller's.
+            FailedPreconditionError: it has ended, or the fence is not its own.
+            UnavailableError: the state cannot be written; the lease runs on as before.
+        """
+        before = self._owned(lease.id, caller)
+        after = self._ledger.renew(lease.id, lease.fence, ttl, self._clock.now())
+        await _written(self._commits.change([before], [after]))
+        return after
+
+    async def keep_alive(self, leases: Iterable[Lease], holder: str, caller: Principal) -> Sequence[Renewal]:
+        """Renew these leases, and all live ones of a holder that are the caller's, in one transaction.
+
+        One that cannot be renewed does not keep the others from it.
+        """
+        wanted = dict.fromkeys((*leases, *self._of_holder(holder, caller)))
+        before: list[Reservation] = []
+        after: list[Reservation] = []
+        refused: dict[Lease, GpuscaleError] = {}
+        now = self._clock.now()
+        for lease in wanted:
+            try:
+                found = self._owned(lease.id, caller)
+                after.append(self._ledger.renew(lease.id, lease.fence, None, now))
+                before.append(found)
+            except (NotFoundError, PermissionDeniedError, FailedPreconditionError) as error:
+                refused[lease] = error
+        failure = await self._commits.change(before, after) if after else None
+        return [self._renewal(lease, refused.get(lease) or failure) for lease in wanted]
+
+    async def release(self, leases: Sequence[Lease], caller: Principal) -> Sequence[Reservation]:
+        """Give the GPUs back, of all or of none; what has ended is returned unchanged.
+
+        Raises:
+            NotFoundError: no such reservation.
+            PermissionDeniedError: it is another caller's.
+            FailedPreconditionError: the fence is not its own.
+            UnavailableError: the state cannot be written; the reservations live on.
+        """
+        for lease in leases:
+            self._owned(lease.id, caller)
+        await self._commits.wait(*(lease.id for lease in leases))
+        live = [lease for lease in leases if self._ledger.expect(lease.id, lease.fence).live]
+        now, wall = self._clock.now(), self._clock.wall()
+        closed = [
+            self._ledger.release(lease.id, lease.fence, now=now, wall=wall) for lease in dict.fromkeys(live)
+        ]
+        if closed:
+            await _written(self._commits.end(closed))
+        return [self._ledger.get(lease.id) for lease in leases]
+
+    async def revoke(self, reservation_ids: Iterable[str], at: float | None, reason: str) -> None:
+        """Say when reservations will be taken away, and why; None takes that back. Those that have ended are left out.
+
+        Raises:
+            UnavailableError: the state cannot be written; nothing is revoked.
+        """
+        before: list[Reservation] = []
+        after: list[Reservation] = []
+        for reservation_id in reservation_ids:
+            try:
+                found = self._ledger.get(reservation_id)
+                after.append(self._ledger.revoke(reservation_id, at, reason))
+                before.append(found)
+            except (NotFoundError, FailedPreconditionError):
+                continue
+        if after:
+            await _written(self._commits.change(before, after))
+
+    async def lose(self, lost: Mapping[str, Iterable[str]]) -> None:
+        """End reservations as LOST, of which these GPUs have vanished; the others of them are free again.
+
+        Raises:
+            UnavailableError: the state cannot be written; the reservations live on.
+        """
+        closed: list[Reservation] = []
+        now, wall = self._clock.now(), self._clock.wall()
+        for reservation_id, gpus in lost.items():
+            try:
+                found = self._ledger.get(reservation_id)
+            except NotFoundError:
+                continue
+            if not found.live or self._ledger.closing(found.id):
+                continue
+            gone = frozenset(gpus)
+            reason = f"GPU {', '.join(sorted(gone))} vanished from its node"
+            closed.append(self._ledger.close(found, State.LOST, now=now, wall=wall, reason=reason, lost=gone))
+        if closed:
+            await _written(self._commits.end(closed))
+
+    def _of_holder(self, holder: str, caller: Principal) -> Iterable[Lease]:
+        if not holder:
+            return ()
+        live = self._ledger.reservations(ended=False)
+        return [Lease(one.id, one.fence) for one in live if one.holder == holder and one.owner == caller.name]
+
+    def _renewal(self, lease: Lease, error: GpuscaleError | None) -> Renewal:
+        if isinstance(error, (NotFoundError, PermissionDeniedError)):
+            return Renewal(lease, None, error)
+        return Renewal(lease, self._ledger.get(lease.id), error)
+
+    def _owned(self, reservation_id: str, caller: Principal) -> Reservation:
+        found = self._ledger.get(reservation_id)
+        if found.owner != caller.name and caller.role < Role.ADMIN:
+            raise PermissionDeniedError(
+                f"reservation {reservation_id} was made by another caller: only it, or an admin, may change it",
+                reason="NOT_OWNER",
+                metadata={"reservation": reservation_id},
+            )
+        return found
+
+
+async def _written(outcome: Outcome) -> None:
+    """Wait for a write.
+
+    Raises:
+        UnavailableError: it failed and was taken back.
+    """
+    error = await outcome
+    if error is not None:
+        raise error

@@ -1,0 +1,111 @@
+"""Use cases of quotas: set, delete, look up, list. They are kept on disk and read from memory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.state.quota_store import QuotaStore
+from gpuscale.allocator.whole import whole
+from gpuscale.common.errors import NotFoundError
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.paging import page
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A tenant: its quota, the thousandths of GPUs that it holds, and how many requests of it wait."""
+
+    quota: Quota
+    gpu_milli_held: int
+    waiting: int
+
+
+class Quotas:
+    """The quotas of tenants.
+
+    Args:
+        tasks: the scope that changes live in: a caller who gives up neither undoes nor halves one.
+        held: thousandths of GPUs by the tenants that hold any.
+    """
+
+    def __init__(
+        self,
+        store: QuotaStore,
+        changes: Changes,
+        tasks: TaskScope,
+        *,
+        held: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._store = store
+        self._changes = changes
+        self._tasks = tasks
+        self._held = held
+        self._waiting: Callable[[], Mapping[str, int]] = dict
+        self._quotas: dict[str, Quota] = {}
+
+    def count_waiting(self, waiting: Callable[[], Mapping[str, int]]) -> None:
+        """Say who knows how many requests of each tenant wait."""
+        self._waiting = waiting
+
+    async def load(self) -> None:
+        """Take in what the disk holds.
+
+        Raises:
+            UnavailableError: it cannot be read.
+        """
+        self._quotas = {quota.tenant: quota for quota in await self._store.load()}
+
+    def get(self, tenant: str) -> Quota:
+        """The quota of a tenant; one without a limit, of weight 1, where none was set."""
+        return self._quotas.get(tenant) or Quota(tenant)
+
+    async def set(self, quota: Quota) -> Standing:
+        """Set a quota, in place of what the tenant had; a limit below what it holds ends nothing.
+
+        Raises:
+            UnavailableError: it cannot be written; nothing has changed.
+        """
+        await whole(self._tasks, "set a quota", self._set(quota))
+        return self._standing(quota.tenant, self._waiting())
+
+    async def delete(self, tenant: str) -> None:
+        """Remove a quota.
+
+        Raises:
+            NotFoundError: the tenant has none.
+            UnavailableError: it cannot be written; nothing has changed.
+        """
+        if tenant not in self._quotas:
+            raise NotFoundError(
+                f"tenant {tenant} has no quota", reason="QUOTA_NOT_FOUND", metadata={"tenant": tenant}
+            )
+        await whole(self._tasks, "delete a quota", self._delete(tenant))
+
+    def list_quotas(self, *, page_size: int, page_token: str) -> tuple[list[Standing], str]:
+        """A page of tenants that have a quota, hold or wait for something, by name, and the token of the next page.
+
+        Raises:
+            InvalidArgumentError: the token is not one of this list.
+        """
+        waiting = self._waiting()
+        tenants = sorted({*self._quotas, *self._held(), *waiting})
+        return page(
+            [self._standing(tenant, waiting) for tenant in tenants],
+            key=lambda one: one.quota.tenant,
+            page_size=page_size,
+            page_token=page_token,
+        )
+
+    async def _set(self, quota: Quota) -> None:
+        await self._store.save(quota)
+        self._quotas[quota.tenant] = quota
+        self._changes.room(())
+
+    async def _delete(self, tenant: str) -> None:
+        await self._store.remove(tenant)
+        self._quotas.pop(tenant, None)
+        self._changes.room(())
+
+    def _standing(self, tenant: str, waiting: Mapping[str, int]) -> Standing:
+        return Standing(self.get(tenant), self._held().get(tenant, 0), waiting.get(tenant, 0))

@@ -1,0 +1,200 @@
+"""Telemetry: follows the fleet's WatchNodes stream into a `FleetView`.
+
+While the stream is down the view stays as it is and ages: readings older than three periods are STALE, so nothing is
+granted on what nobody reports any more. Ages are counted on by this host's clock from the moment a message arrived.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
+
+import grpc
+
+from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuProcess, Node, NodeState
+from gpuscale.allocator.usecases.view import FleetView
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common import names, wire
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.rpc.status import rpc_errors
+
+FRESH_PERIODS = 3
+"""Periods for which a reading counts (DESIGN: older than three is STALE)."""
+DEFAULT_PERIOD = 1.0
+"""Seconds between two snapshots of an agent that does not say."""
+QUARANTINED = "QUARANTINED"
+"""Trouble of a GPU that answers, but on which the health checks want no new work."""
+_RETRY_CAP = 5.0
+
+_NODE_STATES = {
+    monitor_api.NodeState.NODE_STATE_ONLINE: NodeState.ONLINE,
+    monitor_api.NodeState.NODE_STATE_STALE: NodeState.STALE,
+}
+# A GPU in one of these answers, or did until now; whether its readings will do is judged one by one.
+_ANSWERING = {
+    types_api.GpuState.GPU_STATE_OK,
+    types_api.GpuState.GPU_STATE_DEGRADED,
+    types_api.GpuState.GPU_STATE_SLOW,
+    types_api.GpuState.GPU_STATE_STALE,
+}
+
+_log = get_logger(__name__)
+
+
+class FleetFollower:
+    """Keeps a view current for as long as it runs.
+
+    Args:
+        channel: to the fleet.
+        save_ranks: puts the ranks of new nodes on disk.
+        seen: told of nodes that were taken into the view.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        view: FleetView,
+        clock: Clock,
+        save_ranks: Callable[[Mapping[str, int]], Awaitable[None]],
+        seen: Callable[[Sequence[Node]], None],
+    ) -> None:
+        self._stub = monitor_api.FleetServiceStub(channel)
+        self._view = view
+        self._clock = clock
+        self._save_ranks = save_ranks
+        self._seen = seen
+        self._problem = "the fleet has not answered yet"
+
+    @property
+    def problem(self) -> str:
+        """Why the view is not being kept current; empty while it is."""
+        return self._problem
+
+    async def run(self) -> NoReturn:
+        """Follow the fleet for ever, over broken streams and restarts of the fleet."""
+        backoff = Backoff(cap=_RETRY_CAP)
+        while True:
+            problem = "the fleet ended the stream"
+            try:
+                await self._follow(backoff)
+            except GpuscaleError as error:
+                problem = error.message
+            if not self._problem:
+                _log.warning("lost the fleet", problem=problem)
+            self._problem = problem
+            await asyncio.sleep(backoff.next())
+
+    async def _follow(self, backoff: Backoff) -> None:
+        first_round: list[Node] = []
+        full = False
+        with rpc_errors():
+            async for message in self._stub.WatchNodes(monitor_api.WatchNodesRequest()):
+                backoff.reset()
+                nodes = self._nodes_of(message)
+                if full:
+                    gone = self._view.forget(_ids_of(message.removed))
+                    self._seen([*self._view.apply(nodes, full=False), *gone])
+                else:
+                    first_round += nodes
+                    full = message.full
+                    if not full:
+                        continue
+                    self._seen(self._view.apply(first_round, full=True))
+                    self._recovered()
+                await self._save_new_ranks()
+
+    def _nodes_of(self, message: monitor_api.WatchNodesResponse) -> list[Node]:
+        now = self._clock.now()
+        nodes = (node_of(node, self._view, now) for node in message.nodes)
+        return [node for node in nodes if node is not None]
+
+    def _recovered(self) -> None:
+        if self._problem:
+            _log.info("following the fleet", nodes=len(self._view.nodes))
+            self._problem = ""
+
+    async def _save_new_ranks(self) -> None:
+        unsaved = self._view.unsaved_ranks
+        if not unsaved:
+            return
+        try:
+            await self._save_ranks(unsaved)
+        except UnavailableError as error:
+            # They are tried again with the next message; a grant would fail on the same disk.
+            _log.warning("cannot save node ranks", problem=error.message)
+        else:
+            self._view.saved(unsaved)
+
+
+def _ids_of(node_names: Iterable[str]) -> list[str]:
+    """The ids of nodes by their names; without those that are none."""
+    found = (names.match(names.NODE, name) for name in node_names)
+    return [ids["node"] for ids in found if ids is not None]
+
+
+def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | None:
+    """The node of a message that arrived at `now`; None if its name is none."""
+    ids = names.match(names.NODE, message.name)
+    if ids is None:
+        return None
+    node = ids["node"]
+    snapshot = message.snapshot
+    fresh_for = FRESH_PERIODS * (wire.seconds(snapshot.period) or DEFAULT_PERIOD)
+    fresh_until = now - wire.seconds(snapshot.age) + fresh_for
+    by_uuid = {gpu.uuid: gpu for gpu in snapshot.gpus}
+    host = snapshot.host_reading
+    return Node(
+        id=node,
+        rank=view.rank(node),
+        state=_NODE_STATES.get(message.state, NodeState.OFFLINE),
+        gpus=tuple(
+            _gpu(gpu, min(fresh_until, now - wire.seconds(gpu.reading.age) + fresh_for))
+            for gpu in by_uuid.values()
+        ),
+        labels=dict(snapshot.host.labels),
+        cpu_milli=host.cpu_count * WHOLE if host.cpu_count else None,
+        memory_total_bytes=host.memory_total_bytes or None,
+        gpu_problem=snapshot.gpu_problem,
+    )
+
+
+def _gpu(message: types_api.Gpu, fresh_until: float) -> Gpu:
+    reading = message.reading
+    stale = message.state == types_api.GpuState.GPU_STATE_STALE
+    return Gpu(
+        uuid=message.uuid,
+        index=message.index,
+        model=message.model,
+        simulated=message.simulated,
+        trouble=_trouble(message),
+        memory_total_bytes=reading.memory_total_bytes or None,
+        memory_free_bytes=reading.memory_free_bytes if reading.HasField("memory_free_bytes") else None,
+        utilization_percent=reading.utilization_percent if reading.HasField("utilization_percent") else None,
+        fresh_until=float("-inf") if stale else fresh_until,
+        memory_used_bytes=reading.memory_used_bytes if reading.HasField("memory_used_bytes") else None,
+        mig_profile=message.mig_profile,
+        parent=message.parent_uuid,
+        numa_node=message.numa_node if message.HasField("numa_node") else None,
+        nvlinks={peer.uuid: peer.link_count for peer in message.nvlinks},
+        processes=tuple(_process(one) for one in reading.processes),
+    )
+
+
+def _process(message: types_api.GpuProcess) -> GpuProcess:
+    return GpuProcess(
+        pid=message.pid,
+        memory_bytes=message.memory_used_bytes if message.HasField("memory_used_bytes") else None,
+        command=message.command,
+        fence=message.fence if message.HasField("fence") else None,
+    )
+
+
+def _trouble(message: types_api.Gpu) -> str:
+    if message.state in _ANSWERING:
+        return QUARANTINED if message.quarantine else ""
+    if message.state not in types_api.GpuState.values():
+        return f"STATE_{message.state}"
+    return types_api.GpuState.Name(message.state).removeprefix("GPU_STATE_")

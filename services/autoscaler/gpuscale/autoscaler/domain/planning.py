@@ -1,0 +1,226 @@
+"""How many replicas to start, which to stop, and which adapter gets one. Pure.
+
+Silent replicas (their adapter has not been heard of) count as running, so nothing is started in their place, and do not
+count as running when it comes to stopping others: whichever they turn out to be, no fewer than wanted are left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from types import MappingProxyType
+
+from gpuscale.autoscaler.model import ReplicaTemplate
+from gpuscale.autoscaler.domain.replicas import Goal, Moment, Replica, ReplicaState
+
+MAX_PENDING = 32
+"""Replicas of one endpoint that wait for GPUs or an adapter at a time; more would wait behind them anyway."""
+FIRST_BACK_OFF = 1.0
+LONGEST_BACK_OFF = 60.0
+HEALTHY = 60.0
+"""Seconds of being ready after which a failure begins a new count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What brings the replicas closer to the number wanted; `held`: so many stops wait for silent adapters."""
+
+    start: int = 0
+    stop: tuple[Replica, ...] = ()
+    held: int = 0
+
+
+def plan(
+    wanted: int,
+    replicas: Iterable[Replica],
+    silent: Collection[str],
+    template: ReplicaTemplate | None = None,
+    busy: Mapping[str, float] | None = None,
+) -> Plan:
+    """Compare the replicas aimed at with the number wanted.
+
+    Victims, in this order: those that nobody was told of, the last tier, starting, leaving by themselves, the least busy,
+    newest. `silent` holds the ids of adapters that have not been heard of; `template` has the tiers; `busy` tells how busy
+    replicas are, by id: one that it does not know may be as busy as any.
+    """
+    aimed_at = [replica for replica in replicas if replica.aimed_at]
+    pending = [replica for replica in aimed_at if replica.state is ReplicaState.PENDING]
+    excess = len(aimed_at) - wanted
+    if excess <= 0:
+        return Plan(start=min(-excess, max(0, MAX_PENDING - len(pending))))
+    heard = [replica for replica in aimed_at if replica.adapter and replica.adapter not in silent]
+    # Where none is wanted, none too few can be left: the silent ones are told as soon as they are heard of.
+    known = heard if wanted else [replica for replica in aimed_at if replica.adapter]
+    cancelled = _newest_first(pending)[:excess]
+    spare = min(excess - len(cancelled), max(0, len(known) - wanted))
+    stopped = _victims(known, template, busy or {})[:spare]
+    return Plan(stop=(*cancelled, *stopped), held=excess - len(cancelled) - spare)
+
+
+def _newest_first(replicas: Iterable[Replica]) -> list[Replica]:
+    return sorted(replicas, key=lambda replica: (replica.create_time, replica.id), reverse=True)
+
+
+_STOPS_FIRST = {ReplicaState.STARTING: 0, ReplicaState.DRAINING: 1}
+
+
+def _victims(
+    replicas: Iterable[Replica], template: ReplicaTemplate | None, busy: Mapping[str, float]
+) -> list[Replica]:
+    def order(replica: Replica) -> tuple[int, int, float]:
+        tier = 0 if template is None else template.tier(replica.adapter)
+        behind = -tier if tier is not None else -max(1, len(template.tiers if template else ()))
+        return behind, _STOPS_FIRST.get(replica.state, 2), busy.get(replica.id, math.inf)
+
+    return sorted(_newest_first(replicas), key=order)
+
+
+def crash_delay(replicas: Iterable[Replica], now: float) -> float:
+    """Seconds until a replacement may start, after replicas that ended by themselves: 1 s doubling to 60 s.
+
+    A replica that was ready for 60 s before it failed begins a new count, and so does a failure that comes so late that
+    the endpoint was well in between. Failures within a second of each other are one: a fault that takes all replicas at
+    once says no more than one that takes a single one.
+    """
+    failures = sorted(
+        (
+            (replica.ended_at, replica.ready_at)
+            for replica in replicas
+            if replica.state is ReplicaState.FAILED
+            and replica.goal is Goal.RUN
+            and replica.ended_at is not None
+        ),
+        key=itemgetter(0),
+        reverse=True,
+    )
+    count = 0
+    for index, (ended_at, ready_at) in enumerate(failures):
+        if index and failures[index - 1][0] - ended_at > LONGEST_BACK_OFF + HEALTHY:
+            break
+        if not index or failures[index - 1][0] - ended_at >= FIRST_BACK_OFF:
+            count += 1
+        if ready_at is not None and ended_at - ready_at >= HEALTHY:
+            break
+    if not count:
+        return 0.0
+    delay = min(LONGEST_BACK_OFF, FIRST_BACK_OFF * 2.0 ** (count - 1))
+    return max(0.0, failures[0][0] + delay - now)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an adapter can do beyond starting and stopping replicas.
+
+    Attributes:
+        gives_gpus: its engine gives GPUs out itself: replicas take no reservation, and it may have no node.
+        picks_victims: it stops the very replica that it is told to stop.
+        drains: a replica is asked to finish its work, and has its drain timeout for that.
+        probes: READY means that a replica was found well, and not only that it lives.
+        logs: it can be asked for what replicas wrote.
+    """
+
+    gives_gpus: bool = False
+    picks_victims: bool = True
+    drains: bool = True
+    probes: bool = False
+    logs: bool = False
+
+
+DEFAULT_CAPABILITIES = Capabilities()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What an adapter said of itself, and whether it is heard of now (`live`). `max_replicas` 0: no limit."""
+
+    id: str
+    kind: str
+    node: str
+    templates: frozenset[str]
+    max_replicas: int
+    live: bool
+    capabilities: Capabilities = DEFAULT_CAPABILITIES
+
+    def serves(self, template: ReplicaTemplate) -> bool:
+        """Whether it has the GPUs that a replica needs: those of its node, or its engine's own."""
+        return template.gpu_count == 0 or bool(self.node) or self.capabilities.gives_gpus
+
+
+NO_LOADS: Mapping[str, int] = MappingProxyType({})
+
+
+def candidates(
+    template: ReplicaTemplate,
+    adapters: Sequence[AdapterFacts],
+    loads: Mapping[str, int],
+    own: Mapping[str, int] = NO_LOADS,
+) -> list[AdapterFacts]:
+    """Adapters that can run a replica of `template`, by tier, the one with the fewest replicas first, then by id.
+
+    `loads` holds the replicas of each adapter, `own` those of the endpoint alone. GPUs need an adapter that is bound to a
+    node, or whose engine gives them out.
+    """
+    most = {tier.adapter: tier.max_replicas for tier in template.tiers}
+    places = {adapter.id: template.tier(adapter.id) for adapter in adapters}
+    able = [
+        adapter
+        for adapter in adapters
+        if adapter.live
+        and template.template in adapter.templates
+        and places[adapter.id] is not None
+        and adapter.serves(template)
+        and _room(adapter.max_replicas, loads.get(adapter.id, 0))
+        and _room(most.get(adapter.id, 0), own.get(adapter.id, 0))
+    ]
+    return sorted(able, key=lambda one: (places[one.id] or 0, loads.get(one.id, 0), one.id))
+
+
+def nodes_of(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> set[str]:
+    """Nodes whose GPUs replicas of `template` can reserve, however many replicas there are by now."""
+    able = candidates(template, adapters, NO_LOADS)
+    return {one.node for one in able if one.node and not one.capabilities.gives_gpus}
+
+
+def gpus_elsewhere(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> bool:
+    """Whether an engine that gives out GPUs itself can run replicas of `template`: nobody here knows how many."""
+    return any(one.capabilities.gives_gpus for one in candidates(template, adapters, NO_LOADS))
+
+
+def _room(most: int, count: int) -> bool:
+    return most == 0 or count < most
+
+
+def by_tier(template: ReplicaTemplate, able: Iterable[AdapterFacts]) -> list[list[AdapterFacts]]:
+    """Candidates in groups that are tried one after another: one group for each tier that has some."""
+    return [list(group) for _, group in groupby(able, key=lambda adapter: template.tier(adapter.id))]
+
+
+def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> str:
+    """Why no adapter can run a replica of `template`, in words."""
+    named = [adapter for adapter in adapters if template.tier(adapter.id) is not None]
+    live = [adapter for adapter in named if adapter.live]
+    able = [adapter for adapter in live if template.template in adapter.templates]
+    if not live:
+        wanted = template.adapter or ", ".join(tier.adapter for tier in template.tiers)
+        return f"adapter {wanted} is not connected" if wanted else "no adapter is connected"
+    if not able:
+        return f"no adapter that is connected has the template {template.template}"
+    if not any(adapter.serves(template) for adapter in able):
+        return f"no adapter with the template {template.template} is bound to a node, whose GPUs it could use"
+    return f"the adapters with the template {template.template} run as many replicas as they may"
+
+
+def startup_seconds(replicas: Iterable[Replica], at: Moment) -> float | None:
+    """Median seconds from the decision to being ready, of the replicas that are known; None where none was ready.
+
+    Waiting for GPUs is part of it: whoever looks ahead has to look over that too.
+    """
+    took = sorted(
+        max(0.0, at.wall.timestamp() - (at.now - one.ready_at) - one.create_time.timestamp())
+        for one in replicas
+        if one.ready_at is not None
+    )
+    return took[len(took) // 2] if took else None

@@ -1,0 +1,144 @@
+"""The rule of a formula over signals. Pure.
+
+Formulas are read by simpleeval, with numbers only: no attributes, no texts, no other functions than those named here,
+bounded in length and depth. A result that is not a finite number holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+from simpleeval import DEFAULT_OPERATORS, InvalidExpression, SimpleEval
+
+from gpuscale.autoscaler.model import Code, ObservationStatus
+from gpuscale.autoscaler.domain.policies.outcome import Inputs, Proposal
+from gpuscale.autoscaler.domain.policies.targets import LARGEST_COUNT, ceiling
+from gpuscale.autoscaler.domain.rules import FormulaRule
+
+DEEPEST = 20
+"""Levels of a formula's tree."""
+LARGEST_EXPONENT = 100.0
+OWN_NAMES = frozenset({"replicas", "ready"})
+"""Names that stand for no signal."""
+
+_FUNCTIONS: Mapping[str, Callable[..., object]] = {
+    "min": min,
+    "max": max,
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "abs": abs,
+}
+_NODES = (
+    ast.Expression,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Compare,
+    ast.BoolOp,
+    ast.IfExp,
+    ast.Call,
+    ast.Constant,
+    ast.Name,
+    ast.Load,
+    ast.operator,
+    ast.unaryop,
+    ast.cmpop,
+    ast.boolop,
+)
+
+
+def _power(base: float, exponent: float) -> float:
+    if abs(exponent) > LARGEST_EXPONENT:
+        raise InvalidExpression(f"an exponent of {exponent:g} is too large")
+    return math.pow(base, exponent)
+
+
+_OPERATORS = {**DEFAULT_OPERATORS, ast.Pow: _power}
+
+
+def name_of(signal: str) -> str:
+    """How a formula writes the id of a signal."""
+    return signal.replace("-", "_").replace(".", "_")
+
+
+@lru_cache(maxsize=1024)
+def _tree(expression: str) -> ast.Expression:
+    """A formula taken apart.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: it is none.
+    """
+    try:
+        return ast.parse(expression.strip(), mode="eval")
+    except SystemError:
+        # Python 3.11 counts the depth of all trees in one place (gh-106905): it loses count where the garbage collector
+        # meanwhile ends something that parses too, as whatever writes a traceback does. The next time it counts anew.
+        return ast.parse(expression.strip(), mode="eval")
+
+
+@lru_cache(maxsize=1024)
+def problem(expression: str) -> str:
+    """What is wrong with a formula; empty where nothing is."""
+    try:
+        tree = _tree(expression)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "is no formula"
+    if _depth(tree) > DEEPEST:
+        return f"is nested deeper than {DEEPEST} levels"
+    for node in ast.walk(tree):
+        if not isinstance(node, _NODES):
+            return f"may not contain {type(node).__name__}"
+        if isinstance(node, ast.Constant) and (
+            isinstance(node.value, bool) or not isinstance(node.value, int | float)
+        ):
+            return "may contain numbers only"
+        if isinstance(node, ast.Call):
+            function = node.func
+            if node.keywords or not isinstance(function, ast.Name) or function.id not in _FUNCTIONS:
+                return f"may call {', '.join(sorted(_FUNCTIONS))} only"
+    return ""
+
+
+@lru_cache(maxsize=1024)
+def names(expression: str) -> frozenset[str]:
+    """The names in a sound formula, those of functions left out."""
+    found = {node.id for node in ast.walk(_tree(expression)) if isinstance(node, ast.Name)}
+    return frozenset(found - _FUNCTIONS.keys())
+
+
+def formula(kind: FormulaRule, inputs: Inputs) -> Proposal:
+    """As many replicas as the formula says, rounded up; a signal in it that is unknown holds."""
+    used = names(kind.expression)
+    values: dict[str, float] = {"replicas": inputs.before, "ready": inputs.ready}
+    for signal, seen in inputs.observations.items():
+        if seen.status is ObservationStatus.OK and seen.value is not None:
+            values[name_of(signal)] = seen.value
+        else:  # where a signal is called as what stands for no signal, that does not stand for it
+            values.pop(name_of(signal), None)
+    if missing := sorted(used - values.keys()):
+        return Proposal(inputs.before, f"{', '.join(missing)} cannot be had", code=Code.SIGNAL_MISSING)
+    shown = ", ".join(f"{name} = {values[name]:g}" for name in sorted(used))
+    try:
+        result = _evaluate(kind.expression, {name: values[name] for name in used})
+    except (InvalidExpression, ArithmeticError, ValueError, TypeError) as error:
+        return Proposal(inputs.before, f"{kind.expression} with {shown}: {error}", code=Code.SIGNAL_INVALID)
+    if not math.isfinite(result) or abs(result) > LARGEST_COUNT:
+        text = f"{kind.expression} with {shown} is {result:g}"
+        return Proposal(inputs.before, text, code=Code.SIGNAL_INVALID)
+    count = ceiling(result)
+    text = f"{kind.expression} with {shown or 'no signal'} is {result:g}"
+    return Proposal(count, text, fired=count != inputs.before)
+
+
+def _evaluate(expression: str, values: Mapping[str, float]) -> float:
+    evaluator = SimpleEval(operators=_OPERATORS, functions=dict(_FUNCTIONS), names=dict(values))
+    result = evaluator.eval(expression, _tree(expression).body)
+    if not isinstance(result, int | float):
+        raise TypeError(f"gives {type(result).__name__}, not a number")
+    return float(result)
+
+
+def _depth(node: ast.AST) -> int:
+    return 1 + max((_depth(child) for child in ast.iter_child_nodes(node)), default=0)

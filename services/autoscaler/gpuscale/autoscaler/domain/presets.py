@@ -1,0 +1,288 @@
+"""Presets: policies that reproduce known systems by their documented rules, and our own default. Pure.
+
+Each makes the spec of an endpoint that scales on the work that there is to do. docs/autoscaling.md has a recipe for each,
+and says where it differs from its original on purpose. `preset_words` reads the words that originals are configured with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from gpuscale.autoscaler.model import (
+    EndpointSpec,
+    HostSignal,
+    PushedSignal,
+    QueueCount,
+    QueueSignal,
+    ReplicaTemplate,
+    Signal,
+)
+from gpuscale.autoscaler.domain.rules import (
+    BoundMode,
+    Combine,
+    Comparator,
+    Direction,
+    DrainRule,
+    FormulaRule,
+    Kind,
+    Pace,
+    PanicRule,
+    RateLimit,
+    RatioRule,
+    Rule,
+    StepRule,
+    TargetRule,
+    ThresholdRule,
+)
+from gpuscale.autoscaler.domain.series import Aggregation
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a preset is made for: the work, the bounds, and what a replica can do.
+
+    Attributes:
+        watcher: id of the queue watcher that counts the work.
+        min_replicas, max_replicas: bounds of the endpoint.
+        template: what a replica is made of.
+        slots: pieces of work that a replica has in hand at a time.
+        goal: seconds that work may wait.
+        service_time: seconds that one piece takes; None where nobody knows.
+        metric: a metric reported for the endpoint that counts the work, in place of the watcher.
+        parameters: what differs from the original as shipped, by the original's own names (`preset_words.PARAMETERS`).
+    """
+
+    watcher: str
+    min_replicas: int
+    max_replicas: int
+    template: ReplicaTemplate
+    slots: int = 1
+    goal: float = 30.0
+    service_time: float | None = None
+    metric: str = ""
+    parameters: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def stated(self, name: str, default: float) -> float:
+        """A parameter, or what holds where it is not stated."""
+        return self.parameters.get(name, default)
+
+
+WAITING = "waiting"
+BUSY = "busy"
+ALL = "all"
+ARRIVING = "arriving"
+KEPT = Pace(200.0, startups=10.0)
+"""Our own: longer, up to ten start-up times, while what was given up is needed again."""
+HPA_UP = Pace(0.0, (RateLimit(15.0, replicas=4), RateLimit(15.0, percent=100.0)))
+"""kubernetes: four more, or twice as many, in 15 s, whichever is more."""
+HPA_DOWN = Pace(300.0, (RateLimit(15.0, percent=100.0),))
+"""kubernetes: the most that was asked for within five minutes."""
+
+
+def _work(wish: Wish, name: str, count: QueueCount) -> Signal:
+    source = PushedSignal(wish.metric) if wish.metric else QueueSignal(wish.watcher, count)
+    return Signal(name, source)
+
+
+def _spec(wish: Wish, tick: float, signals: tuple[Signal, ...], *rules: Rule) -> EndpointSpec:
+    return EndpointSpec(wish.min_replicas, wish.max_replicas, wish.template, signals, rules, tick)
+
+
+def _one(wish: Wish, tick: float, count: QueueCount, kind: Kind) -> EndpointSpec:
+    """A spec of one rule on one signal, without a cooldown."""
+    name = ALL if count is QueueCount.TOTAL else WAITING
+    rule = Rule(type(kind).__name__.removesuffix("Rule").lower(), name, kind, cooldown=0.0)
+    return _spec(wish, tick, (_work(wish, name, count),), rule)
+
+
+def gpuscale(wish: Wish) -> EndpointSpec:
+    """Our default: works off what waits within half of the goal, and keeps up with what comes.
+
+    The other half of the goal is left for noticing and starting. The time that a piece of work takes is learnt from
+    what arrives and what is in hand, where it is not stated. Where replicas that were given up are needed again,
+    they are kept for longer, for that costs a start and the work that waits for it.
+    """
+    kind = DrainRule(
+        wish.stated("deadline", wish.goal / 2),
+        wish.service_time,
+        wish.slots,
+        utilization=wish.stated("utilization", 0.8),
+        window=wish.stated("window", 60.0),
+        tolerance=wish.stated("tolerance", 0.15),
+    )
+    signals: tuple[Signal, ...] = (_work(wish, WAITING, QueueCount.READY),)
+    if not wish.metric:  # a metric counts all of the work: a watcher tells what waits from what is in hand
+        kind = replace(kind, busy_signal=BUSY)
+        signals = (*signals, _work(wish, BUSY, QueueCount.UNACKED))
+        if wish.service_time is None:
+            kind = replace(kind, rate_signal=ARRIVING)
+            signals = (*signals, _work(wish, ARRIVING, QueueCount.RATE_IN))
+    spec = _spec(wish, wish.stated("tick", 5.0), signals, Rule("drain", WAITING, kind))
+    if "stabilization" in wish.parameters:
+        return replace(spec, down=Pace(wish.parameters["stabilization"]))
+    return replace(spec, down=KEPT)
+
+
+def distributedfunsearch(wish: Wish) -> EndpointSpec:
+    """DistributedFunSearch's samplers: one more above 50 waiting where a host has 30 GiB free, one fewer at 0."""
+    threshold = wish.stated("sampler_scale_up_threshold", 50.0)
+    memory = wish.stated("min_system_memory_gib", 30.0)
+    gate = f"memory >= {memory * GIB:.0f}"
+    signal = Signal("memory", HostSignal("memory_available_bytes"), across=Aggregation.MAX)
+    spec = _funsearch(wish, threshold, gate, (signal,))
+    template = replace(
+        wish.template,
+        min_memory_bytes=round(wish.stated("min_gpu_memory_gib", 20.0) * GIB),
+        max_utilization_percent=wish.stated("max_gpu_utilization", 50.0),
+    )
+    return _funsearch_bounds(
+        wish, "samplers", replace(spec, template=template if template.gpu_count else wish.template)
+    )
+
+
+def distributedfunsearch_evaluators(wish: Wish) -> EndpointSpec:
+    """DistributedFunSearch's evaluators: one more above 10 waiting where a host's CPUs are not full, one fewer at 0."""
+    threshold = wish.stated("evaluator_scale_up_threshold", 10.0)
+    cpu, load = wish.stated("cpu_usage_threshold", 99.0), wish.stated("normalized_load_threshold", 0.99)
+    gate = f"cpu < {cpu:g} and load < {load:g}"
+    signals = (
+        Signal("cpu", HostSignal("cpu_percent"), across=Aggregation.MIN, window=10.0),
+        Signal("load", HostSignal("load_per_core"), across=Aggregation.MIN),
+    )
+    return _funsearch_bounds(wish, "evaluators", _funsearch(wish, threshold, gate, signals))
+
+
+def _funsearch(wish: Wish, threshold: float, gate: str, signals: tuple[Signal, ...]) -> EndpointSpec:
+    """One step at a check. Up and down are rules of their own: an unknown host stops starts, and nothing else."""
+    up = f"replicas + 1 if {WAITING} > {threshold:g} and {gate} else replicas"
+    spec = _spec(
+        wish,
+        wish.stated("check_interval", 120.0),
+        (_work(wish, WAITING, QueueCount.READY), *signals),
+        Rule("up", "", FormulaRule(up), direction=Direction.UP),
+        Rule("down", WAITING, ThresholdRule(threshold), priority=1, cooldown=0.0, direction=Direction.DOWN),
+    )
+    paused = wish.stated("enabled", 1.0) == 0.0
+    return replace(spec, combine=Combine.FIRST_MATCH, down=Pace(0.0), paused=paused)
+
+
+def _funsearch_bounds(wish: Wish, role: str, spec: EndpointSpec) -> EndpointSpec:
+    return replace(
+        spec,
+        min_replicas=round(wish.stated(f"min_{role}", wish.min_replicas)),
+        max_replicas=round(wish.stated(f"max_{role}", wish.max_replicas)),
+    )
+
+
+def backend_ai(wish: Wish) -> EndpointSpec:
+    """Backend.AI: two rules of one step each with a cooldown of 300 s; a step beyond a bound is skipped.
+
+    The original names no thresholds: here more than a replica's slots waiting is too much, and nothing too little.
+    """
+    step, rest = round(wish.stated("step_size", 1.0)), wish.stated("cooldown_seconds", 300.0)
+    high = StepRule(Comparator.GREATER_THAN, wish.stated("scale_up_threshold", wish.slots), step)
+    low = StepRule(Comparator.LESS_THAN, wish.stated("scale_down_threshold", 1.0), -step)
+    up = Rule("up", WAITING, high, cooldown=rest, bound_mode=BoundMode.SKIP)
+    down = Rule("down", WAITING, low, cooldown=rest, bound_mode=BoundMode.SKIP)
+    spec = _spec(wish, 10.0, (_work(wish, WAITING, QueueCount.READY),), up, down)
+    how = Combine.SUM_STEPS if wish.stated("sum_steps", 0.0) else Combine.FIRST_MATCH
+    return replace(spec, combine=how, bound_mode=BoundMode.SKIP)
+
+
+def opengris_vanilla(wish: Wish) -> EndpointSpec:
+    """OpenGRIS vanilla: one more above 10 tasks a worker, one fewer below 1, every 2 s."""
+    kind = RatioRule(wish.stated("upper_task_ratio", 10.0), wish.stated("lower_task_ratio", 1.0))
+    return _one(wish, 2.0, QueueCount.TOTAL, kind)
+
+
+def opengris_capability(wish: Wish) -> EndpointSpec:
+    """OpenGRIS capability, one set: one more above 5 tasks a worker, one fewer below 0.5, never the last with work."""
+    upper, lower = wish.stated("upper_task_ratio", 5.0), wish.stated("lower_task_ratio", 0.5)
+    return _one(wish, 2.0, QueueCount.TOTAL, RatioRule(upper, lower, guarded=True))
+
+
+def opengris_fixed_elastic(wish: Wish) -> EndpointSpec:
+    """OpenGRIS fixed_elastic: vanilla beside a primary group that is started once and never stopped.
+
+    Where the template has tiers the primary group is on the first: what is above it goes to the next, and goes first.
+    """
+    primary = round(wish.stated("primary_worker_groups", 1.0))
+    spec = replace(opengris_vanilla(wish), min_replicas=max(wish.min_replicas, primary))
+    if not wish.template.tiers:
+        return spec
+    first, *others = wish.template.tiers
+    pinned = replace(first, max_replicas=first.max_replicas or primary)
+    return replace(spec, template=replace(wish.template, tiers=(pinned, *others)))
+
+
+def opengris_no(wish: Wish) -> EndpointSpec:
+    """OpenGRIS no: never a change; a person sets the count."""
+    return _spec(wish, 2.0, ())
+
+
+def hpa(wish: Wish) -> EndpointSpec:
+    """The HorizontalPodAutoscaler on an external metric, with as much work for each replica as it has slots."""
+    tolerance = wish.stated("tolerance", 0.1)
+    kind = TargetRule(
+        wish.stated("target_average_value", wish.slots), tolerance_up=tolerance, tolerance_down=tolerance
+    )
+    window = wish.stated("stabilization_window_seconds", 300.0)
+    spec = _one(wish, 15.0, QueueCount.TOTAL, kind)
+    return replace(spec, up=HPA_UP, down=replace(HPA_DOWN, stabilization=window))
+
+
+def keda(wish: Wish) -> EndpointSpec:
+    """KEDA's RabbitMQ scaler as shipped: 20 messages for each replica, through the HPA."""
+    count = QueueCount.READY if wish.stated("exclude_unacknowledged", 0.0) else QueueCount.TOTAL
+    spec = _one(wish, 15.0, count, TargetRule(wish.stated("value", 20.0)))
+    active = replace(spec.signals[0], activation_threshold=wish.stated("activation_value", 0.0))
+    window = wish.stated("cooldown_period", 300.0)
+    return replace(spec, signals=(active,), up=HPA_UP, down=replace(HPA_DOWN, stabilization=window))
+
+
+def knative(wish: Wish) -> EndpointSpec:
+    """Knative's pod autoscaler: 70 % of a replica's slots, windows of 60 s and 6 s, every 2 s."""
+    window = wish.stated("stable_window_seconds", 60.0)
+    kind = PanicRule(
+        wish.stated("container_concurrency_target", wish.slots),
+        wish.stated("target_utilization_percentage", 70.0) / 100,
+        window,
+        window * wish.stated("panic_window_percentage", 10.0) / 100,
+        wish.stated("panic_threshold_percentage", 200.0) / 100,
+        wish.stated("max_scale_up_rate", 1000.0),
+        wish.stated("max_scale_down_rate", 2.0),
+    )
+    return replace(_one(wish, 2.0, QueueCount.TOTAL, kind), down=Pace(wish.stated("scale_down_delay", 0.0)))
+
+
+def ray_serve(wish: Wish) -> EndpointSpec:
+    """Ray Serve: two requests for each replica on the mean of 30 s; 30 s of agreement to grow, 600 s to shrink."""
+    kind = TargetRule(wish.stated("target_ongoing_requests", 2.0), tolerance_up=0.0, tolerance_down=0.0)
+    spec = _one(wish, 10.0, QueueCount.TOTAL, kind)
+    window = wish.stated("look_back_period_s", 30.0)
+    mean = replace(spec.signals[0], window=window, over_window=Aggregation.AVG)
+    up, down = wish.stated("upscale_delay_s", 30.0), wish.stated("downscale_delay_s", 600.0)
+    return replace(spec, signals=(mean,), up=Pace(up), down=Pace(down))
+
+
+PRESETS: Mapping[str, Callable[[Wish], EndpointSpec]] = {
+    make.__name__: make
+    for make in (
+        gpuscale,
+        distributedfunsearch,
+        distributedfunsearch_evaluators,
+        backend_ai,
+        opengris_vanilla,
+        opengris_capability,
+        opengris_fixed_elastic,
+        opengris_no,
+        hpa,
+        keda,
+        knative,
+        ray_serve,
+    )
+}
+"""Every preset by its name."""

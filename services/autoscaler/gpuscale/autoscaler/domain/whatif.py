@@ -1,0 +1,243 @@
+"""What an evaluation comes to, what it would come to if something were otherwise, and when that may change. Pure.
+
+Every answer is the engine's own: it is asked again with the one thing changed, so no rule is written down twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gpuscale.autoscaler.domain.engine import Result, evaluate
+from gpuscale.autoscaler.model import Code, EndpointSpec, Stage, Step
+from gpuscale.autoscaler.domain.pace import Memory, regrets
+from gpuscale.autoscaler.domain.policies.outcome import Inputs
+from gpuscale.autoscaler.domain.rules import ForecastRule, Pace, Rule, ScalingMode, ScheduleRule
+
+NO_BOUND = 100_000
+"""More replicas than any endpoint may have."""
+MOST_MOMENTS = 256
+"""Moments that are tried for the next change."""
+_ROUNDING = 1e-6
+"""Seconds that a wait is taken to be longer, so that what is over exactly then is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """All that an evaluation goes by."""
+
+    spec: EndpointSpec
+    inputs: Inputs
+    memory: Memory
+    unknown_replicas: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The count if what `code` tells of were not there."""
+
+    code: Code
+    text: str
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
+class NextChange:
+    """The count after `wait` seconds, signals being as they are."""
+
+    wait: float
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An evaluation, what it would be otherwise, and when it may change."""
+
+    result: Result
+    alternatives: tuple[Alternative, ...]
+    next_change: NextChange | None
+
+
+def answer(question: Question) -> Answer:
+    """Evaluate, and ask further."""
+    result = asked(question)
+    return Answer(result, tuple(_alternatives(question, result)), _next_change(question, result))
+
+
+def asked(question: Question) -> Result:
+    """The evaluation of a question."""
+    return evaluate(question.spec, question.inputs, question.memory, question.unknown_replicas)
+
+
+def _alternatives(question: Question, result: Result) -> Iterator[Alternative]:
+    """The count without each thing that held it back, where it is another."""
+    seen: set[tuple[Code, str]] = set()
+    for step in result.evaluation.steps:
+        other = None if (step.code, step.rule) in seen else _without(question, step)
+        seen.add((step.code, step.rule))
+        if other is None:
+            continue
+        changed, text = other
+        wanted = asked(changed).evaluation.wanted
+        if wanted != result.evaluation.wanted:
+            yield Alternative(step.code, text, wanted)
+    yield from _with_none_holding(question, result)
+
+
+def _with_none_holding(question: Question, result: Result) -> Iterator[Alternative]:
+    """The count without any of several rules that hold: where one goes, the next still does."""
+    holding = {step.rule for step in result.evaluation.steps if step.code in _HOLDING}
+    if len(holding) < 2:
+        return
+    rules = tuple(replace(one, disabled=one.disabled or one.id in holding) for one in question.spec.rules)
+    wanted = asked(replace(question, spec=replace(question.spec, rules=rules))).evaluation.wanted
+    if wanted != result.evaluation.wanted:
+        yield Alternative(Code.HELD, f"none of {', '.join(sorted(holding))} held", wanted)
+
+
+def _without(question: Question, step: Step) -> tuple[Question, str] | None:
+    """The question without what a step tells of, and that in words; None where it held nothing back."""
+    spec = question.spec
+    if step.stage is Stage.RULE:
+        return _without_limit_of_rule(question, step)
+    if step.stage in {Stage.BOUNDS, Stage.GPU}:
+        return _without_bound(question, step.code)
+    match step.code:
+        case Code.PAUSED:
+            return replace(question, spec=replace(spec, paused=False)), "it were not paused"
+        case Code.INACTIVE:
+            awake = tuple(replace(one, activation_threshold=0.0) for one in spec.signals)
+            return replace(
+                question, spec=replace(spec, signals=awake)
+            ), "no signal had an activation threshold"
+        case Code.REPLICAS_UNKNOWN:
+            return replace(question, unknown_replicas=0), "every replica were heard of"
+        case Code.FLOOR:
+            return _without_rules(question, ScheduleRule, ForecastRule), "no schedule or forecast kept more"
+        case _:
+            return _without_pace(question, step.code)
+
+
+def _without_bound(question: Question, code: Code) -> tuple[Question, str] | None:
+    """The question without what bounds the count, at either end."""
+    spec = question.spec
+    match code:
+        case Code.SHADOWED:
+            active = replace(spec, mode=ScalingMode.ACTIVE)
+            return replace(question, spec=active), "it were not in shadow mode"
+        case Code.CAPPED_BY_GPUS | Code.GPUS_UNKNOWN:
+            inputs = replace(question.inputs, gpu_limit=NO_BOUND)
+            return replace(question, inputs=inputs), "there were GPUs for all of them"
+        case Code.NOT_PROVEN_EMPTY:
+            seen = question.inputs.observations
+            empty = {name: replace(one, proven_empty=True) for name, one in seen.items()}
+            inputs = replace(question.inputs, observations=empty)
+            return replace(question, inputs=inputs), "it were proven that no work is left"
+        case Code.CLAMPED_TO_MAX | Code.ABOVE_MAX | Code.SKIPPED_AT_MAX:
+            text = f"max_replicas were not {spec.max_replicas}"
+            return replace(question, spec=replace(spec, max_replicas=NO_BOUND)), text
+        case Code.CLAMPED_TO_MIN | Code.BELOW_MIN | Code.SKIPPED_AT_MIN:
+            return replace(
+                question, spec=replace(spec, min_replicas=0)
+            ), f"min_replicas were not {spec.min_replicas}"
+        case _:
+            return None
+
+
+def _without_pace(question: Question, code: Code) -> tuple[Question, str] | None:
+    """The question without one part of the pace; each code speaks of one direction, so both may lose it."""
+    spec = question.spec
+    match code:
+        case Code.STABILIZED_UP | Code.STABILIZED_DOWN:
+            text = "there were no stabilization window"
+            up, down = (replace(one, stabilization=0.0, startups=0.0) for one in (spec.up, spec.pace_down))
+        case Code.RATE_LIMITED_UP | Code.RATE_LIMITED_DOWN:
+            text = "there were no rate limits"
+            up, down = (replace(one, limits=()) for one in (spec.up, spec.pace_down))
+        case Code.ENDPOINT_COOLDOWN:
+            text = "the endpoint had no cooldown"
+            up, down = (replace(one, cooldown=0.0) for one in (spec.up, spec.pace_down))
+        case Code.DIRECTION_DISABLED:
+            text = "this direction were not switched off"
+            up, down = (replace(one, disabled=False) for one in (spec.up, spec.pace_down))
+        case _:
+            return None
+    return replace(question, spec=replace(spec, up=up, down=down)), text
+
+
+_HOLDING = frozenset(
+    {
+        Code.SIGNAL_MISSING,
+        Code.SIGNAL_STALE,
+        Code.SIGNAL_INVALID,
+        Code.SOURCES_SILENT,
+        Code.WINDOW_NOT_FULL,
+    }
+)
+
+
+def _without_limit_of_rule(question: Question, step: Step) -> tuple[Question, str] | None:
+    [rule] = (one for one in question.spec.rules if one.id == step.rule)
+    if step.code in _HOLDING:
+        return _with_rule(question, replace(rule, disabled=True)), f"rule {rule.id} did not hold: {step.text}"
+    if step.code is Code.COOLDOWN:
+        return _with_rule(question, replace(rule, cooldown=0.0)), f"rule {rule.id} did not rest"
+    if step.code in {Code.CLAMPED_TO_RULE_MIN, Code.CLAMPED_TO_RULE_MAX, Code.SKIPPED}:
+        unbounded = replace(rule, min_replicas=None, max_replicas=None)
+        return _with_rule(question, unbounded), f"rule {rule.id} had no bounds of its own"
+    return None
+
+
+def _with_rule(question: Question, rule: Rule) -> Question:
+    rules = tuple(rule if one.id == rule.id else one for one in question.spec.rules)
+    return replace(question, spec=replace(question.spec, rules=rules))
+
+
+def _without_rules(question: Question, *kinds: type[ScheduleRule | ForecastRule]) -> Question:
+    rules = tuple(one for one in question.spec.rules if not isinstance(one.kind, kinds))
+    return replace(question, spec=replace(question.spec, rules=rules))
+
+
+def _next_change(question: Question, result: Result) -> NextChange | None:
+    """The first change after this evaluation; None where no wait is under way that would bring one."""
+    now, evaluation = question.inputs.now, result.evaluation
+    changes = {**question.inputs.last_changes, **dict.fromkeys(evaluation.effective, now)}
+    inputs = replace(question.inputs, before=evaluation.wanted, last_changes=changes, bursts=result.bursts)
+    after = replace(question, inputs=inputs, memory=result.memory)
+    for wait in _waits(after)[:MOST_MOMENTS]:
+        wanted = asked(_aged(after, wait + _ROUNDING)).evaluation.wanted
+        if wanted != evaluation.wanted:
+            return NextChange(wait, wanted)
+    return None
+
+
+def _waits(question: Question) -> list[float]:
+    """Seconds until something that holds the count back may be over: the next tick, and the end of each rest or window."""
+    spec, now, memory = question.spec, question.inputs.now, question.memory
+    last = question.inputs.last_changes
+    ends = [now + spec.period, *(last[rule.id] + rule.rest for rule in spec.rules if rule.id in last)]
+    for pace in (spec.up, spec.pace_down):
+        window = pace.window(question.inputs.startup, regrets(memory, now))
+        ends += _ends(pace, memory, window)
+    return sorted({end - now for end in ends if end > now})
+
+
+def _ends(pace: Pace, memory: Memory, window: float) -> Iterator[float]:
+    yield memory.since + window
+    yield memory.since + pace.cooldown
+    yield from (at + window for at, _ in memory.asked)
+    for at, _ in memory.changes:
+        yield at + pace.cooldown
+        yield from (at + limit.period for limit in pace.limits)
+
+
+def _aged(question: Question, wait: float) -> Question:
+    """The question after a while: all that is remembered is so much older, and signals are as they are."""
+    memory = question.memory
+    older = Memory(
+        memory.since - wait,
+        tuple((at - wait, count) for at, count in memory.asked),
+        tuple((at - wait, change) for at, change in memory.changes),
+    )
+    changes = {rule: at - wait for rule, at in question.inputs.last_changes.items()}
+    return replace(question, inputs=replace(question.inputs, last_changes=changes), memory=older)

@@ -1,0 +1,253 @@
+"""All worker adapters: who is connected, what runs, and what should run.
+
+An adapter that is silent or gone says nothing about its replicas: they become UNKNOWN, and nothing is stopped or started
+in their place until it is heard of again (Ray #58933: a failed listing was read as "no workers").
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+
+from gpuscale.autoscaler.state import replica_store
+from gpuscale.autoscaler.loop.adapter_session import AdapterSession
+from gpuscale.autoscaler.loop.asked_logs import LogPart
+from gpuscale.autoscaler.domain.desired import desired_state, unknown_to
+from gpuscale.autoscaler.domain.planning import AdapterFacts
+from gpuscale.autoscaler.domain.replicas import (
+    Goal,
+    Moment,
+    Replica,
+    ReplicaReport,
+    ReplicaState,
+    ended,
+    reported,
+)
+from gpuscale.autoscaler.state.store import Connection
+from gpuscale.autoscaler.loop.wakes import Wakes
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.errors import AbortedError, FailedPreconditionError, NotFoundError, UnavailableError
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.names import adapter_name, replica_name
+from gpuscale.common.store.store import Store
+
+SILENT = 15.0
+"""Seconds without a report after which nobody knows what an adapter's replicas do."""
+STRAY = 5.0
+"""Seconds for which an adapter reports a replica that is not known here before it is told to stop it."""
+_REVISIONS_PER_START = 1_000_000_000
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterView:
+    """An adapter to show: what it is, what it reported, and when it was heard of last."""
+
+    facts: AdapterFacts
+    replica_count: int
+    last_seen: datetime
+
+
+class AdapterHub:
+    """Keeps the connections of adapters.
+
+    Args:
+        store: the autoscaler's store.
+        clock: what silence is measured by.
+        starts: how often this program was started on its state; revisions grow across starts.
+        wakes: told which endpoints' replicas changed.
+    """
+
+    def __init__(self, store: Store, clock: Clock, starts: int, wakes: Wakes) -> None:
+        self._store = store
+        self._clock = clock
+        self._revision = starts * _REVISIONS_PER_START
+        self._wakes = wakes
+        self._sessions: dict[str, AdapterSession] = {}
+        self._known: dict[str, AdapterFacts] = {}
+        self._seen: dict[str, Moment] = {}
+
+    def connect(self, facts: AdapterFacts) -> AdapterSession:
+        """Begin a connection; one that the adapter had before ends with AbortedError.
+
+        Raises:
+            FailedPreconditionError: that one is of another kind: two adapters have one id, and each would start what the
+                other runs.
+        """
+        before, name = self._sessions.get(facts.id), adapter_name(facts.id)
+        if before is not None:
+            if before.facts.kind != facts.kind:
+                raise FailedPreconditionError(
+                    f"{name} is connected, and of kind {before.facts.kind}: give the one of kind {facts.kind} another id",
+                    reason="OTHER_KIND",
+                    metadata={"name": name},
+                )
+            before.close(AbortedError(f"another connection of {name} took over", reason="TAKEN_OVER"))
+        session = AdapterSession(facts, self._next_revision)
+        self._sessions[facts.id] = session
+        self._known[facts.id] = facts
+        self._seen[facts.id] = self._moment()
+        _log.info(
+            "adapter connected",
+            adapter=facts.id,
+            kind=facts.kind,
+            node=facts.node,
+            took_over=before is not None,
+        )
+        return session
+
+    def disconnect(self, session: AdapterSession) -> None:
+        """End a connection; harmless if another one took over."""
+        session.close()
+        adapter = session.facts.id
+        if self._sessions.get(adapter) is session:
+            del self._sessions[adapter]
+            _log.info("adapter disconnected", adapter=adapter)
+            self._wakes.call_all()
+
+    async def report(
+        self, session: AdapterSession, revision: int, reports: Mapping[str, ReplicaReport]
+    ) -> None:
+        """Take a report of all replicas of an adapter, by name.
+
+        Raises:
+            UnavailableError: it cannot be stored.
+        """
+        adapter = session.facts.id
+        if self._sessions.get(adapter) is not session:
+            return
+        first = session.reported is None
+        at = self._seen[adapter] = self._moment()
+        absent = session.heard(revision, reports)
+        changed = await self._store.write(
+            partial(_apply, adapter=adapter, reports=reports, absent=absent, at=at)
+        )
+        await self.refresh([adapter])
+        if first:
+            self._wakes.call_all()
+        else:
+            self._wakes.call_each({replica.endpoint for replica in changed})
+
+    async def refresh(self, adapters: Iterable[str]) -> None:
+        """Tell these adapters what is desired of them now. One that has not reported yet is told nothing."""
+        for adapter in adapters:
+            session = self._sessions.get(adapter)
+            if session is None or session.reported is None:
+                continue
+            rows = await self._store.read(partial(replica_store.of_adapter, adapter=adapter))
+            own = {replica_name(replica.endpoint, replica.id): replica for replica in rows}
+            now = self._clock.now()
+            session.unknown_since = unknown_to(own, session.reported, session.unknown_since, now)
+            strays = {name for name, since in session.unknown_since.items() if now - since > STRAY}
+            session.tell(desired_state(own, session.reported, strays))
+
+    def facts(self) -> list[AdapterFacts]:
+        """Every adapter that was ever connected, and whether it is heard of now; by id."""
+        return [replace(self._known[id_], live=self.live(id_)) for id_ in sorted(self._known)]
+
+    def live(self, adapter: str) -> bool:
+        """Whether it is known what an adapter's replicas do: it is connected, has reported, and not long ago."""
+        session = self._sessions.get(adapter)
+        if session is None or session.reported is None:
+            return False
+        return self._clock.now() - self._seen[adapter].now <= SILENT
+
+    async def forget(self, adapter: str) -> list[str]:
+        """Give an adapter up that never comes back: its replicas end without its word; returns their names.
+
+        Raises:
+            FailedPreconditionError: it is connected.
+            NotFoundError: it was never heard of, and has no replicas.
+            UnavailableError: it cannot be stored; nothing changed.
+        """
+        name = adapter_name(adapter)
+        if adapter in self._sessions:
+            raise FailedPreconditionError(
+                f"{name} is connected: it can tell itself what becomes of its replicas",
+                reason="ADAPTER_CONNECTED",
+                metadata={"name": name},
+            )
+        lost = await self._store.write(partial(_give_up, adapter=adapter, at=self._moment()))
+        if not lost and adapter not in self._known:
+            raise NotFoundError(f"there is no {name}", metadata={"name": name})
+        if (
+            adapter not in self._sessions
+        ):  # it may have come back meanwhile; what it still runs is stopped then
+            self._known.pop(adapter, None)
+            self._seen.pop(adapter, None)
+        _log.warning("adapter forgotten", adapter=adapter, replicas=len(lost))
+        self._wakes.call_each({replica.endpoint for replica in lost})
+        return [replica_name(replica.endpoint, replica.id) for replica in lost]
+
+    async def read_log(self, one: Replica, offset: int | None, most: int) -> LogPart:
+        """Ask the adapter of a replica for a part of what the replica wrote.
+
+        Raises:
+            FailedPreconditionError: it keeps no logs.
+            ResourceExhaustedError: too many ask.
+            UnavailableError: it is not connected, or does not answer.
+        """
+        name, session = adapter_name(one.adapter), self._sessions.get(one.adapter)
+        if session is None:
+            raise UnavailableError(f"{name} is not connected", reason="ADAPTER_DISCONNECTED")
+        if not session.facts.capabilities.logs:
+            raise FailedPreconditionError(f"{name} keeps no logs of replicas", reason="NO_LOG")
+        return await session.read_log(replica_name(one.endpoint, one.id), offset, most)
+
+    def views(self) -> list[AdapterView]:
+        """Every adapter to show, by id."""
+        return [
+            AdapterView(facts, len(self._reported(facts.id)), self._seen[facts.id].wall)
+            for facts in self.facts()
+        ]
+
+    def _reported(self, adapter: str) -> Mapping[str, ReplicaReport]:
+        session = self._sessions.get(adapter)
+        return (session.reported if session else None) or {}
+
+    def _next_revision(self) -> int:
+        self._revision += 1
+        return self._revision
+
+    def _moment(self) -> Moment:
+        return Moment(self._clock.now(), self._clock.wall())
+
+
+def _apply(
+    connection: Connection,
+    adapter: str,
+    reports: Mapping[str, ReplicaReport],
+    absent: frozenset[str],
+    at: Moment,
+) -> list[Replica]:
+    """Move the replicas of an adapter to where its report says they are; returns those that moved."""
+    changed: list[Replica] = []
+    for before in replica_store.of_adapter(connection, adapter):
+        after = _after_report(before, reports, absent, at)
+        if after != before:
+            replica_store.save_replica(connection, after)
+            changed.append(after)
+    return changed
+
+
+def _give_up(connection: Connection, adapter: str, at: Moment) -> list[Replica]:
+    """End the replicas of an adapter that nobody hears of any more."""
+    reason = f"adapter {adapter} was given up by an operator; whether it runs on is unknown"
+    lost = [
+        ended(one, ReplicaState.FAILED, reason, at) for one in replica_store.of_adapter(connection, adapter)
+    ]
+    replica_store.save_replicas(connection, lost)
+    return lost
+
+
+def _after_report(
+    before: Replica, reports: Mapping[str, ReplicaReport], absent: frozenset[str], at: Moment
+) -> Replica:
+    name = replica_name(before.endpoint, before.id)
+    report = reports.get(name)
+    if report is not None:
+        return reported(before, report, at)
+    if name in absent and before.goal is Goal.STOP:
+        return ended(before, ReplicaState.STOPPED, before.reason or "its adapter does not have it", at)
+    return before

@@ -1,0 +1,188 @@
+"""AdapterService on the wire."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import TypeAlias
+
+import grpc
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.loop.adapter_session import AdapterSession
+from gpuscale.autoscaler.loop.asked_logs import LogPart, LogQuestion
+from gpuscale.autoscaler.domain.desired import DesiredReplica
+from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterView
+from gpuscale.autoscaler.domain.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
+from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
+from gpuscale.common.security.auth import Principal, Role, current_principal
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    GpuscaleError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+)
+from gpuscale.common.runtime.failpoints import hit_async
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.names import ADAPTER, adapter_name, parse
+from gpuscale.common.runtime.paging import page
+from gpuscale.common.rpc.validation import validate
+from gpuscale.common.wire import to_duration, to_timestamp
+
+_Connect: TypeAlias = grpc.aio.ServicerContext[api.ConnectRequest, api.ConnectResponse]
+_List: TypeAlias = grpc.aio.ServicerContext[api.ListAdaptersRequest, api.ListAdaptersResponse]
+_Forget: TypeAlias = grpc.aio.ServicerContext[api.ForgetAdapterRequest, api.ForgetAdapterResponse]
+_Messages: TypeAlias = AsyncIterator[api.ConnectRequest]
+
+_REPORTED = {
+    api.Replica.State.Value(f"STATE_{state.value}"): state
+    for state in ReplicaState
+    if state not in {ReplicaState.PENDING, ReplicaState.UNKNOWN}
+}
+
+
+class AdapterServicer(api.AdapterServiceServicer):
+    """Translates between the wire and the hub; `scope` holds the tasks that read what adapters send."""
+
+    def __init__(self, hub: AdapterHub, scope: TaskScope) -> None:
+        self._hub = hub
+        self._scope = scope
+
+    async def Connect(
+        self, request_iterator: _Messages, context: _Connect
+    ) -> AsyncGenerator[api.ConnectResponse]:
+        """Take reports, send the desired state."""
+        facts = _register(await anext(request_iterator, api.ConnectRequest()), current_principal())
+        session = self._hub.connect(facts)
+        reader = self._scope.start(f"reports of adapter {facts.id}", self._read(session, request_iterator))
+        try:
+            async for update in session.updates():
+                await hit_async("autoscaler.adapter.before_send")
+                yield _question(update) if isinstance(update, LogQuestion) else _desired(*update)
+        finally:
+            reader.cancel()
+            self._hub.disconnect(session)
+
+    async def _read(self, session: AdapterSession, messages: _Messages) -> None:
+        """Hand every report to the hub; what is wrong with one, or ends them, ends the connection."""
+        failure: GpuscaleError | None = None
+        try:
+            async for message in messages:
+                validate(message)
+                match message.WhichOneof("message"):
+                    case "report":
+                        await self._hub.report(session, message.report.revision, _reports(message.report))
+                    case "log_part":
+                        part = message.log_part
+                        session.logs.heard(part.question, LogPart(part.content, part.offset, part.problem))
+                    case _:
+                        raise InvalidArgumentError("only the first message may be register", field="register")
+        except GpuscaleError as error:
+            failure = error
+        finally:
+            session.close(failure)
+
+    async def ListAdapters(
+        self, request: api.ListAdaptersRequest, context: _List
+    ) -> api.ListAdaptersResponse:
+        """List adapters by id."""
+        some, token = page(
+            self._hub.views(),
+            key=lambda view: view.facts.id,
+            page_size=request.page_size,
+            page_token=request.page_token,
+        )
+        return api.ListAdaptersResponse(adapters=[_adapter(view) for view in some], next_page_token=token)
+
+    async def ForgetAdapter(
+        self, request: api.ForgetAdapterRequest, context: _Forget
+    ) -> api.ForgetAdapterResponse:
+        """Give up an adapter that is not connected."""
+        adapter = parse(ADAPTER, request.name)["adapter"]
+        return api.ForgetAdapterResponse(replicas=await self._hub.forget(adapter))
+
+
+def _register(message: api.ConnectRequest, caller: Principal) -> AdapterFacts:
+    """Who connects; an agent may only be the adapter of its own node."""
+    if message.WhichOneof("message") != "register":
+        raise FailedPreconditionError("the first message must be register", reason="NOT_REGISTERED")
+    validate(message)
+    wire = message.register
+    if caller.role <= Role.AGENT and not wire.adapter == wire.node == caller.name:
+        raise PermissionDeniedError(
+            f"{caller.name} may only be the adapter of the node of that name", reason="OTHER_ADAPTER"
+        )
+    templates = frozenset(wire.templates)
+    return AdapterFacts(
+        wire.adapter,
+        wire.kind,
+        wire.node,
+        templates,
+        wire.max_replicas,
+        live=False,
+        capabilities=_capabilities(wire),
+    )
+
+
+def _capabilities(register: api.Register) -> Capabilities:
+    """What an adapter can do; one of an earlier version does not say, and is a process adapter."""
+    if not register.HasField("capabilities"):
+        return DEFAULT_CAPABILITIES
+    wire = register.capabilities
+    return Capabilities(wire.gives_gpus, wire.picks_victims, wire.drains, wire.probes, wire.logs)
+
+
+def _reports(wire: api.Report) -> Mapping[str, ReplicaReport]:
+    reports: dict[str, ReplicaReport] = {}
+    for index, one in enumerate(wire.replicas):
+        field = f"report.replicas[{index}]"
+        if one.state not in _REPORTED:
+            raise InvalidArgumentError("must be a state that an adapter can see", field=f"{field}.state")
+        if one.replica in reports:
+            raise InvalidArgumentError("must be reported once", field=f"{field}.replica")
+        exit_code = one.exit_code if one.HasField("exit_code") else None
+        reports[one.replica] = ReplicaReport(_REPORTED[one.state], one.pid, exit_code, one.reason)
+    return reports
+
+
+def _question(one: LogQuestion) -> api.ConnectResponse:
+    return api.ConnectResponse(
+        log_question=api.LogQuestion(
+            number=one.number, replica=one.replica, offset=one.offset, max_bytes=one.most
+        )
+    )
+
+
+def _desired(revision: int, lines: Sequence[DesiredReplica]) -> api.ConnectResponse:
+    return api.ConnectResponse(revision=revision, replicas=[_line(line) for line in lines])
+
+
+def _line(line: DesiredReplica) -> api.DesiredReplica:
+    return api.DesiredReplica(
+        replica=line.replica,
+        goal=api.DesiredReplica.Goal.Value(f"GOAL_{line.order.value}"),
+        template=line.template,
+        parameters=line.parameters,
+        gpu_uuids=line.gpu_uuids,
+        gpu_count=line.gpu_count,
+        fence=line.fence,
+        drain_timeout=None if line.drain_timeout is None else to_duration(line.drain_timeout),
+    )
+
+
+def _adapter(view: AdapterView) -> api.Adapter:
+    facts = view.facts
+    return api.Adapter(
+        name=adapter_name(facts.id),
+        kind=facts.kind,
+        node=facts.node,
+        state=api.Adapter.STATE_CONNECTED if facts.live else api.Adapter.STATE_DISCONNECTED,
+        templates=sorted(facts.templates),
+        max_replicas=facts.max_replicas,
+        replica_count=view.replica_count,
+        last_seen_time=to_timestamp(view.last_seen),
+        capabilities=api.AdapterCapabilities(
+            gives_gpus=facts.capabilities.gives_gpus,
+            picks_victims=facts.capabilities.picks_victims,
+            drains=facts.capabilities.drains,
+            probes=facts.capabilities.probes,
+            logs=facts.capabilities.logs,
+        ),
+    )

@@ -1,0 +1,126 @@
+"""EndpointService on the wire."""
+
+from functools import partial
+from typing import TypeAlias
+
+import grpc
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.servicers.endpoints import Endpoints
+from gpuscale.autoscaler.servicers.log_reading import LogReading
+from gpuscale.autoscaler.model import EndpointSpec
+from gpuscale.autoscaler.wire.translate import merged, spec_from_wire
+from gpuscale.autoscaler.wire.translate_state import endpoint_to_wire, replica_to_wire
+from gpuscale.common.security.auth import current_principal
+from gpuscale.common.names import ENDPOINT, REPLICA, parse
+from gpuscale.common.wire import fingerprint
+
+_Create: TypeAlias = grpc.aio.ServicerContext[api.CreateEndpointRequest, api.CreateEndpointResponse]
+_Get: TypeAlias = grpc.aio.ServicerContext[api.GetEndpointRequest, api.GetEndpointResponse]
+_List: TypeAlias = grpc.aio.ServicerContext[api.ListEndpointsRequest, api.ListEndpointsResponse]
+_Update: TypeAlias = grpc.aio.ServicerContext[api.UpdateEndpointRequest, api.UpdateEndpointResponse]
+_Delete: TypeAlias = grpc.aio.ServicerContext[api.DeleteEndpointRequest, api.DeleteEndpointResponse]
+_Set: TypeAlias = grpc.aio.ServicerContext[api.SetReplicasRequest, api.SetReplicasResponse]
+_Replicas: TypeAlias = grpc.aio.ServicerContext[api.ListReplicasRequest, api.ListReplicasResponse]
+_ReadLog: TypeAlias = grpc.aio.ServicerContext[api.ReadReplicaLogRequest, api.ReadReplicaLogResponse]
+
+
+class EndpointServicer(api.EndpointServiceServicer):
+    """Translates between the wire and `Endpoints`; requests were validated against the contract before."""
+
+    def __init__(self, endpoints: Endpoints, logs: LogReading) -> None:
+        self._endpoints = endpoints
+        self._logs = logs
+
+    async def CreateEndpoint(
+        self, request: api.CreateEndpointRequest, context: _Create
+    ) -> api.CreateEndpointResponse:
+        """Create an endpoint."""
+        wire = request.endpoint
+        view = await self._endpoints.create(
+            _id(wire.name, "endpoint.name"),
+            spec_from_wire(wire.spec),
+            request_id=request.request_id,
+            fingerprint=fingerprint(api.Endpoint(name=wire.name, spec=wire.spec)),
+            validate_only=request.validate_only,
+        )
+        return api.CreateEndpointResponse(endpoint=endpoint_to_wire(view))
+
+    async def GetEndpoint(self, request: api.GetEndpointRequest, context: _Get) -> api.GetEndpointResponse:
+        """Return one endpoint."""
+        view = await self._endpoints.get(_id(request.name))
+        return api.GetEndpointResponse(endpoint=endpoint_to_wire(view))
+
+    async def ListEndpoints(
+        self, request: api.ListEndpointsRequest, context: _List
+    ) -> api.ListEndpointsResponse:
+        """List endpoints by id."""
+        views, token = await self._endpoints.list(request.page_size, request.page_token)
+        return api.ListEndpointsResponse(
+            endpoints=[endpoint_to_wire(view) for view in views], next_page_token=token
+        )
+
+    async def UpdateEndpoint(
+        self, request: api.UpdateEndpointRequest, context: _Update
+    ) -> api.UpdateEndpointResponse:
+        """Change the parts of a spec that the mask names."""
+        view = await self._endpoints.update(
+            _id(request.endpoint.name, "endpoint.name"),
+            partial(_changed, request),
+            etag=request.endpoint.etag,
+            validate_only=request.validate_only,
+        )
+        return api.UpdateEndpointResponse(endpoint=endpoint_to_wire(view))
+
+    async def DeleteEndpoint(
+        self, request: api.DeleteEndpointRequest, context: _Delete
+    ) -> api.DeleteEndpointResponse:
+        """Delete an endpoint after its replicas."""
+        await self._endpoints.delete(_id(request.name), etag=request.etag)
+        return api.DeleteEndpointResponse()
+
+    async def SetReplicas(self, request: api.SetReplicasRequest, context: _Set) -> api.SetReplicasResponse:
+        """Carry out a person's order."""
+        view = await self._endpoints.set_replicas(
+            _id(request.name),
+            request.replicas,
+            current=request.current_replicas if request.HasField("current_replicas") else None,
+            who=current_principal().name,
+        )
+        return api.SetReplicasResponse(endpoint=endpoint_to_wire(view))
+
+    async def ListReplicas(
+        self, request: api.ListReplicasRequest, context: _Replicas
+    ) -> api.ListReplicasResponse:
+        """List replicas, oldest first."""
+        found, token = await self._endpoints.replicas(
+            _id(request.parent, "parent") if request.parent else "",
+            show_ended=request.show_ended,
+            page_size=request.page_size,
+            page_token=request.page_token,
+        )
+        replicas = [replica_to_wire(replica, silent=silent) for replica, silent in found]
+        return api.ListReplicasResponse(replicas=replicas, next_page_token=token)
+
+    async def ReadReplicaLog(
+        self, request: api.ReadReplicaLogRequest, context: _ReadLog
+    ) -> api.ReadReplicaLogResponse:
+        """Read a part of what a replica wrote."""
+        ids = parse(REPLICA, request.name)
+        offset = request.offset if request.HasField("offset") else None
+        part, ended = await self._logs.read(ids["endpoint"], ids["replica"], offset, request.max_bytes)
+        return api.ReadReplicaLogResponse(
+            content=part.content,
+            offset=part.offset,
+            next_offset=part.offset + len(part.content),
+            ended=ended,
+        )
+
+
+def _id(name: str, field: str = "name") -> str:
+    return parse(ENDPOINT, name, field)["endpoint"]
+
+
+def _changed(request: api.UpdateEndpointRequest, current: EndpointSpec) -> EndpointSpec:
+    mask = request.update_mask if request.HasField("update_mask") else None
+    return spec_from_wire(merged(current, request.endpoint, mask))

@@ -1,0 +1,258 @@
+"""What users do with endpoints: create, change, scale, delete, look."""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+from uuid import uuid4
+
+from gpuscale.autoscaler import decision_log, decision_store
+from gpuscale.autoscaler.servicers import endpoint_changes
+from gpuscale.autoscaler.state import replica_store, store
+from gpuscale.autoscaler.state.decision_file import DecisionFile
+from gpuscale.autoscaler.decision_store import StoredDecision
+from gpuscale.autoscaler.loop.followers import Followers
+from gpuscale.autoscaler.loop.hub import AdapterHub
+from gpuscale.autoscaler.model import Endpoint, EndpointSpec
+from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
+from gpuscale.autoscaler.domain.replicas import Replica
+from gpuscale.autoscaler.state.store import Connection
+from gpuscale.autoscaler.wire.translate_state import EndpointView
+from gpuscale.autoscaler.domain.validate import violations
+from gpuscale.autoscaler.loop.wakes import Wakes
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
+from gpuscale.common.names import watcher_name
+from gpuscale.common.runtime.paging import page
+from gpuscale.common.store.store import Store
+
+T = TypeVar("T")
+
+
+class Endpoints:
+    """The endpoints. Every change is on disk, and the reconciler called, before its answer.
+
+    Args:
+        store: the autoscaler's store.
+        clock: what times are noted by.
+        watcher_exists: whether there is a queue watcher of that id.
+        prometheus: names of the Prometheus servers that there are.
+        hub: tells which adapters are heard of.
+        wakes: told which endpoints changed.
+        uses: told which watchers they read.
+        followers: told at once, where the reconciler may be busy.
+        file: gets the decisions that are people's orders.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        *,
+        watcher_exists: Callable[[str], bool],
+        prometheus: Collection[str],
+        hub: AdapterHub,
+        wakes: Wakes,
+        uses: WatcherUses,
+        followers: Followers,
+        file: DecisionFile,
+    ) -> None:
+        self._store = store
+        self._file = file
+        self._clock = clock
+        self._watcher_exists = watcher_exists
+        self._prometheus = prometheus
+        self._hub = hub
+        self._wakes = wakes
+        self._uses = uses
+        self._followers = followers
+        self._changing = asyncio.Lock()
+
+    async def create(
+        self, endpoint_id: str, spec: EndpointSpec, *, request_id: str, fingerprint: str, validate_only: bool
+    ) -> EndpointView:
+        """Create an endpoint that aims at its min, or return what this request id made.
+
+        Raises:
+            AlreadyExistsError: the id is taken, or the request id was used for another endpoint.
+            InvalidArgumentError: the spec contradicts itself.
+            FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist.
+        """
+        wall = self._clock.wall()
+        made = Endpoint(endpoint_id, spec, _new_etag(), spec.min_replicas, wall, wall)
+        work = partial(endpoint_changes.create, made=made, request_id=request_id, fingerprint=fingerprint)
+        async with self._changing:
+            known = await self._store.read(
+                partial(endpoint_changes.repeated, request_id=request_id, fingerprint=fingerprint)
+            )
+            if known is not None:
+                return await self._view(known)
+            self._check(spec)
+            if validate_only:
+                await self._store.read(partial(endpoint_changes.require_free, endpoint_id=endpoint_id))
+                return EndpointView(made)
+            await self._write_spec(made, work)
+        return await self._view(made)
+
+    async def update(
+        self,
+        endpoint_id: str,
+        change: Callable[[EndpointSpec], EndpointSpec],
+        *,
+        etag: str,
+        validate_only: bool,
+    ) -> EndpointView:
+        """Replace the spec by `change` of it; an empty etag matches any.
+
+        Raises:
+            NotFoundError: no such endpoint.
+            AbortedError: it was changed since that etag was read.
+            InvalidArgumentError: the new spec contradicts itself.
+            FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist, or the endpoint is being deleted.
+        """
+        async with self._changing:
+            before = await self._store.read(partial(endpoint_changes.find, endpoint_id=endpoint_id))
+            endpoint_changes.require_etag(before, etag)
+            endpoint_changes.require_kept(before)
+            spec = change(before.spec)
+            self._check(spec)
+            after = replace(before, spec=spec, etag=_new_etag(), update_time=self._clock.wall())
+            if validate_only or spec == before.spec:
+                return await self._view(replace(before, spec=spec))
+            await self._write_spec(after, partial(endpoint_changes.update, after=after, etag=before.etag))
+        return await self._view(after)
+
+    async def delete(self, endpoint_id: str, *, etag: str) -> None:
+        """Let all replicas finish and stop, and remove the endpoint after them.
+
+        Raises:
+            NotFoundError: no such endpoint.
+            AbortedError: it was changed since that etag was read.
+        """
+        work = partial(endpoint_changes.delete, endpoint_id=endpoint_id, etag=etag)
+        await self._write(endpoint_id, work)
+
+    async def set_replicas(
+        self, endpoint_id: str, replicas: int, *, current: int | None, who: str
+    ) -> EndpointView:
+        """Aim at so many from now on; rules go on from there.
+
+        Raises:
+            NotFoundError: no such endpoint.
+            OutOfRangeError: outside of its min and max.
+            FailedPreconditionError: another number than `current` is aimed at, or the endpoint is being deleted.
+        """
+        work = partial(
+            endpoint_changes.set_replicas,
+            endpoint_id=endpoint_id,
+            replicas=replicas,
+            current=current,
+            who=who,
+            wall=self._clock.wall(),
+        )
+        after = await self._write(endpoint_id, work)
+        ordered = await self._store.read(partial(decision_store.latest, endpoint=endpoint_id))
+        if ordered is not None:
+            self._file.put(decision_log.to_wire(ordered))
+        return await self._view(after)
+
+    async def get(self, endpoint_id: str) -> EndpointView:
+        """One endpoint.
+
+        Raises:
+            NotFoundError: no such endpoint.
+        """
+        return await self._view(
+            await self._store.read(partial(endpoint_changes.find, endpoint_id=endpoint_id))
+        )
+
+    async def list(self, page_size: int, page_token: str) -> tuple[Sequence[EndpointView], str]:
+        """A page of endpoints by id.
+
+        Raises:
+            InvalidArgumentError: the token is not one of this list.
+        """
+        every = await self._store.read(store.endpoints)
+        some, token = page(every, key=lambda one: one.id, page_size=page_size, page_token=page_token)
+        return await self._views(some), token
+
+    async def replicas(
+        self, endpoint_id: str, *, show_ended: bool, page_size: int, page_token: str
+    ) -> tuple[Sequence[tuple[Replica, bool]], str]:
+        """A page of replicas of one endpoint, or of all, oldest first, each with whether its adapter is silent.
+
+        Raises:
+            InvalidArgumentError: the token is not one of this list.
+        """
+        work = partial(replica_store.replicas, endpoint=endpoint_id, show_ended=show_ended)
+        every = sorted(await self._store.read(work), key=_age_key)
+        some, token = page(every, key=_age_key, page_size=page_size, page_token=page_token)
+        return [(one, not self._hub.live(one.adapter)) for one in some], token
+
+    def _check(self, spec: EndpointSpec) -> None:
+        found = violations(spec)
+        if found:
+            raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+        missing = sorted(one for one in spec.watchers if not self._watcher_exists(one))
+        if missing:
+            names = ", ".join(watcher_name(one) for one in missing)
+            raise FailedPreconditionError(
+                f"there is no {names}", reason="WATCHER_NOT_FOUND", metadata={"names": names}
+            )
+        if unknown := ", ".join(sorted(spec.prometheus_servers - set(self._prometheus))):
+            raise FailedPreconditionError(
+                f"the configuration names no prometheus {unknown}",
+                reason="UNKNOWN_PROMETHEUS",
+                metadata={"names": unknown},
+            )
+
+    async def _write_spec(self, endpoint: Endpoint, work: Callable[[Connection], None]) -> None:
+        """Store a spec; its watchers count as read from before it is stored, so that none goes meanwhile."""
+        before = self._uses.reads(endpoint.id)
+        self._uses.set(endpoint.id, before | endpoint.spec.watchers)
+        try:
+            await self._write(endpoint.id, work, evaluate=True)
+        except GpuscaleError:
+            self._uses.set(endpoint.id, before)
+            raise
+        self._uses.set(endpoint.id, endpoint.spec.watchers)
+
+    async def _write(self, endpoint_id: str, work: Callable[[Connection], T], *, evaluate: bool = False) -> T:
+        """Store a change and call the reconciler, also where the caller has gone: what it began is done all the same."""
+        try:
+            return await self._store.write(work)
+        finally:
+            self._wakes.call(endpoint_id, evaluate=evaluate)
+            self._followers.tell(endpoint_id)
+
+    async def _view(self, endpoint: Endpoint) -> EndpointView:
+        [view] = await self._views([endpoint])
+        return view
+
+    async def _views(self, endpoints: Sequence[Endpoint]) -> Sequence[EndpointView]:
+        def read(connection: Connection) -> Sequence[tuple[Sequence[Replica], StoredDecision | None]]:
+            return [
+                (replica_store.replicas(connection, one.id), decision_store.latest(connection, one.id))
+                for one in endpoints
+            ]
+
+        found = await self._store.read(read)
+        return [self._shown(one, *state) for one, state in zip(endpoints, found, strict=True)]
+
+    def _shown(
+        self, endpoint: Endpoint, replicas: Sequence[Replica], latest: StoredDecision | None
+    ) -> EndpointView:
+        silent = {one.adapter for one in replicas if one.adapter and not self._hub.live(one.adapter)}
+        if latest is None:
+            return EndpointView(endpoint, replicas, silent)
+        decision = decision_log.to_wire(latest)
+        return EndpointView(endpoint, replicas, silent, decision.name, decision.summary)
+
+
+def _new_etag() -> str:
+    return uuid4().hex
+
+
+def _age_key(replica: Replica) -> str:
+    return f"{replica.create_time.isoformat()} {replica.id}"

@@ -1,0 +1,139 @@
+"""KEDA's ExternalScaler on the wire: endpoints as a metric that a Kubernetes cluster scales by.
+
+The metric is the number of replicas wanted and its target is 1, so that the cluster's own arithmetic, which divides one by
+the other, arrives at our number. All answers come from the store: a signal that is not ready yet delays none of them.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Final, TypeAlias, TypeVar
+
+import grpc
+
+from gpuscale.api import externalscaler as api
+from gpuscale.autoscaler.state import store
+from gpuscale.autoscaler.loop.followers import Followers
+from gpuscale.autoscaler.model import Endpoint
+from gpuscale.common.errors import InvalidArgumentError, NotFoundError
+from gpuscale.common.names import endpoint_name, is_id
+from gpuscale.common.rpc.server import Registration
+from gpuscale.common.store.store import Store
+
+METRIC: Final = "desired"
+"""The one metric there is."""
+TARGET: Final = 1
+"""How much of it one replica stands for."""
+
+SERVICE: Final = "externalscaler.ExternalScaler"
+_T = TypeVar("_T")
+_Ask: TypeAlias = grpc.aio.ServicerContext[api.ScaledObjectRef, api.IsActiveResponse]
+_Spec: TypeAlias = grpc.aio.ServicerContext[api.ScaledObjectRef, api.GetMetricSpecResponse]
+_Metrics: TypeAlias = grpc.aio.ServicerContext[api.GetMetricsRequest, api.GetMetricsResponse]
+
+
+def registration(state: Store, followers: Followers) -> Registration:
+    """The service for a server."""
+    servicer = KedaServicer(state, followers)
+    return Registration(SERVICE, partial(api.add_ExternalScalerServicer_to_server, servicer))
+
+
+class KedaServicer(api.ExternalScalerServicer):
+    """Shows endpoints to KEDA; any number of ScaledObjects share one connection.
+
+    Args:
+        state: the autoscaler's store.
+        followers: tells when to look again for those who follow an endpoint.
+    """
+
+    def __init__(self, state: Store, followers: Followers) -> None:
+        self._state = state
+        self._followers = followers
+
+    async def IsActive(self, request: api.ScaledObjectRef, context: _Ask) -> api.IsActiveResponse:
+        """Whether any replica is wanted."""
+        return _active(await self._find(_endpoint_id(request)))
+
+    async def StreamIsActive(
+        self, request: api.ScaledObjectRef, context: _Ask
+    ) -> AsyncGenerator[api.IsActiveResponse]:
+        """Whether any replica is wanted, again and again."""
+        async with aclosing(self._follow(_endpoint_id(request), _active)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def GetMetricSpec(self, request: api.ScaledObjectRef, context: _Spec) -> api.GetMetricSpecResponse:
+        """What the cluster is to hold to."""
+        return _spec(await self._find(_endpoint_id(request)))
+
+    async def StreamMetricSpec(
+        self, request: api.ScaledObjectRef, context: _Spec
+    ) -> AsyncGenerator[api.GetMetricSpecResponse]:
+        """The same, again and again."""
+        async with aclosing(self._follow(_endpoint_id(request), _spec)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def GetMetrics(self, request: api.GetMetricsRequest, context: _Metrics) -> api.GetMetricsResponse:
+        """How many replicas are wanted."""
+        endpoint_id = _endpoint_id(request.scaledObjectRef, "scaledObjectRef.")
+        _require_metric(request.metricName, "metricName")
+        wanted = (await self._find(endpoint_id)).desired
+        value = api.MetricValue(metricName=METRIC, metricValue=wanted, metricValueFloat=wanted)
+        return api.GetMetricsResponse(metricValues=[value])
+
+    async def _follow(self, endpoint_id: str, show: Callable[[Endpoint], _T]) -> AsyncGenerator[_T]:
+        """What `show` makes of the endpoint, now and each time it makes something else of it.
+
+        Nothing piles up: whoever reads slowly misses what was between.
+
+        Raises:
+            NotFoundError: the endpoint is gone, or was never there.
+        """
+        last: _T | None = None
+        with self._followers.follow(endpoint_id) as changed:
+            while True:
+                changed.clear()
+                shown = show(await self._find(endpoint_id))
+                if shown != last:
+                    yield shown
+                    last = shown
+                await changed.wait()
+
+    async def _find(self, endpoint_id: str) -> Endpoint:
+        found = await self._state.read(partial(store.endpoint, endpoint_id=endpoint_id))
+        if found is None:
+            name = endpoint_name(endpoint_id)
+            raise NotFoundError(
+                f'there is no {name}, which scalerMetadata["endpoint"] names', metadata={"name": name}
+            )
+        return found
+
+
+def _endpoint_id(ref: api.ScaledObjectRef, path: str = "") -> str:
+    """The endpoint that a ScaledObject follows; `path` leads to `ref` in the request.
+
+    Raises:
+        InvalidArgumentError: none is named, or another metric is.
+    """
+    endpoint_id = ref.scalerMetadata.get("endpoint", "")
+    if not is_id(endpoint_id):
+        field = f'{path}scalerMetadata["endpoint"]'
+        raise InvalidArgumentError(f"{field} must be the id of an endpoint, such as jobs", field=field)
+    _require_metric(ref.scalerMetadata.get("metric", ""), f'{path}scalerMetadata["metric"]')
+    return endpoint_id
+
+
+def _require_metric(metric: str, field: str) -> None:
+    if metric not in {"", METRIC}:
+        raise InvalidArgumentError(f"{field} must be {METRIC}, or be left out", field=field)
+
+
+def _active(endpoint: Endpoint) -> api.IsActiveResponse:
+    return api.IsActiveResponse(result=endpoint.desired > 0)
+
+
+def _spec(_endpoint: Endpoint) -> api.GetMetricSpecResponse:
+    """The same for all: what differs between endpoints is the value."""
+    spec = api.MetricSpec(metricName=METRIC, targetSize=TARGET, targetSizeFloat=TARGET)
+    return api.GetMetricSpecResponse(metricSpecs=[spec])

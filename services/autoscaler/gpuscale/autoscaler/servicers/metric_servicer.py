@@ -1,0 +1,108 @@
+"""MetricService on the wire."""
+
+from functools import partial
+from typing import TypeAlias
+
+import grpc
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.state import replica_store, store
+from gpuscale.autoscaler.signals.reported import ReportedMetrics, Subject, Value
+from gpuscale.autoscaler.domain.replicas import Replica
+from gpuscale.common.security.auth import Principal, Role, current_principal
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
+from gpuscale.common.names import ENDPOINT, REPLICA, endpoint_name, match, replica_name
+from gpuscale.common.runtime.paging import page
+from gpuscale.common.store.store import Store
+from gpuscale.common.wire import optional_seconds, to_duration
+
+_Report: TypeAlias = grpc.aio.ServicerContext[api.ReportMetricsRequest, api.ReportMetricsResponse]
+_List: TypeAlias = grpc.aio.ServicerContext[api.ListMetricsRequest, api.ListMetricsResponse]
+
+
+class MetricServicer(api.MetricServiceServicer):
+    """Takes in and lists reported metrics; `state` tells which endpoints and replicas there are."""
+
+    def __init__(self, metrics: ReportedMetrics, state: Store, clock: Clock) -> None:
+        self._metrics = metrics
+        self._state = state
+        self._clock = clock
+
+    async def ReportMetrics(
+        self, request: api.ReportMetricsRequest, context: _Report
+    ) -> api.ReportMetricsResponse:
+        """Take in values of an endpoint or replica."""
+        subject = _subject(request.name, "name")
+        now = self._clock.now()
+        values = _values(request, now)
+        await self._check(subject, request.name, current_principal())
+        self._metrics.report(subject, values, now)
+        return api.ReportMetricsResponse()
+
+    async def ListMetrics(self, request: api.ListMetricsRequest, context: _List) -> api.ListMetricsResponse:
+        """List a page of what was reported."""
+        subject = _subject(request.parent, "parent") if request.parent else ("", "")
+        now = self._clock.now()
+        some, token = page(
+            list(self._metrics.list(*subject)),
+            key=lambda one: " ".join((*one[0], one[1])),
+            page_size=request.page_size,
+            page_token=request.page_token,
+        )
+        return api.ListMetricsResponse(
+            metrics=[_to_wire(*one, now=now) for one in some], next_page_token=token
+        )
+
+    async def _check(self, subject: Subject, name: str, caller: Principal) -> None:
+        """Refuse what is not there, and what is not the caller's."""
+        endpoint_id, replica_id = subject
+        if not replica_id:
+            if caller.role < Role.OPERATOR:
+                raise _not_yours(caller, name)
+            if await self._state.read(partial(store.endpoint, endpoint_id=endpoint_id)) is None:
+                raise NotFoundError(f"there is no {name}", metadata={"name": name})
+            return
+        replica = await self._state.read(partial(replica_store.replica, replica_id=replica_id))
+        if replica is None or replica.ended or replica.endpoint != endpoint_id:
+            raise NotFoundError(f"there is no {name}, or it has ended", metadata={"name": name})
+        if caller.role < Role.OPERATOR and not _runs(caller, replica):
+            raise _not_yours(caller, name)
+
+
+def _runs(caller: Principal, replica: Replica) -> bool:
+    """Whether a caller of role agent bears the name of the replica's adapter or node."""
+    return caller.name in {replica.adapter, replica.node} - {""}
+
+
+def _not_yours(caller: Principal, name: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"{caller.name} may only report for replicas that it runs, not for {name}", reason="NOT_YOUR_REPLICA"
+    )
+
+
+def _subject(name: str, field: str) -> Subject:
+    if (ids := match(REPLICA, name)) is not None:
+        return ids["endpoint"], ids["replica"]
+    if (ids := match(ENDPOINT, name)) is not None:
+        return ids["endpoint"], ""
+    raise InvalidArgumentError(f"{field} must look like {ENDPOINT} or {REPLICA}", field=field)
+
+
+def _values(request: api.ReportMetricsRequest, now: float) -> dict[str, Value]:
+    values: dict[str, Value] = {}
+    for index, one in enumerate(request.values):
+        if one.metric in values:
+            raise InvalidArgumentError(
+                f"values[{index}].metric is reported twice", field=f"values[{index}].metric"
+            )
+        values[one.metric] = Value(one.value, now - (optional_seconds(one, "age") or 0.0))
+    return values
+
+
+def _to_wire(subject: Subject, metric: str, value: Value, *, now: float) -> api.ReportedMetric:
+    endpoint, replica = subject
+    return api.ReportedMetric(
+        name=replica_name(endpoint, replica) if replica else endpoint_name(endpoint),
+        value=api.MetricValue(metric=metric, value=value.value, age=to_duration(max(0.0, now - value.at))),
+    )

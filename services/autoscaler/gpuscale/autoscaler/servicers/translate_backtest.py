@@ -1,0 +1,162 @@
+"""Backtests between the wire and the model."""
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.backtest.report import Report
+from gpuscale.autoscaler.backtest.shared import Part
+from gpuscale.autoscaler.backtest.simulate import LONGEST_TAIL, MOST_EVALUATIONS
+from gpuscale.autoscaler.backtest.trace import Request
+from gpuscale.autoscaler.backtest.world import Setting
+from gpuscale.autoscaler.servicers.backtests import Job
+from gpuscale.autoscaler.model import EndpointSpec, ReplicaTemplate
+from gpuscale.autoscaler.domain.presets import Wish
+from gpuscale.autoscaler.wire.translate import spec_from_wire, spec_to_wire
+from gpuscale.autoscaler.wire.translate_presets import DEFAULT_BOUNDS, render
+from gpuscale.autoscaler.domain.validate import violations
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.wire import optional_seconds, to_datetime
+
+DEFAULT_GOAL = 30.0
+DEFAULT_COLD_START = 30.0
+_MONDAY = datetime(2024, 1, 1, tzinfo=UTC)
+_TEMPLATE = ReplicaTemplate("worker", gpu_count=1)
+_WATCHER = "queue"
+
+
+def job_from_wire(wire: api.BacktestRequest, history: Sequence[Request] = ()) -> Job:
+    """The run that a request asks for; `history`: the workload of the endpoint that it names.
+
+    Raises:
+        InvalidArgumentError: there is no policy or arrival, arrivals without order, or a policy that contradicts itself.
+    """
+    common = list(history) if history else _requests(wire, "")
+    workloads = [_workload(one, index, common) for index, one in enumerate(wire.policies)]
+    requests = common or [one for each in workloads for one in each]
+    if not requests:
+        raise InvalidArgumentError("arrivals must be set", field="arrivals")
+    goal = optional_seconds(wire, "goal")
+    slots = wire.slots if wire.HasField("slots") else 1
+    most = wire.max_gpus if wire.HasField("max_gpus") else None
+    default = Wish(
+        _WATCHER,
+        DEFAULT_BOUNDS[0],
+        DEFAULT_BOUNDS[1] if most is None else most,
+        _TEMPLATE,
+        slots=slots,
+        goal=DEFAULT_GOAL if goal is None else goal,
+        service_time=statistics.fmean(one.service for one in requests) or None,
+    )
+    setting = Setting(slots, _cold_start(wire), most, kills=wire.kills)
+    specs = _specs(wire.policies, default)
+    longest = max(one[-1].arrival for one in workloads)
+    for index, spec in enumerate(specs):
+        _require_few(spec, longest, f"policies[{index}]")
+    parts = [
+        Part(spec, one, replace(setting, gpus_each=max(1, spec.template.gpu_count)))
+        for spec, one in zip(specs, workloads, strict=True)
+    ]
+    begin = to_datetime(wire.begin_time) if wire.HasField("begin_time") else _MONDAY
+    return Job(parts, default.goal, begin, shared=wire.shared_gpus)
+
+
+def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.BacktestReport:
+    """The message of a report."""
+    timeline = report.timeline
+    return api.BacktestReport(
+        name=name,
+        request_count=report.requests,
+        unserved_count=report.unserved,
+        violation_percent=report.violation_percent,
+        wait_p50_seconds=report.wait_p50,
+        wait_p95_seconds=report.wait_p95,
+        wait_p99_seconds=report.wait_p99,
+        backlog_hours=report.backlog_hours,
+        gpu_hours=report.gpu_hours,
+        pending_replica_hours=report.pending_replica_hours,
+        flap_count=report.flaps,
+        change_count=report.scale_ops,
+        killed_count=report.killed,
+        wasted_start_count=report.wasted_starts,
+        most_replicas=report.most_replicas,
+        timeline=api.BacktestTimeline(
+            seconds=[one.at for one in timeline],
+            wanted=[one.wanted for one in timeline],
+            ready=[one.ready for one in timeline],
+            waiting=[one.waiting for one in timeline],
+        ),
+        spec=spec_to_wire(spec),
+    )
+
+
+def _workload(wire: api.BacktestPolicy, index: int, common: list[Request]) -> list[Request]:
+    """The requests of one policy: its own, or those of the run."""
+    path = f"policies[{index}].workload."
+    found = _requests(wire.workload, path) if wire.HasField("workload") else common
+    if not found:
+        raise InvalidArgumentError("arrivals must be set", field="arrivals")
+    return found
+
+
+def _requests(wire: api.BacktestRequest | api.Workload, path: str) -> list[Request]:
+    if len(wire.service_seconds) != len(wire.arrivals):
+        field = f"{path}service_seconds"
+        raise InvalidArgumentError(f"{field} must have as many items as arrivals", field=field)
+    if any(later < earlier for earlier, later in pairwise(wire.arrivals)):
+        raise InvalidArgumentError(f"{path}arrivals must be in order", field=f"{path}arrivals")
+    return [Request(*pair) for pair in zip(wire.arrivals, wire.service_seconds, strict=True)]
+
+
+def _specs(policies: Sequence[api.BacktestPolicy], default: Wish) -> list[EndpointSpec]:
+    if not policies:
+        raise InvalidArgumentError("policies must be set", field="policies")
+    names: set[str] = set()
+    for index, one in enumerate(policies):
+        if one.name in names:
+            field = f"policies[{index}].name"
+            raise InvalidArgumentError(f"{field} must differ from the names before it", field=field)
+        names.add(one.name)
+    return [_spec(one, f"policies[{index}]", default) for index, one in enumerate(policies)]
+
+
+def _spec(wire: api.BacktestPolicy, path: str, default: Wish) -> EndpointSpec:
+    match wire.WhichOneof("policy"):
+        case "preset":
+            return render(wire.preset, f"{path}.preset", default).spec
+        case "spec":
+            spec = spec_from_wire(wire.spec, f"{path}.spec")
+            if not spec.template.template:
+                spec = replace(spec, template=replace(spec.template, template=_TEMPLATE.template))
+            if found := violations(spec, f"{path}.spec"):
+                raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+            return spec
+        case None:
+            raise InvalidArgumentError(f"{path}.spec must be set, or preset", field=f"{path}.spec")
+
+
+def _require_few(spec: EndpointSpec, last: float, path: str) -> None:
+    """Refuse a tick that is too short for a workload this long."""
+    if (last + LONGEST_TAIL) / spec.period > MOST_EVALUATIONS:
+        text = (
+            f"{path} would be evaluated more than {MOST_EVALUATIONS} times: a longer tick, or a shorter trace"
+        )
+        raise InvalidArgumentError(text, field=path)
+
+
+def _cold_start(wire: api.BacktestRequest) -> Callable[[int], float]:
+    """Seconds that the n-th start takes: the same for the same seed, and even between the bounds."""
+    stated, longest = optional_seconds(wire, "min_cold_start"), optional_seconds(wire, "max_cold_start")
+    least = DEFAULT_COLD_START if stated is None else stated
+    most = least if longest is None else longest
+    if most < least:
+        raise InvalidArgumentError("max_cold_start must be at least min_cold_start", field="max_cold_start")
+    if math.isclose(least, most):
+        return lambda _number: least
+    seed = wire.seed
+    return lambda number: random.Random(seed * 1_000_003 + number).uniform(least, most)  # noqa: S311

@@ -1,0 +1,167 @@
+"""QueueWatcherService on the wire."""
+
+import grpc
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain.queues import (
+    DEFAULT_INTERVAL,
+    DEFAULT_VIRTUAL_HOST,
+    PENDING,
+    QueueReading,
+    QueueState,
+    Watcher,
+    WatchSpec,
+)
+from gpuscale.autoscaler.signals.queues.watchers import QueueWatchers
+from gpuscale.common import names, wire
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.errors import InvalidArgumentError
+
+_Status = api.QueueWatcherStatus
+_STATES = {
+    QueueState.PENDING: _Status.STATE_PENDING,
+    QueueState.OK: _Status.STATE_OK,
+    QueueState.UNREACHABLE: _Status.STATE_UNREACHABLE,
+    QueueState.AUTH_FAILED: _Status.STATE_AUTH_FAILED,
+    QueueState.NOT_FOUND: _Status.STATE_NOT_FOUND,
+    QueueState.TIMEOUT: _Status.STATE_TIMEOUT,
+    QueueState.ERROR: _Status.STATE_ERROR,
+}
+
+
+class QueueWatcherServicer(api.QueueWatcherServiceServicer):
+    """Translates between the wire and `QueueWatchers`."""
+
+    def __init__(self, watchers: QueueWatchers, clock: Clock) -> None:
+        self._watchers = watchers
+        self._clock = clock
+
+    async def CreateQueueWatcher(
+        self,
+        request: api.CreateQueueWatcherRequest,
+        context: grpc.aio.ServicerContext[api.CreateQueueWatcherRequest, api.CreateQueueWatcherResponse],
+    ) -> api.CreateQueueWatcherResponse:
+        """Create a watcher."""
+        watcher = await self._watchers.create(
+            _id(request.queue_watcher.name, "queue_watcher.name"),
+            _to_spec(request.queue_watcher.spec),
+            request_id=request.request_id,
+            validate_only=request.validate_only,
+        )
+        return api.CreateQueueWatcherResponse(queue_watcher=self._to_wire(watcher))
+
+    async def GetQueueWatcher(
+        self,
+        request: api.GetQueueWatcherRequest,
+        context: grpc.aio.ServicerContext[api.GetQueueWatcherRequest, api.GetQueueWatcherResponse],
+    ) -> api.GetQueueWatcherResponse:
+        """Return one watcher with what it read last."""
+        watcher = self._watchers.get(_id(request.name, "name"))
+        return api.GetQueueWatcherResponse(queue_watcher=self._to_wire(watcher))
+
+    async def ListQueueWatchers(
+        self,
+        request: api.ListQueueWatchersRequest,
+        context: grpc.aio.ServicerContext[api.ListQueueWatchersRequest, api.ListQueueWatchersResponse],
+    ) -> api.ListQueueWatchersResponse:
+        """List watchers by id."""
+        watchers, token = self._watchers.list(request.page_size, request.page_token)
+        return api.ListQueueWatchersResponse(
+            queue_watchers=[self._to_wire(watcher) for watcher in watchers], next_page_token=token
+        )
+
+    async def UpdateQueueWatcher(
+        self,
+        request: api.UpdateQueueWatcherRequest,
+        context: grpc.aio.ServicerContext[api.UpdateQueueWatcherRequest, api.UpdateQueueWatcherResponse],
+    ) -> api.UpdateQueueWatcherResponse:
+        """Replace what is watched."""
+        watcher = await self._watchers.update(
+            _id(request.queue_watcher.name, "queue_watcher.name"),
+            _to_spec(request.queue_watcher.spec),
+            etag=request.queue_watcher.etag,
+            validate_only=request.validate_only,
+        )
+        return api.UpdateQueueWatcherResponse(queue_watcher=self._to_wire(watcher))
+
+    async def DeleteQueueWatcher(
+        self,
+        request: api.DeleteQueueWatcherRequest,
+        context: grpc.aio.ServicerContext[api.DeleteQueueWatcherRequest, api.DeleteQueueWatcherResponse],
+    ) -> api.DeleteQueueWatcherResponse:
+        """Delete a watcher that no endpoint reads."""
+        await self._watchers.delete(_id(request.name, "name"))
+        return api.DeleteQueueWatcherResponse()
+
+    def _to_wire(self, watcher: Watcher) -> api.QueueWatcher:
+        reading = self._watchers.reading(watcher.id) or PENDING
+        return api.QueueWatcher(
+            name=names.watcher_name(watcher.id),
+            spec=_from_spec(watcher.spec),
+            status=to_status(reading, self._clock.now()),
+            etag=watcher.etag,
+            create_time=wire.to_timestamp(watcher.create_time),
+        )
+
+
+def to_status(reading: QueueReading, now: float) -> api.QueueWatcherStatus:
+    """The status of a reading; `now` is seconds since boot. Counts that are unknown stay unset."""
+    age = None if reading.observed_at is None else wire.to_duration(max(0.0, now - reading.observed_at))
+    oldest = reading.rates.oldest_age if reading.rates else None
+    return api.QueueWatcherStatus(
+        state=_STATES[reading.state],
+        ready_count=reading.ready,
+        unacked_count=reading.unacked,
+        consumer_count=reading.consumers,
+        publish_rate=reading.rates.published if reading.rates else None,
+        deliver_rate=reading.rates.delivered if reading.rates else None,
+        queue_count=None if reading.observed_at is None else reading.queue_count,
+        age=age,
+        oldest_message_age=None if oldest is None else wire.to_duration(oldest),
+        message=reading.message,
+    )
+
+
+def _id(name: str, field: str) -> str:
+    return names.parse(names.WATCHER, name, field)["watcher"]
+
+
+def _to_spec(spec: api.QueueWatcherSpec) -> WatchSpec:
+    """The spec of a message.
+
+    Raises:
+        InvalidArgumentError: not exactly one of the three ways to say what is watched is set, or a name is empty.
+    """
+    ways = [queues for queues in ((spec.queue,), tuple(spec.queues), (spec.queue_pattern,)) if any(queues)]
+    if len(ways) != 1:
+        raise InvalidArgumentError(
+            "queue_watcher.spec must set one of queue, queues and queue_pattern",
+            field="queue_watcher.spec.queue",
+        )
+    if not all(ways[0]):  # over AMQP that is the queue that was asked for before
+        raise InvalidArgumentError("must not be empty", field="queue_watcher.spec.queues")
+    interval = wire.optional_seconds(spec, "interval")
+    return WatchSpec(
+        spec.broker,
+        spec.virtual_host or DEFAULT_VIRTUAL_HOST,
+        ways[0],
+        bool(spec.queue_pattern),
+        spec.rates,
+        DEFAULT_INTERVAL if interval is None else interval,
+    )
+
+
+def _from_spec(spec: WatchSpec) -> api.QueueWatcherSpec:
+    message = api.QueueWatcherSpec(
+        broker=spec.broker,
+        virtual_host=spec.virtual_host,
+        interval=wire.to_duration(spec.interval),
+        rates=spec.rates,
+    )
+    if spec.pattern:
+        message.queue_pattern = spec.queues[0]
+    elif len(spec.queues) == 1:
+        message.queue = spec.queues[0]
+    else:
+        message.queues.extend(spec.queues)
+    return message

@@ -1,0 +1,84 @@
+"""What the queues of each endpoint were like, as its evaluations saw them: for backtests on an endpoint's own history."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+
+from gpuscale.autoscaler.state import history_store
+from gpuscale.autoscaler.backtest import history
+from gpuscale.autoscaler.backtest.history import UNKNOWN, NoWorkloadError, Reading, workload
+from gpuscale.autoscaler.backtest.trace import Request
+from gpuscale.autoscaler.model import EndpointSpec
+from gpuscale.autoscaler.domain.queues import QueueReading
+from gpuscale.autoscaler.domain.replicas import Moment
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.names import endpoint_name
+from gpuscale.common.store.store import Store
+
+_log = get_logger(__name__)
+
+
+class Histories:
+    """The history of every endpoint that reads queues.
+
+    Args:
+        reading: what a queue watcher (by id) read last.
+        store: where it is kept.
+    """
+
+    def __init__(self, reading: Callable[[str], QueueReading | None], store: Store) -> None:
+        self._reading = reading
+        self._store = store
+        self._noted: dict[str, float] = {}
+
+    async def note(self, endpoint: str, spec: EndpointSpec, at: Moment) -> None:
+        """Keep what its queues are like now, if it is time; nothing where one of them cannot be had.
+
+        Where it cannot be written, that is a gap in the history, and no reason to hold up what scales.
+        """
+        if at.now - self._noted.get(endpoint, float("-inf")) < history.SPACING:
+            return
+        found = [self._reading(watcher) for watcher in sorted(spec.watchers)]
+        seen = [one for one in found if one is not None and one.total is not None]
+        if seen and len(seen) == len(found):
+            self._noted[endpoint] = at.now
+            reading = _reading(seen, at.wall)
+            try:
+                await self._store.write(partial(history_store.keep, endpoint=endpoint, reading=reading))
+            except GpuscaleError as error:
+                _log.warning("a reading of queues was not kept", endpoint=endpoint, error=error.message)
+
+    def forget(self, endpoint: str) -> None:
+        """An endpoint is gone, and its readings with it."""
+        self._noted.pop(endpoint, None)
+
+    async def workload(self, endpoint: str, service: float | None, wall: datetime) -> list[Request]:
+        """The workload that an endpoint had in the last day; `service`: seconds of a request, learnt where it is None.
+
+        Raises:
+            FailedPreconditionError: none follows from what was seen of it.
+        """
+        until = wall.timestamp()  # what is later was read while the clock was wrong
+        since = until - history.SPACING * history.KEPT
+        readings = await self._store.read(
+            partial(history_store.readings, endpoint=endpoint, since=since, until=until)
+        )
+        try:
+            return await asyncio.to_thread(workload, readings, service)  # there may be many requests
+        except NoWorkloadError as error:
+            text = f"{endpoint_name(endpoint)} has no history to run: {error}"
+            raise FailedPreconditionError(text, reason="NO_HISTORY") from error
+
+
+def _reading(seen: list[QueueReading], wall: datetime) -> Reading:
+    rates = [one.rates for one in seen if one.rates is not None]
+    told = len(rates) == len(seen)
+    return Reading(
+        wall.timestamp(),
+        sum(one.ready or 0 for one in seen),
+        sum(one.unacked or 0 for one in seen),
+        sum(one.published for one in rates) if told else UNKNOWN,
+        sum(one.delivered for one in rates) if told else UNKNOWN,
+    )

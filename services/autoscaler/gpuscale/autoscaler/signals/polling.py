@@ -1,0 +1,128 @@
+"""Asking elsewhere, over and over, for what signals want to know: beside the evaluations, never in them.
+
+What is asked for by nobody any more is dropped. Of each question one call is under way at a time, and of all questions
+to one place a few.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Generic, NoReturn, TypeVar
+
+from gpuscale.common.runtime.clock import Clock
+
+AT_ONCE = 4
+"""Calls to one place that are under way at a time."""
+MAX_QUESTIONS = 1_000
+"""Questions to one place."""
+SHORTEST_PERIOD = 1.0
+"""Least seconds between two calls for one question."""
+FORGOTTEN_AFTER = 10.0
+"""Periods after which a question that nobody repeated is dropped."""
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class NoAnswerError(Exception):
+    """A question could not be answered; the text says why, without secrets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[V]):
+    """What was answered last.
+
+    Attributes:
+        value: None where the last call failed, or there was none yet.
+        at: when the last call that succeeded was made, in seconds since boot.
+        problem: why there is no value; empty where there is.
+    """
+
+    value: V | None = None
+    at: float | None = None
+    problem: str = "it was not asked for yet"
+
+
+@dataclass(slots=True)
+class _Question:
+    period: float
+    asked_at: float
+    next_at: float = 0.0
+    under_way: bool = False
+
+
+class Poller(Generic[K, V]):
+    """Repeats questions to one place, each at its own period.
+
+    Args:
+        fetch: answers one question within a time limit of its own, or raises `NoAnswerError`.
+        clock: what answers are dated by, and periods counted on.
+    """
+
+    def __init__(self, fetch: Callable[[K], Awaitable[V]], clock: Clock) -> None:
+        self._fetch = fetch
+        self._clock = clock
+        self._questions: dict[K, _Question] = {}
+        self._answers: dict[K, Answer[V]] = {}
+        self._changed = asyncio.Event()
+
+    def ask(self, key: K, period: float) -> Answer[V]:
+        """The last answer to a question, which is repeated at the shortest period that was asked for, in seconds."""
+        now, period = self._clock.now(), max(SHORTEST_PERIOD, period)
+        known = self._questions.get(key)
+        if known is not None:
+            known.asked_at = now
+            if period < known.period:
+                known.period, known.next_at = period, min(known.next_at, now + period)
+                self._changed.set()
+        elif len(self._questions) < MAX_QUESTIONS:
+            self._questions[key] = _Question(period, now)
+            self._changed.set()
+        else:
+            return Answer(problem=f"there are {MAX_QUESTIONS} questions already")
+        return self._answers.get(key, Answer())
+
+    async def run(self) -> NoReturn:
+        """Ask for ever."""
+        some = asyncio.Semaphore(AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                now = self._clock.now()
+                self._forget(now)
+                for key, question in self._questions.items():
+                    if question.next_at <= now and not question.under_way:
+                        question.under_way = True
+                        question.next_at = now + question.period
+                        group.create_task(self._answer(key, question, some))
+                await self._wait(now)
+
+    async def _answer(self, key: K, question: _Question, some: asyncio.Semaphore) -> None:
+        try:
+            async with some:
+                at = self._clock.now()
+                try:
+                    answer = Answer(await self._fetch(key), at, "")
+                except NoAnswerError as error:
+                    answer = replace(self._answers.get(key, Answer()), value=None, problem=str(error))
+            if self._questions.get(key) is question:  # nobody may want to know any more
+                self._answers[key] = answer
+        finally:
+            question.under_way = False
+            self._changed.set()
+
+    def _forget(self, now: float) -> None:
+        for key, question in list(self._questions.items()):
+            if now - question.asked_at > FORGOTTEN_AFTER * question.period and not question.under_way:
+                del self._questions[key]
+                self._answers.pop(key, None)
+
+    async def _wait(self, now: float) -> None:
+        """Until the next question is due, or there is another."""
+        idle = (one.next_at for one in self._questions.values() if not one.under_way)
+        due = min(idle, default=None)
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(None if due is None else max(0.0, due - now)):
+                await self._changed.wait()
+        except TimeoutError:
+            return

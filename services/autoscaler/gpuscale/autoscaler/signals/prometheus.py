@@ -1,0 +1,255 @@
+"""Prometheus servers: where they are (from the configuration, never from the API), and their instant queries.
+
+    [prometheus.main]
+    url = "https://prometheus.example.org"       # http:// or https://, with a path where it has one
+    token_file = "/etc/gpuscale/prometheus.token"
+    allow_private = true                         # it is on this host, or in a private network
+
+A query runs with a limit of time and of size. The name of the server is looked up for each query, every address that it
+has is checked, and the connection goes to the one that was checked; redirects and proxies are not followed. What the
+query means is its author's matter: no series is "missing" and NaN is "invalid", neither is zero.
+"""
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from http import HTTPStatus
+from pathlib import Path
+from typing import Literal, Self
+
+import httpx
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, field_validator, model_validator
+
+from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
+from gpuscale.autoscaler.domain.signals import Sample
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.secrets import SecretUrl
+
+TIMEOUT = 5.0
+"""Seconds for a query, the search for the address included."""
+MAX_ANSWER_BYTES = 1024 * 1024
+MAX_SERIES = 10_000
+_CONNECTIONS = 4
+_MAX_SHOWN = 200
+_PORTS = {"http": 80, "https": 443}
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Values = tuple[float, ...]
+
+
+class PrometheusSettings(BaseModel):
+    """One table [prometheus.NAME] of the configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    url: SecretUrl
+    """http:// or https:// of the server; a user and password in it are sent as basic authentication."""
+    token_file: Path | None = None
+    """File with the bearer token to send."""
+    ca_file: Path | None = None
+    """Certificates that https:// is verified with, instead of the system's."""
+    allow_private: bool = False
+    """Whether the server may be at a private address or on this host."""
+
+    @field_validator("url")
+    @classmethod
+    def _http(cls, url: SecretUrl) -> SecretUrl:
+        if url.scheme not in _PORTS or "?" in url.reveal() or "#" in url.reveal():
+            raise ValueError("must begin with http:// or https:// and end with its host, port and path")
+        return url
+
+    @model_validator(mode="after")
+    def _one_way_in(self) -> Self:
+        if self.token_file is not None and self.url.username.get_secret_value():
+            raise ValueError("token_file and a user in url exclude each other")
+        return self
+
+
+class _Vector(BaseModel):
+    value: tuple[float, str]
+
+
+class _VectorData(BaseModel):
+    resultType: Literal["vector"]  # noqa: N815  (Prometheus's own spelling)
+    result: list[_Vector]
+
+
+class _ScalarData(BaseModel):
+    resultType: Literal["scalar"]  # noqa: N815
+    result: tuple[float, str]
+
+
+class _Success(BaseModel):
+    status: Literal["success"]
+    data: _VectorData | _ScalarData
+
+
+class _Failure(BaseModel):
+    error: str
+
+
+class PrometheusServer:
+    """The queries of one server; one HTTP client with a few connections.
+
+    Raises:
+        FailedPreconditionError: its certificates or token cannot be read.
+    """
+
+    def __init__(self, name: str, settings: PrometheusSettings) -> None:
+        self._name = name
+        self._url = settings.url
+        self._port = settings.url.port or _PORTS[settings.url.scheme]
+        self._allow_private = settings.allow_private
+        self._token = _token(name, settings.token_file)
+        self._client = httpx.AsyncClient(
+            auth=_basic(settings.url),
+            verify=_tls(name, settings) or False,  # there is always one where the URL is https://
+            timeout=TIMEOUT,
+            limits=httpx.Limits(max_connections=_CONNECTIONS),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+    async def fetch(self, query: str) -> Values:
+        """The values of an instant query, one for each series.
+
+        Raises:
+            NoAnswerError: there are none, or the server cannot be asked.
+        """
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                return self._values(*await self._ask_one(await self._addresses(), query))
+        except (TimeoutError, httpx.TimeoutException):
+            raise self._error(f"does not answer within {TIMEOUT:g} s") from None
+        except httpx.RequestError as error:
+            raise self._error(f"cannot be reached: {type(error).__name__}") from error
+
+    async def _addresses(self) -> list[str]:
+        """The addresses of the server, all of which are allowed."""
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                self._url.host, self._port, type=socket.SOCK_STREAM
+            )
+        except (OSError, UnicodeError):  # the latter of what can be no name
+            raise self._error("has a name that no address is found for") from None
+        addresses = [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in found]
+        if any(not _allowed(one, private=self._allow_private) for one in addresses):
+            raise self._error("is at an address that is not allowed: allow_private is not set for it")
+        return [str(one) for one in dict.fromkeys(addresses)]
+
+    async def _ask_one(self, addresses: list[str], query: str) -> tuple[int, bytes]:
+        """Status and body of the answer of the first address where anybody listens: `localhost` has two, and often one."""
+        for address in addresses[:-1]:
+            try:
+                return await self._ask(address, query)
+            except httpx.ConnectError:
+                continue
+        return await self._ask(addresses[-1], query)
+
+    async def _ask(self, address: str, query: str) -> tuple[int, bytes]:
+        """Status and body of the answer of the server at this very address."""
+        host = f"[{address}]" if ":" in address else address
+        named = f"[{self._url.host}]" if ":" in self._url.host else self._url.host
+        # Not compressed: a few bytes that unfold to gigabytes would do so before anybody could count them.
+        headers = {"Host": f"{named}:{self._port}", "Accept-Encoding": "identity"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
+        request = self._client.stream(
+            "POST",
+            f"{self._url.scheme}://{host}:{self._port}{self._url.path.rstrip('/')}/api/v1/query",
+            data={"query": query, "timeout": f"{TIMEOUT:g}s"},
+            headers=headers,
+            extensions={"sni_hostname": self._url.host},
+        )
+        async with request as response:
+            body = bytearray()
+            async for chunk in response.aiter_raw():
+                body += chunk
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise self._error(f"answers with more than {MAX_ANSWER_BYTES} bytes")
+            return response.status_code, bytes(body)
+
+    def _values(self, status: int, body: bytes) -> Values:
+        if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+            raise self._error("refuses the token, user or password")
+        if httpx.codes.is_redirect(status):
+            raise self._error("redirects, which is not followed")
+        if status != HTTPStatus.OK:
+            raise self._error(_refusal(status, body))
+        try:
+            data = _Success.model_validate_json(body).data
+            values = (
+                tuple(float(one.value[1]) for one in data.result)
+                if isinstance(data, _VectorData)
+                else (float(data.result[1]),)
+            )
+        except ValueError:  # pydantic's ValidationError is one
+            raise self._error("answers something that is neither a vector nor a scalar") from None
+        if not values:
+            raise self._error("finds no series for the query")
+        if len(values) > MAX_SERIES:
+            raise self._error(f"finds more than {MAX_SERIES} series for the query")
+        return values
+
+    def _error(self, what: str) -> NoAnswerError:
+        return NoAnswerError(f"prometheus {self._name} {what}")
+
+
+def prometheus_sample(answer: Answer[Values]) -> Sample:
+    """The values of a query; no work is left where each of them is 0."""
+    if answer.value is None:
+        return Sample(at=answer.at, problem=answer.problem)
+    return Sample(answer.value, answer.at, proven_empty=not any(answer.value))
+
+
+def _allowed(address: Address, *, private: bool) -> bool:
+    """Whether a server may be there: never where nobody is, or only the neighbours on the link are."""
+    inner = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    if inner is not None:
+        return _allowed(inner, private=private)
+    if address.is_unspecified or address.is_multicast or address.is_link_local:
+        return False
+    return address.is_global or private
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """What a server says of a query that it did not answer."""
+    try:
+        said = _Failure.model_validate_json(body).error
+    except ValidationError:
+        return f"answers with HTTP status {status}"
+    shown = "".join(one if one.isprintable() else " " for one in said[:_MAX_SHOWN])
+    return f"refuses the query: {shown}" if status == HTTPStatus.BAD_REQUEST else f"failed: {shown}"
+
+
+def _basic(url: SecretUrl) -> httpx.BasicAuth | None:
+    user = url.username.get_secret_value()
+    return httpx.BasicAuth(user, url.password.get_secret_value()) if user else None
+
+
+def _token(name: str, path: Path | None) -> SecretStr | None:
+    if path is None:
+        return None
+    try:
+        return SecretStr(path.read_text(encoding="ascii").strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unusable(f"prometheus {name}: cannot read {path}: {type(error).__name__}") from None
+
+
+def _tls(name: str, settings: PrometheusSettings) -> ssl.SSLContext | None:
+    if settings.url.scheme != "https":
+        return None
+    try:
+        return ssl.create_default_context(cafile=settings.ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        text = f"prometheus {name}: cannot use the certificates in {settings.ca_file}: {error.strerror}"
+        raise _unusable(text) from None
+
+
+def _unusable(message: str) -> FailedPreconditionError:
+    return FailedPreconditionError(message, reason="PROMETHEUS_CONFIGURATION")

@@ -1,0 +1,227 @@
+"""Where brokers are: from the configuration file and the environment, never from the API.
+
+    [brokers.default]
+    amqp_url = "amqp://user:password@host:5672/"        or  amqp_url_env = "NAME"        or  amqp_url_file = "PATH"
+    management_url = "http://user:password@host:15672"  or  management_url_env = "NAME"  or  management_url_file = "PATH"
+
+The management API may be left out. GPUSCALE_BROKER_<NAME>_AMQP_URL and GPUSCALE_BROKER_<NAME>_MANAGEMENT_URL define or
+override the broker <name>, in lower case; with _FILE at their end they name files that hold the URLs.
+"""
+
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from gpuscale.autoscaler.domain.queues import QueueFailure
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.names import is_id
+from gpuscale.common.secrets import SecretUrl
+
+_VARIABLE = re.compile(r"GPUSCALE_BROKER_(?P<name>.+)_(?P<url>(AMQP|MANAGEMENT)_URL(_FILE)?)")
+_PREFIX = "GPUSCALE_BROKER_"
+_ROOT_PATHS = frozenset({"", "/", "/%2F", "/%2f"})
+
+
+Source: TypeAlias = tuple[SecretUrl | None, str | None, Path | None]
+"""Where a URL is: here, in a variable of that name, or in a file; one of them at most."""
+
+
+class BrokerSettings(BaseModel):
+    """One table [brokers.NAME] of the configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    amqp_url: SecretUrl | None = None
+    """amqp:// or amqps:// with user and password, without a virtual host: watchers name that."""
+    amqp_url_env: str | None = None
+    """Name of the environment variable that holds the URL, instead of `amqp_url`."""
+    amqp_url_file: Path | None = None
+    """File that holds the URL, instead."""
+    management_url: SecretUrl | None = None
+    """http:// or https:// of the management API; without it, unacknowledged messages are unknown."""
+    management_url_env: str | None = None
+    """Name of the environment variable that holds the URL, instead of `management_url`."""
+    management_url_file: Path | None = None
+    """File that holds the URL, instead."""
+    ca_file: Path | None = None
+    """Certificates that amqps:// and https:// are verified with, instead of the system's."""
+
+    @model_validator(mode="after")
+    def _one_source_each(self) -> Self:
+        for name, source in (("amqp_url", self.amqp()), ("management_url", self.management())):
+            if sum(one is not None for one in source) > 1:
+                raise ValueError(f"{name}, {name}_env and {name}_file exclude each other")
+        return self
+
+    def amqp(self) -> Source:
+        """Where the URL of its AMQP is."""
+        return self.amqp_url, self.amqp_url_env, self.amqp_url_file
+
+    def management(self) -> Source:
+        """Where the URL of its management API is."""
+        return self.management_url, self.management_url_env, self.management_url_file
+
+
+@dataclass(frozen=True, slots=True)
+class Broker:
+    """A broker with everything that is needed to reach it.
+
+    Attributes:
+        name: what the API knows it by.
+        amqp: amqp:// or amqps:// URL.
+        management: http:// or https:// URL of its management API; None where it has none.
+        tls: what amqps:// and https:// are verified with; None where neither is used.
+    """
+
+    name: str
+    amqp: SecretUrl
+    management: SecretUrl | None = None
+    tls: ssl.SSLContext | None = None
+
+
+class VirtualHostError(Exception):
+    """No queue of a virtual host can be read in one of the two ways (AMQP, management API)."""
+
+    def __init__(self, failure: QueueFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class RetryGate:
+    """Keeps a failing way to a broker closed for a while: a wait with jitter that grows up to five seconds.
+
+    `now` is seconds of any clock that does not go back.
+    """
+
+    def __init__(self) -> None:
+        self._backoff = Backoff(initial=0.5, cap=5.0)
+        self._failure: QueueFailure | None = None
+        self._retry_at = 0.0
+
+    def check(self, now: float) -> None:
+        """Pass, or fail as the last attempt did.
+
+        Raises:
+            VirtualHostError: it is too early to try again.
+        """
+        if self._failure is not None and now < self._retry_at:
+            raise VirtualHostError(self._failure)
+
+    def failed(self, failure: QueueFailure, now: float) -> None:
+        """The attempt failed."""
+        self._failure = failure
+        self._retry_at = now + self._backoff.next()
+
+    def succeeded(self) -> None:
+        """The attempt succeeded; the next failure waits shortly again."""
+        self._failure = None
+        self._backoff.reset()
+
+
+def resolve(brokers: Mapping[str, BrokerSettings], environment: Mapping[str, str]) -> dict[str, Broker]:
+    """The brokers by name, with every URL looked up and checked.
+
+    Raises:
+        FailedPreconditionError: a variable or URL is missing or wrong; names it, and never shows a URL's content.
+    """
+    overrides = _overrides(environment)
+    names = sorted(brokers.keys() | overrides.keys())
+    return {
+        name: _resolve_one(name, brokers.get(name, BrokerSettings()), overrides.get(name, {}), environment)
+        for name in names
+    }
+
+
+def _overrides(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The names of the environment variables that are set, by broker and kind of URL."""
+    found: dict[str, dict[str, str]] = {}
+    for variable in environment:
+        if not variable.startswith(_PREFIX):
+            continue
+        matched = _VARIABLE.fullmatch(variable)
+        name = matched["name"].lower() if matched else ""
+        if matched is None or not is_id(name):
+            raise _unusable(f"the environment variable {variable} is none that gpuscale knows")
+        found.setdefault(name, {})[matched["url"]] = variable
+    return found
+
+
+def _resolve_one(
+    name: str, settings: BrokerSettings, overrides: Mapping[str, str], environment: Mapping[str, str]
+) -> Broker:
+    if not is_id(name):
+        raise _unusable(f"{name!r} cannot be the name of a broker: it must be an id")
+    where = f"broker {name}"
+    amqp = _url(where, _source("AMQP_URL", settings.amqp(), overrides, environment), environment)
+    if amqp is None:
+        raise _unusable(f"{where} has neither amqp_url nor amqp_url_env nor amqp_url_file")
+    source = _source("MANAGEMENT_URL", settings.management(), overrides, environment)
+    management = _url(where, source, environment)
+    _check(f"amqp_url of {where}", amqp, ("amqp", "amqps"))
+    if amqp.path not in _ROOT_PATHS:
+        raise _unusable(f"amqp_url of {where} must not name a virtual host: each watcher names its own")
+    if management is not None:
+        _check(f"management_url of {where}", management, ("http", "https"))
+    schemes = {amqp.scheme, management.scheme if management else ""}
+    return Broker(
+        name, amqp, management, _tls(where, settings.ca_file) if schemes & {"amqps", "https"} else None
+    )
+
+
+def _source(kind: str, told: Source, overrides: Mapping[str, str], environment: Mapping[str, str]) -> Source:
+    """Where the URL of a kind is, by the environment or else by the settings."""
+    variable, of_file = overrides.get(kind), overrides.get(f"{kind}_FILE")
+    if variable and of_file:
+        raise _unusable(f"the environment variables {variable} and {of_file} exclude each other")
+    if of_file:
+        return None, None, Path(environment[of_file])
+    return (None, variable, None) if variable else told
+
+
+def _url(where: str, source: Source, environment: Mapping[str, str]) -> SecretUrl | None:
+    url, variable, file = source
+    if variable:
+        text, place = environment.get(variable), variable
+        if not text:
+            raise _unusable(f"{where}: the environment variable {variable} is not set")
+    elif file:
+        text, place = _text(where, file), str(file)
+    else:
+        return url
+    try:
+        return SecretUrl(text)
+    except ValueError as error:
+        raise _unusable(f"{where}: the URL in {place} {error}") from None
+
+
+def _text(where: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unusable(f"{where}: cannot read its URL from {file}: {type(error).__name__}") from error
+
+
+def _check(what: str, url: SecretUrl, schemes: tuple[str, ...]) -> None:
+    if url.scheme not in schemes:
+        raise _unusable(f"{what} must begin with {' or '.join(f'{scheme}://' for scheme in schemes)}")
+    if not url.username.get_secret_value():
+        raise _unusable(f"{what} must hold a user and a password")
+    if "?" in url.reveal() or "#" in url.reveal():
+        raise _unusable(f"{what} must end with its host, port and path")
+
+
+def _tls(where: str, ca_file: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        raise _unusable(f"{where}: cannot use the certificates in {ca_file}: {error.strerror}") from None
+
+
+def _unusable(message: str) -> FailedPreconditionError:
+    return FailedPreconditionError(message, reason="BROKER_CONFIGURATION")

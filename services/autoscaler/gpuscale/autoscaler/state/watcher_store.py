@@ -1,0 +1,104 @@
+"""The table of queue watchers, in the autoscaler's one database."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import Connection, RowMapping
+from sqlmodel import Field, SQLModel, col, delete, insert, select, update
+
+from gpuscale.autoscaler.domain.queues import Watcher, WatchSpec
+from gpuscale.common.store.columns import Whole
+
+_EPOCH = datetime.fromtimestamp(0, UTC)
+_SEPARATOR = "\n"  # the contract allows no control character in a text
+_MICROSECOND = timedelta(microseconds=1)
+
+
+class WatcherRow(SQLModel, table=True):
+    """One queue watcher, with the request that created it."""
+
+    id: str = Field(primary_key=True)
+    broker: str
+    virtual_host: str
+    queue: str
+    """Names of queues, each on its line, or one pattern."""
+    interval_seconds: float
+    etag: str
+    create_time_us: int = Field(sa_type=Whole)
+    request_id: str = Field(unique=True)
+    request_fingerprint: str
+    pattern: bool = False
+    rates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWatcher:
+    """A watcher, and the id and fingerprint of the request that created it."""
+
+    watcher: Watcher
+    request_id: str
+    request_fingerprint: str
+
+
+def load(connection: Connection) -> Sequence[StoredWatcher]:
+    """Every watcher, by id."""
+    rows = connection.execute(select(WatcherRow)).mappings()
+    return sorted((_from_row(row) for row in rows), key=lambda one: one.watcher.id)
+
+
+def add(connection: Connection, stored: StoredWatcher) -> None:
+    """Add a watcher; its id and request id must be new."""
+    watcher = stored.watcher
+    connection.execute(
+        insert(WatcherRow).values(
+            id=watcher.id,
+            create_time_us=(watcher.create_time - _EPOCH) // _MICROSECOND,
+            request_id=stored.request_id,
+            request_fingerprint=stored.request_fingerprint,
+            **_spec_columns(watcher),
+        )
+    )
+
+
+def replace_spec(connection: Connection, watcher: Watcher) -> None:
+    """Store the new spec and etag of a watcher."""
+    connection.execute(
+        update(WatcherRow).where(col(WatcherRow.id) == watcher.id).values(**_spec_columns(watcher))
+    )
+
+
+def remove(connection: Connection, watcher_id: str) -> None:
+    """Remove a watcher; harmless if it is gone."""
+    connection.execute(delete(WatcherRow).where(col(WatcherRow.id) == watcher_id))
+
+
+def _spec_columns(watcher: Watcher) -> dict[str, str | float]:
+    spec = watcher.spec
+    return {
+        "broker": spec.broker,
+        "virtual_host": spec.virtual_host,
+        "queue": _SEPARATOR.join(spec.queues),
+        "pattern": spec.pattern,
+        "rates": spec.rates,
+        "interval_seconds": spec.interval,
+        "etag": watcher.etag,
+    }
+
+
+def _from_row(row: RowMapping) -> StoredWatcher:
+    spec = WatchSpec(
+        row["broker"],
+        row["virtual_host"],
+        tuple(row["queue"].split(_SEPARATOR)),
+        row["pattern"],
+        row["rates"],
+        row["interval_seconds"],
+    )
+    watcher = Watcher(
+        id=row["id"],
+        spec=spec,
+        etag=row["etag"],
+        create_time=_EPOCH + row["create_time_us"] * _MICROSECOND,
+    )
+    return StoredWatcher(watcher, row["request_id"], row["request_fingerprint"])

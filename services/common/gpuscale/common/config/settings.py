@@ -1,0 +1,188 @@
+"""Settings of a program: flags, then environment, then file, then defaults; whatever is unknown is an error.
+
+A program has one class of `Settings`. Its field `period_seconds` in section `agent` is the flag `--period-seconds`,
+the variable GPUSCALE_AGENT_PERIOD_SECONDS and the key `period_seconds` of the table `[agent]` in the TOML file that
+`--config` or GPUSCALE_CONFIG names. Fields that are mappings come from the file only, as tables of their own
+(`[brokers.default]`); secrets are never taken as flags, which every user of the host can read.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Self
+
+import grpc
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
+
+from gpuscale.common.security.audit import AuditOptions
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.rpc.channel import ClientTls, open_channel
+from gpuscale.common.rpc.diagnosis import PATIENCE, explained
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
+from gpuscale.common.runtime.logs import Format, Level
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.rpc.server import ServerOptions
+from gpuscale.common.config.sources import Settings, load, load_table, read_config
+from gpuscale.common.security.tls import ServerTls
+
+__all__ = [
+    "DatabaseSettings",
+    "ProgramSettings",
+    "ServerSettings",
+    "Settings",
+    "UpstreamSettings",
+    "load",
+    "load_table",
+    "read_config",
+]
+
+
+class ProgramSettings(Settings):
+    """Settings of every program."""
+
+    log_level: Level = Field("info", description="least level that is logged")
+    log_format: Format = Field("auto", description="console, json, or auto: console on a terminal")
+
+
+class ServerSettings(ProgramSettings):
+    """Settings of every program that serves."""
+
+    listen: str = Field("127.0.0.1:0", description="address to serve on, HOST:PORT")
+    tls_cert_file: Path | None = Field(None, description="certificate of the server, PEM")
+    tls_key_file: Path | None = Field(None, description="key of that certificate, PEM")
+    tls_client_ca_file: Path | None = Field(
+        None, description="authority that clients' certificates must come from"
+    )
+    tokens_file: Path | None = Field(None, description="accepted bearer tokens, TOML")
+    insecure_allow_remote: bool = Field(default=False, description="serve other hosts without TLS")
+    reflection: bool = Field(default=False, description="serve gRPC reflection")
+    calls_per_second: float = Field(
+        0.0, ge=0, le=1_000_000, description="calls that each caller may make in a second; 0 for any number"
+    )
+    audit_file: Path | None = Field(None, description="file of the audit log, JSON lines")
+    audit_max_mib: int = Field(64, ge=1, le=65_536, description="size of one file of it, in MiB")
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file go together")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        return self
+
+    def server_options(self) -> ServerOptions:
+        """What the server is built with."""
+        tls = None
+        if self.tls_cert_file is not None and self.tls_key_file is not None:
+            tls = ServerTls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        return ServerOptions(
+            listen=self.listen,
+            tls=tls,
+            insecure_allow_remote=self.insecure_allow_remote,
+            reflection=self.reflection,
+            calls_per_second=self.calls_per_second,
+            audit=AuditOptions(self.audit_file, self.audit_max_mib << 20) if self.audit_file else None,
+        )
+
+    def authenticator(self) -> Authenticator:
+        """Who is let in.
+
+        Raises:
+            FailedPreconditionError: the tokens file cannot be used.
+        """
+        return Authenticator(
+            tokens_file=self.tokens_file,
+            accept_certificates=self.tls_client_ca_file is not None,
+            insecure_allow_remote=self.insecure_allow_remote,
+        )
+
+
+class DatabaseSettings(Settings):
+    """Settings of every program that keeps its state either in a file of its own or in PostgreSQL."""
+
+    database_file: Path | None = Field(None, description="file that holds the URL of database, in its place")
+    database: SecretUrl | None = Field(
+        None,
+        validate_default=True,
+        description="PostgreSQL that keeps the state, postgresql://USER@HOST/NAME; a file in data_dir when not set",
+    )
+    advertise_address: str = Field(
+        "",
+        description="address at which others reach this process when it leads; the one it listens on when empty",
+    )
+
+    def require_driver(self) -> None:
+        """Look whether the library that speaks to PostgreSQL is there.
+
+        Raises:
+            FailedPreconditionError: it is not.
+        """
+        try:
+            import_module("psycopg")
+        except ImportError as error:
+            raise FailedPreconditionError(
+                f"database needs a library ({error}): pip install 'gpuscale[postgresql]'",
+                reason="POSTGRESQL_NOT_INSTALLED",
+            ) from error
+
+    @field_validator("database", mode="before")
+    @classmethod
+    def _from_file(cls, value: object, info: ValidationInfo) -> object:
+        file: Path | None = info.data.get("database_file")
+        if file is None:
+            return None if value == "" else value
+        if value:
+            raise ValueError("goes without database_file")
+        try:
+            return file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read database_file {file}: {type(error).__name__}") from error
+
+    @field_validator("database")
+    @classmethod
+    def _check_database(cls, value: SecretUrl | None) -> SecretUrl | None:
+        if value is not None and value.scheme not in {"postgresql", "postgres"}:
+            raise ValueError("must begin with postgresql://")
+        return value
+
+
+class UpstreamSettings(Settings):
+    """Settings of every program that calls other programs."""
+
+    ca_file: Path | None = Field(None, description="authority of the servers called, PEM; switches TLS on")
+    cert_file: Path | None = Field(None, description="client certificate to show them, PEM")
+    key_file: Path | None = Field(None, description="key of the client certificate, PEM")
+    token_file: Path | None = Field(None, description="file with the bearer token to send")
+
+    @model_validator(mode="after")
+    def _check_upstream(self) -> Self:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together")
+        if self.cert_file is not None and self.ca_file is None:
+            raise ValueError("cert_file needs ca_file")
+        return self
+
+    def open_channel(self, address: str) -> grpc.aio.Channel:
+        """A channel to `address` with these credentials; the caller closes it.
+
+        Raises:
+            FailedPreconditionError: a file cannot be read.
+        """
+        return open_channel(address, tls=self._tls(), token=self._token())
+
+    def why_unavailable(self, address: str, error: UnavailableError) -> GpuscaleError:
+        """The error with what is wrong with TLS on the way to `address`, if that is it. Blocks for two seconds at most."""
+        return explained(address, self._tls(), error, PATIENCE)
+
+    def _tls(self) -> ClientTls | None:
+        return None if self.ca_file is None else ClientTls(self.ca_file, self.cert_file, self.key_file)
+
+    def _token(self) -> SecretStr | None:
+        if self.token_file is None:
+            return None
+        try:
+            return SecretStr(self.token_file.read_text(encoding="utf-8").strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise FailedPreconditionError(
+                f"cannot read the token file {self.token_file}: {type(error).__name__}",
+                reason="TOKEN_FILE",
+            ) from error

@@ -1,0 +1,258 @@
+"""From flags, environment and file to settings; `gpuscale.common.config.settings` states the rules."""
+
+import argparse
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType, UnionType
+from typing import Any, ClassVar, Literal, NoReturn, TypeGuard, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, SecretBytes, SecretStr, ValidationError
+
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.secrets import SecretUrl
+
+PREFIX = "GPUSCALE_"
+CONFIG_VARIABLE = "GPUSCALE_CONFIG"
+# One file may serve several programs, so a program knows the tables of the others: a misspelt one is an error.
+TABLES = frozenset(
+    {
+        "adapter",
+        "agent",
+        "allocator",
+        "autoscaler",
+        "brokers",
+        "container_adapter",
+        "container_templates",
+        "dashboard",
+        "ecs_adapter",
+        "ecs_templates",
+        "fleet",
+        "gateway",
+        "kubernetes_adapter",
+        "kubernetes_templates",
+        "prometheus",
+        "ray_adapter",
+        "ray_templates",
+        "slurm_adapter",
+        "slurm_templates",
+        "templates",
+        "up",
+    }
+)
+
+_URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*:[^/\s]*@", re.IGNORECASE)
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+_Kind = Literal["switch", "list", "table", "secret", "value"]
+_FLAG_KINDS = frozenset({"switch", "list", "value"})
+
+
+class Settings(BaseModel):
+    """What a program is told before it starts. Subclasses name their `section` and describe their fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    section: ClassVar[str]
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def load(settings_type: type[S], argv: Sequence[str] | None, *, program: str, description: str) -> S:
+    """The settings of a program from its flags (None: those of the process), environment and file.
+
+    Exits with 0 after `--help` or `--version`, and with 2 and one line on stderr if anything is unknown or wrong.
+    """
+    parser = _parser(settings_type, program, description)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = (_flag(name) for name, kind in _kinds(settings_type).items() if kind in _FLAG_KINDS)
+        parser.error(_unknown("flag", unknown[0].partition("=")[0], ("--config", "--help", *flags)))
+    flags_given: dict[str, object] = vars(known)
+    config = flags_given.pop("config", None) or os.environ.get(CONFIG_VARIABLE)
+    try:
+        table = read_config(Path(str(config))) if config else _NOTHING
+        return load_table(settings_type, table, flags_given)
+    except InvalidArgumentError as error:
+        parser.error(error.message)
+
+
+def load_table(
+    settings_type: type[S],
+    config: Mapping[str, object],
+    overrides: Mapping[str, object] = _NOTHING,
+    environ: Mapping[str, str] | None = None,
+) -> S:
+    """The settings from `overrides` by field, then environment, then the tables of a whole file, then defaults.
+
+    Raises:
+        InvalidArgumentError: a variable or key is unknown, or a value is wrong; names what is at fault.
+    """
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for origin, field, value in (
+        *_from_file(settings_type, config),
+        *_from_environment(settings_type, os.environ if environ is None else environ),
+        *((_flag(field), field, value) for field, value in overrides.items()),
+    ):
+        values[field] = value
+        origins[field] = origin
+    try:
+        return settings_type.model_validate(values)
+    except ValidationError as error:
+        raise InvalidArgumentError(_describe(error, settings_type.section, origins)) from None
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """The tables of a TOML file.
+
+    Raises:
+        InvalidArgumentError: the file cannot be read, has an unknown table, or shows a password to every user.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            config: dict[str, object] = tomllib.load(file)
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"{path} is not TOML: {error}") from error
+    for name in config:
+        if name not in TABLES:
+            raise InvalidArgumentError(f"{path}: {_unknown('table', name, TABLES)}")
+    if mode & stat.S_IROTH and any(_URL_WITH_PASSWORD.match(text) for text in _texts(config)):
+        raise InvalidArgumentError(f"{path} holds a password and every user may read it: chmod o-r it")
+    return config
+
+
+def _from_file(
+    settings_type: type[Settings], config: Mapping[str, object]
+) -> Iterator[tuple[str, str, object]]:
+    """Origin, field and value of each key that is meant for these settings."""
+    section = settings_type.section
+    table = config.get(section, {})
+    if not _is_table(table):
+        raise InvalidArgumentError(f"{section} must be a table")
+    kinds = _kinds(settings_type)
+    keys = [name for name, kind in kinds.items() if kind != "table"]
+    for name, value in table.items():
+        if name not in keys:
+            raise InvalidArgumentError(_unknown("key", name, keys, f" in [{section}]"))
+        yield f"{name} in [{section}]", name, value
+    for name, kind in kinds.items():
+        if kind == "table" and name in config:
+            yield name, name, config[name]
+
+
+def _from_environment(
+    settings_type: type[Settings], environ: Mapping[str, str]
+) -> Iterator[tuple[str, str, object]]:
+    prefix = f"{PREFIX}{settings_type.section.upper()}_"
+    kinds = {f"{prefix}{name.upper()}": (name, kind) for name, kind in _kinds(settings_type).items()}
+    known = {variable: found for variable, found in kinds.items() if found[1] != "table"}
+    for variable, text in environ.items():
+        if variable in known:
+            name, kind = known[variable]
+            yield variable, name, _items(text) if kind == "list" else text
+        elif variable.startswith(prefix):
+            raise InvalidArgumentError(_unknown("environment variable", variable, known))
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _parser(settings_type: type[Settings], program: str, description: str) -> _Parser:
+    parser = _Parser(
+        prog=program, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("--version", action="version", version=f"{program} {version('gpuscale')}")
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file [{CONFIG_VARIABLE}]")
+    for name, kind in _kinds(settings_type).items():
+        field = settings_type.model_fields[name]
+        variable = f"{PREFIX}{settings_type.section}_{name}".upper()
+        value = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = "" if value in (None, "", []) else f" (default: {value})"
+        text = f"{field.description or ''}{default} [{variable}]".replace("%", "%%").strip()
+        if kind == "switch":
+            parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=text)
+        elif kind == "list":
+            parser.add_argument(_flag(name), action="append", metavar="ITEM", help=f"{text}; may be repeated")
+        elif kind == "value":
+            parser.add_argument(_flag(name), metavar=name.rpartition("_")[2].upper(), help=text)
+    return parser
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _kinds(settings_type: type[Settings]) -> dict[str, _Kind]:
+    return {name: _kind(field.annotation) for name, field in settings_type.model_fields.items()}
+
+
+def _kind(annotation: Any) -> _Kind:
+    """How a field is given, by its type; of a union, by the first member that is not None."""
+    if get_origin(annotation) in {Union, UnionType}:
+        annotation = next(member for member in get_args(annotation) if member is not type(None))
+    base = get_origin(annotation) or annotation
+    if not isinstance(base, type):
+        return "value"
+    if issubclass(base, bool):
+        return "switch"
+    if issubclass(base, (SecretStr, SecretBytes, SecretUrl)):
+        return "secret"
+    if issubclass(base, (Mapping, BaseModel)):
+        return "table"
+    if issubclass(base, (list, tuple, set, frozenset)):
+        return "list"
+    return "value"
+
+
+def _describe(error: ValidationError, section: str, origins: Mapping[str, str]) -> str:
+    """One line for all that is wrong; never a value."""
+    problems: list[str] = []
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        field, *inner = (str(part) for part in problem["loc"]) if problem["loc"] else (section,)
+        where = ".".join((origins.get(field, field), *inner))
+        message = "unknown key" if problem["type"] == "extra_forbidden" else problem["msg"]
+        problems.append(f"{where}: {message.removeprefix('Value error, ')}")
+    return "; ".join(problems)
+
+
+def _unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> str:
+    import difflib  # 0.7 MB of memory in every program, and needed for mistakes alone
+
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"unknown {kind} {name}{where}" + (f" (did you mean {near[0]}?)" if near else "")
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in the tables and lists of a TOML value."""
+    if isinstance(value, str):
+        yield value
+    elif _is_table(value):
+        for item in value.values():
+            yield from _texts(item)
+    elif _is_list(value):
+        for item in value:
+            yield from _texts(item)
+
+
+def _is_table(value: object) -> TypeGuard[Mapping[str, object]]:
+    return isinstance(value, Mapping)
+
+
+def _is_list(value: object) -> TypeGuard[list[object]]:
+    return isinstance(value, list)

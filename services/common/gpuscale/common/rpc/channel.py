@@ -1,0 +1,129 @@
+"""Channels to gpuscale servers: keepalive, reconnecting with jitter, TLS and tokens. Imports gRPC and nothing heavier.
+
+A channel reconnects by itself, 0.5 s after the first failure and at most every 10 s, each time with 20 % of jitter (gRPC
+core adds it). It has connections of its own, so that closing one channel never hurts another. Several addresses, with
+commas between, are one service: calls go to the one that leads (`gpuscale.common.rpc.following`).
+"""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import grpc
+
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
+from gpuscale.common.rpc.following import split_addresses
+from gpuscale.common.rpc.following_channel import FollowingChannel
+from gpuscale.common.rpc.following_sync import SyncFollowingChannel
+from gpuscale.common.rpc.limits import CHANNEL_ARGUMENTS, channel_arguments
+from gpuscale.common.rpc.token_metadata import SyncTokenChannel, TokenChannel
+
+if TYPE_CHECKING:
+    from pydantic import SecretStr
+
+RPC_TIMEOUT: Final = 10.0
+"""Seconds that a unary call gets where nothing else is said; pass it as `timeout`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """Files of a client's TLS, all PEM. Without `ca_file` the system's authorities count."""
+
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+
+def open_channel(
+    address: str, *, tls: ClientTls | None = None, token: "SecretStr | None" = None
+) -> grpc.aio.Channel:
+    """An asyncio channel to HOST:PORT or unix:/path; the caller closes it. Connects at the first call.
+
+    Args:
+        address: where the server listens; or where several do, with commas between, of which one leads.
+        tls: switches TLS on.
+        token: sent with every call; over TLS, to this host, or through a unix socket only.
+
+    Raises:
+        FailedPreconditionError: the token would travel in plain text (INSECURE_TRANSPORT), or a file cannot be read
+            (TLS_FILES).
+        InvalidArgumentError: several addresses, one of them empty or named twice; or what is no token, whoever took it
+            for one.
+    """
+    addresses = split_addresses(address)
+    if len(addresses) > 1:
+        return FollowingChannel(addresses, [open_channel(one, tls=tls, token=token) for one in addresses])
+    plain_token = _reveal(token, address, tls)
+    if tls is not None:
+        return grpc.aio.secure_channel(address, _credentials(tls, plain_token), options=CHANNEL_ARGUMENTS)
+    channel = grpc.aio.insecure_channel(address, options=CHANNEL_ARGUMENTS)
+    return channel if plain_token is None else TokenChannel(channel, plain_token)
+
+
+def open_sync_channel(
+    address: str,
+    *,
+    tls: ClientTls | None = None,
+    token: "SecretStr | None" = None,
+    dial_timeout: float | None = None,
+) -> grpc.Channel:
+    """`open_channel` for code without an event loop; one attempt to connect takes `dial_timeout` seconds at most."""
+    addresses = split_addresses(address)
+    if len(addresses) > 1:
+        opened = [
+            open_sync_channel(one, tls=tls, token=token, dial_timeout=dial_timeout) for one in addresses
+        ]
+        return SyncFollowingChannel(addresses, opened)
+    plain_token = _reveal(token, address, tls)
+    arguments = channel_arguments(dial_timeout)
+    if tls is not None:
+        return grpc.secure_channel(address, _credentials(tls, plain_token), options=arguments)
+    channel = grpc.insecure_channel(address, options=arguments)
+    return channel if plain_token is None else SyncTokenChannel(channel, plain_token)
+
+
+def _reveal(token: "SecretStr | None", address: str, tls: ClientTls | None) -> str | None:
+    if token is None:
+        return None
+    if tls is None and not _is_local(address):
+        raise FailedPreconditionError(
+            f"a token would travel to {address} in plain text: configure TLS", reason="INSECURE_TRANSPORT"
+        )
+    secret = token.get_secret_value()
+    if not re.fullmatch(r"[!-~]+", secret):
+        raise InvalidArgumentError(
+            "that is no token: it has blanks, line ends or characters beyond ASCII", field="token"
+        )
+    return secret
+
+
+def _is_local(address: str) -> bool:
+    """Whether an address is surely on this host."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _credentials(tls: ClientTls, token: str | None) -> grpc.ChannelCredentials:
+    credentials = grpc.ssl_channel_credentials(_read(tls.ca_file), _read(tls.key_file), _read(tls.cert_file))
+    if token is None:
+        return credentials
+    return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+
+
+def _read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        message = f"TLS file {path} cannot be read: {error.strerror}"
+        raise FailedPreconditionError(message, reason="TLS_FILES") from error

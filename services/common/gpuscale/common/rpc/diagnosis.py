@@ -1,0 +1,179 @@
+"""Why nothing answers: gRPC says UNAVAILABLE whatever is wrong with TLS, so a handshake of our own finds out.
+
+Nothing is sent but the handshake, and never a token. The codes of verification are OpenSSL's (`x509_vfy.h`).
+"""
+
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from gpuscale.common.security.certificate_dates import shake_hands
+from gpuscale.common.rpc.channel import ClientTls
+from gpuscale.common.errors import GpuscaleError, UnavailableError
+
+PATIENCE = 2.0
+"""Most seconds for each step."""
+STEPS = 3
+"""To connect, to shake hands, and to hear what the server says of our certificate."""
+LEAST = 0.02
+"""Seconds for a step below which it is not worth it."""
+
+Explain = Callable[[UnavailableError], GpuscaleError]
+"""Finds out more about why nothing answers. Blocks."""
+
+
+class _Cause(NamedTuple):
+    reason: str
+    text: str
+
+
+_VERIFICATION: Mapping[int, _Cause] = {
+    9: _Cause(reason="CERTIFICATE_EXPIRED", text="the certificate of {address} is not valid yet"),
+    10: _Cause(
+        reason="CERTIFICATE_EXPIRED",
+        text="the certificate of {address} has expired: it must be renewed there",
+    ),
+    18: _Cause(
+        reason="UNKNOWN_AUTHORITY", text="the certificate of {address} is self-signed and not the one in {ca}"
+    ),
+    **dict.fromkeys(
+        (19, 20, 21),
+        _Cause(
+            reason="UNKNOWN_AUTHORITY", text="the certificate of {address} is not of the authority in {ca}"
+        ),
+    ),
+    62: _Cause(reason="OTHER_HOST", text="the certificate of {address} is for another host name"),
+    64: _Cause(reason="OTHER_HOST", text="the certificate of {address} is for another IP address"),
+}
+_OURS: Mapping[int, _Cause] = {
+    9: _Cause(
+        reason="CLIENT_CERTIFICATE",
+        text="{address} refuses the client certificate {cert}: it is not valid yet",
+    ),
+    10: _Cause(
+        reason="CLIENT_CERTIFICATE", text="{address} refuses the client certificate {cert}: it has expired"
+    ),
+    **dict.fromkeys(
+        (19, 20),
+        _Cause(
+            reason="CLIENT_CERTIFICATE",
+            text="{address} refuses the client certificate {cert}: it is not of {ca}",
+        ),
+    ),
+}
+_REFUSED = _Cause(
+    reason="CLIENT_CERTIFICATE",
+    text="{address} refuses the client certificate {cert}: it wants one of the authority in its --tls-client-ca-file",
+)
+_WANTED = _Cause(
+    reason="CLIENT_CERTIFICATE",
+    text="{address} wants a client certificate: --cert-file and --key-file",
+)
+_NOT_TLS = _Cause(
+    reason="PLAINTEXT_SERVER",
+    text="{address} does not speak TLS: leave the CA file out, or switch TLS on there",
+)
+_TLS = _Cause(reason="TLS_SERVER", text="{address} speaks TLS: name its authority with --ca-file")
+
+
+def explained(address: str, tls: ClientTls | None, error: UnavailableError, limit: float) -> GpuscaleError:
+    """The error with the cause, where gRPC gave none and one can be found; else the error as it is. Blocks for seconds.
+
+    Args:
+        address: where nothing answers.
+        tls: how it was tried.
+        error: what was said.
+        limit: seconds that it may take: what is left of the time of the call.
+    """
+    if error.reason != UnavailableError.default_reason or address.startswith("unix"):
+        return error
+    if "," in address:  # the first of them at which anything can be found out
+        each = address.split(",")
+        causes = (explained(one.strip(), tls, error, limit / len(each)) for one in each)
+        return next((cause for cause in causes if cause is not error), error)
+    patience = min(PATIENCE, limit / STEPS)
+    if patience < LEAST:
+        return error
+    try:
+        cause = _cause(address, tls, patience)
+    except OSError:  # nothing listens, or the files cannot be read: that is what gRPC says too
+        return error
+    if cause is None:
+        return error
+    ca = (tls.ca_file if tls else None) or "the system's store"
+    text = cause.text.format(address=address, ca=ca, cert=tls.cert_file if tls else None)
+    return UnavailableError(text, reason=cause.reason, metadata={"address": address})
+
+
+def _cause(address: str, tls: ClientTls | None, patience: float) -> _Cause | None:
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and port.isdecimal()):
+        return None
+    with socket.create_connection((host, int(port)), patience) as connection:
+        if tls is None:
+            return _TLS if _speaks_tls(connection) else None
+        return _failure(connection, host, tls)
+
+
+def _speaks_tls(connection: socket.socket) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        context.wrap_socket(connection).close()
+    except OSError:
+        return False
+    return True
+
+
+def _failure(connection: socket.socket, host: str, tls: ClientTls) -> _Cause | None:
+    """What goes wrong in a handshake with those files."""
+    context = ssl.create_default_context(cafile=tls.ca_file)
+    context.set_alpn_protocols(["h2"])
+    if tls.cert_file is not None:
+        context.load_cert_chain(tls.cert_file, tls.key_file)
+    try:
+        secured = context.wrap_socket(connection, server_hostname=host, suppress_ragged_eofs=False)
+    except ssl.SSLCertVerificationError as error:
+        text = f"the certificate of {{address}} cannot be trusted: {error.verify_message}"
+        return _VERIFICATION.get(error.verify_code, _Cause(reason="UNKNOWN_AUTHORITY", text=text))
+    except TimeoutError:
+        return None
+    except (ssl.SSLError, ConnectionError):
+        return _NOT_TLS
+    with secured:
+        try:
+            greeted = bool(secured.recv(1))
+        except TimeoutError:
+            return None
+        except (ssl.SSLError, ConnectionError):
+            greeted = False
+    if greeted:
+        return None
+    # The server cuts off whose certificate it does not like, which Debian's Python 3.11.2 reads as a mere end.
+    return _WANTED if tls.cert_file is None else _OURS.get(_own_fault(tls, tls.cert_file), _REFUSED)
+
+
+def _own_fault(tls: ClientTls, cert_file: Path) -> int:
+    """Code of what is wrong with our own certificate, by the authority that we trust ourselves; 0 for nothing.
+
+    The server does not say, so it is shown to a server in memory.
+    """
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(cert_file, tls.key_file)
+    server.verify_mode = ssl.CERT_REQUIRED
+    if tls.ca_file is not None:
+        server.load_verify_locations(tls.ca_file)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_mode = ssl.CERT_NONE
+    client.load_cert_chain(cert_file, tls.key_file)
+    try:
+        shake_hands(client, server)
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_code
+    return 0

@@ -1,0 +1,203 @@
+"""The HTTP server of `/metrics`: one request a connection, few at a time, all of them bounded in size and time.
+
+The protocol itself is h11's. A server of its own in the program's event loop, so that it costs no thread and nothing
+while nobody asks; who may ask is said by the same rules as for gRPC.
+"""
+
+import asyncio
+import ipaddress
+import ssl
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+
+import h11
+
+from gpuscale.common.security.auth import Authenticator, Caller, Role, require
+from gpuscale.common.security.bind import ListenAddress, bind_error, check_exposure, parse_listen
+from gpuscale.common.errors import PermissionDeniedError, UnauthenticatedError
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.metrics_text import CONTENT_TYPE
+from gpuscale.common.rpc.metrics_tls import FollowedCertificate
+from gpuscale.common.rpc.server import ServerOptions
+
+PATH = "/metrics"
+MOST_CONNECTIONS = 8
+LARGEST_REQUEST_BYTES = 16_384
+REQUEST_SECONDS = 5.0
+ANSWER_SECONDS = 20.0
+
+_PLAIN = "text/plain; charset=utf-8"
+_RETRY = (("retry-after", "1"),)
+
+Render = Callable[[], AsyncGenerator[bytes]]
+"""Makes the page of one scrape, piece by piece; between two pieces other tasks may run."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RefusedError(Exception):
+    status: HTTPStatus
+    text: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@asynccontextmanager
+async def serve_metrics(
+    listen: str, options: ServerOptions, authenticator: Authenticator, render: Render
+) -> AsyncGenerator[str]:
+    """Serve until the block ends; yields the address with the port that was taken.
+
+    Args:
+        listen: HOST:PORT; port 0 takes a free one.
+        options: TLS, and whether plain text may be served to other hosts; `options.listen` is not used.
+        authenticator: who is let in; any role will do.
+        render: makes the page.
+
+    Raises:
+        FailedPreconditionError: ADDRESS_IN_USE, BIND_FAILED, INSECURE_BIND or TLS_FILES.
+        InvalidArgumentError: the address is none.
+    """
+    address = parse_listen(listen)
+    check_exposure(address, tls=options.tls is not None, insecure_allow_remote=options.insecure_allow_remote)
+    tls = None if options.tls is None else FollowedCertificate(options.tls).context
+    async with TaskScope() as tasks:
+        site = _Site(authenticator, render)
+        try:
+            server = await asyncio.start_server(
+                lambda reader, writer: _accept(tasks, site, reader, writer),
+                address.host,
+                address.port,
+                limit=LARGEST_REQUEST_BYTES,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else REQUEST_SECONDS,
+            )
+        except OSError as error:
+            raise bind_error(address) from error
+        try:
+            yield str(ListenAddress(address.host, server.sockets[0].getsockname()[1]))
+        finally:
+            server.close()
+
+
+def _accept(
+    tasks: TaskScope, site: "_Site", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    try:
+        tasks.start("a scrape", site.serve(reader, writer))
+    except RuntimeError:  # the scope is closing
+        writer.transport.abort()
+
+
+class _Site:
+    """Answers the requests of all connections."""
+
+    def __init__(self, authenticator: Authenticator, render: Render) -> None:
+        self._authenticator = authenticator
+        self._render = render
+        self._open = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the one request of a connection. A caller who is slow, or gone, is cut off."""
+        connection = h11.Connection(h11.SERVER, LARGEST_REQUEST_BYTES)
+        self._open += 1
+        try:
+            with suppress(OSError, TimeoutError, h11.LocalProtocolError):
+                await self._converse(connection, reader, writer)
+        finally:
+            self._open -= 1
+            writer.transport.abort()
+
+    async def _converse(
+        self, connection: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        send = partial(_send, connection, writer)
+        try:
+            self._check_room()
+            async with asyncio.timeout(REQUEST_SECONDS):
+                request = await _request(connection, reader)
+            if request is None:
+                return
+            self._admit(request, writer)
+        except h11.RemoteProtocolError as error:
+            status = HTTPStatus(error.error_status_hint)
+            await send(status, _PLAIN, _once(f"{status.phrase}\n"))
+        except _RefusedError as refusal:
+            await send(refusal.status, _PLAIN, _once(f"{refusal.text}\n"), *refusal.headers)
+        else:
+            page = _nothing() if request.method == b"HEAD" else self._render()
+            await send(HTTPStatus.OK, CONTENT_TYPE, page)
+
+    def _check_room(self) -> None:
+        if self._open > MOST_CONNECTIONS:
+            raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many scrapes at once", _RETRY)
+
+    def _admit(self, request: h11.Request, writer: asyncio.StreamWriter) -> None:
+        """Let a request pass, or raise why it may not."""
+        try:
+            require(self._authenticator.recognise(_caller(request, writer)), Role.VIEWER)
+        except UnauthenticatedError as error:
+            raise _RefusedError(
+                HTTPStatus.UNAUTHORIZED, error.message, (("www-authenticate", "Bearer"),)
+            ) from error
+        except PermissionDeniedError as error:
+            raise _RefusedError(HTTPStatus.FORBIDDEN, error.message) from error
+        if request.target.partition(b"?")[0].decode("ascii") != PATH:
+            raise _RefusedError(HTTPStatus.NOT_FOUND, f"there is {PATH} and nothing else")
+        if request.method not in {b"GET", b"HEAD"}:
+            raise _RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "GET or HEAD", (("allow", "GET, HEAD"),))
+
+
+async def _request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
+    """The head of the request; None where the caller went away. A body is never read."""
+    while True:
+        event = connection.next_event()
+        if isinstance(event, h11.Request):
+            return event
+        if event is not h11.NEED_DATA:
+            return None
+        connection.receive_data(await reader.read(LARGEST_REQUEST_BYTES))
+
+
+async def _send(
+    connection: h11.Connection,
+    writer: asyncio.StreamWriter,
+    status: HTTPStatus,
+    content_type: str,
+    body: AsyncGenerator[bytes],
+    *headers: tuple[str, str],
+) -> None:
+    async with asyncio.timeout(ANSWER_SECONDS):
+        common = [("content-type", content_type), ("connection", "close"), ("cache-control", "no-store")]
+        response = h11.Response(status_code=status, headers=[*common, *headers], reason=status.phrase)
+        writer.write(connection.send(response))
+        async with aclosing(body):
+            async for piece in body:
+                writer.write(connection.send(h11.Data(piece)))
+                await writer.drain()
+        writer.write(connection.send(h11.EndOfMessage()))
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+
+def _caller(request: h11.Request, writer: asyncio.StreamWriter) -> Caller:
+    host: str = writer.get_extra_info("peername")[0]
+    tls: ssl.SSLObject | None = writer.get_extra_info("ssl_object")
+    names = (tls.getpeercert() or {}).get("subjectAltName", ()) if tls is not None else ()
+    return Caller(
+        loopback=ipaddress.ip_address(host.partition("%")[0]).is_loopback,
+        secure=tls is not None,
+        authorization=[value.decode("latin-1") for key, value in request.headers if key == b"authorization"],
+        spiffe_id=next((str(pair[1]) for pair in names if pair[0] == "URI"), None),
+    )
+
+
+async def _once(text: str) -> AsyncGenerator[bytes]:
+    yield text.encode()
+
+
+async def _nothing() -> AsyncGenerator[bytes]:
+    return
+    yield b""

@@ -1,0 +1,221 @@
+"""Leadership: of all processes of a service on one PostgreSQL database exactly one leads.
+
+The lead is a session-level advisory lock, held by a connection that does nothing else. The server gives it up when that
+connection ends: at once when the process dies, and after `LEASE` seconds of silence when it stands still or its host is
+gone (`idle_session_timeout`; a session that may be cut off by the server needs no clocks that agree). Each take-over
+ends the sessions of the leader before and raises the epoch in the table `leadership`, which every transaction that writes
+checks under a lock: a write of an earlier leader is refused even if it was under way. (The method: fencing tokens, as in M. Kleppmann, "How to do
+distributed locking", 2016; etcd issue 15247 shows what becomes of leases without it.)
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from hashlib import sha256
+from typing import Final
+
+import psycopg
+from psycopg.rows import TupleRow
+
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.errors import UnavailableError
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.store.postgres import (
+    LEASE,
+    connect_error,
+    conninfo,
+    in_schema,
+    refused,
+    store_application,
+    too_old,
+)
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.store.term import Term, now
+
+LOOK_PERIOD: Final = 0.2
+"""Seconds between two attempts of a standby."""
+PING_PERIOD: Final = 0.5
+"""Seconds between two questions of a leader."""
+ANSWER_LIMIT: Final = 10.0
+"""Seconds that the server may take for what a candidate asks."""
+
+_TABLE: Final = "CREATE TABLE IF NOT EXISTS {}.leadership (id integer PRIMARY KEY, epoch bigint NOT NULL, address text NOT NULL)"
+_Connection = psycopg.AsyncConnection[TupleRow]
+_log = get_logger(__name__)
+
+
+class Candidate:
+    """A process that leads whenever nobody else does.
+
+    Args:
+        url: of the database; all processes of the service have the same one.
+        service: which service; also the name of its schema.
+        address: HOST:PORT at which others reach this process.
+    """
+
+    def __init__(self, url: SecretUrl, service: str, address: str) -> None:
+        self._url = url
+        self._service = service
+        self._address = address
+        self._leader = ""
+
+    @property
+    def leader(self) -> str:
+        """Address of another process that leads, as far as is known; else empty."""
+        return self._leader
+
+    @asynccontextmanager
+    async def term(self) -> AsyncGenerator[Term]:
+        """Wait until this process leads, for as long as it takes; leaving the block gives the lead up.
+
+        Raises:
+            FailedPreconditionError: DATABASE_REFUSED, the server lets us in under no circumstances.
+        """
+        connection, term = await self._win()
+        try:
+            async with TaskScope() as tasks:
+                tasks.start("hold the lead", self._ping(connection, term))
+                tasks.start("watch the lead", _watch(term))
+                yield term
+        finally:
+            term.close()
+            await connection.close()
+
+    async def _win(self) -> tuple[_Connection, Term]:
+        """Attempt it until it succeeds; over a new connection whenever one fails."""
+        backoff, trouble = Backoff(initial=0.2, cap=1.0), ""
+        while True:
+            try:
+                return await self._attempt_on_one()
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise refused(self._url, error) from None
+            except (UnavailableError, psycopg.Error, TimeoutError) as error:
+                self._leader = ""
+                if trouble != (trouble := " ".join(str(error).split()) or type(error).__name__):
+                    _log.warning("cannot stand for the lead", service=self._service, problem=trouble)
+            await asyncio.sleep(backoff.next())
+
+    async def _attempt_on_one(self) -> tuple[_Connection, Term]:
+        connection = await self._connect()
+        won = False
+        try:
+            while True:
+                term = await self._attempt(connection)
+                if term is not None:
+                    won, self._leader = True, ""
+                    return connection, term
+                await asyncio.sleep(LOOK_PERIOD)
+        finally:
+            if not won:
+                await connection.close()
+
+    async def _attempt(self, connection: _Connection) -> Term | None:
+        """A term, if nobody leads."""
+        async with asyncio.timeout(ANSWER_LIMIT):
+            if not await self._lock(connection):
+                self._leader = await self._look(connection)
+                return None
+            epoch = await self._begin(connection)
+            asked = now()
+            await _ask(connection, "SELECT 1")
+        return Term(epoch, connection.fileno(), LEASE, asked)
+
+    async def _connect(self) -> _Connection:
+        try:
+            connection = await psycopg.AsyncConnection.connect(
+                conninfo(self._url, f"gpuscale-{self._service} leadership"), autocommit=True
+            )
+        except psycopg.Error as error:
+            raise connect_error(self._url, error) from None
+        if (problem := too_old(connection.info.server_version)) is not None:
+            await connection.close()
+            raise problem
+        await _ask(
+            connection,
+            # An epoch that a crash of the server took back would be given twice.
+            "SELECT set_config('idle_session_timeout', %s, false), set_config('synchronous_commit', 'on', false)",
+            str(int(LEASE * 1000)),
+        )
+        return connection
+
+    async def _lock(self, connection: _Connection) -> bool:
+        return bool(await _ask(connection, "SELECT pg_try_advisory_lock(%s)", lock_key(self._service)))
+
+    async def _begin(self, connection: _Connection) -> int:
+        """Count the take-over.
+
+        Sessions that an earlier leader has left are ended: one that stands still within a transaction would keep the epoch
+        from being raised (`idle_in_transaction_session_timeout` does not count after a pipeline: seen with version 15).
+        """
+        await _ask(
+            connection,
+            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+            " WHERE application_name = %s AND datname = current_database() AND usename = current_user",
+            store_application(self._service),
+        )
+        if await _ask(connection, "SELECT to_regnamespace(%s) IS NULL", self._service):
+            await connection.execute(in_schema("CREATE SCHEMA {}", self._service))
+        await connection.execute(in_schema(_TABLE, self._service))
+        cursor = await connection.execute(
+            in_schema(
+                "INSERT INTO {}.leadership AS now (id, epoch, address) VALUES (1, 1, %s)"
+                " ON CONFLICT (id) DO UPDATE SET epoch = now.epoch + 1, address = excluded.address RETURNING epoch",
+                self._service,
+            ),
+            (self._address,),
+        )
+        row = await cursor.fetchone()
+        if row is None:
+            raise UnavailableError("the epoch was not counted", reason="STATE_UNAVAILABLE")
+        return int(row[0])
+
+    async def _ping(self, connection: _Connection, term: Term) -> None:
+        """Keep the session alive, and the term with it, until either ends or another term began.
+
+        That cannot be while the session holds the lock, unless what is between gives one session to several clients.
+        """
+        question = in_schema("SELECT epoch FROM {}.leadership", self._service).as_string()
+        try:
+            while term.leads():
+                asked = now()
+                async with asyncio.timeout(LEASE):
+                    epoch = await _ask(connection, question)
+                if epoch != term.epoch:
+                    _log.warning("another term began, and the lock was not lost", epoch=epoch, own=term.epoch)
+                    return
+                term.confirm(asked)
+                await asyncio.sleep(PING_PERIOD)
+        except (psycopg.Error, TimeoutError) as error:
+            _log.warning("lost the connection that holds the lead", problem=" ".join(str(error).split()))
+        finally:
+            term.resign()
+
+    async def _look(self, connection: _Connection) -> str:
+        """The address of whoever took over last; empty before anybody ever did."""
+        try:
+            cursor = await connection.execute(in_schema("SELECT address FROM {}.leadership", self._service))
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+            return ""
+        row = await cursor.fetchone()
+        return "" if row is None else str(row[0])
+
+
+def lock_key(service: str) -> int:
+    """The number of the advisory lock of a service: 64 bits, signed."""
+    return int.from_bytes(sha256(f"gpuscale/{service}".encode()).digest()[:8], signed=True)
+
+
+async def _ask(connection: _Connection, question: str, *values: object) -> object:
+    """The one value that a query returns."""
+    cursor = await connection.execute(question.encode(), values or None)
+    row = await cursor.fetchone()
+    return None if row is None else row[0]
+
+
+async def _watch(term: Term) -> None:
+    """Resign as soon as the term is over: a question that is not answered takes 10 s more to be given up."""
+    while term.leads():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(term.over.wait(), PING_PERIOD)
+    term.resign()

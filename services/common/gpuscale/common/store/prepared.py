@@ -1,0 +1,108 @@
+"""Statements that are compiled once and go to the driver as text: no plan is looked up for each write."""
+
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Self
+
+from sqlalchemy import Boolean, Connection, Table
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.sql.compiler import Compiled, SQLCompiler
+from sqlalchemy.sql.elements import ClauseElement
+
+from gpuscale.common.errors import AbortedError
+
+_Values = Callable[[Mapping[str, object]], Sequence[object]]
+"""Takes the parameters of a statement out of a row, in their order."""
+
+
+class Prepared:
+    """A Core statement for either database, compiled when it is first run there.
+
+    Rows are mappings from the names of its parameters to values as SQLite's driver takes them: JSON as text, truth as 0
+    and 1.
+    """
+
+    def __init__(self, statement: ClauseElement) -> None:
+        self._build: Callable[[str], ClauseElement] = lambda _dialect: statement
+        self._sqlite: tuple[str, _Values] | None = None
+        self._postgresql = ""
+        self._truths: tuple[str, ...] = ()
+
+    @classmethod
+    def replacing(cls, table: Table) -> Self:
+        """A row of the table, in place of the one with its key if there is one."""
+        one = cls(table)
+        one._build = lambda dialect: _upsert(table, dialect)
+        return one
+
+    def run(self, connection: Connection, rows: Sequence[Mapping[str, object]]) -> int:
+        """Execute it once for each row, inside the transaction that is open; returns how many rows that changed.
+
+        Raises:
+            AbortedError: STATE_CONFLICT, the state refuses one of them (a key that exists, a trigger).
+        """
+        driver = connection.connection.driver_connection
+        if isinstance(driver, sqlite3.Connection):
+            return self._run_sqlite(driver, rows)
+        return self._run_postgresql(connection, rows)
+
+    def _run_sqlite(self, driver: sqlite3.Connection, rows: Sequence[Mapping[str, object]]) -> int:
+        if self._sqlite is None:
+            compiled = self._build("sqlite").compile(dialect=sqlite.dialect(paramstyle="qmark"))
+            self._sqlite = str(compiled), _in_order(compiled)
+        text, values = self._sqlite
+        try:  # the driver would look up each parameter of each row by its name
+            return driver.executemany(text, map(values, rows)).rowcount
+        except sqlite3.IntegrityError as error:
+            raise _refusal(error) from error
+
+    def _run_postgresql(self, connection: Connection, rows: Sequence[Mapping[str, object]]) -> int:
+        from gpuscale.common.store.postgres import IntegrityError, raw  # its driver is an extra
+
+        if not self._postgresql:
+            compiled = self._build("postgresql").compile(dialect=connection.dialect)
+            self._truths = _truths(compiled)
+            self._postgresql = str(compiled)
+        truths = self._truths
+        given = [{**row, **{name: bool(row[name]) for name in truths}} for row in rows] if truths else rows
+        try:
+            with raw(connection).cursor() as cursor:
+                cursor.executemany(self._postgresql.encode(), given)
+                return cursor.rowcount
+        except IntegrityError as error:
+            raise _refusal(error) from error
+
+
+def _in_order(compiled: Compiled) -> _Values:
+    """Takes the parameters of a row, each as often as the statement has its name."""
+    names = (compiled.positiontup or ()) if isinstance(compiled, SQLCompiler) else ()
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda row: [row[name] for name in names]  # of one name, an itemgetter takes the value alone
+
+
+def _truths(compiled: Compiled) -> tuple[str, ...]:
+    """Names of the parameters that are true or false."""
+    if not isinstance(compiled, SQLCompiler):
+        return ()
+    return tuple(name for bind, name in compiled.bind_names.items() if isinstance(bind.type, Boolean))
+
+
+def _upsert(table: Table, dialect: str) -> ClauseElement:
+    keys = [column.name for column in table.primary_key]
+    others = [column.name for column in table.columns if column.name not in keys]
+    if dialect == "sqlite":
+        into_sqlite = sqlite.insert(table)
+        return into_sqlite.on_conflict_do_update(
+            index_elements=keys, set_={name: into_sqlite.excluded[name] for name in others}
+        )
+    into = postgresql.insert(table)
+    return into.on_conflict_do_update(
+        index_elements=keys, set_={name: into.excluded[name] for name in others}
+    )
+
+
+def _refusal(error: Exception) -> AbortedError:
+    first = str(error).partition("\n")[0]
+    return AbortedError(f"the state refuses the change: {first}", reason="STATE_CONFLICT")

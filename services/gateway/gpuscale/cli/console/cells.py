@@ -1,0 +1,95 @@
+"""Cells of tables: an absent reading is `-`, never 0; enum values lose their prefix; names lose their collections."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.cli.grammar.jsonpath import Field, Path
+from gpuscale.cli.grammar.quantities import format_duration, format_size
+from gpuscale.common import wire
+
+ABSENT = "-"
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Column(Generic[M]):
+    """One column: its heading, the text of a cell, and whether only `-o wide` shows it.
+
+    A moving one merely tells the time, such as an age: a watched item has not changed when nothing else has.
+    """
+
+    heading: str
+    cell: Callable[[M], str]
+    wide: bool = False
+    moving: bool = False
+
+
+@dataclass(frozen=True)
+class View(Generic[M]):
+    """How one kind of resource is shown: its key in JSON lists, its columns, and where its labels are."""
+
+    key: str
+    columns: Sequence[Column[M]]
+    labels: Path = (Field("labels"),)
+
+
+def short(name: str) -> str:
+    """`jobs/r1` of `endpoints/jobs/replicas/r1`: what commands take as a name."""
+    return "/".join(name.split("/")[1::2]) or ABSENT
+
+
+def text(value: str) -> str:
+    """A text, or `-` where it is empty."""
+    return value or ABSENT
+
+
+def number(message: Message, field: str, show: Callable[[float], str] = "{:g}".format) -> str:
+    """The number in an optional field; `-` where it is absent."""
+    value: object = getattr(message, field)
+    return show(value) if message.HasField(field) and isinstance(value, (int, float)) else ABSENT
+
+
+def percent(value: float) -> str:
+    """`37%`."""
+    return f"{value:.0f}%"
+
+
+def size(value: float) -> str:
+    """`79.2GiB`."""
+    return format_size(int(value))
+
+
+def used_of(message: Message, used: str, total: str) -> str:
+    """`12GiB/80GiB`, each part `-` where it is absent; one `-` where both are."""
+    cell = f"{number(message, used, size)}/{number(message, total, size)}"
+    return ABSENT if cell == f"{ABSENT}/{ABSENT}" else cell
+
+
+def word(message: Message, field: str) -> str:
+    """The enum value in a field as one word, `ONLINE` of `NODE_STATE_ONLINE`; `-` where it is not stated."""
+    enum = message.DESCRIPTOR.fields_by_name[field].enum_type
+    value: object = getattr(message, field)
+    if enum is None or not value:
+        return ABSENT
+    found = enum.values_by_number.get(value) if isinstance(value, int) else None
+    # A newer server may know values that this program does not.
+    return found.name.removeprefix(enum.values[0].name.removesuffix("UNSPECIFIED")) if found else str(value)
+
+
+def duration(message: Message, field: str) -> str:
+    """The Duration in a field; `-` where it is absent."""
+    seconds = wire.optional_seconds(message, field)
+    return ABSENT if seconds is None else format_duration(seconds)
+
+
+def since(message: Message, field: str) -> str:
+    """How long ago the Timestamp in a field was, by this host's wall clock; `-` where it is absent."""
+    value: object = getattr(message, field)
+    if not message.HasField(field) or not isinstance(value, Timestamp):
+        return ABSENT
+    return format_duration((datetime.now(UTC) - wire.to_datetime(value)).total_seconds())

@@ -1,0 +1,123 @@
+"""Which of several resources are shown, and in which order: `-l state=READY,!zone,fence>=3` and `--sort-by=-.fence`.
+
+Pure. A key of a selector is a label, or else a field of the resource in its JSON form; words of enums may lose their prefix
+(`state=online` fits NODE_STATE_ONLINE); `>=`, `<=`, `>` and `<` compare numbers, sizes and durations by how much they are.
+What is not there fits no value, and comes last in every order.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpuscale.cli.grammar.jsonpath import Path, as_text, find, parse_path
+from gpuscale.cli.grammar.quantities import parse_duration, parse_size
+
+_CONDITION = re.compile(r"(?P<not>!)?(?P<key>[^=!<>\s]+)(?:\s*(?P<is>==|=|!=|>=|<=|>|<)\s*(?P<value>.*))?")
+_PLAIN = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"([-+]?\d+(?:\.\d+)?)[A-Za-z%]*")
+_COMPARE: Final[Mapping[str, Callable[[float, float], bool]]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition of a selector.
+
+    Attributes:
+        key: what was typed before the sign.
+        path: the key as a path.
+        is_: the sign, one of = != >= <= > <; empty where only the presence of the key counts.
+        value: what stands behind the sign.
+        negated: whether it holds where what is written does not.
+    """
+
+    key: str
+    path: Path
+    is_: str
+    value: str
+    negated: bool
+
+    @property
+    def compares(self) -> bool:
+        """Whether it asks for an amount."""
+        return self.is_ in _COMPARE
+
+    def fits(self, labels: Labels, data: object) -> bool:
+        """Whether a resource with these labels and this JSON form meets it."""
+        return self.holds([labels[self.key]] if self.key in labels else self.values(data))
+
+    def values(self, data: object) -> list[str]:
+        """What a resource with this JSON form has at the path."""
+        return list(map(as_text, find(self.path, data)))
+
+    def holds(self, values: Sequence[str]) -> bool:
+        """Whether one of these values meets it."""
+        found = any(map(self._is, values)) if self.is_ else bool(values)
+        return found is not self.negated
+
+    def _is(self, value: str) -> bool:
+        if not self.compares:
+            return _same(value, self.value)
+        left, right = amount(value), amount(self.value)
+        return left is not None and right is not None and _COMPARE[self.is_](left, right)
+
+
+def parse_selector(text: str) -> tuple[Condition, ...]:
+    """The conditions of a selector, all of which must be met.
+
+    Raises:
+        ValueError: one of them cannot be read.
+    """
+    return tuple(map(_condition, text.split(",")))
+
+
+def _condition(text: str) -> Condition:
+    found = _CONDITION.fullmatch(text.strip())
+    if found is None or (found["not"] and found["is"]):
+        raise ValueError(f"{text!r} is no condition; write it like zone=a, zone!=a, zone, !zone or fence>=3")
+    key = found["key"]
+    # A label may have a name that no path has.
+    path = parse_path(key) if re.fullmatch(r"[\w.\[\]-]+", key) else ()
+    sign, value = found["is"] or "", found["value"] or ""
+    if sign in _COMPARE and amount(value) is None:
+        raise ValueError(f"{text!r}: {value!r} is no number, size or duration to compare with")
+    negated = bool(found["not"]) or sign == "!="
+    return Condition(key, path or parse_path(f"['{key}']"), sign, value, negated)
+
+
+def _same(value: str, wanted: str) -> bool:
+    if value == wanted:
+        return True
+    # A word of an enum, with or without its prefix, in any case.
+    return value.isupper() and f"_{value}".endswith(f"_{wanted.upper()}")
+
+
+def order(value: object) -> tuple[int, float, str]:
+    """A key to sort by: numbers, sizes, durations and percentages by how much they are, then texts, then nothing."""
+    if value is None or value in {"", "-"}:
+        return 2, 0.0, ""
+    if isinstance(value, (bool, int, float)):
+        return 0, float(value), ""
+    text = as_text(value)
+    number = amount(text.partition(" ")[0].partition("/")[0])
+    return (1, 0.0, text) if number is None else (0, number, text)
+
+
+def amount(text: str) -> float | None:
+    """How much a number, size, duration or percentage is; None for what is none of them."""
+    if _PLAIN.fullmatch(text):
+        return float(text)
+    for read in (parse_size, parse_duration):
+        try:
+            return float(read(text))
+        except ValueError:
+            continue
+    found = _NUMBER.fullmatch(text)
+    return float(found[1]) if found else None

@@ -1,0 +1,175 @@
+"""What the contract says of its own messages and fields, comments and bounds, from the descriptor set that is shipped."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, FieldDescriptorProto
+from google.protobuf.json_format import MessageToDict
+
+from gpuscale.api.types.v1 import options_pb2
+from gpuscale.cli.grammar.field_names import near
+from gpuscale.common.errors import NotFoundError
+
+FILE = "contract.binpb"
+ROOTS: Mapping[str, str] = {
+    "nodes": "monitor.v1.Node",
+    "gpus": "types.v1.Gpu",
+    "reservations": "allocator.v1.Reservation",
+    "endpoints": "autoscaler.v1.Endpoint",
+    "replicas": "autoscaler.v1.Replica",
+    "rules": "autoscaler.v1.Rule",
+    "watchers": "autoscaler.v1.QueueWatcher",
+    "decisions": "autoscaler.v1.Decision",
+    "adapters": "autoscaler.v1.Adapter",
+    "recordings": "monitor.v1.Recording",
+    "cordons": "allocator.v1.Cordon",
+    "quotas": "allocator.v1.Quota",
+}
+"""The message of each kind of resource."""
+_PACKAGE = ".gpuscale.api."
+# Numbers of the fields of FileDescriptorProto, DescriptorProto and EnumDescriptorProto, of which the paths to comments consist.
+_MESSAGES, _ENUMS, _NESTED, _NESTED_ENUMS, _FIELDS, _VALUES = 4, 5, 3, 4, 2, 2
+_SCALARS = {number: name.removeprefix("TYPE_").lower() for name, number in FieldDescriptorProto.Type.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A field, or the whole of a message: what it is, and what it consists of."""
+
+    name: str
+    type: str
+    text: str
+    json_name: str = ""
+    bounds: str = ""
+    parts: Sequence["Entry"] = ()
+    """Fields of a message, or values of an enum."""
+
+
+@dataclass
+class _Contract:
+    messages: dict[str, DescriptorProto] = field(default_factory=dict[str, DescriptorProto])
+    enums: dict[str, EnumDescriptorProto] = field(default_factory=dict[str, EnumDescriptorProto])
+    comments: dict[str, str] = field(default_factory=dict[str, str])
+
+    def add(self, kind: Any, name: str, path: tuple[int, ...], said: Mapping[tuple[int, ...], str]) -> None:
+        """Take in a message with all that stands in it."""
+        self.messages[name] = kind
+        self.comments[name] = said.get(path, "")
+        for index, one in enumerate(kind.field):
+            self.comments[f"{name}.{one.name}"] = said.get((*path, _FIELDS, index), "")
+        for index, one in enumerate(kind.nested_type):
+            self.add(one, f"{name}.{one.name}", (*path, _NESTED, index), said)
+        for index, one in enumerate(kind.enum_type):
+            self.add_enum(one, f"{name}.{one.name}", (*path, _NESTED_ENUMS, index), said)
+
+    def add_enum(
+        self, kind: Any, name: str, path: tuple[int, ...], said: Mapping[tuple[int, ...], str]
+    ) -> None:
+        """Take in an enum with its values."""
+        self.enums[name] = kind
+        self.comments[name] = said.get(path, "")
+        for index, one in enumerate(kind.value):
+            self.comments[f"{name}.{one.name}"] = said.get((*path, _VALUES, index), "")
+
+
+@cache
+def _contract() -> _Contract:
+    found = _Contract()
+    data = resources.files("gpuscale.api").joinpath(FILE).read_bytes()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(data).file:
+        said = {tuple(one.path): _plain(one.leading_comments) for one in file.source_code_info.location}
+        for index, message in enumerate(file.message_type):
+            found.add(message, f".{file.package}.{message.name}", (_MESSAGES, index), said)
+        for index, enum in enumerate(file.enum_type):
+            found.add_enum(enum, f".{file.package}.{enum.name}", (_ENUMS, index), said)
+    return found
+
+
+def _plain(comment: str) -> str:
+    return " ".join(comment.split())
+
+
+def describe(root: str, path: str) -> Entry:
+    """What a path such as `spec.min_replicas` leads to, from a message; the message itself where it is empty.
+
+    Args:
+        root: name of the message below the package, such as `autoscaler.v1.Endpoint`.
+        path: names of fields, those of JSON too, with dots between.
+
+    Raises:
+        NotFoundError: there is no such field.
+    """
+    contract, owner = _contract(), f"{_PACKAGE}{root}"
+    entry = Entry("", _short(owner), contract.comments[owner], parts=_parts(contract, owner))
+    for name in filter(None, path.split(".")):
+        fields = contract.messages[owner].field if owner in contract.messages else ()
+        found = next((one for one in fields if name in {one.name, one.json_name}), None)
+        if found is None:
+            known = near(name, (one.name for one in fields)) if fields else ": it has no parts"
+            raise NotFoundError(f"{entry.name or entry.type} has no field {name!r}{known}")
+        entry = _field(contract, owner, found)
+        owner = _value_type(contract, found)
+        entry = replace(entry, parts=_parts(contract, owner))
+    return entry
+
+
+def roots(name: str) -> str:
+    """The message of a kind of resource in the plural, or of that name, such as `Ask`; empty where there is none."""
+    if name in ROOTS:
+        return ROOTS[name]
+    found = (one.removeprefix(_PACKAGE) for one in _contract().messages if one.startswith(_PACKAGE))
+    return next((one for one in found if one.rpartition(".")[2] == name), "")
+
+
+def _parts(contract: _Contract, owner: str) -> tuple[Entry, ...]:
+    """The fields of a message, or the values of an enum."""
+    if owner in contract.messages:
+        return tuple(_field(contract, owner, one) for one in contract.messages[owner].field)
+    if owner in contract.enums:
+        names = [one.name for one in contract.enums[owner].value if one.number]
+        return tuple(Entry(name, "", contract.comments[f"{owner}.{name}"]) for name in names)
+    return ()
+
+
+def _field(contract: _Contract, owner: str, one: FieldDescriptorProto) -> Entry:
+    rules = MessageToDict(one.options.Extensions[options_pb2.rules], preserving_proto_field_name=True)
+    return Entry(
+        one.name,
+        _type(contract, one),
+        contract.comments[f"{owner}.{one.name}"],
+        one.json_name,
+        ", ".join(_bound(name, value) for name, value in rules.items()),
+    )
+
+
+def _bound(name: str, value: object) -> str:
+    words = name.replace("_", " ")
+    if value is True:
+        return words
+    if isinstance(value, float):
+        return f"{words} {value:g}"
+    return f"{words} {str(value).removeprefix('TEXT_FORMAT_').lower() if name == 'format' else value}"
+
+
+def _value_type(contract: _Contract, one: FieldDescriptorProto) -> str:
+    """The full name of the message or enum of a field; of a map's values; empty for any other."""
+    entry = contract.messages.get(one.type_name)
+    if entry is not None and entry.options.map_entry:
+        return entry.field[1].type_name
+    return one.type_name
+
+
+def _type(contract: _Contract, one: FieldDescriptorProto) -> str:
+    entry = contract.messages.get(one.type_name)
+    if entry is not None and entry.options.map_entry:
+        return f"map<{_type(contract, entry.field[0])}, {_type(contract, entry.field[1])}>"
+    name = _short(one.type_name) if one.type_name else _SCALARS[one.type]
+    return f"{name}[]" if one.label == FieldDescriptorProto.LABEL_REPEATED else name
+
+
+def _short(full_name: str) -> str:
+    return full_name.rpartition(".")[2]

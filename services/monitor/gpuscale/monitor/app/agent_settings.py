@@ -1,0 +1,105 @@
+"""Settings of the agent."""
+
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from gpuscale.common.names import is_id, to_id
+from gpuscale.common.config.settings import UpstreamSettings
+from gpuscale.monitor.agent.dead_bands import DeadBands
+from gpuscale.monitor.agent.sources import SourceKind
+from gpuscale.monitor.agent.staleness import Deadlines
+from gpuscale.monitor.app.exposition_settings import ExpositionSettings
+
+_MOST_LABELS = 64
+_LONGEST_NAME = 253
+
+
+class AgentSettings(ExpositionSettings, UpstreamSettings):
+    """Settings of `gpuscale-agent`; the upstream is the fleet."""
+
+    section: ClassVar[str] = "agent"
+
+    listen: str = Field("127.0.0.1:7071", description="address to serve on, HOST:PORT")
+    node: str = Field(to_id(socket.gethostname()), description="id of this node")
+    source: SourceKind = Field("nvml", description="GPUs to read: nvml, simulated, or auto")
+    simulated_gpu_count: int = Field(4, ge=0, le=1024, description="how many GPUs to simulate")
+    isolate: bool = Field(
+        default=False, description="read GPUs in a process of its own, which is killed when it hangs"
+    )
+    period_seconds: float = Field(1.0, ge=0.1, le=3600.0, description="seconds between snapshots")
+    soft_deadline_seconds: float = Field(2.0, gt=0.0, description="a GPU is SLOW beyond this")
+    hard_deadline_seconds: float = Field(10.0, gt=0.0, description="a GPU is HUNG beyond this")
+    labels: tuple[str, ...] = Field((), description="label of this node, NAME=VALUE")
+    state_dir: Path | None = Field(
+        None,
+        description="directory of the fences of admitted work, one agent each; in memory only when empty",
+    )
+    full_every_seconds: float = Field(
+        60.0,
+        ge=1.0,
+        le=3600.0,
+        description="seconds after which a stream of changes has a whole snapshot again",
+    )
+    deadband_percent: float = Field(0.5, ge=0.0, le=100.0, description="share that changes must exceed")
+    deadband_bytes: int = Field(1024 * 1024, ge=0, description="bytes that changes must exceed")
+    deadband_celsius: float = Field(0.5, ge=0.0, description="degrees that changes must exceed")
+    deadband_watts: float = Field(1.0, ge=0.0, description="watts that changes must exceed")
+    fleet_address: str = Field("", description="fleet to stream to, HOST:PORT; none when empty")
+
+    @field_validator("node")
+    @classmethod
+    def _check_node(cls, node: str) -> str:
+        if not is_id(node):
+            raise ValueError("must be 1-63 of a-z, 0-9, '-', '.' and '_', with a letter or digit at the ends")
+        return node
+
+    @field_validator("labels")
+    @classmethod
+    def _check_labels(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
+        named = _by_name(labels)
+        if len(named) < len(labels) or len(named) > _MOST_LABELS:
+            raise ValueError(f"at most {_MOST_LABELS}, each name once")
+        if not all(_is_label(name, value) for name, value in named.items()):
+            raise ValueError("each must be NAME=VALUE, printable")
+        return labels
+
+    @model_validator(mode="after")
+    def _check_deadlines(self) -> Self:
+        if self.soft_deadline_seconds >= self.hard_deadline_seconds:
+            raise ValueError("soft_deadline_seconds must be below hard_deadline_seconds")
+        return self
+
+    def labels_by_name(self) -> dict[str, str]:
+        """The labels of this node."""
+        return _by_name(self.labels)
+
+    def dead_bands(self) -> DeadBands:
+        """How far readings may move before they are streamed."""
+        return DeadBands(
+            percent=self.deadband_percent,
+            bytes=self.deadband_bytes,
+            celsius=self.deadband_celsius,
+            watts=self.deadband_watts,
+        )
+
+    def deadlines(self) -> Deadlines:
+        """When a GPU counts as SLOW and as HUNG."""
+        return Deadlines(self.soft_deadline_seconds, self.hard_deadline_seconds)
+
+
+def _by_name(labels: Iterable[str]) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for label in labels:
+        name, _, value = label.partition("=")
+        named[name] = value
+    return named
+
+
+def _is_label(name: str, value: str) -> bool:
+    """What the contract takes as the key and the value of a label."""
+    whole = name == name.strip() and 0 < len(name) <= _LONGEST_NAME
+    return whole and (name + value).isprintable() and len(value) <= _LONGEST_NAME
