@@ -21,16 +21,16 @@ import grpc
 import uvloop
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.rpc.limits import SERVER_ARGUMENTS
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
-from gpuscale.monitor.fleet import servicer
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.monitor.app.fleet import MIB, SWEEP_SECONDS
-from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.app.fleet_settings import FleetSettings
-from gpuscale.monitor.wire.merging import Change, Picture
 from gpuscale.monitor.app.observing import Observing
+from gpuscale.monitor.fleet import servicer
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.wire.merging import Change, Picture
 
 UNBOUNDED_MIB = 1_000_000_000
 METHOD = "/gpuscale.api.monitor.v1.FleetService/StreamTelemetry"

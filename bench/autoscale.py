@@ -28,7 +28,7 @@ from gpuscale.autoscaler.backtest.report import Report, oracle_gpu_hours
 from gpuscale.autoscaler.backtest.simulate import run
 from gpuscale.autoscaler.backtest.trace import Request, ServiceModel, read_trace
 from gpuscale.autoscaler.backtest.world import Setting
-from gpuscale.autoscaler.model import EndpointSpec, ReplicaTemplate
+from gpuscale.autoscaler.domain.model import EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.domain.presets import PRESETS, Wish
 from gpuscale.cli.commands.tuning import grid
 from gpuscale.common.errors import GpuscaleError

@@ -36,9 +36,9 @@ import httpx
 import psutil
 import uvloop
 
+from gpuscale.autoscaler.domain.queues import QueueTarget
 from gpuscale.autoscaler.signals.queues.brokers import Broker, BrokerSettings, RetryGate, resolve
 from gpuscale.autoscaler.signals.queues.management import ManagementClient, Measured
-from gpuscale.autoscaler.domain.queues import QueueTarget
 from gpuscale.autoscaler.signals.queues.sweeps import BrokerSweeps
 from gpuscale.autoscaler.signals.queues.virtual_hosts import Publish, VirtualHostReader
 from gpuscale.common.runtime import logs

@@ -31,15 +31,11 @@ SLOW_FIRST = ("e2e", "fault", "integration")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests over real processes, servers and clocks begin first, and may be run once more; that they were is printed (RERUN).
+    """Tests over real processes, servers and clocks begin first.
 
-    A machine that stands still for seconds breaks any bound on real time. What is wrong fails twice. Workers take one
-    file after the other (`make test`), so a long one that came last would be waited for alone.
+    Workers take one file after the other (`make test`), so a long one that came last would be waited for alone.
     """
     here = Path(__file__).parent
-    for item in items:
-        if _folder(item, here) in SLOW_FIRST:
-            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=1))
     ranks = {name: rank for rank, name in enumerate(SLOW_FIRST)}
     items.sort(key=lambda item: ranks.get(_folder(item, here), len(ranks)))
 

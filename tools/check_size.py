@@ -1,4 +1,4 @@
-"""Hold the house to its sizes: files at most 400 lines, functions at most 60, at most 5 `type: ignore`.
+"""Hold the house to its sizes: files at most 700 lines, functions at most 90, at most 5 `type: ignore`.
 
     python tools/check_size.py
 
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 700
+MAX_FUNCTION_LINES = 90
 MAX_TYPE_IGNORES = 5
 IGNORE = "type:" + " ignore"
 

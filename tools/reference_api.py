@@ -36,18 +36,34 @@ _SERVICE, _METHOD = 6, 2  # numbers of the fields that paths to comments consist
 
 def pages() -> Mapping[str, str]:
     """Each page by its name: an index, and one of each package."""
-    data = resources.files("gpuscale.api").joinpath(FILE).read_bytes()
-    files = [
-        file
-        for file in descriptor_pb2.FileDescriptorSet.FromString(data).file
-        if file.package.startswith(PREFIX)
-    ]
+    files = _files()
     packages = sorted({file.package for file in files})
     found = {
         _page_name(package): _page(package, [file for file in files if file.package == package])
         for package in packages
     }
     return {"api.md": INDEX + "".join(_index(files)), **found}
+
+
+def roles() -> str:
+    """The table of roles: what each is for, and the methods that need it and no more."""
+    allowed: dict[str, list[str]] = {}
+    for _, service, _ in _services(_files()):
+        for role in {_role(method) for method in service.method}:
+            named = ", ".join(method.name for method in service.method if _role(method) == role)
+            allowed.setdefault(role, []).append(f"{service.name}: {named}")
+    rows = ["| role | what it is for | methods |", "| --- | --- | --- |"]
+    for one in describe("types.v1.Role", "").parts:
+        role = one.name.removeprefix("ROLE_").lower()
+        if role in allowed:
+            rows.append(f"| {role} | {_cell(one.text)} | {'<br>'.join(sorted(allowed[role]))} |")
+    return "\n".join(rows)
+
+
+def _files() -> list[FileDescriptorProto]:
+    data = resources.files("gpuscale.api").joinpath(FILE).read_bytes()
+    files = descriptor_pb2.FileDescriptorSet.FromString(data).file
+    return [file for file in files if file.package.startswith(PREFIX)]
 
 
 def _page_name(package: str) -> str:

@@ -14,7 +14,6 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -23,6 +22,7 @@ from gpuscale.common.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
 from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.fake_fleet import FakeFleet, GpuState, NodeState, gpu_message, node_message, serving

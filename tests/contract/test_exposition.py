@@ -12,10 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.metrics_text import Family, Page
-from gpuscale.monitor.exposition import agent, fleet, process, snapshots, xids
-from gpuscale.monitor.exposition.series import DCGM, DCGM_CHECKED, GPU, HOST
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.fleet_settings import FleetSettings
+from gpuscale.monitor.exposition import agent, fleet, process, snapshots, xids
+from gpuscale.monitor.exposition.series import DCGM, DCGM_CHECKED, GPU, HOST
 from tests.support.monitor import running_agent, serve
 from tests.support.nvml_double import NvmlDouble, NvmlReturn, wired_gpus
 from tests.support.ports import free_port

@@ -39,21 +39,29 @@ def lint(tree: Path) -> subprocess.CompletedProcess[str]:
     ("module", "line", "rule"),
     [
         (
-            "services/autoscaler/gpuscale/autoscaler/engine.py",
+            "services/autoscaler/gpuscale/autoscaler/domain/engine.py",
             "import gpuscale.allocator.domain.scoring",
             "One-way doors",
         ),
         ("services/common/gpuscale/common/names.py", "import gpuscale.client", "One-way doors"),
-        ("services/gateway/gpuscale/cli/main.py", "import gpuscale.allocator.domain.scoring", "The CLI speaks gRPC"),
-        ("services/allocator/gpuscale/allocator/scoring.py", "import time", "Pure cores"),
-        ("services/autoscaler/gpuscale/autoscaler/pace.py", "import gpuscale.api.types.v1", "Pure cores"),
+        (
+            "services/gateway/gpuscale/cli/main.py",
+            "import gpuscale.allocator.domain.scoring",
+            "The CLI speaks gRPC",
+        ),
+        ("services/allocator/gpuscale/allocator/domain/scoring.py", "import time", "Pure cores"),
+        (
+            "services/autoscaler/gpuscale/autoscaler/domain/pace.py",
+            "import gpuscale.api.types.v1",
+            "Pure cores",
+        ),
         ("services/monitor/gpuscale/monitor/fleet/nodes.py", "import pynvml", "Only monitor/agent/nvml/"),
         (
-            "services/autoscaler/gpuscale/autoscaler/reconciler.py",
+            "services/autoscaler/gpuscale/autoscaler/loop/reconciler.py",
             "import aio_pika",
             "Only autoscaler/queues/rabbitmq.py",
         ),
-        ("services/allocator/gpuscale/allocator/sweeper.py", "import sqlmodel", "Only stores"),
+        ("services/allocator/gpuscale/allocator/usecases/sweeper.py", "import sqlmodel", "Only stores"),
     ],
 )
 def test_a_forbidden_import_breaks_its_rule(copy: Path, module: str, line: str, rule: str) -> None:

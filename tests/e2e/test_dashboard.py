@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -76,16 +78,120 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize(("asked", "code"), [("localhost", 200), ("[::1]", 200), ("rebound.example", 400)])
+@pytest.mark.parametrize(
+    ("asked", "code"), [("localhost", 200), ("[::1]", 200), ("192.0.2.7", 200), ("rebound.example", 403)]
+)
 def test_a_page_from_elsewhere_cannot_have_its_name_lead_here(site: str, asked: str, code: int) -> None:
     """Nobody signs in on loopback, so a name that somebody else chose must not be taken for this host."""
-    request = Request(site, headers={"Host": f"{asked}:7080"})
+    assert answer(site, Host=f"{asked}:7080") == code
+
+
+def test_serving_other_hosts_does_not_let_a_foreign_name_in_either(up: Up) -> None:
+    """docker-compose.yml has it so: published on the host's loopback, listening on all addresses of its container."""
+    flags = ("--insecure-allow-remote", "--allowed-hosts", "gpus.example")
+    with dashboard(up.address, *flags) as url:
+        for asked, code in (("127.0.0.1", 200), ("gpus.example", 200), ("rebound.example", 403), ("", 403)):
+            assert answer(url, Host=asked) == code, asked
+
+
+@pytest.mark.parametrize("path", ["/", "/_nicegui_ws/socket.io/?EIO=4&transport=polling", "/sign-in"])
+@pytest.mark.parametrize("signing_in", [False, True])
+def test_what_a_page_of_another_origin_asks_for_is_refused(up: Up, path: str, signing_in: bool) -> None:
+    """Socket.IO's sockets included, over which a page is steered; a browser cannot leave `Origin` out."""
+    with dashboard(up.address, *(["--sign-in"] if signing_in else [])) as url:
+        for origin in ("http://evil.example", "null", f"{url}0", "http://127.0.0.1"):
+            assert answer(url + path, Origin=origin) == 403, origin
+        assert answer(url + path, Origin=url) != 403
+        host = url.removeprefix("http://")
+        upgrade = (
+            "GET /_nicegui_ws/socket.io/?EIO=4&transport=websocket HTTP/1.1\r\nHost: {0}\r\nOrigin: {1}\r\n"
+            "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+            "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", int(host.rpartition(":")[2])), timeout=30) as wire:
+            wire.sendall(upgrade.format(host, "http://evil.example").encode())
+            assert wire.recv(64).startswith(b"HTTP/1.1 403")
+
+
+def answer(url: str, **headers: str) -> int:
+    """The status of a GET."""
     try:
-        with urlopen(request) as response:
-            found = response.status
+        with urlopen(Request(url, headers=headers)) as response:
+            return int(response.status)
     except HTTPError as error:
-        found = error.code
-    assert found == code
+        return error.code
+
+
+COLOURS = """() => {
+  const charts = [...document.querySelectorAll('.nicegui-echart')].map(e => getElement(e.id.slice(1)).chart.getOption());
+  const lines = charts.flatMap(o => [...o.yAxis.map(y => y.splitLine?.lineStyle?.color), ...o.xAxis.map(x => x.axisLine?.lineStyle?.color)]);
+  const texts = charts.flatMap(o => [...o.xAxis, ...o.yAxis].map(a => a.axisLabel.color).concat((o.title ?? []).map(t => t.textStyle.color)));
+  const links = [...document.querySelectorAll('.gs-page a, .gs-page .text-negative')].map(a => getComputedStyle(a).color);
+  return {page: getComputedStyle(document.body).backgroundColor, lines, texts: texts.concat(links), utc: charts.map(o => o.useUTC)};
+}"""
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance by WCAG 2.1, of #rrggbb or rgb(r, g, b); what is transparent is white."""
+    if colour.startswith("#"):
+        parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    else:
+        numbers = [float(one) for one in re.findall(r"[\d.]+", colour)]
+        parts = [255, 255, 255] if numbers[3:] == [0] else [int(one) for one in numbers[:3]]
+    linear = [one / 3294.6 if one <= 10 else ((one / 255 + 0.055) / 1.055) ** 2.4 for one in parts]
+    return sum(weight * one for weight, one in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["day", "night"])
+@pytest.mark.parametrize("name", ["endpoint", "endpoints", "reservations"])
+def test_text_axes_and_links_can_be_read(browser: Browser, site: str, name: str, dark: bool) -> None:
+    """WCAG AA on what the browser really drew: 4.5 to 1 for text and links, 3 to 1 for axes and the grid."""
+    with page_of(browser, dark=dark) as page:
+        page.goto(site + PAGES[name][0])
+        page.get_by_text(PAGES[name][1]).first.wait_for()
+        if name != "endpoints":
+            page.wait_for_selector(".nicegui-echart canvas")
+        eventually_sync(lambda: len(page.evaluate(COLOURS)["texts"]) > 0, timeout=10)
+        found = page.evaluate(COLOURS)
+    assert (luminance(found["page"]) < 0.1) is dark
+    assert all(found["utc"]), "tables of the same page are in UTC"
+    assert {
+        colour: contrast(colour, found["page"])
+        for colour in found["texts"]
+        if contrast(colour, found["page"]) < 4.5
+    } == {}
+    assert {
+        colour: contrast(colour, found["page"])
+        for colour in found["lines"]
+        if contrast(colour, found["page"]) < 3
+    } == {}
+
+
+def test_a_gpu_with_a_long_holder_stays_within_the_page(browser: Browser, up: Up, site: str) -> None:
+    with connect(up.address) as client, client.reserve(gpus=1, holder="team/" + "x" * 240) as lease:
+        [held] = lease.reservation.gpus
+        node = held.name.split("/")[1] if held.name else lease.reservation.node.removeprefix("nodes/")
+        with page_of(browser, width=390) as page:
+            page.goto(f"{site}/gpus/{node}/{held.uuid}")
+            page.get_by_text("x" * 240).wait_for()
+            assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+
+
+def test_a_lost_connection_is_said_in_one_line(browser: Browser, tmp_path: Path) -> None:
+    with Up(tmp_path, simulate=1) as up, dashboard(up.address) as url, page_of(browser, width=700) as page:
+        page.goto(url)
+        page.get_by_text("nodes online").first.wait_for()
+        up.stop()
+        warning = page.locator(".gs-line")
+        warning.wait_for(timeout=60_000)
+        box = warning.bounding_box()
+        assert box is not None
+        assert box["height"] < 40
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,4 +1,4 @@
-"""`gpuscalectl logs replica`: what a worker wrote, of one that runs and of one that has ended."""
+"""`gpuscalectl logs`: what a worker wrote, of one that runs and of one that has ended."""
 
 import os
 import signal

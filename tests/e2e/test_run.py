@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -164,6 +165,70 @@ def test_what_a_command_started_is_stopped_with_it(up: Up) -> None:
     finally:
         assert ctl(up, "uncordon", node).code == 0
     assert ran.code == 4, ran.err
+
+
+DETACHED = {
+    "setsid": "setsid {0} &",
+    "empty environment": "env -i setsid {0} &",
+    "forked twice": "( ( exec setsid {0} ) & );",
+    "deaf": "( trap '' TERM; exec env -i setsid {0} ) &",
+}
+SLEEP = "/bin/sh -c 'echo $$; exec /bin/sleep 900 >/dev/null 2>&1'"
+
+
+def running(pid: int) -> bool:
+    """Whether it is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("how", DETACHED)
+def test_what_a_command_detached_does_not_outlive_the_lease(up: Up, how: str) -> None:
+    """The command itself goes on until it is stopped."""
+    process = run(up, *SHELL, f"{DETACHED[how].format(SLEEP)} exec sleep 901", options=("--ttl", "5s"))
+    pid = int(line(process.stdout))
+    node = node_of(up)
+    assert ctl(up, "drain", node, "--grace", "0s").code == 0
+    try:
+        ran = ended(process)
+    finally:
+        assert ctl(up, "uncordon", node).code == 0
+    assert ran.code == 4, ran.err
+    assert not running(pid)
+
+
+@pytest.mark.parametrize("how", DETACHED)
+def test_what_a_command_left_behind_is_stopped_before_its_gpus_are_given_back(up: Up, how: str) -> None:
+    ran = ended(run(up, *SHELL, f"{DETACHED[how].format(SLEEP)} sleep 0.2; exit 3", options=("--ttl", "5s")))
+    assert ran.code == 3, ran.err
+    pid = int(ran.out)
+    assert not running(pid)
+    assert f"stopping what the command left running: sleep ({pid})" in ran.err
+
+
+def test_what_ends_by_itself_after_the_command_is_left_to_it(up: Up, tmp_path: Path) -> None:
+    """Such as the `tee` that it wrote to: its last lines are not lost."""
+    ran = ended(run(up, *SHELL, f"(sleep 0.4; echo last >{tmp_path}/log) & exit 0"))
+    assert (ran.code, (tmp_path / "log").read_text()) == (0, "last\n")
+    assert "stopping" not in ran.err
+
+
+def test_processes_that_are_not_of_the_command_are_left_alone(up: Up) -> None:
+    """A shell that becomes `run` by exec had children before."""
+    words = " ".join([*CTL, "--address", up.address, "run", "--gpus", "1", "--", "true"])
+    script = f"sleep 900 >/dev/null 2>&1 & echo $!; exec {words}"
+    process = subprocess.Popen(
+        [*SHELL, script], env=ctl_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    STARTED.append(process)
+    pid = int(line(process.stdout))
+    ran = ended(process)
+    try:
+        assert (ran.code, running(pid)) == (0, True), ran.err
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_repeated_request_id_runs_nothing_once_the_gpus_were_given_back(up: Up) -> None:

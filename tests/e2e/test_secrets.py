@@ -101,6 +101,16 @@ def process_list() -> dict[str, str]:
     return found
 
 
+def environments(pid: int) -> dict[str, str]:
+    """The environment that the kernel shows of a process."""
+    return {f"environ of {pid}": Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")}
+
+
+def environments_of_replicas() -> dict[str, str]:
+    replicas = [Path(path).parent.name for path, text in process_list().items() if "/bin/sleep 600" in text]
+    return {place: text for pid in replicas for place, text in environments(int(pid)).items()}
+
+
 def leaks(found: dict[str, str], *secrets: str) -> list[str]:
     return sorted(place for place, text in found.items() if any(secret in text for secret in secrets))
 
@@ -132,6 +142,8 @@ def test_a_secret_shows_up_nowhere_but_where_it_was_given(site: tuple[Up, Path])
     said = {name: one.out + one.err for name, one in ran.items()} | {"banner": up.banner}
     assert leaks(said, CANARY, secret) == []
     eventually_sync(lambda: any("/bin/sleep 600" in text for text in process_list().values()), timeout=60)
+    assert leaks(environments(up.process.pid), CANARY) == []
+    assert any("WORKER_SECRET" in text for text in environments_of_replicas().values()), "handed on"
     processes = process_list()
     assert any(str(folder) in text for text in processes.values()), "the process list shows this server"
     assert leaks(processes, CANARY, secret) == []

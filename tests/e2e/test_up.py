@@ -177,6 +177,29 @@ def test_a_reservation_survives_a_power_cut_and_expires_on_time(tmp_path: Path) 
         assert reserve(up.address, 4).returncode == 0
 
 
+def test_whatever_it_writes_is_for_its_user_alone(tmp_path: Path) -> None:
+    """Also where the umask would let everybody in."""
+    data = tmp_path / "data"
+    (tmp_path / "c.toml").write_text(f'{CONFIG}\n[autoscaler]\ndecisions_file = "{data}/decisions.jsonl"\n')
+    before = os.umask(0)
+    try:
+        up = Up(
+            tmp_path,
+            simulate=2,
+            arguments=("--config", str(tmp_path / "c.toml"), "--audit-file", f"{data}/audit"),
+        )
+    finally:
+        os.umask(before)
+    with up:
+        assert ctl(up.address, "apply", "-f", "-", stdin=ENDPOINT).returncode == 0
+        wanted = ("replicas/*.json", "logs/stubborn/*.log", "decisions.jsonl", "audit", "*.db")
+        eventually_sync(lambda: all(list(data.glob(one)) for one in wanted), timeout=30)
+        entries = [
+            (path, path.stat().st_mode & 0o777) for path in (data, *data.rglob("*")) if not path.is_socket()
+        ]
+        assert [(str(path), oct(mode)) for path, mode in entries if mode & 0o077] == []
+
+
 def test_sigterm_takes_the_workers_along(tmp_path: Path) -> None:
     """Done means 5: a clean exit within 10 s, children gone, even those that ignore SIGTERM."""
     (tmp_path / "gpuscale.toml").write_text(CONFIG)

@@ -10,13 +10,13 @@ from uuid import uuid4
 from gpuscale.allocator.app import open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.clock import Clock, SystemClock
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
-from gpuscale.common.store.leadership import Candidate
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.clock import Clock, SystemClock
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.term import Term
 from gpuscale.common.wire import to_duration
 from tests.support.fake_fleet import FakeFleet, serving

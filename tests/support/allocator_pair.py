@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.secrets import SecretUrl
 from tests.support.allocator import Client
 from tests.support.allocator_process import AllocatorProcess, Launcher, launching

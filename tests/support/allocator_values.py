@@ -20,6 +20,7 @@ def gpu(
     free: int | None = 80_000,
     utilization: float | None = 0.0,
     trouble: str = "",
+    quarantine: str = "",
     fresh_until: float = NOW + 3,
 ) -> Gpu:
     """A GPU that anybody may have; `total` and `free` are in MiB."""
@@ -29,6 +30,7 @@ def gpu(
         model="Test GPU",
         simulated=True,
         trouble=trouble,
+        quarantine=quarantine,
         memory_total_bytes=None if total is None else total * MIB,
         memory_free_bytes=None if free is None else free * MIB,
         utilization_percent=utilization,

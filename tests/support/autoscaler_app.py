@@ -12,14 +12,14 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler import app
-from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.common.security.auth import Authenticator
+from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.clock import Clock, SystemClock
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error
+from gpuscale.common.runtime.clock import Clock, SystemClock
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import to_duration
 
 TIMEOUT = 10.0

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from gpuscale.autoscaler.domain import engine, signals
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     Endpoint,
     EndpointSpec,
     Evaluation,
@@ -122,4 +122,4 @@ def observe(one: Signal, shown: QueueReading | None, now: float) -> Observation:
 
 
 def lease(number: int = 1) -> Lease:
-    return Lease(f"reservations/v{number}", number, (f"GPU-{number}",))
+    return Lease(f"reservations/v{number}", number, (f"GPU-{number}",), f"token of v{number}")

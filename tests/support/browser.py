@@ -40,10 +40,23 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def page_of(browser: Browser, *, width: int = 1280, height: int = 800, expected: str = "") -> Iterator[Page]:
+def page_of(
+    browser: Browser,
+    *,
+    width: int = 1280,
+    height: int = 800,
+    expected: str = "",
+    dark: bool = False,
+    zone: str = "Asia/Tokyo",
+) -> Iterator[Page]:
     """A page of its own, as of a new visitor; whatever the browser complains of, but for what is `expected`, fails."""
     complaints: list[str] = []
-    context = browser.new_context(viewport={"width": width, "height": height}, ignore_https_errors=True)
+    context = browser.new_context(
+        viewport={"width": width, "height": height},
+        ignore_https_errors=True,
+        color_scheme="dark" if dark else "light",
+        timezone_id=zone,
+    )
     page = context.new_page()
     page.set_default_timeout(30_000)
     page.on("pageerror", lambda error: complaints.append(f"error: {error}"))

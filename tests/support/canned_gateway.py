@@ -21,6 +21,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import errors
 from gpuscale.common.rpc.status import to_rpc_status
+from gpuscale.common.runtime.clock import read_boot_id
 
 GIB = 1 << 30
 LONG_AGO = Timestamp(seconds=1_700_000_000)
@@ -50,7 +51,7 @@ NODE = monitor_api.Node(
         seq=7,
         age=Duration(seconds=1),
         simulated=True,
-        host=types_api.Host(hostname="host-1", operating_system="Linux 6.1"),
+        host=types_api.Host(hostname="host-1", operating_system="Linux 6.1", boot_id=read_boot_id()),
         host_reading=types_api.HostReading(
             cpu_percent=12.5,
             load_1m=0.5,
@@ -222,7 +223,10 @@ ADAPTER = autoscaler_api.Adapter(
     replica_count=1,
     last_seen_time=LONG_AGO,
 )
-
+METRIC = autoscaler_api.ReportedMetric(
+    name="endpoints/jobs",
+    value=autoscaler_api.MetricValue(metric="tasks", value=7, age=Duration(seconds=1)),
+)
 PRESET = autoscaler_api.Preset(
     name="keda", summary="20 messages each.", parameters={"value": "messages (20)"}
 )
@@ -344,6 +348,7 @@ def service(world: World) -> Service:
         "ExplainPlacement": lambda r, c: OUTLOOK,
         "EstimateRequirements": lambda r, c: ESTIMATE,
         "RankNodes": lambda r, c: a.RankNodesResponse(nodes=[RANKED]),
+        "RankGpus": lambda r, c: a.RankGpusResponse(gpus=RESERVATION.gpus, free_count=2),
         "CordonNode": lambda r, c: a.CordonNodeResponse(cordon=CORDON),
         "UncordonNode": lambda r, c: a.UncordonNodeResponse(),
         "DrainNode": lambda r, c: a.DrainNodeResponse(cordon=CORDON, reservations=[RESERVATION]),
@@ -401,6 +406,7 @@ def service(world: World) -> Service:
             work_gpu_hours=1.5,
         ),
         "ForgetAdapter": lambda r, c: s.ForgetAdapterResponse(replicas=["endpoints/jobs/replicas/r1"]),
+        "ListMetrics": lambda r, c: s.ListMetricsResponse(metrics=[METRIC]),
         "ListAdapters": lambda r, c: s.ListAdaptersResponse(adapters=world.all(s.Adapter)),
     }
     modules = (a, s, m)

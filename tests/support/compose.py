@@ -8,6 +8,7 @@ nothing, and no service has a GPU or the network of its own that an engine would
 
 import json
 import os
+import resource
 import signal
 import site
 import subprocess
@@ -31,8 +32,22 @@ ROOT = Path(__file__).parents[2]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 SIMULATED = ROOT / "deploy" / "compose" / "simulated.yml"
 SECRETS = ROOT / "deploy" / "compose" / "secrets.sh"
-TIMEOUT_S = 240.0
-OWN_USER = 10_001
+TIMEOUT_S = 200.0
+"""Seconds for one command; less than a test may take, so that what it said is shown."""
+DESCRIPTORS = 65_536
+"""As many as docker-compose.yml asks for."""
+WITHOUT_LIMITS = """\
+#!/bin/sh
+# Podman for a sandbox that may raise no limit: all arguments but --ulimit and its value.
+for word do
+    shift
+    if [ "$word" = --ulimit ]; then skip=yes; continue; fi
+    if [ "$skip" = yes ]; then skip=; continue; fi
+    set -- "$@" "$word"
+done
+exec podman "$@"
+"""
+OWN_USER, WORKER_USER = 10_001, 10_002
 MADE = "localhost/of-this-machine:local"
 ARCHIVE = os.environ.get("GPUSCALE_IMAGE")
 PYTHON = "/opt/python/bin/python3"
@@ -49,7 +64,11 @@ _FOLDERS = (
     "opt/deps",
     "opt/gpuscale/bin",
 )
-_OWN_FOLDERS = ("var/lib/gpuscale", "var/lib/postgresql/data")
+_OWN_FOLDERS = {
+    "var/lib/gpuscale": OWN_USER,
+    "var/lib/postgresql/data": OWN_USER,
+    "var/lib/gpuscale-worker": WORKER_USER,
+}
 _LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
 _POSTGRES = """\
 set -e
@@ -162,7 +181,13 @@ class Compose:
         named = [word for file in (COMPOSE_FILE, SIMULATED, *files) for word in ("--file", str(file))]
         # Podman's own parent has the share of the CPU that one process has, for all containers together.
         parent = "--podman-run-args=--cgroup-parent=/"
-        return [sys.executable, "-m", "podman_compose", "--project-name", "gpuscale", parent, *named]
+        command = [sys.executable, "-m", "podman_compose", "--project-name", "gpuscale", parent]
+        if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < DESCRIPTORS:
+            program = self._folder / "podman"
+            program.write_text(WITHOUT_LIMITS)
+            program.chmod(0o700)
+            command += ["--podman-path", str(program)]
+        return [*command, *named]
 
     def _compose(self, *arguments: str) -> str:
         return self._inside(*self._command(self._override), *arguments)
@@ -233,7 +258,7 @@ def _skeleton(archive: tarfile.TarFile) -> None:
         made = tarfile.TarInfo(name)
         made.type, made.mode = tarfile.DIRTYPE, 0o755
         if name in _OWN_FOLDERS:
-            made.uid = made.gid = OWN_USER
+            made.uid = made.gid = _OWN_FOLDERS[name]
             made.mode = 0o700
         if name == "tmp":
             made.mode = 0o1777
@@ -242,9 +267,10 @@ def _skeleton(archive: tarfile.TarFile) -> None:
         link = tarfile.TarInfo(name)
         link.type, link.linkname = tarfile.SYMTYPE, target
         archive.addfile(link)
-    users = f"root:x:0:0::/root:/bin/sh\ngpuscale:x:{OWN_USER}:{OWN_USER}::/tmp:/bin/sh\n"
+    ids = {"root": 0, "gpuscale": OWN_USER, "gpuscale-worker": WORKER_USER}
+    users = "".join(f"{name}:x:{one}:{one}::/tmp:/bin/sh\n" for name, one in ids.items())
     _add(archive, "etc/passwd", users.encode())
-    _add(archive, "etc/group", f"root:x:0:\ngpuscale:x:{OWN_USER}:\n".encode())
+    _add(archive, "etc/group", "".join(f"{name}:x:{one}:\n" for name, one in ids.items()).encode())
 
 
 def _programs(archive: tarfile.TarFile, wheel: Path) -> None:

@@ -29,6 +29,7 @@ class Row:
     unknown: int = 0
     proven: bool | None = None
     silent: int = 0
+    gpu_limit: int | None = None
 
 
 async def differing(asked: Asking, spec: api.EndpointSpec, rows: Iterable[Row]) -> list[str]:
@@ -60,4 +61,5 @@ def _request(spec: api.EndpointSpec, row: Row) -> api.EvaluateRequest:
             for name, value in shows.items()
         ],
         past=api.StatedPast(rule_changes=rests),
+        gpu_limit=row.gpu_limit,
     )

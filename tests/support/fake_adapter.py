@@ -31,6 +31,8 @@ class FakeAdapter:
         silent: while true it reports nothing.
         logs: what each replica wrote, by name.
         mute: while true it answers no question for a log.
+        workers: what it reports that the workers of replicas can do, by template.
+        sets: groups of each capability set that it was told last, by endpoint and set.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class FakeAdapter:
             self.register.capabilities.CopyFrom(able)
         self.logs: dict[str, bytes] = {}
         self.mute = False
+        self.workers: dict[str, api.WorkerGroup] = {}
+        self.sets: dict[tuple[str, str], api.DesiredCapabilitySet] = {}
         self._parts: list[api.LogPart] = []
         self.states: dict[str, State.ValueType] = {}
         self.told: dict[str, api.DesiredReplica] = {}
@@ -118,6 +122,7 @@ class FakeAdapter:
                     continue
                 self.revisions.append(response.revision)
                 self._revision = response.revision
+                self.sets = {(one.endpoint, one.capability_set): one for one in response.capability_sets}
                 for line in response.replicas:
                     self._obey(line)
                 self._changed.set()
@@ -136,7 +141,12 @@ class FakeAdapter:
                 await stream.write(api.ConnectRequest(log_part=self._parts.pop(0)))
             if not self.silent:
                 replicas = [
-                    api.ReplicaReport(replica=name, state=state, pid=7 if state in ALIVE else 0)
+                    api.ReplicaReport(
+                        replica=name,
+                        state=state,
+                        pid=7 if state in ALIVE else 0,
+                        workers=self.workers.get(self.told[name].template) if name in self.told else None,
+                    )
                     for name, state in self.states.items()
                 ]
                 revision = self._revision if self.acknowledges else 0

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -18,6 +17,7 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.common.security.auth import Authenticator
 
 ACTIVE = api.Reservation.STATE_ACTIVE
 SERVICE = "gpuscale.api.allocator.v1.AllocatorService"

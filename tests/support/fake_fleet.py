@@ -49,6 +49,7 @@ def node_message(
     state: NodeState.ValueType = NodeState.NODE_STATE_ONLINE,
     period: float = FOR_LONG,
     age: float = 0.0,
+    gpu_problem: str = "",
 ) -> monitor_api.Node:
     """A node with these GPUs, or with `count` equal ones named `<node>-0` and so on."""
     plain = [gpu_message(f"{node}-{index}", index) for index in range(count)]
@@ -57,9 +58,15 @@ def node_message(
         period=wire.to_duration(period),
         age=wire.to_duration(age),
         gpus=[*gpus, *plain],
+        gpu_problem=gpu_problem,
         simulated=True,
     )
     return monitor_api.Node(name=names.node_name(node), state=state, snapshot=snapshot)
+
+
+def connected_node(node: str) -> monitor_api.Node:
+    """A node whose agent has connected and not sent a snapshot yet."""
+    return monitor_api.Node(name=names.node_name(node), state=NodeState.NODE_STATE_STALE)
 
 
 class FakeFleet(monitor_api.FleetServiceServicer):

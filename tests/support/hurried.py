@@ -8,8 +8,8 @@ Adapters report each half second, and the autoscaler takes one for silent after 
 import importlib
 import sys
 
-from gpuscale.autoscaler.loop import hub
 from gpuscale.autoscaler.adapters import connection
+from gpuscale.autoscaler.loop import hub
 
 SILENT = 3.0
 REPORT_PERIOD = 0.5

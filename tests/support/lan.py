@@ -110,6 +110,21 @@ class Lan:
         self._started.append(process)
         return process
 
+    def run(
+        self, name: str, *command: str, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program on a host until it ends; what it wrote."""
+        return subprocess.run(
+            [*self._inside(name), *command],
+            check=False,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
     def reach(self, name: str, *targets: str, log: Path) -> list[str]:
         """Addresses on this machine's loopback that lead to HOST:PORT as `name` reaches it.
 

@@ -262,6 +262,17 @@ class Allocator:
         return allocator_api.ListReservationsResponse(reservations=self._site.reservations())
 
 
+class Nodes:
+    """Of which none is cordoned."""
+
+    service = "gpuscale.api.allocator.v1.NodeService"
+
+    def ListCordons(
+        self, request: allocator_api.ListCordonsRequest, context: grpc.ServicerContext
+    ) -> allocator_api.ListCordonsResponse:
+        return allocator_api.ListCordonsResponse()
+
+
 class Endpoints:
     """Twenty endpoints with ten replicas each."""
 
@@ -315,8 +326,8 @@ class Decisions:
         found = autoscaler_api.ListDecisionsResponse()
         before = 2
         for number in range(120):
-            waiting = max(0, round(95 + 100 * math.sin(number / 14 - 1) + 9 * math.sin(number)))
-            asked = min(12, max(2, math.ceil(waiting / 20)))
+            depth = waiting(number)
+            asked = min(12, max(2, math.ceil(depth / 20)))
             wanted = asked if asked > before or number % 8 == 0 else before
             one = found.decisions.add(
                 name=f"{request.parent}/decisions/d{number:04}", before=before, wanted=wanted, count=1
@@ -324,12 +335,27 @@ class Decisions:
             one.granted = min(wanted, 11)
             one.limited_by = "NO_CAPACITY" if wanted > one.granted else ""
             change = f"from {before} to {wanted}" if wanted != before else f"stays at {wanted}"
-            one.summary = f"{change}: rule queue: {waiting} waiting are {waiting / 20:.1f} times 20"
+            one.summary = f"{change}: rule queue: {depth} waiting are {depth / 20:.1f} times 20"
             one.create_time.seconds = one.last_time.seconds = NOW - (119 - number) * 15
-            one.observations.add(signal="depth", value=waiting)
+            one.observations.add(signal="depth", value=depth)
             before = wanted
         found.decisions.sort(key=lambda one: -one.create_time.seconds)
         return found
+
+    def QuerySignals(
+        self, request: autoscaler_api.QuerySignalsRequest, context: grpc.ServicerContext
+    ) -> autoscaler_api.QuerySignalsResponse:
+        found = autoscaler_api.QuerySignalsResponse()
+        depth = found.signals.add(signal="depth")
+        for number in range(120):
+            one = depth.samples.add(value=waiting(number), status=autoscaler_api.Observation.STATUS_OK)
+            one.start_time.seconds = one.end_time.seconds = NOW - (119 - number) * 15
+        return found
+
+
+def waiting(number: int) -> int:
+    """Messages in the queue at a decision."""
+    return max(0, round(95 + 100 * math.sin(number / 14 - 1) + 9 * math.sin(number)))
 
 
 @contextmanager
@@ -337,7 +363,7 @@ def large_site(site: LargeSite) -> Iterator[str]:
     """Serve it; yields the address."""
     servicers = (
         *(Fleet(site), Health(), History(), Recordings(), Allocator(site)),
-        *(Endpoints(), Decisions()),
+        *(Nodes(), Endpoints(), Decisions()),
     )
     with futures.ThreadPoolExecutor(16) as pool:
         server = grpc.server(pool, handlers=[Handlers(Faults(), *servicers)])

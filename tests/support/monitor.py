@@ -5,17 +5,23 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.clock import Clock, SystemClock
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.common.runtime.clock import Clock, SystemClock
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.monitor.agent.ports import GpuSourceError
 from gpuscale.monitor.app.agent import open_agent
+from gpuscale.monitor.app.agent_settings import AgentSettings
+from gpuscale.monitor.app.fleet import open_fleet
+from gpuscale.monitor.app.fleet_settings import FleetSettings
 from gpuscale.monitor.model.readings import (
     DriverEvent,
     GpuIdentity,
@@ -24,10 +30,6 @@ from gpuscale.monitor.model.readings import (
     HostReading,
     Inventory,
 )
-from gpuscale.monitor.agent.ports import GpuSourceError
-from gpuscale.monitor.app.agent_settings import AgentSettings
-from gpuscale.monitor.app.fleet import open_fleet
-from gpuscale.monitor.app.fleet_settings import FleetSettings
 from tests.support.monitor_values import identity, sample
 from tests.support.waiting import eventually
 
@@ -179,11 +181,12 @@ async def running_fleet(
     clock: Clock | None = None,
     authenticator: Authenticator | None = None,
     data_dir: Path | None = None,
+    **settings: Any,
 ) -> AsyncGenerator[RunningFleet, None]:
     """A fleet on a port of its own."""
     async with AsyncExitStack() as stack:
         registrations = await stack.enter_async_context(
-            open_fleet(FleetSettings(data_dir=data_dir), clock=clock or SystemClock())
+            open_fleet(FleetSettings(data_dir=data_dir, **settings), clock=clock or SystemClock())
         )
         address = await stack.enter_async_context(
             serve(*registrations, listen=listen, authenticator=authenticator)
@@ -192,11 +195,28 @@ async def running_fleet(
         yield RunningFleet(address, monitor_api.FleetServiceStub(channel))
 
 
+class _Confirms(allocator_api.AllocatorServiceServicer):
+    async def CheckLease(
+        self, request: allocator_api.CheckLeaseRequest, context: Any
+    ) -> allocator_api.CheckLeaseResponse:
+        return allocator_api.CheckLeaseResponse()
+
+
+@asynccontextmanager
+async def confirming_allocator() -> AsyncGenerator[grpc.aio.Channel]:
+    """An allocator that gave every fence there is: for what is about the agent's own memory."""
+    add = partial(allocator_api.add_AllocatorServiceServicer_to_server, _Confirms())
+    service = Registration("gpuscale.api.allocator.v1.AllocatorService", add)
+    async with serve(service) as address, open_channel(address) as channel:
+        yield channel
+
+
 @asynccontextmanager
 async def running_agent(
     fleet_address: str | None = None,
     channel_to: Callable[[str], grpc.aio.Channel] = open_channel,
     clock: Clock | None = None,
+    allocator: grpc.aio.Channel | None = None,
     **settings: object,
 ) -> AsyncGenerator["AgentServiceAsyncStub", None]:
     """An agent on a port of its own, with simulated GPUs and four snapshots a second unless settings say otherwise."""
@@ -207,7 +227,8 @@ async def running_agent(
         fleet = None
         if fleet_address is not None:
             fleet = await stack.enter_async_context(open_channel(fleet_address))
-        agent = open_agent(AgentSettings.model_validate(merged), fleet=fleet, clock=clock or SystemClock())
+        chosen = AgentSettings.model_validate(merged)
+        agent = open_agent(chosen, fleet=fleet, allocator=allocator, clock=clock or SystemClock())
         address = await stack.enter_async_context(serve(*await stack.enter_async_context(agent)))
         channel = await stack.enter_async_context(channel_to(address))
         yield monitor_api.AgentServiceStub(channel)

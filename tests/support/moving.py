@@ -14,8 +14,8 @@ from gpuscale.autoscaler.adapters.engines.container import main as container
 from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAdapterSettings
 from gpuscale.autoscaler.adapters.engines.kubernetes import main as kubernetes
 from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesAdapterSettings
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.config.settings import load_table, read_config
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.up.app import open_all
 from gpuscale.up.settings import load_all
 from tests.support.docker_double import DockerDouble
@@ -129,7 +129,12 @@ class Journey:
 @asynccontextmanager
 async def journey(folder: Path) -> AsyncGenerator[Journey]:
     """All of gpuscale with four simulated GPUs, and no broker that answers: the rules have nothing to say."""
-    argv = ["--config", str(CONFIG), "--listen", "127.0.0.1:0", "--data-dir", str(folder / "up")]
+    own = 'data_dir = "/var/lib/gpuscale/adapter"\n'  # for the adapter's own program; up brings its own
+    example = CONFIG.read_text(encoding="utf-8")
+    assert example.count(own) == 1
+    config = folder / "up.toml"
+    config.write_text(example.replace(own, ""), encoding="utf-8")
+    argv = ["--config", str(config), "--listen", "127.0.0.1:0", "--data-dir", str(folder / "up")]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the example's command is relative to it
         patch.setenv("GPUSCALE_EXAMPLE_AMQP_URL", "amqp://nobody:none@127.0.0.1:1/")

@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import combinations
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Gpu, Node, NodeState, ReservedGpu, Score
-from gpuscale.allocator.placing.shares import memory_on, milli_on
 from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.placing.shares import memory_on, milli_on
 from tests.support.allocator_values import NOW
 from tests.support.placing import NOTHING, free_memory, obstacle, reservation
 
@@ -101,6 +101,7 @@ def _free(gpu: Gpu) -> Gpu:
     return replace(
         gpu,
         trouble="",
+        quarantine="",
         fresh_until=NOW + 1,
         memory_total_bytes=total,
         memory_free_bytes=total,

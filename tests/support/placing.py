@@ -19,10 +19,10 @@ from gpuscale.allocator.domain.model import (
     State,
 )
 from gpuscale.allocator.domain.placement import Pick
-from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.allocator.domain.scoring import spread
 from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.placing.refusal import Refusal
 from tests.support.allocator_values import WALL
 
 NOTHING: frozenset[str] = frozenset()
@@ -101,6 +101,7 @@ def obstacle(
         (Obstacle.NODE_NOT_ONLINE, node.state is NodeState.OFFLINE),
         (Obstacle.STALE, node.state is NodeState.STALE or now > gpu.fresh_until),
         (Obstacle.GPU_NOT_OK, bool(gpu.trouble)),
+        (Obstacle.QUARANTINED, bool(gpu.quarantine)),
         (
             Obstacle.CORDONED,
             f"nodes/{node.id}" in cordons or gpu.uuid.lower() in cordons or gpu.parent.lower() in cordons,
@@ -125,7 +126,7 @@ def free_memory(gpu: Gpu, use: Use) -> int:
         held = sum(
             part.memory_bytes or gpu.memory_total_bytes or 0 for part in one.gpus if part.uuid == gpu.uuid
         )
-        used = sum(process.memory_bytes or 0 for process in gpu.processes if process.fence == one.fence)
+        used = sum(process.memory_bytes or 0 for process in gpu.processes if process.reservation == one.id)
         free -= max(0, held - used)
     return max(0, free)
 
@@ -154,7 +155,7 @@ def _value(node: Node, fitting: list[Gpu], use: Use, ask: Ask, cordons: frozense
         for gpu in node.gpus
         if not gpu.mig_profile
         and not any(one.parent == gpu.uuid for one in node.gpus)
-        and not gpu.trouble
+        and not (gpu.trouble or gpu.quarantine)
         and gpu.uuid.lower() not in cordons
     )
     left = 0.0

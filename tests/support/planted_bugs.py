@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sqlalchemy import UniqueConstraint, event
 
-from gpuscale.allocator.state import schema_store
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import WHOLE, Reservation
-from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.allocator.domain.use import FREE_GPU, GpuUse, Use
+from gpuscale.allocator.state import schema_store
+from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.runtime import failpoints
 from gpuscale.common.runtime.clock import SystemClock
 

@@ -5,18 +5,18 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.state.commits import Commits
-from gpuscale.allocator.usecases.holding import Holding
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Node, Order, Reservation, State
 from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import Quota, Rules
 from gpuscale.allocator.queueing.queue import Queue
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.state.commits import Commits
+from gpuscale.allocator.usecases.holding import Holding
+from gpuscale.allocator.usecases.sweeper import Sweeper
 from gpuscale.allocator.usecases.waiting import Waiting
 from gpuscale.allocator.usecases.world import AllocatorWorld
-from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.allocator.usecases.sweeper import Sweeper
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.lifecycle import TaskScope
 from tests.support.allocator_values import WALL, plain_node, reserved
@@ -36,6 +36,8 @@ class LoopClock:
 
 class NoDisk:
     """A store that is done at once, or fails while `broken`."""
+
+    short = False
 
     def __init__(self) -> None:
         self.broken = False

@@ -18,10 +18,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, empty_pb2  # noqa: 
 # The contract must be known: methods without a role are refused.
 from gpuscale.api.monitor import v1 as _monitor_api  # noqa: F401
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import to_rpc_status
+from gpuscale.common.security.auth import Authenticator
 
 FLEET = "gpuscale.api.monitor.v1.FleetService"
 UNARY = f"/{FLEET}/ListNodes"
@@ -147,3 +147,16 @@ async def _main() -> None:
 
 if __name__ == "__main__":
     asyncio.run(_main())
+
+
+async def ending(call: Any) -> grpc.aio.AioRpcError | None:
+    """The error that a call, unary or stream, ends with; None where it ends well."""
+    try:
+        if hasattr(call, "read"):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return error
+    return None

@@ -145,18 +145,18 @@ class Play:
         await self._both(f"reserve {_words(request)}", lambda one: self._granted(one, request))
 
     async def _granted(self, one: Line, request: api.ReserveRequest) -> api.Reservation:
-        found = (await one.client.allocator.Reserve(request)).reservation
-        one.note(found)
+        found = await one.client.allocator.Reserve(request)
+        one.note(found.reservation, found.lease_token)
         self.requests[request.request_id] = request
-        return found
+        return found.reservation
 
     async def _batch(self) -> None:
         requests = [self._request() for _ in range(2)]
 
         async def ask(one: Line) -> api.BatchReserveResponse:
             found = await one.client.allocator.BatchReserve(api.BatchReserveRequest(requests=requests))
-            for granted, request in zip(found.reservations, requests, strict=True):
-                one.note(granted)
+            for granted, token, request in zip(found.reservations, found.lease_tokens, requests, strict=True):
+                one.note(granted, token)
                 self.requests[request.request_id] = request
             return found
 
@@ -244,7 +244,7 @@ class Play:
             try:
                 async for news in call:
                     if news.HasField("reservation"):
-                        one.note(news.reservation)
+                        one.note(news.reservation, news.lease_token)
                         self.requests[request.request_id] = request
                         return news.reservation
                     await one.answer(one.client.allocator.Reserve(doomed))  # ends the round that is played
@@ -286,7 +286,7 @@ class Play:
             working = monitor_api.Node()
             working.CopyFrom(node)
             for gpu in working.snapshot.gpus:
-                gpu.reading.processes.add(pid=5, memory_used_bytes=used, fence=one.granted[key].fence)
+                gpu.reading.processes.add(pid=5, memory_used_bytes=used, reservation=one.granted[key].name)
             one.fleet.put(working)
             await one.heard()
 

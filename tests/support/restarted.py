@@ -1,8 +1,8 @@
 """Two allocators that are told the same: one that is never restarted, and one that is killed now and then.
 
 The killed one goes on from a copy of its files as they were at that moment, which is what `kill -9` leaves behind.
-Both are asked all that can be seen over gRPC; what differs is what a restart forgot. Ids and fences are put into words
-that both share, since an allocator draws a new ending for its ids when it starts.
+Both are asked all that can be seen over gRPC; what differs is what a restart forgot. Ids, fences and tokens are put into words
+that both share, since an allocator draws a new ending for its ids when it starts, and a key for its tokens.
 """
 
 import json
@@ -33,6 +33,7 @@ FOR_EVER = 1e8
 SETTINGS: dict[str, Any] = {"preemption_min_runtime_seconds": 20, "lost_after_seconds": 10}
 
 _ID = re.compile(r"r\d+-[0-9a-f]{4}")
+_TOKEN = re.compile(r"(?<=\")[\w-]{43}(?=\")")
 _FENCE = re.compile(r"(fence\"?:? \"?)(\d+)")
 _RANK = re.compile(r"(\"rank\", \"value\": |\"total\": -)\d+\.0(?!\d)")
 """The number itself is not kept: that of a forgotten node may be given again. Which node comes first is told by the answers."""
@@ -107,8 +108,8 @@ class Line:
         await self.client.quotas.SetQuota(api.SetQuotaRequest(quota=quota))
         await self.client.quotas.DeleteQuota(api.DeleteQuotaRequest(tenant=BEACON))
 
-    def note(self, granted: api.Reservation) -> None:
-        """Learn what a reservation is called here, and check that its fence is higher than all before."""
+    def note(self, granted: api.Reservation, lease_token: str) -> None:
+        """Learn what a reservation and its token are here, and check that its fence is higher than all before."""
         known = self.granted.get(granted.request_id)
         if known is not None and known.name == granted.name:
             return
@@ -117,6 +118,7 @@ class Line:
         assert granted.name not in {one.name for one in self.granted.values()}
         self.granted[granted.request_id] = granted
         self._words[granted.name.partition("/")[2]] = self._words[str(granted.fence)] = granted.request_id
+        self._words[lease_token] = granted.request_id
 
     def told(self, message: Message | str) -> str:
         """A message in words that both lines share."""
@@ -125,6 +127,7 @@ class Line:
             text = json.dumps(MessageToDict(message, preserving_proto_field_name=True), sort_keys=True)
         assert isinstance(text, str)
         text = _ID.sub(lambda found: f"<{self._words.get(found[0], found[0])}>", text)
+        text = _TOKEN.sub(lambda found: f"<{self._words.get(found[0], found[0])}>", text)
         text = _RANK.sub(r"\1<rank>", text)
         return _FENCE.sub(lambda found: f"{found[1]}<{self._words.get(found[2], found[2])}>", text)
 

@@ -41,9 +41,9 @@ class Life:
             if self.left < 0:
                 self.dead.set()
         if self.dead.is_set():
-            if self.over:
-                raise asyncio.CancelledError
-            await asyncio.Event().wait()
+            while not self.over:  # what nobody may interrupt ends here too
+                await asyncio.sleep(0.01)
+            raise asyncio.CancelledError
 
 
 class LeasingAllocator(FakeAllocator):

@@ -7,9 +7,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from gpuscale.autoscaler import decision_log, decision_store
-from gpuscale.autoscaler.state import store
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     AdapterTier,
     Endpoint,
     EndpointSpec,
@@ -22,6 +20,7 @@ from gpuscale.autoscaler.model import (
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState
 from gpuscale.autoscaler.domain.rules import Comparator, Pace, Rule, StepRule, TargetRule
 from gpuscale.autoscaler.servicers.verifying import verified
+from gpuscale.autoscaler.state import decision_log, decision_store, store
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.names import replica_name
 from tests.support.fake_allocator import ACTIVE
@@ -255,6 +254,7 @@ def nothing_left(world: World) -> None:
     assert not world.reconciler._loops
     assert not world.wakes._wakes
     assert not world.histories._noted
+    assert not world.repetitions._known
     assert not world.uses.of("jobs")
     assert not world.keeper._due
     names = [task.get_name() for task in asyncio.all_tasks()]

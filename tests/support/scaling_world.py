@@ -16,32 +16,33 @@ from uuid import UUID
 
 from sqlalchemy import Connection, StaticPool, create_engine
 
+from gpuscale.autoscaler.domain.model import EndpointSpec
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.loop import passes
-from gpuscale.autoscaler.state import replica_store, store
 from gpuscale.autoscaler.loop.acting import Actor
-from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
-from gpuscale.autoscaler.state.decision_file import DecisionFile
-from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.loop.followers import Followers
-from gpuscale.autoscaler.signals.fleet_metrics import FleetMetrics
-from gpuscale.autoscaler.signals.polling import Poller
-from gpuscale.autoscaler.signals.reported import ReportedMetrics
-from gpuscale.autoscaler.signals.room import Room
-from gpuscale.autoscaler.signals.waiting import WaitingRequests
-from gpuscale.autoscaler.signals.histories import Histories
 from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.loop.leases import LeaseKeeper
-from gpuscale.autoscaler.model import EndpointSpec
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
 from gpuscale.autoscaler.loop.reconciler import Reconciler, Rooms
 from gpuscale.autoscaler.loop.reservations import Reservations
-from gpuscale.autoscaler.signals.sources import SignalSources
 from gpuscale.autoscaler.loop.wakes import Wakes
-from gpuscale.common.runtime import backoff
-from gpuscale.common.security import principal
+from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
+from gpuscale.autoscaler.servicers.endpoints import Endpoints
+from gpuscale.autoscaler.signals.fleet_metrics import FleetMetrics
+from gpuscale.autoscaler.signals.histories import Histories
+from gpuscale.autoscaler.signals.polling import Poller
+from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
+from gpuscale.autoscaler.signals.reported import ReportedMetrics
+from gpuscale.autoscaler.signals.room import Room
+from gpuscale.autoscaler.signals.sources import SignalSources
+from gpuscale.autoscaler.signals.waiting import WaitingRequests
+from gpuscale.autoscaler.state import replica_store, store
+from gpuscale.autoscaler.state.decision_file import DecisionFile
+from gpuscale.autoscaler.state.decision_log import Repetitions
 from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.runtime import backoff
 from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.security import principal
 from gpuscale.common.store.store import Store
 from tests.support.clock import LoopClock
 from tests.support.fake_allocator import FakeCapacity
@@ -164,19 +165,22 @@ class World:
         hub = self.hub = AdapterHub(state, self.clock, starts, wakes)
         reservations = Reservations(wire)
         self.histories = Histories(self.reading, state)
+        repetitions = self.repetitions = Repetitions(state)
         keeper = self.keeper = LeaseKeeper(state, reservations, self.clock, hub, wakes)
         actor = Actor(state, self.clock, hub, reservations)
         rooms = Rooms(
-            state, self.clock, self.sources, hub, actor, keeper, uses, followers, file, self.histories
-        )
+            state, self.clock, self.sources, hub, actor, keeper, uses, followers, file, self.histories,
+            repetitions,
+        )  # fmt: skip
         self.endpoints = Endpoints(
             state, self.clock, watcher_exists=lambda watcher: watcher in self.queues, prometheus=[], hub=hub,
-            wakes=wakes, uses=uses, followers=followers, file=file,
+            wakes=wakes, uses=uses, followers=followers, file=file, repetitions=repetitions,
         )  # fmt: skip
         self.uses = uses
         async with TaskScope() as scope:
             scope.spawn("renew leases", keeper.renew_forever())
             scope.spawn("release leases", keeper.release_forever())
+            scope.spawn("save counts", repetitions.run())
             scope.spawn("room", self.sources.room.run())
             self.reconciler = Reconciler(rooms, wakes)
             scope.spawn("reconcile endpoints", self.reconciler.run())

@@ -56,7 +56,9 @@ TEMPLATES: Mapping[str, Mapping[str, object]] = {
         "command": [
             "/bin/sh",
             "-c",
-            "echo start >> {file}; trap 'echo asked >> {file}' TERM; until [ -e {file}.end ]; do sleep 0.05; done",
+            "echo start >> $1; trap 'echo asked >> $1' TERM; until [ -e $1.end ]; do sleep 0.05; done",
+            "sh",
+            "{file}",
         ]
     },
     "missing": {"command": ["/no/such/program"]},

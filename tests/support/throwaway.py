@@ -10,9 +10,9 @@ import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.common.security.auth import Authenticator
 
 ALLOCATOR = "gpuscale.api.allocator.v1.AllocatorService"
 FLEET = "gpuscale.api.monitor.v1.FleetService"

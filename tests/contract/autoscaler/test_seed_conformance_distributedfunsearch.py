@@ -97,6 +97,20 @@ async def test_same_as_the_seed_a_sampler_wants_a_gpu_with_room(asked: Asking) -
     assert (own.template.min_memory_bytes, own.template.max_utilization_percent) == (40 << 30, 30)
 
 
+async def test_same_as_the_seed_no_sampler_is_wanted_without_a_gpu(asked: Asking) -> None:
+    made = await asked.render("distributedfunsearch", template={"template": "sampler", "gpu_count": 1})
+    rows = [
+        Row(2, sampler(500), 2, "CAPPED_BY_GPUS", gpu_limit=2),
+        Row(2, sampler(500), 3, gpu_limit=3),
+        Row(2, sampler(500), 2, "GPUS_UNKNOWN"),
+        Row(2, sampler(0), 1, gpu_limit=2),
+        Row(1, sampler(50), 1, gpu_limit=9),
+    ]
+    assert await differing(asked, made, rows) == []
+    without = await asked.render("distributedfunsearch")
+    assert await differing(asked, without, [Row(2, sampler(500), 3)]) == []
+
+
 async def test_same_as_the_seed_switched_off_nothing_changes(asked: Asking) -> None:
     made = await asked.render("distributedfunsearch", parameters={"enabled": 0})
     assert (

@@ -73,6 +73,26 @@ async def test_the_later_form_goes_down_in_proportion(asked: Asking) -> None:
     assert await differing(asked, made, rows) == []
 
 
+REPORTED = [
+    Row(1, 1, 1, "NOT_PROVEN_EMPTY"),
+    Row(3, 1, 2),
+    Row(2, 0.5, 1),
+    Row(1, 0, 1, "NOT_PROVEN_EMPTY", proven=False),
+    Row(1, 0, 0),
+    Row(0, 1, 1),
+    Row(0, 0, 0),
+]
+
+
+@pytest.mark.parametrize("policy", ["opengris_vanilla", "opengris_fixed_elastic"])
+async def test_better_no_last_worker_goes_while_a_task_is_reported(asked: Asking, policy: str) -> None:
+    fields: dict[str, object] = {"watcher": "", "metric": "tasks", "parameters": {"lower_task_ratio": 2}}
+    if policy == "opengris_fixed_elastic":
+        fields["parameters"] = {"lower_task_ratio": 2, "primary_worker_groups": 0}
+    made = await asked.render(policy, **ZERO, **fields)
+    assert await differing(asked, made, REPORTED) == []
+
+
 BETTER = {
     "tasks that cannot be counted are not none": [
         Row(5, UNKNOWN, 5, "SIGNAL_MISSING"),
@@ -95,6 +115,16 @@ async def test_deliberately_better(asked: Asking, policy: str, table: str) -> No
             for row in rows
         ]
     assert await differing(asked, await asked.render(f"scaling={policy}", **ZERO), rows) == []
+
+
+@pytest.mark.parametrize("policy", ["vanilla", "capability", "fixed_elastic"])
+async def test_same_as_the_seed_those_with_the_fewest_queued_tasks_go_and_of_them_the_first_started(
+    asked: Asking, policy: str
+) -> None:
+    """What follows from it is in tests/unit/autoscaler/test_planning.py."""
+    made = await asked.render(f"scaling={policy}")
+    assert made.busy_metric == "queued_tasks"
+    assert made.scale_in_order == api.ScaleInOrder.SCALE_IN_ORDER_OLDEST_FIRST
 
 
 async def test_better_workers_on_their_way_up_count(asked: Asking) -> None:

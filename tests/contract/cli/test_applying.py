@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common import errors
 from tests.support import canned_gateway as canned
 from tests.support.cli import Ran, run_cli
@@ -35,17 +35,6 @@ name: jobs
 spec: {broker: default, queue: jobs}
 """
 CHANGING = {"Create", "Update", "Delete"}
-
-
-@pytest.fixture
-def gateway() -> Iterator[tuple[str, canned.World]]:
-    with canned.canned_gateway() as running:
-        yield running
-
-
-@pytest.fixture
-def world(gateway: tuple[str, canned.World]) -> canned.World:
-    return gateway[1]
 
 
 @pytest.fixture
@@ -154,7 +143,59 @@ def test_prune_never_takes_an_empty_file_for_the_wish_to_delete_everything(
 ) -> None:
     ran = ctl("apply", "-f", "-", "--prune", "--yes", stdin="# nothing\n")
     assert (ran.code, world.requests) == (2, [])
-    assert "would delete everything" in ran.err
+    assert "no queue watcher or endpoint in it" in ran.err
+
+
+@pytest.mark.parametrize("verb", ["apply", "diff"])
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n---\n"])
+def test_an_empty_file_is_an_error(ctl: Any, world: canned.World, verb: str, text: str) -> None:
+    ran = ctl(verb, "-f", "-", stdin=text)
+    assert (ran.code, ran.out, world.requests) == (2, "", [])
+    assert "error: -: no queue watcher or endpoint in it; nothing was changed" in ran.err
+
+
+def filled_in(request: Any, context: Any) -> Any:
+    """As a server answers that fills in what a spec leaves out."""
+    del context
+    spec = autoscaler_api.QueueWatcherSpec(virtual_host="/")
+    spec.MergeFrom(request.queue_watcher.spec)
+    changed = autoscaler_api.QueueWatcher(name=request.queue_watcher.name, spec=spec, etag="w1")
+    return autoscaler_api.UpdateQueueWatcherResponse(queue_watcher=changed)
+
+
+def test_what_the_server_fills_in_is_no_change(ctl: Any, world: canned.World) -> None:
+    spec = autoscaler_api.QueueWatcherSpec(broker="default", queue="jobs", virtual_host="/")
+    world.things["watchers/jobs"] = autoscaler_api.QueueWatcher(name="watchers/jobs", spec=spec, etag="w1")
+    world.overrides["UpdateQueueWatcher"] = filled_in
+    for mode in ((), ("--dry-run=server",)):
+        ran = ctl("apply", "-f", "-", *mode, stdin=SAME)
+        assert (ran.code, ran.err) == (0, "")
+        assert {line.split()[1] for line in ran.out.splitlines()} == {"unchanged"}
+    assert ctl("diff", "-f", "-", stdin=SAME).code == 0
+    more = SAME.replace("queue: jobs}", "queue: more}")
+    ran = ctl("apply", "-f", "-", "--dry-run=server", stdin=more)
+    assert ran.err == "plan: 1 configured, 1 unchanged\n  ~ watchers/jobs\n      spec.queue: jobs -> more\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{template: nothing}", "endpoints/jobs: no adapter has a template 'nothing'; there are worker"),
+        (
+            "{template: worker, adapter: adapters/gone}",
+            "endpoints/jobs: adapters/gone is not known; its replicas wait until it connects",
+        ),
+        (
+            "{template: worker, tiers: [{adapter: adapters/host-1}, {adapter: adapters/gone}]}",
+            "endpoints/jobs: adapters/gone is not known; its replicas wait until it connects",
+        ),
+    ],
+)
+@pytest.mark.parametrize("mode", [(), ("--dry-run=server",)])
+def test_what_nobody_can_start_is_said(ctl: Any, mode: tuple[str, ...], template: str, said: str) -> None:
+    ran = ctl("apply", "-f", "-", *mode, stdin=MANIFEST.replace("{template: worker, gpuCount: 1}", template))
+    assert ran.code == 0
+    assert ran.err.splitlines()[-1] == f"warning: {said}"
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
-from gpuscale.cli.manifests.documents import planning
 from gpuscale.common import errors
 from tests.support import canned_gateway as canned
 from tests.support.cli import Ran, run_cli
@@ -47,6 +46,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("check", "--gpus", "2", "--wait", "5s"),
     ("estimate", "llama-3-70b", "-p", "tp-size=[1,2,4]", "--dtype", "bf16"),
     ("rank", "nodes", "--gpus", "2"),
+    ("rank", "gpus", "--min-memory", "20GiB"),
     ("explain", "placement", "--gpus", "2"),
     ("explain", "reservation", "r1"),
     ("get", "cordons"),
@@ -100,13 +100,13 @@ EACH_THAT_ASKS = pytest.mark.parametrize("command", ASKS, ids=" ".join)
 
 GOLDEN = {
     ("get", "nodes"): """\
-NAME     STATE    GPUS          CPU   MEMORY       LOAD             AGE
-host-1   ONLINE   2 SIMULATED   12%   4GiB/64GiB   0.50 0.25 0.12   1s
+NAME     STATE             GPUS                     CPU   MEMORY       LOAD             AGE
+host-1   ONLINE,DRAINING   2 x Test GPU SIMULATED   12%   4GiB/64GiB   0.50 0.25 0.12   1s
 """,
     ("get", "gpus"): """\
-NODE     GPU   MODEL                STATE   UTIL   MEMORY        FREE    TEMP   POWER   HOLDER     AGE   UUID
-host-1   0     Test GPU SIMULATED   OK      37%    20GiB/80GiB   60GiB   55C    210W    training   1s    GPU-00000000-0000-0000-0000-00000000000a
-host-1   1     Test GPU SIMULATED   OK      -      -/80GiB       -       -      -       -          1s    GPU-00000000-0000-0000-0000-00000000000b
+NODE     GPU   MODEL                STATE         UTIL   MEMORY        FREE    TEMP   POWER   HOLDER     AGE   UUID
+host-1   0     Test GPU SIMULATED   OK,DRAINING   37%    20GiB/80GiB   60GiB   55C    210W    training   1s    GPU-00000000-0000-0000-0000-00000000000a
+host-1   1     Test GPU SIMULATED   OK,DRAINING   -      -/80GiB       -       -      -       -          1s    GPU-00000000-0000-0000-0000-00000000000b
 """,
     ("backtest", "--preset", "keda", "--trace", "-"): """\
 POLICY   LATE    GPU-HOURS   X-WORK   P50    P95    P99    FLAPS   CHANGES   MOST   PENDING-HOURS
@@ -156,17 +156,6 @@ def input_of(command: Sequence[str]) -> str:
 
 
 @pytest.fixture
-def gateway() -> Iterator[tuple[str, canned.World]]:
-    with canned.canned_gateway() as running:
-        yield running
-
-
-@pytest.fixture
-def world(gateway: tuple[str, canned.World]) -> canned.World:
-    return gateway[1]
-
-
-@pytest.fixture
 def ctl(gateway: tuple[str, canned.World]) -> Any:
     def run(*arguments: str, stdin: str = "") -> Ran:
         return run_cli("--address", gateway[0], *arguments, stdin=stdin or input_of(arguments))
@@ -201,6 +190,26 @@ def test_tables_are_plain_lines(ctl: Any, command: tuple[str, ...], wanted: str)
 def test_tables_look_like_this(ctl: Any, command: tuple[str, ...]) -> None:
     """An absent reading is a dash, a simulated GPU says so."""
     assert ctl(*command).out == GOLDEN[command]
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [("127.0.0.1", "has no port: write HOST:PORT"), (":99999", "a port is a number from 1 to 65535")],
+)
+def test_what_is_wrong_with_an_address_is_said(address: str, says: str) -> None:
+    for words in (
+        ("--address", address, "get", "nodes"),
+        ("--address", address, "run", "--gpus", "1", "--", "true"),
+    ):
+        ran = run_cli(*words)
+        assert (ran.code, ran.out, says in ran.err) == (2, "", True), ran.err
+
+
+@pytest.mark.parametrize("verb", ["check", "reserve", "run"])
+def test_a_number_of_gpus_under_the_name_of_one_is_understood(verb: str) -> None:
+    ran = run_cli(verb, "--gpu", "2", *(("--", "true") if verb == "run" else ()))
+    assert (ran.code, ran.out) == (2, "")
+    assert "did you mean --gpus 2?" in ran.err
 
 
 @EACH_THAT_ASKS
@@ -273,7 +282,7 @@ def test_what_is_not_there_is_3(ctl: Any, noun: str) -> None:
         ("cordon",),
         ("cordon", "a/b/c"),
         ("drain", "host-1", "--grace", "soon"),
-        ("rank", "gpus"),
+        ("rank", "gpus", "--limit", "0"),
         ("scale", "endpoint", "jobs"),
         ("get", "nodes", "A/B"),
         ("delete", "endpoint", "jobs"),
@@ -442,15 +451,14 @@ def test_apply_says_what_was_done_before_it_failed(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the server could not know beforehand."""
-    real = planning.rehearse
+    answers = world.answer
 
-    def rehearse(*asked: Any) -> Any:
-        found = real(*asked)
-        if found[0].name == "endpoints/jobs":
-            world.refuse["UpdateEndpoint"] = errors.AbortedError("changed meanwhile")
-        return found
+    def answer(method: str, request: Any, context: Any) -> None:
+        if method == "UpdateEndpoint" and not request.validate_only:
+            world.refuse[method] = errors.AbortedError("changed meanwhile")
+        answers(method, request, context)
 
-    monkeypatch.setattr(planning, "rehearse", rehearse)
+    monkeypatch.setattr(world, "answer", answer)
     ran = ctl("apply", "-f", "-", "-o", "json")
     assert (ran.code, ran.out) == (4, "")
     assert "watchers/more created" in ran.err

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from gpuscale.cli.manifests.documents import contract_docs
 from gpuscale.cli.grammar.arguments import NOUNS
+from gpuscale.cli.manifests import contract_docs
 from tests.support.cli import run_cli
 
 
@@ -30,7 +30,7 @@ def test_every_kind_has_all_of_its_fields_explained(noun: tuple[str, ...]) -> No
     for name in filter(None, noun):
         found = json.loads(run_cli("explain", name, "-o", "json").out)
         assert found["description"]
-        assert len(found["parts"]) > 2
+        assert len(found["parts"]) > 1
         assert [part["name"] for part in found["parts"] if not part["description"]] == []
 
 

@@ -12,10 +12,11 @@ from ruamel.yaml import YAML
 
 from gpuscale.cli import main
 from gpuscale.cli.commands import watching
+from gpuscale.cli.grammar import arguments
 from gpuscale.cli.grammar.formats import Format
 from gpuscale.common import errors
 from tests.support import canned_gateway as canned
-from tests.support.cli import Ran, run_cli
+from tests.support.cli import run_cli
 from tests.support.ports import free_port
 
 GETS = sorted(main.root().commands["get"].commands)
@@ -44,25 +45,6 @@ GIVEN = {
     ("estimate",): ("x",),
 }
 """Arguments of the commands that need some, beside a name."""
-
-
-@pytest.fixture
-def gateway() -> Iterator[tuple[str, canned.World]]:
-    with canned.canned_gateway() as running:
-        yield running
-
-
-@pytest.fixture
-def world(gateway: tuple[str, canned.World]) -> canned.World:
-    return gateway[1]
-
-
-@pytest.fixture
-def ctl(gateway: tuple[str, canned.World]) -> Any:
-    def run(*arguments: str, stdin: str = "") -> Ran:
-        return run_cli("--address", gateway[0], *arguments, stdin=stdin)
-
-    return run
 
 
 @pytest.mark.parametrize("noun", LISTS)
@@ -100,6 +82,57 @@ def test_every_list_can_be_selected_from_and_sorted(ctl: Any, noun: str) -> None
     wrong = ctl("get", noun, "--sort-by", "nme")
     assert (wrong.code, wrong.out) == (2, "")
     assert "--sort-by: there is no 'nme'; " in wrong.err
+
+
+@pytest.mark.parametrize("noun", LISTS)
+def test_an_unknown_key_is_an_error_with_the_choices(ctl: Any, noun: str) -> None:
+    for selector in ("nosuch=1", "nosuch", "nosuch>3"):
+        ran = ctl("get", noun, "-l", selector)
+        assert (ran.code, ran.out) == (2, "")
+        assert "--selector: there is no 'nosuch'; there are " in ran.err
+
+
+@pytest.mark.parametrize("noun", LISTS)
+def test_what_is_printed_can_be_typed_back(ctl: Any, noun: str) -> None:
+    """The name of `-o name`, with and without its noun; and what the table shows first."""
+    singular = next(one.singular for one in arguments.NOUNS if one.plural == noun)
+    for name in ctl("get", noun, "-o", "name").out.splitlines():
+        short = "/".join(name.split("/")[1::2]) or name
+        typed = [(noun, name), (singular, name), (noun, short)]
+        if "/" in name and noun not in {"cordons", "metrics"}:  # whose names are those of other things
+            typed += (
+                [(name,), (f"{singular}/{name.split('/', 1)[1]}",)] if name.count("/") == 1 else [(name,)]
+            )
+        for words in typed:
+            ran = ctl("get", *words, "-o", "name")
+            assert (ran.code, ran.out) == (0, f"{name}\n"), words
+
+
+@pytest.mark.parametrize("typed", ["host-1/0", "gpu/{}", "{}", "nodes/host-1/gpus/{}", "host-1/{}"])
+def test_a_gpu_is_known_by_all_that_tables_print(ctl: Any, typed: str) -> None:
+    for uuid in (canned.UUIDS[0], canned.UUIDS[0].lower()):
+        ran = ctl("get", "gpu", typed.format(uuid), "-o", "jsonpath={.uuid}")
+        assert (ran.code, ran.out.strip()) == (0, canned.UUIDS[0])
+    ran = ctl("get", "gpu", "host-1/7")
+    assert (ran.code, "GPU host-1/7 not found" in ran.err) == (3, True)
+
+
+def test_a_selector_knows_headings_sizes_and_labels_that_are_not_there(ctl: Any) -> None:
+    first = f"nodes/host-1/gpus/{canned.UUIDS[0].lower()}"
+    second = f"nodes/host-1/gpus/{canned.UUIDS[1].lower()}"
+    for selector, names in {
+        "util>30": [first],
+        "UTIL>50": [],
+        "util": [first],
+        "!util": [second],
+        "temp>=55": [first],
+        "free>50GiB": [first],
+        "node=host-1": [first, second],
+        "state=ok,util>30": [first],
+    }.items():
+        ran = ctl("get", "gpus", "-l", selector, "-o", "name")
+        assert (ran.code, ran.out.split()) == (0, names), selector
+    assert ctl("get", "res", "-l", "!zone", "-o", "name").out == "reservations/r1\n", "a label nothing bears"
 
 
 def test_labels_come_before_fields_and_columns_before_paths(ctl: Any, world: canned.World) -> None:
@@ -215,8 +248,8 @@ def test_no_command_mixes_its_streams(
     """With nobody there, or too little said: standard output is empty or JSON, and each line of standard error is JSON."""
     monkeypatch.chdir(tmp_path)  # some write files
     named = GIVEN.get(path, ("x",))
-    for arguments in ((), named):
-        ran = run_cli("--address", f"127.0.0.1:{free_port()}", "-o", "json", *more, *path, *arguments)
+    for given in ((), named):
+        ran = run_cli("--address", f"127.0.0.1:{free_port()}", "-o", "json", *more, *path, *given)
         if ran.out:
             json.loads(ran.out)
         lines = [json.loads(line) for line in ran.err.splitlines()]

@@ -1,17 +1,17 @@
-"""One command for several things: each for itself, and what failed is said of each and is the exit code."""
+"""One command for several things: all are found first; then each for itself, and the first failure is the exit code."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common import errors
 from tests.support import canned_gateway as canned
-from tests.support.cli import Ran, run_cli
+from tests.support.cli import Ran
 
 OK, OTHER, USAGE, NOT_FOUND, CONFLICT, UNAVAILABLE, INTERRUPTED = 0, 1, 2, 3, 4, 7, 130
 ENDPOINTS = ("endpoints/a", "endpoints/b", "endpoints/c")
@@ -36,30 +36,26 @@ KEYS = {
 }
 
 
-@pytest.fixture
-def gateway() -> Iterator[tuple[str, canned.World]]:
-    with canned.canned_gateway() as running:
-        yield running
-
-
-@pytest.fixture
-def world(gateway: tuple[str, canned.World]) -> canned.World:
-    world = gateway[1]
+@pytest.fixture(autouse=True)
+def world(world: canned.World) -> canned.World:
+    """With two of each."""
     world.things |= {name: autoscaler_api.Endpoint(name=name) for name in ENDPOINTS}
     world.things |= {f"watchers/{one}": autoscaler_api.QueueWatcher(name=f"watchers/{one}") for one in "ab"}
     for name in ("reservations/a", "reservations/b"):
         world.things[name] = type(canned.RESERVATION)(name=name, fence=len(world.things))
+    world.things |= {f"nodes/{one}": type(canned.NODE)(name=f"nodes/{one}") for one in "ab"}
+    quotas = [type(canned.QUOTA)(tenant=one) for one in "ab"]
+    world.overrides["ListQuotas"] = lambda r, c: allocator_api.ListQuotasResponse(quotas=quotas)
     return world
 
 
-@pytest.fixture
-def ctl(gateway: tuple[str, canned.World], world: canned.World) -> Any:
-    del world
-
-    def run(*arguments: str, **more: Any) -> Ran:
-        return run_cli("--address", gateway[0], *arguments, **more)
-
-    return run
+def changes(world: canned.World) -> list[Any]:
+    """The requests that change something."""
+    return [
+        one
+        for one in world.requests
+        if not type(one).__name__.startswith(("Get", "List")) and not getattr(one, "validate_only", False)
+    ]
 
 
 def problems(ran: Ran) -> list[tuple[str, str]]:
@@ -76,9 +72,7 @@ def test_each_is_done_and_listed(ctl: Any, world: canned.World, command: tuple[s
     assert (ran.code, ran.err) == (OK, "")
     [listed] = json.loads(ran.out).items()
     assert listed[0] == KEYS.get(command[-1], f"{command[-1]}s")
-    asked = [
-        one for one in world.requests if not type(one).__name__.startswith("Get")
-    ]  # fences are looked up
+    asked = changes(world)
     names = [FULL[command].format(one) for one in "ab"]
     assert [getattr(one, "name", "") or one.tenant for one in asked] == names
     if command not in {("cordon",), ("drain",)}:  # the canned answer of which is always of the same node
@@ -87,18 +81,61 @@ def test_each_is_done_and_listed(ctl: Any, world: canned.World, command: tuple[s
         assert [one.fence for one in asked] == [world.things[name].fence for name in names]
 
 
-def test_a_failure_holds_up_no_other(ctl: Any, world: canned.World) -> None:
-    ran = ctl("delete", "endpoints", "a", "nothing", "b", "missing", "-y")
-    assert ran.code == NOT_FOUND
-    assert not {"endpoints/a", "endpoints/b"} & world.things.keys()
-    assert "endpoints/c" in world.things
+@pytest.mark.parametrize("command", [one for one in FULL if one != ("forget", "adapter")], ids=" ".join)
+def test_where_one_is_not_there_nothing_is_done(
+    ctl: Any, world: canned.World, command: tuple[str, ...]
+) -> None:
+    for method in ("CordonNode", "UncordonNode", "DrainNode", "GetRule"):
+        real = world.overrides.get(method)
+        assert real is None
+        world.overrides[method] = unless_missing(method, world)
+    prefix = "jobs/" if command[-1] == "rule" else ""
+    yes = ("-y",) if command[0] == "delete" else ()
+    ran = ctl(*command, f"{prefix}a", f"{prefix}missing", f"{prefix}b", *yes)
+    assert (ran.code, ran.out, changes(world)) == (NOT_FOUND, "", [])
+    first, last = ran.err.splitlines()
+    assert "missing" in first
+    assert "not found" in first
+    assert last == "nothing was changed"
+
+
+def unless_missing(method: str, world: canned.World) -> Any:
+    """The canned answer, but for names that end in `missing`."""
+    usual = canned.service(world)._responses[method]
+
+    def answer(request: Any, context: Any) -> Any:
+        if request.name.endswith("missing"):
+            canned.fail(context, errors.NotFoundError(f"{request.name} not found"))
+        return usual(request, context)
+
+    return answer
+
+
+def test_a_failure_holds_up_no_other(ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_delete_of(world, monkeypatch, "endpoints/a", errors.FailedPreconditionError("it is read"))
+    ran = ctl("delete", "endpoints", "a", "b", "c", "-y")
+    assert ran.code == CONFLICT
+    assert "endpoints/a" in world.things
+    assert not {"endpoints/b", "endpoints/c"} & world.things.keys()
     assert ran.out.splitlines() == [
-        f"{name} is deleted once its replicas have finished" for name in ENDPOINTS[:2]
+        f"{name} is deleted once its replicas have finished" for name in ENDPOINTS[1:]
     ]
-    assert ran.err.splitlines() == [
-        "error: endpoints/nothing not found",
-        "error: endpoints/missing not found",
-    ]
+    assert ran.err.splitlines() == ["error: endpoints/a: it is read"]
+
+
+def refuse_delete_of(
+    world: canned.World, monkeypatch: pytest.MonkeyPatch, name: str, error: errors.GpuscaleError
+) -> None:
+    """Let the deletion of one endpoint fail."""
+    answers = world.answer
+
+    def answer(method: str, request: Any, context: Any) -> None:
+        world.refuse.pop("DeleteEndpoint", None)
+        if method == "DeleteEndpoint" and request.name == name:
+            world.refuse[method] = error
+        answers(method, request, context)
+
+    monkeypatch.setattr(world, "answer", answer)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +146,14 @@ def test_a_failure_holds_up_no_other(ctl: Any, world: canned.World) -> None:
         ("name", "endpoints/c\n"),
     ],
 )
-def test_the_payload_is_what_was_done(ctl: Any, form: str, payload: str) -> None:
-    ran = ctl("delete", "endpoint", "nothing", "endpoints/c", "-y", "-o", form)
-    assert (ran.code, ran.out) == (NOT_FOUND, payload)
+def test_the_payload_is_what_was_done(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch, form: str, payload: str
+) -> None:
+    refuse_delete_of(world, monkeypatch, "endpoints/a", errors.FailedPreconditionError("it is read"))
+    ran = ctl("delete", "endpoint", "a", "endpoints/c", "-y", "-o", form)
+    assert (ran.code, ran.out) == (CONFLICT, payload)
     if form != "name":
-        assert problems(ran) == [("endpoints/nothing", "NOT_FOUND")]
+        assert problems(ran) == [("endpoints/a", "FAILED_PRECONDITION")]
 
 
 def test_the_first_failure_is_the_exit_code(
@@ -136,7 +176,7 @@ def test_the_first_failure_is_the_exit_code(
 def test_an_error_says_whose_it_is(ctl: Any, world: canned.World) -> None:
     world.refuse["CordonNode"] = errors.DeadlineExceededError("too late")
     ran = ctl("cordon", "host-1", "host-2")
-    assert ran.err == "error: nodes/host-1: too late\nerror: nodes/host-2: too late\n"
+    assert ran.err == "error: nodes/host-1: too late\nerror: nodes/host-2: too late\nnothing was changed\n"
 
 
 def test_where_nothing_answers_the_others_are_not_asked(
@@ -146,8 +186,8 @@ def test_where_nothing_answers_the_others_are_not_asked(
     answers = world.answer
 
     def answer(method: str, request: Any, context: Any) -> None:
-        if request.name == "endpoints/b":
-            world.refuse[method] = errors.UnavailableError("gone")
+        if method == "DeleteEndpoint" and request.name == "endpoints/b":
+            world.refuse[method] = errors.UnavailableError("failed to connect to all addresses")
         answers(method, request, context)
 
     monkeypatch.setattr(world, "answer", answer)
@@ -155,10 +195,6 @@ def test_where_nothing_answers_the_others_are_not_asked(
     assert (ran.code, ran.out) == (UNAVAILABLE, "endpoints/a\n")
     assert "nothing answers" in ran.err
     assert "endpoints/c" in world.things
-    world.refuse.clear()
-    ran = ctl("delete", "endpoint", "nothing", "b", "-y", "-o", "json")
-    assert (ran.code, ran.out) == (NOT_FOUND, ""), "the first failure"
-    assert "nothing answers" in ran.err
 
 
 def test_all_names_are_read_before_anything_is_done(ctl: Any, world: canned.World) -> None:
@@ -185,3 +221,49 @@ def test_one_question_is_asked_for_all(ctl: Any, world: canned.World, answer: st
     assert ran.code == code
     assert ran.err.count("Delete endpoints/a, endpoints/b?") == 1
     assert ("endpoints/a" in world.things) == (code != OK)
+
+
+GPU = canned.UUIDS[1].lower()
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        (("a",), "nodes/a"),
+        (("node", "a"), "nodes/a"),
+        (("nodes/a",), "nodes/a"),
+        (("no/a",), "nodes/a"),
+        (("node", "node"), "nodes/node"),
+        (("host-1/1",), f"nodes/host-1/gpus/{GPU}"),
+        (("gpu", "host-1/1"), f"nodes/host-1/gpus/{GPU}"),
+        ((f"host-1/{canned.UUIDS[1]}",), f"nodes/host-1/gpus/{GPU}"),
+        ((canned.UUIDS[1],), f"nodes/host-1/gpus/{GPU}"),
+        ((GPU,), f"nodes/host-1/gpus/{GPU}"),
+        ((f"gpu/{canned.UUIDS[1]}",), f"nodes/host-1/gpus/{GPU}"),
+        ((f"nodes/host-1/gpus/{GPU}",), f"nodes/host-1/gpus/{GPU}"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["cordon", "uncordon", "drain"])
+def test_exactly_what_is_named_is_marked(
+    ctl: Any, world: canned.World, verb: str, typed: tuple[str, ...], name: str
+) -> None:
+    assert ctl(verb, *typed).code == OK
+    assert [one.name for one in changes(world)] == [name]
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        (("gpu", "a"), USAGE, "'a' is no gpu"),
+        (("node", "host-1/0"), USAGE, "'host-1/0' is no node"),
+        (("host-1/9",), NOT_FOUND, "GPU host-1/9 not found"),
+        ((f"{canned.UUIDS[0][:-1]}f",), NOT_FOUND, "not found"),
+        (("host-1/x/y",), USAGE, "is not a name"),
+    ],
+)
+def test_what_names_nothing_marks_nothing(
+    ctl: Any, world: canned.World, typed: tuple[str, ...], code: int, said: str
+) -> None:
+    ran = ctl("cordon", *typed)
+    assert (ran.code, changes(world)) == (code, [])
+    assert said in ran.err

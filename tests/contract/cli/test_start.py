@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import resource
+import signal
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
+ROOT = Path(__file__).parents[3]
 HEAVY = ("grpc", "google.protobuf", "ruamel", "rich", "pydantic", "structlog", "sqlmodel", "asyncio")
 LIST = f"""
 import sys
@@ -39,8 +43,31 @@ def test_help_is_quick() -> None:
     assert min(took for took, _ in runs) < 25 * min(nothing for _, nothing in runs), runs
 
 
+INTERRUPTED = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+import {module}
+{module}.{function}()
+"""
+
+
+def test_ctrl_c_while_the_program_is_imported_shows_no_traceback() -> None:
+    """By the entry that is installed; the shell says 130 of a process that a SIGINT ended."""
+    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["gpuscalectl"]
+    module, _, function = entry.partition(":")
+    program = INTERRUPTED.format(module=module, function=function)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (-signal.SIGINT, "")
+
+
 def test_an_interrupted_command_is_130() -> None:
-    program = "import sys; sys.argv = ['gpuscalectl', 'top']\nfrom gpuscale.cli import main, top\n"
+    program = "import sys; sys.argv = ['gpuscalectl', 'top']\nfrom gpuscale.cli import main; from gpuscale.cli.commands import top\n"
     program += "def interrupted(*_, **__): raise KeyboardInterrupt\ntop._show = interrupted\nmain.main()"
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False

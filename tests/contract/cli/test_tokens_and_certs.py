@@ -10,10 +10,11 @@ import pytest
 
 from gpuscale.cli.commands.certificates import hosts_of, read_pair
 from gpuscale.common import errors
-from gpuscale.common.security.auth import Authenticator, Role, current_principal
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.security.auth import Authenticator, Role, current_principal
+from gpuscale.common.security.principal import Limits
 from gpuscale.common.security.tls import ServerTls
 from gpuscale.common.security.tokens import TokenFile
 from tests.support.cli import Ran, run_cli
@@ -76,6 +77,27 @@ def test_a_revoked_token_is_gone_and_the_rest_stays_as_it_was_written(file: Path
     assert "# Anna's\n[tokens.anna]\nrole = 'admin'\n" in text
 
 
+def test_limits_are_set_with_a_token_and_later_and_for_certificates(file: Path) -> None:
+    limits = ("--tenant", "ml", "--tenant", 'a "b"', "--max-priority", "10")
+    secret = token(file, "create", "ci", "--role", "operator", *limits).out.strip()
+    file.write_text(
+        f"# ours\n{file.read_text()}\n[tokens.x]  # Ann's\nrole = 'viewer'\nsha256 = '{'0' * 64}'\n"
+    )
+    assert TokenFile(file).principal(secret).limits == Limits(("ml", 'a "b"'), 10)
+    assert token(file, "limit", "ci", "--tenant", "vision").code == 0
+    assert TokenFile(file).principal(secret).limits == Limits(("vision",), 0)
+    for tenants in (("batch",), ("batch", "ml"), ()):
+        options = [word for one in tenants for word in ("--tenant", one)]
+        assert token(file, "limit", "gpu-07", "--certificate", *options).code == 0
+        assert TokenFile(file).limits_of_certificate("gpu-07") == Limits(tenants)
+    assert token(file, "limit", "x", "--max-priority", "-5").code == 0
+    assert token(file, "limit", "ci").code == 0
+    assert TokenFile(file).principal(secret).limits == Limits()
+    assert "# Ann's" in file.read_text()
+    listed = {one["name"]: one for one in json.loads(token(file, "list", "-o", "json").out)["tokens"]}
+    assert (listed["x"]["tenants"], listed["x"]["maxPriority"]) == (["x"], -5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "before", "code", "said"),
     [
@@ -85,6 +107,14 @@ def test_a_revoked_token_is_gone_and_the_rest_stays_as_it_was_written(file: Path
         (("revoke", "a"), "", 3, "there is no token a"),
         (("revoke", "a"), f"tokens = {{a = {{role='viewer', sha256='{'0' * 64}'}}}}\n", 4, "by hand"),
         (("list",), "[[", 4, "no TOML"),
+        (("limit", "a"), "", 3, "there is no token a"),
+        (("limit", "a", "--tenant", " "), f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\n", 2, "--tenant"),
+        (
+            ("limit", "a", "--tenant", "b"),
+            f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\ntenants = [\n'c']\n",
+            4,
+            "by hand",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_and_the_file_stays(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,28 +12,8 @@ from gpuscale.cli.commands import events, wait
 from gpuscale.cli.console import progress
 from gpuscale.common import errors
 from tests.support import canned_gateway as canned
-from tests.support.cli import Ran, run_cli
 
 EVER = "100000d"
-
-
-@pytest.fixture
-def gateway() -> Iterator[tuple[str, canned.World]]:
-    with canned.canned_gateway() as running:
-        yield running
-
-
-@pytest.fixture
-def world(gateway: tuple[str, canned.World]) -> canned.World:
-    return gateway[1]
-
-
-@pytest.fixture
-def ctl(gateway: tuple[str, canned.World]) -> Any:
-    def run(*arguments: str) -> Ran:
-        return run_cli("--address", gateway[0], *arguments)
-
-    return run
 
 
 def endpoint(world: canned.World, **status: Any) -> None:

@@ -11,9 +11,9 @@ import httpx
 import psutil
 import pytest
 
-from gpuscale.autoscaler.domain.signals.queues import rabbitmq as amqp
-from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings, resolve
 from gpuscale.autoscaler.domain.queues import QueueState, QueueTarget
+from gpuscale.autoscaler.signals.queues import rabbitmq as amqp
+from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings, resolve
 from gpuscale.autoscaler.signals.queues.sweeps import BrokerSweeps
 from gpuscale.autoscaler.signals.queues.virtual_hosts import Publish, VirtualHostReader
 from gpuscale.common.runtime.clock import SystemClock

@@ -57,3 +57,17 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FailedPreconditionError) as caught, DirectoryLock(tmp_path / "file" / "state"):
         pass
     assert caught.value.reason == "DIRECTORY_UNUSABLE"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o1777])
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "state"
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(FailedPreconditionError, match="chmod go-w") as caught, DirectoryLock(directory):
+        pass
+    assert caught.value.reason == "DIRECTORY_UNUSABLE"
+    assert list(directory.iterdir()) == []
+    directory.chmod(0o755)
+    with DirectoryLock(directory):
+        pass

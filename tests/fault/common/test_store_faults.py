@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Column, Connection, Integer, MetaData, Table, insert, select
 
-from gpuscale.common.store.store import sqlite_store
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.store import sqlite_store
 from gpuscale.common.store.store import Store
 
 ROOT = Path(__file__).parents[3]

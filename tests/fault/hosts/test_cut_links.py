@@ -58,7 +58,9 @@ class Holder:
     async def admit(self, one: Reservation, pid: int | None = None) -> None:
         """Ask the agent whether the work of a reservation may start."""
         uuids = [gpu.uuid for gpu in one.gpus]
-        request = monitor_api.AdmitWorkRequest(gpu_uuids=uuids, fence=one.fence, pid=pid)
+        request = monitor_api.AdmitWorkRequest(
+            gpu_uuids=uuids, fence=one.fence, reservation=one.name, pid=pid
+        )
         with rpc_errors():
             await self._work.AdmitWork(request, timeout=60)
 
@@ -156,7 +158,7 @@ async def test_a_host_that_is_cut_off_keeps_what_it_has_and_nobody_gets_it_twice
     far = [site.channel(one) for one in site.lan.reach(LEFT, *targets, log=site.folder / "reach.log")]
     async with calling(site) as calls, far[0], far[1]:
         holder = Holder(far[0], far[1])
-        everywhere = {"max_utilization_percent": 100}
+        everywhere: dict[str, Any] = {"max_utilization_percent": 100}
         blocker = await calls.allocator.reserve(nodes=[f"nodes/{RIGHT}"], **everywhere)
         lease = await holder.client.reserve(ttl=TTL, nodes=[f"nodes/{LEFT}"], **everywhere)
         worker = site.lan.start(LEFT, "/bin/sleep", "1000", log=site.folder / "worker.log")
@@ -176,7 +178,7 @@ async def test_a_host_that_is_cut_off_keeps_what_it_has_and_nobody_gets_it_twice
         await holder.admit(granted)
         with pytest.raises(FailedPreconditionError) as refused:
             await holder.admit(lease)
-        assert refused.value.reason == "FENCE_TOO_LOW"
+        assert refused.value.reason == "RESERVATION_ENDED"
         await the_old_worker_is_reported(site, calls, granted, worker.pid)
         await eventually(lambda: _all_ready(calls), timeout=120.0, retry_on=BROKEN)
         assert facts(await calls.replicas()) == facts(replicas)

@@ -58,7 +58,7 @@ class Programs:
             process.wait()
 
     def _start(self, program: str, *flags: str) -> subprocess.Popen[bytes]:
-        code = f"import sys; from gpuscale.monitor.{program}.main import main; sys.exit(main())"
+        code = f"import sys; from gpuscale.monitor.app.{program}_main import main; sys.exit(main())"
         process = subprocess.Popen([sys.executable, "-c", code, *flags], stderr=subprocess.DEVNULL)
         self._all.append(process)
         return process

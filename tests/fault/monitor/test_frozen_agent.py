@@ -12,8 +12,8 @@ import pytest
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.rpc.channel import open_channel
 from tests.support.allocator import Client, allocator
 from tests.support.monitor import running_fleet
 from tests.support.waiting import eventually

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.allocator.state.cordon_store import CordonStore
 from gpuscale.allocator.domain.cordons import Cordon, Spot
+from gpuscale.allocator.state.cordon_store import CordonStore
 from gpuscale.allocator.state.store import open_store
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import (
@@ -16,14 +16,17 @@ from gpuscale.client import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     ResourceExhaustedError,
     connect_async,
 )
 from gpuscale.common.runtime import failpoints
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import seconds, to_datetime, to_duration
 from tests.support.allocator import allocator, calling, running
 from tests.support.allocator_client import allocator_client
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
+from tests.support.tokens import token, write_tokens
 from tests.support.waiting import eventually
 
 N0, N1, GPU = "nodes/n0", "nodes/n1", "nodes/n0/gpus/n0-0"
@@ -72,6 +75,30 @@ async def test_nothing_new_is_placed_on_what_is_cordoned(tmp_path: Path) -> None
         assert caught.value.metadata["cordoned"] == "2"
         await uncordon(client, N0)
         assert (await client.reserve(2, "me")).gpus[0].node == "n0"
+
+
+async def test_what_is_only_validated_changes_nothing(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        held = await client.reserve(2, "me", nodes=[N0])
+        for name in (N0, GPU):
+            await client.nodes.CordonNode(api.CordonNodeRequest(name=name, validate_only=True))
+            await client.nodes.DrainNode(
+                api.DrainNodeRequest(name=name, grace=to_duration(0), validate_only=True)
+            )
+        assert await cordons(client) == []
+        assert not (await state_of(client, held.name)).HasField("revoke_time")
+        made = await cordon(client, N0, "fan")
+        asked = api.CordonNodeRequest(name=N0, reason="x", validate_only=True)
+        assert (await client.nodes.CordonNode(asked)).cordon == made
+        await client.nodes.UncordonNode(api.UncordonNodeRequest(name=N0, validate_only=True))
+        assert await cordons(client) == [made]
+        for name in ("nodes/none", "nodes/n0/gpus/none"):
+            with pytest.raises(NotFoundError):
+                await client.nodes.CordonNode(api.CordonNodeRequest(name=name, validate_only=True))
+            with pytest.raises(NotFoundError):
+                await client.nodes.DrainNode(api.DrainNodeRequest(name=name, validate_only=True))
+        with pytest.raises(NotFoundError):
+            await client.nodes.UncordonNode(api.UncordonNodeRequest(name="nodes/none", validate_only=True))
 
 
 async def test_a_single_gpu_can_be_cordoned(tmp_path: Path) -> None:
@@ -316,3 +343,28 @@ async def test_a_drain_that_a_crash_cut_short_reaches_mig_instances(tmp_path: Pa
     silent.fall_silent()
     async with running(tmp_path, silent, ready=False) as started:
         assert (await started.get(there.name)).end_reason == f"{PARENT} is drained: fan"
+
+
+async def test_what_an_admin_drains_no_operator_lifts_or_rewrites(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens.toml", ada="admin", oli="operator")
+    async with (
+        serving(fleet()) as fleet_address,
+        allocator(tmp_path, fleet_address, authenticator=Authenticator(tokens_file=tokens)) as address,
+        connect_async(address, token=token("ada")) as ada,
+        connect_async(address, token=token("oli")) as oli,
+    ):
+        await eventually(lambda: cordon(oli, GPU), retry_on=(NotFoundError,))
+        for client in (oli, ada):  # what takes an operator to do takes an operator to undo
+            await cordon(ada, GPU, "mine")
+            await uncordon(client, GPU)
+        await cordon(oli, N0, "fan")
+        await drain(ada, N0, 3600, "recall")
+        with pytest.raises(PermissionDeniedError, match=r"nodes/n0 is drained by ada: .* needs role admin"):
+            await uncordon(oli, N0)
+        with pytest.raises(PermissionDeniedError):
+            await oli.nodes.UncordonNode(api.UncordonNodeRequest(name=N0, validate_only=True))
+        kept = await cordon(oli, N0, "no matter")
+        assert (kept.reason, kept.author, kept.HasField("drain_deadline")) == ("recall", "ada", True)
+        assert [one.name for one in await cordons(oli)] == [N0]
+        await uncordon(ada, N0)
+        assert await cordons(oli) == []

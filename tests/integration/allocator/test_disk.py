@@ -12,8 +12,8 @@ import pytest
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.state.store import open_store
-from gpuscale.common.runtime import failpoints
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.runtime import failpoints
 from gpuscale.common.wire import seconds
 from tests.support.allocator import Client, Reservation, running
 from tests.support.allocator_values import NOW, WALL, order, reserved
@@ -189,21 +189,36 @@ async def test_everything_about_a_reservation_survives_the_file(tmp_path: Path) 
     "damage",
     [
         "DELETE FROM hold",
-        "INSERT INTO hold SELECT 'GPU-x', id, 1000 FROM reservation",
+        "INSERT INTO hold SELECT 'GPU-x', id, 1000 FROM reservation WHERE state = 'active'",
         "UPDATE reservation SET state = 'released'",
+        "DELETE FROM reservation",
+        "DELETE FROM hold; DELETE FROM reservation WHERE state = 'active'",
+        "DELETE FROM reservation WHERE state = 'released'",
+        "DELETE FROM counter WHERE name = 'rows'",
     ],
 )
 async def test_holds_that_do_not_match_are_refused_and_the_file_is_kept(tmp_path: Path, damage: str) -> None:
     fleet = FakeFleet(node_message("n0", count=1))
     async with running(tmp_path, fleet) as client:
+        await client.release(await client.reserve())
         await client.reserve()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
-        connection.execute(damage)
+        connection.executescript(damage)
+    before = left(tmp_path)
     with pytest.raises(FailedPreconditionError) as caught:
         async with running(tmp_path, fleet):
             pass
     assert caught.value.reason == "STATE_INCONSISTENT"
-    assert (tmp_path / DATABASE).exists()
+    assert left(tmp_path) == before
+
+
+def left(data_dir: Path) -> dict[str, bytes]:
+    """The files of the state, the witness among them; a look makes an empty log where there is none."""
+    return {
+        file.name: file.read_bytes()
+        for file in data_dir.iterdir()
+        if file.stat().st_size and not file.name.endswith("-shm")
+    }
 
 
 async def _is_held(client: Client) -> bool:

@@ -1,5 +1,7 @@
 """Drains, and what their holders are told, where an allocator or a host starts anew in the middle of them."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,6 +39,20 @@ def divided() -> FakeFleet:
     part = gpu_message("MIG-0")
     part.parent_uuid, part.mig_profile = "GPU-Parent", "1g.10gb"
     return FakeFleet(node_message("n0", part), node_message("n1", count=1))
+
+
+@asynccontextmanager
+async def before_any_report(
+    tmp_path: Path, fleet: FakeFleet, clock: ManualClock
+) -> AsyncIterator[AsyncClient]:
+    """A client of the allocator after a restart, since when no node has said anything."""
+    fleet.fall_silent()
+    async with (
+        serving(fleet) as fleet_address,
+        allocator(tmp_path, fleet_address, clock=clock) as address,
+        connect_async(address) as client,
+    ):
+        yield client
 
 
 @pytest.mark.parametrize("renewed_after", [0, 70])
@@ -93,16 +109,11 @@ async def test_lifting_a_drain_leaves_that_of_another_node_of_the_same_reservati
 
 async def test_a_drain_is_lifted_from_mig_instances_that_are_not_known_yet(tmp_path: Path) -> None:
     """Since the restart their node has said nothing, so nobody knows whose instances they are."""
-    clock, silent = ManualClock(), divided()
-    async with allocator_client(tmp_path, silent, clock=clock) as client:
+    clock, fleet = ManualClock(), divided()
+    async with allocator_client(tmp_path, fleet, clock=clock) as client:
         there = await client.reserve(1, "me", ttl=600, mig_profile="1g.10gb", min_memory="0")
         await drain(client, PARENT, 100)
-    silent.fall_silent()
-    async with (
-        serving(silent) as fleet_address,
-        allocator(tmp_path, fleet_address, clock=clock) as address,
-        connect_async(address) as client,
-    ):
+    async with before_any_report(tmp_path, fleet, clock) as client:
         assert await told(client, there.name, clock) == (f"{PARENT} is drained", 100)
         await uncordon(client, PARENT)
         assert await told(client, there.name, clock) == ("", None)
@@ -110,15 +121,10 @@ async def test_a_drain_is_lifted_from_mig_instances_that_are_not_known_yet(tmp_p
 
 async def test_a_drain_reaches_mig_instances_that_are_not_known_yet(tmp_path: Path) -> None:
     """Asked for after a restart, and before their node reported."""
-    clock, silent = ManualClock(), divided()
-    async with allocator_client(tmp_path, silent, clock=clock) as client:
+    clock, fleet = ManualClock(), divided()
+    async with allocator_client(tmp_path, fleet, clock=clock) as client:
         there = await client.reserve(1, "me", ttl=600, mig_profile="1g.10gb", min_memory="0")
-    silent.fall_silent()
-    async with (
-        serving(silent) as fleet_address,
-        allocator(tmp_path, fleet_address, clock=clock) as address,
-        connect_async(address) as client,
-    ):
+    async with before_any_report(tmp_path, fleet, clock) as client:
         await drain(client, PARENT, 100)
         assert await told(client, there.name, clock) == (f"{PARENT} is drained", 100)
         [kept] = (await client.nodes.ListCordons(api.ListCordonsRequest())).cordons

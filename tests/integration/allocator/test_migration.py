@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.allocator.state.cordon_store import CordonStore
 from gpuscale.allocator.domain.cordons import Cordon, Spot
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.state.cordon_store import CordonStore
 from gpuscale.allocator.state.quota_store import QuotaStore
 from gpuscale.allocator.state.schema_store import VERSION
 from gpuscale.allocator.state.store import open_store

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.allocator.state import schema_store
 from gpuscale.allocator.app import open_allocator
-from gpuscale.allocator.state.cordon_store import CordonStore
 from gpuscale.allocator.domain.cordons import Cordon, Spot
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.state import schema_store
+from gpuscale.allocator.state.cordon_store import CordonStore
 from gpuscale.allocator.state.quota_store import QuotaStore
 from gpuscale.allocator.state.seals_store import check_seals
-from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.store import SERVICE, AllocatorStore, open_shared_store
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.store.leadership import Candidate
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.store.leadership import Candidate
 from tests.support.allocator import running
 from tests.support.allocator_values import NOW, WALL, order, reserved
 from tests.support.clock import ManualClock

@@ -10,13 +10,13 @@ import grpc
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
 )
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import seconds, to_duration
 from tests.support.allocator import Client, Reservation, allocator, calling, running

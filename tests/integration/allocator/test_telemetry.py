@@ -1,13 +1,15 @@
 """Following the fleet: broken streams, restarts, ageing readings, and the order in which nodes were first seen."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from gpuscale.common.errors import FailedPreconditionError, ResourceExhaustedError
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, ResourceExhaustedError
+from gpuscale.common.wire import to_duration
 from tests.support.allocator import Client, running
 from tests.support.clock import ManualClock
-from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message
+from tests.support.fake_fleet import FakeFleet, NodeState, connected_node, gpu_message, node_message
 from tests.support.waiting import eventually
 
 
@@ -87,6 +89,43 @@ async def test_a_node_remembered_but_silent_since_the_restart_is_not_unknown(tmp
         with pytest.raises(FailedPreconditionError) as not_online:
             await client.reserve(nodes=["nodes/n0"])
         assert not_online.value.reason == "NODE_NOT_ONLINE"
+
+
+async def test_before_its_first_snapshot_a_node_has_not_reported(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeFleet(connected_node("n0")), ready=False) as client:
+        await eventually(
+            lambda: _refused_as(client, "NO_TELEMETRY", "no agent has reported to the fleet yet")
+        )
+    async with running(tmp_path, FakeFleet(connected_node("n0"), node_message("n1", count=1))) as client:
+        assert await _refused_as(client, "NO_CAPACITY", "since the allocator started: n0", 4)
+
+
+async def test_a_restarted_fleet_without_the_snapshot_of_a_node_takes_no_gpus_from_it(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", count=4), node_message("n1", count=1))
+    async with running(tmp_path, fleet) as client:
+        fleet.put(connected_node("n0"))
+        await eventually(lambda: _refused_for(client, "stale", 4))
+
+
+async def test_an_ask_may_wait_for_a_node_whose_driver_is_broken(tmp_path: Path) -> None:
+    problem = "NVML: Driver Not Loaded"
+    fleet = FakeFleet(node_message("n0", gpu_problem=problem))
+    async with running(tmp_path, fleet) as client:
+        for count in (1, 4):
+            assert await _refused_as(client, "NO_CAPACITY", f"n0 ({problem})", count)
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(client.reserve(4, wait=to_duration(30.0)))
+            await asyncio.sleep(0)
+            fleet.put(node_message("n0", count=4))
+        assert len(waiting.result().gpus) == 4
+
+
+async def _refused_as(client: Client, reason: str, words: str, count: int = 1) -> bool:
+    try:
+        await client.reserve(count)
+    except GpuscaleError as error:
+        return error.reason == reason and words in error.message
+    return False
 
 
 async def _goes_to(client: Client, node: str) -> bool:

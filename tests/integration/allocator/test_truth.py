@@ -53,7 +53,7 @@ async def test_what_a_holder_makes_of_its_gpus_is_told_to_who_reads(tmp_path: Pa
         assert (await client.get(one.name)).usage.idle is True
         busy = gpu_message("n0-0", utilization=80.0, free=30_000)
         busy.reading.memory_used_bytes = 90_000 * MIB
-        busy.reading.processes.add(pid=11, memory_used_bytes=1, fence=one.fence)
+        busy.reading.processes.add(pid=11, memory_used_bytes=1, reservation=one.name)
         busy.reading.processes.add(pid=12, memory_used_bytes=1)
         fleet.put(node_message("n0", busy))
         found = await eventually(lambda: _busy(client, one), timeout=10)
@@ -72,7 +72,10 @@ async def test_a_gpu_in_quarantine_is_not_granted_and_its_holder_keeps_it(tmp_pa
         for gpu in bad:
             gpu.quarantine = "XID 79"
         fleet.put(node_message("n0", *bad))
-        with pytest.raises(ResourceExhaustedError, match="QUARANTINED"):
+        with pytest.raises(
+            ResourceExhaustedError,
+            match=r"2 quarantined \(XID 79\)\)\. Lift .*\(gpuscalectl clear quarantine n0/n0-0 ",
+        ):
             await eventually(lambda: _refused(client), timeout=10)
         assert (await client.get(one.name)).state == Reservation.STATE_ACTIVE
 

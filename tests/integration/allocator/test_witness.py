@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.allocator.state.guard import StateGuard
 from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.state.guard import StateGuard
 from gpuscale.allocator.state.store import open_store
 from gpuscale.allocator.state.witness import MOST_RESETS, Witness
-from gpuscale.common.runtime import failpoints
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.runtime import failpoints
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 

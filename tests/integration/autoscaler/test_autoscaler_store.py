@@ -2,17 +2,19 @@
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 from sqlmodel import SQLModel
 
-from gpuscale.autoscaler import decision_log, decision_store
-from gpuscale.autoscaler.servicers import endpoint_changes
-from gpuscale.autoscaler.state import replica_store, store
-from gpuscale.autoscaler.decision_log import DecisionLog
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain.model import Decision, EndpointSpec
 from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.autoscaler.servicers import endpoint_changes
+from gpuscale.autoscaler.state import decision_log, decision_store, replica_store, store
+from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import AbortedError
 from gpuscale.common.store.leadership import Candidate
@@ -120,19 +122,95 @@ async def test_ended_replicas_are_kept_for_a_while_and_those_that_owe_a_release_
     assert [one.id for one in left] == ["r000", *(f"r{n:03d}" for n in range(5, replica_store.KEPT + 5))]
 
 
+def decided(says: str, endpoint: str = "e") -> Decision:
+    return Decision(endpoint, says, 1, 1, 1, (), (), None, f"stays: {says}")
+
+
 async def test_decisions_are_merged_bounded_and_their_ids_never_used_again(
     state: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decision_store, "KEPT", 3)
-    record = partial(decision_store.record, endpoint="e", body=b"x", wall=WALL)
-    made = [await state.write(partial(record, sameness=text)) for text in "aabbbacd"]
-    assert made == [1, 1, 2, 2, 2, 3, 4, 5]
+    record = partial(decision_log.record, wall=WALL)
+    made = [await state.write(partial(record, decision=decided(text))) for text in "aabbbacdd"]
+    assert [(one.times.decision, one.times.count) for one in made] == [
+        (1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 1), (4, 1), (5, 1), (5, 2),
+    ]  # fmt: skip
     ids = await state.read(partial(decision_store.decision_ids, endpoint="e", below=None, most=10))
     assert ids == [5, 4, 3]
     kept = await state.read(partial(decision_store.decisions, ids=ids))
-    assert [one.count for one in kept] == [1, 1, 1]
+    assert [one.count for one in kept] == [2, 1, 1]
     await state.write(partial(decision_store.remove_decisions, endpoint="e"))
-    assert await state.write(partial(record, sameness="a")) == 6
+    assert (await state.write(partial(record, decision=decided("a")))).times.decision == 6
+
+
+class Noted:
+    """What a pass does with decisions, over a store and what is remembered beside it."""
+
+    def __init__(self, state: Store) -> None:
+        self.state = state
+        self.repetitions = Repetitions(state)
+        self.wall = WALL
+
+    async def take(self, says: str, summary: str = "", endpoint: str = "e") -> None:
+        self.wall += timedelta(seconds=1)
+        decision = replace(decided(says, endpoint), summary=summary)
+        before = self.repetitions.of(endpoint)
+        work = partial(decision_log.record, decision=decision, wall=self.wall, before=before, quiet=True)
+        self.repetitions.note(await self.state.write(work), decision, self.wall, None)
+
+    async def shown(self, *, disk: bool = False) -> list[tuple[str, int, int]]:
+        """Summary, count and seconds until the last time of each, newest first; `disk`: as a restart would find them."""
+        log = DecisionLog(self.state, Repetitions(self.state) if disk else self.repetitions)
+        found = [decision_log.to_wire(one) for one in (await log.list("e", 10, ""))[0]]
+        seconds = (one.last_time.ToDatetime(WALL.tzinfo) - WALL for one in found)
+        return [
+            (one.summary, one.count, round(at.total_seconds()))
+            for one, at in zip(found, seconds, strict=True)
+        ]
+
+
+async def test_a_repeated_decision_is_remembered_saved_now_and_then_and_whole_once_another_follows(
+    state: Store,
+) -> None:
+    noted = Noted(state)
+    for summary in ("first", "second", "third"):
+        await noted.take("a", summary)
+    assert await noted.shown() == [("third", 3, 3)]
+    assert await noted.shown(disk=True) == [("first", 1, 1)]
+    await noted.repetitions.save()
+    assert await noted.shown(disk=True) == [("first", 3, 3)]
+    await noted.take("a", "fourth")
+    await noted.take("b")
+    assert await noted.shown() == await noted.shown(disk=True) == [("", 1, 5), ("fourth", 4, 4)]
+    assert await state.read(partial(decision_store.last, endpoint="e")) is not None
+
+
+async def test_after_a_restart_counting_goes_on_where_it_was_saved(state: Store) -> None:
+    before = Noted(state)
+    for _ in range(3):
+        await before.take("a")
+    async with before.repetitions.kept():
+        pass
+    after = Noted(state)
+    after.wall = before.wall
+    await after.take("a", "again")
+    assert await after.shown() == [("again", 4, 4)]
+    later = Noted(state)
+    later.wall = after.wall
+    await later.take("b")
+    assert await later.shown(disk=True) == [("", 1, 5), ("", 3, 3)], "what was not saved is lost, and no more"
+
+
+async def test_counts_that_come_too_late_are_no_other_decisions(state: Store) -> None:
+    """A saving that waited while another decision was stored, or the endpoint removed, changes nothing."""
+    noted = Noted(state)
+    for _ in range(2):
+        await noted.take("a")
+    repeated = noted.repetitions.of("e")
+    assert repeated is not None
+    await noted.take("b")
+    await state.write(partial(decision_store.save_times, every={"e": repeated.times, "gone": repeated.times}))
+    assert await noted.shown(disk=True) == [("", 1, 3), ("", 2, 2)]
 
 
 @pytest.mark.parametrize(("endpoint", "wanted"), [("", [6, 5, 4, 3, 2, 1]), ("b", [5, 3, 1]), ("none", [])])
@@ -142,7 +220,7 @@ async def test_a_page_of_decisions_reads_no_more_than_it_may_need(
     """However many endpoints there are, and however far the list was read."""
     monkeypatch.setattr(decision_log, "MAX_PAGE_SIZE", 2)
     for number in range(6):
-        record = partial(decision_store.record, endpoint="ba"[number % 2], sameness=str(number), body=b"")
+        record = partial(decision_store.add, endpoint="ba"[number % 2], sameness=str(number), body=b"")
         await state.write(partial(record, wall=WALL))
     read: list[int] = []
     known = decision_store.decision_ids
@@ -153,7 +231,7 @@ async def test_a_page_of_decisions_reads_no_more_than_it_may_need(
         return found
 
     monkeypatch.setattr(decision_store, "decision_ids", counted)
-    log, token, shown = DecisionLog(state), "", list[int]()
+    log, token, shown = DecisionLog(state, Repetitions(state)), "", list[int]()
     for _ in range(4):
         some, token = await log.list(endpoint, 2, token)
         shown += [one.id for one in some]
@@ -195,6 +273,42 @@ async def test_a_cooldown_outlives_the_program_and_begins_anew_after_a_reboot(tm
         await life(2, "COOLDOWN")
         clock.advance(100)
         await life(3, "FIRED")
+
+
+async def test_a_quiet_tick_writes_nothing_and_reads_no_spec_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are: the files of the state stay as they are, and the decision counts on."""
+    parsed: list[object] = []
+    genuine = store.spec_from_wire
+
+    def counted(wire: api.EndpointSpec) -> EndpointSpec:
+        parsed.append(wire)
+        return genuine(wire)
+
+    monkeypatch.setattr(store, "spec_from_wire", counted)
+
+    def files() -> dict[str, tuple[int, int]]:
+        return {
+            one.name: (one.stat().st_size, one.stat().st_mtime_ns) for one in tmp_path.glob("autoscaler.db*")
+        }
+
+    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as autoscaler:
+        await autoscaler.create(scaling(tick=0.1))
+
+        async def decided(times: int) -> bool:
+            history = await autoscaler.history()
+            return bool(history) and history[0].count >= times
+
+        await eventually(partial(decided, 2))
+        before, seen = files(), (await autoscaler.latest()).count
+        parsed.clear()
+        await eventually(partial(decided, seen + 20))
+        assert files() == before
+        assert parsed == []
+        counted_before_the_end = (await autoscaler.latest()).count
+    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as autoscaler:
+        assert (await autoscaler.latest()).count >= counted_before_the_end
 
 
 async def test_a_restart_goes_on_with_what_it_finds(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from gpuscale.autoscaler.backtest.shared import Part
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Setting
+from gpuscale.autoscaler.domain.model import EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.servicers.backtests import Job, Runs
-from gpuscale.autoscaler.model import EndpointSpec, ReplicaTemplate
 from gpuscale.common.errors import ResourceExhaustedError
 from tests.support.waiting import eventually
 

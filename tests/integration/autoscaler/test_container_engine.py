@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Remove,
     Start,
 )
-from gpuscale.autoscaler.adapters.templates import ReplicaOrder
+from gpuscale.autoscaler.adapters.templates import Launch, ReplicaOrder
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.certificates import Authority
 from tests.support.docker_double import Container, DockerDouble
@@ -47,7 +47,7 @@ class ScriptedAdmission(Admission):
         self.after = after
         self.pids: list[int | None] = []
 
-    async def refusal(self, gpu_uuids: Sequence[str], fence: int, pid: int | None = None) -> str:
+    async def refusal(self, work: ReplicaOrder | Launch, pid: int | None = None) -> str:
         self.pids.append(pid)
         return self.before if pid is None else self.after
 

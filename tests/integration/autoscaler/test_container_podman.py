@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.loop import hub
 from gpuscale.autoscaler.adapters import connection
 from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.engines import crew
@@ -22,6 +21,7 @@ from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAda
 from gpuscale.autoscaler.adapters.engines.container.starting import NO_GPUS, Shop
 from gpuscale.autoscaler.adapters.engines.model import Life, Remove, Sighting, Start
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
+from gpuscale.autoscaler.loop import hub
 from gpuscale.common.config.settings import load_table
 from tests.support.autoscaler_app import Autoscaler, endpoint, running
 from tests.support.autoscaler_process import autoscaler_process

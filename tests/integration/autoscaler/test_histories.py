@@ -11,20 +11,19 @@ from unittest.mock import AsyncMock
 import pytest
 from sqlmodel import func, select
 
-from gpuscale.autoscaler.state import history_store
-from gpuscale.autoscaler.state import store as autoscaler_store
 from gpuscale.autoscaler.backtest import history
 from gpuscale.autoscaler.backtest.history import KEPT, SPACING, UNKNOWN, Reading
-from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.state.history_store import ReadingRow
-from gpuscale.autoscaler.model import EndpointSpec
-from gpuscale.autoscaler.state import watcher_store
+from gpuscale.autoscaler.domain.model import EndpointSpec
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.domain.replicas import Moment
+from gpuscale.autoscaler.signals.histories import Histories
+from gpuscale.autoscaler.state import history_store, replica_store, watcher_store
+from gpuscale.autoscaler.state import store as autoscaler_store
+from gpuscale.autoscaler.state.history_store import ReadingRow
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.store.store import Store
-from tests.support.autoscaler_values import signal, spec
+from tests.support.autoscaler_values import endpoint, replica, signal, spec
 from tests.support.clock import ManualClock
 
 DAY = SPACING * KEPT
@@ -112,6 +111,40 @@ async def test_a_day_is_kept_and_the_oldest_goes_as_the_newest_comes(
     assert await site.rows() == 0
 
 
+async def test_what_stays_as_it_is_is_kept_once_an_hour_and_when_it_changes(site: Site) -> None:
+    begin = site.clock.wall().timestamp()
+    rates = Rates(2.0, 2.0, 1.0)
+    for minute in range(100):
+        site.queues["jobs"] = reading(3 if minute < 90 else 7, rates=rates)
+        await site.note(watches("jobs"))
+        site.clock.advance(60)
+    hour = Reading(begin + 3_600, 3, 2, 2.0, 2.0, begin)
+    ended = Reading(begin + 89 * 60, 3, 2, 2.0, 2.0, begin + 3_600)
+    assert await site.kept() == [
+        Reading(begin, 3, 2, 2.0, 2.0), hour, ended, Reading(begin + 90 * 60, 7, 2, 2.0, 2.0),
+    ]  # fmt: skip
+    found = await site.histories.workload("e", None, site.clock.wall())
+    assert len(found) == 5 + 2 * 99 * 60, "what was held until now counts too"
+    assert {one.service for one in found} == {1.0}
+    async with site.histories.kept():
+        pass
+    assert (await site.kept())[-1] == Reading(begin + 99 * 60, 7, 2, 2.0, 2.0, begin + 90 * 60)
+
+
+async def test_what_was_not_seen_is_not_held(site: Site) -> None:
+    """The same before and after a time that nobody read the queue in: what came between is left out."""
+    begin = site.clock.wall().timestamp()
+    for away in (30, 7_200, 30):
+        site.queues["jobs"] = reading(0, 0, Rates(1.0, 1.0, 1.0))
+        await site.note(watches("jobs"))
+        site.queues["jobs"] = QueueReading(QueueState.UNREACHABLE)
+        await site.note(watches("jobs"))
+        site.clock.advance(away)
+    assert [one.since for one in await site.kept()] == [None, begin, None]
+    found = await site.histories.workload("e", 1.0, site.clock.wall())
+    assert len(found) == 30
+
+
 @pytest.mark.parametrize("step", [-3_600.0, 36 * 3_600.0, 400 * 86_400.0])
 async def test_a_clock_that_was_wrong_for_a_while_leaves_no_readings_of_another_time(
     site: Site, step: float
@@ -133,16 +166,24 @@ async def test_a_clock_that_was_wrong_for_a_while_leaves_no_readings_of_another_
     assert await site.rows() <= 8
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
     tmp_path: Path, version: int
 ) -> None:
-    """The first knew neither patterns nor rates of watchers, and both kept no readings."""
+    """The first knew neither patterns nor rates of watchers, the second kept no readings, the third each by itself; none knew
+    tokens of leases or capability sets.
+    """
     path = tmp_path / "a.db"
-    async with opened(path):
-        pass
+    made, one = endpoint(spec(), desired=3), replica()
+    async with opened(path) as store:
+        await store.write(partial(autoscaler_store.save_endpoint, one=made))
+        await store.write(partial(replica_store.add_replica, one=one))
     with closing(sqlite3.connect(path)) as old, old:
-        old.execute("DROP TABLE readingrow")
+        old.execute("DROP TABLE IF EXISTS repetitionrow")
+        old.execute("ALTER TABLE readingrow DROP COLUMN since" if version == 3 else "DROP TABLE readingrow")
+        old.execute("ALTER TABLE replicarow DROP COLUMN lease_token")
+        old.execute("ALTER TABLE endpointrow DROP COLUMN sets")
+        old.execute("ALTER TABLE replicarow DROP COLUMN worker_group")
         for column in ("pattern", "rates") if version == 1 else ():
             old.execute(f"ALTER TABLE watcherrow DROP COLUMN {column}")
         columns = "id, broker, virtual_host, queue, interval_seconds, etag, create_time_us, request_id, request_fingerprint"
@@ -153,7 +194,9 @@ async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
     for _ in range(2):
         async with opened(path) as store:
             [watcher] = await store.read(watcher_store.load)
-            assert (watcher.watcher.spec.pattern, watcher.watcher.spec.rates) == (version == 2,) * 2
+            assert (watcher.watcher.spec.pattern, watcher.watcher.spec.rates) == (version > 1,) * 2
+            assert await store.read(autoscaler_store.endpoints) == [made]
+            assert await store.read(replica_store.replicas) == [one]
             site = Site(store)
             site.queues["jobs"] = reading(1)
             await site.note(watches("jobs"))

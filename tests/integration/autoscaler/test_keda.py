@@ -11,13 +11,13 @@ import pytest
 
 from gpuscale.api import externalscaler as api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.domain.queues import QueueState
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.rpc.channel import open_channel
+from gpuscale.autoscaler.loop import reconciler
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, NotFoundError
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.gateway.app import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, running, scaling

@@ -7,11 +7,11 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.loop import passes
 from gpuscale.autoscaler.domain.engine import Result
 from gpuscale.autoscaler.domain.whatif import Question
-from gpuscale.common.security.auth import Authenticator
+from gpuscale.autoscaler.loop import passes
 from gpuscale.common.rpc.status import from_rpc_error
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import seconds, to_duration
 from tests.support import autoscaler_app
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running
@@ -287,3 +287,32 @@ async def test_idle_replicas_are_stopped_before_busy_ones(
         left.remove(gone)
         await autoscaler.set_replicas(len(left))
         await eventually(lambda: left == set(adapter.alive))
+
+
+async def test_signals_that_differ_while_decisions_repeat_are_all_shown(autoscaler: Autoscaler) -> None:
+    """Decisions in a row that say the same are one, with the values of the last: nothing true can be drawn of that."""
+    wanted = endpoint()
+    wanted.spec.signals.add(id="load", pushed=api.PushedSignal(metric="load"), max_age=to_duration(60))
+    target = api.TargetRule(value=50, type=api.TargetType.TARGET_TYPE_VALUE)
+    wanted.spec.rules.append(api.Rule(id="t", signal="load", target=target))
+    await autoscaler.create(wanted)
+    request = api.QuerySignalsRequest(name=wanted.name)
+
+    async def shown() -> list[float | None]:
+        found = (await autoscaler.decisions.QuerySignals(request, timeout=TIMEOUT)).signals
+        ok = api.Observation.STATUS_OK
+        return [each.value if each.status == ok else None for one in found for each in one.samples]
+
+    told: list[float | None] = [None]
+    for value in (3.0, 9.0, 5.0, 5.0, 7.0):
+        await report(autoscaler, wanted.name, value, metric="load")
+        told = told if told[-1] == value else [*told, value]
+
+        async def all_told(expected: tuple[float | None, ...] = tuple(told)) -> bool:
+            return tuple((await shown())[-len(expected) :]) == expected
+
+        await eventually(all_told)
+    assert len([one for one in await autoscaler.history() if one.observations]) < len(told)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await autoscaler.decisions.QuerySignals(api.QuerySignalsRequest(name="endpoints/no"), timeout=TIMEOUT)
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND

@@ -1,12 +1,15 @@
 """The process adapter against a scripted autoscaler: real processes, a real stream."""
 
 import os
+import pwd
 import signal
 from pathlib import Path
 
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.process import WorkerUser
+from gpuscale.common.errors import FailedPreconditionError
 from tests.support.scripted_autoscaler import ENDPOINT, adapter, processes_of, replica, scripted_autoscaler
 from tests.support.waiting import eventually
 
@@ -121,7 +124,9 @@ async def test_the_environment_is_clean_and_names_the_gpus(
     monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
     monkeypatch.setenv("AMQP_PASSWORD", "canary")
     async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
-        await autoscaler.run(ONE, "environment", gpu_uuids=["GPU-aa", "GPU-bb"], fence=42)
+        await autoscaler.run(
+            ONE, "environment", gpu_uuids=["GPU-aa", "GPU-bb"], fence=42, reservation="reservations/r42"
+        )
         await autoscaler.run(replica(2), "environment")
         await autoscaler.shows(ONE, FAILED)
         await autoscaler.shows(replica(2), FAILED)
@@ -133,11 +138,42 @@ async def test_the_environment_is_clean_and_names_the_gpus(
         "GPUSCALE_FENCE": "42",
         "GPUSCALE_GPU_UUIDS": "GPU-aa,GPU-bb",
         "GPUSCALE_REPLICA": ONE,
+        "GPUSCALE_RESERVATION": "reservations/r42",
         "HANDED_ON": "yes",
     }
     inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     assert found == expected | inherited
     assert "CUDA_VISIBLE_DEVICES=\n" in log_of(tmp_path, replica(2)).read_text()
+
+
+async def test_replicas_run_as_a_user_of_their_own_without_the_adapters_rights(tmp_path: Path) -> None:
+    """Where the tests may become another user; where they may not, neither may the adapter, and it says so."""
+    if os.geteuid() != 0:
+        with pytest.raises(FailedPreconditionError, match="CAP_SETUID"):
+            WorkerUser.of("root")
+        return
+    async with (
+        scripted_autoscaler() as (autoscaler, address),
+        adapter(tmp_path, address, worker_user="nobody"),
+    ):
+        await autoscaler.run(ONE, "family")
+        report = await autoscaler.shows(ONE, READY)
+        status = Path(f"/proc/{report.pid}/status").read_text()
+        nobody = pwd.getpwnam("nobody")
+        assert f"Uid:\t{nobody.pw_uid}\t{nobody.pw_uid}\t{nobody.pw_uid}" in status
+        assert f"Gid:\t{nobody.pw_gid}\t{nobody.pw_gid}\t{nobody.pw_gid}" in status
+        assert all(f"Cap{kind}:\t0000000000000000" in status for kind in ("Inh", "Prm", "Eff", "Amb"))
+        await eventually(lambda: len(processes_of(ONE)) >= 3)
+        await autoscaler.stop(ONE)
+        assert (await autoscaler.shows(ONE, STOPPED)).exit_code == 3
+        assert not processes_of(ONE)
+
+
+async def test_a_user_for_replicas_that_cannot_be_had_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(FailedPreconditionError, match="no user who-is-that") as caught:
+        async with adapter(tmp_path, "127.0.0.1:1", worker_user="who-is-that"):
+            pass
+    assert caught.value.reason == "WORKER_USER"
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ from gpuscale.autoscaler.adapters import admission
 from gpuscale.autoscaler.adapters.app import open_process_adapter
 from gpuscale.autoscaler.adapters.health import Probe, ProbeKind, Timing
 from gpuscale.autoscaler.adapters.probing import ask
+from gpuscale.autoscaler.adapters.process import WorkerUser
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.security.auth import Authenticator
 from tests.support.ports import free_port
 from tests.support.scripted_autoscaler import processes_of, replica, scripted_autoscaler
 from tests.support.waiting import eventually
@@ -164,14 +165,16 @@ async def answers(status: bytes) -> AsyncIterator[str]:
 async def test_http_asks_for_a_status(status: bytes, problem: str) -> None:
     async with answers(status) as address:
         probe = Probe(ProbeKind.HTTP, (f"http://{address}/healthz",), Timing(timeout=10.0))
-        found = await ask(probe, {})
+        found = await ask(probe, {}, WorkerUser().command)
         assert problem in found
         assert bool(problem) is bool(found)
 
 
 async def test_tcp_asks_for_a_connection() -> None:
     async with answers(b"") as address:
-        assert await ask(Probe(ProbeKind.TCP, (address,), Timing(timeout=10.0)), {}) == ""
+        assert (
+            await ask(Probe(ProbeKind.TCP, (address,), Timing(timeout=10.0)), {}, WorkerUser().command) == ""
+        )
 
 
 @pytest.mark.looptime
@@ -183,17 +186,17 @@ async def test_a_probe_that_not_even_a_kill_ends_is_a_probe_that_fails(
     monkeypatch.setattr(asyncio, "create_subprocess_exec", AsyncMock(return_value=hangs))
     probe = Probe(ProbeKind.EXEC, ("/usr/bin/nvidia-smi",), Timing(timeout=2.0))
     async with asyncio.timeout(60):
-        assert await ask(probe, {}) == "no answer within 2 s"
+        assert await ask(probe, {}, WorkerUser().command) == "no answer within 2 s"
     hangs.kill.assert_called_once_with()
 
 
 async def test_nobody_at_the_address_and_no_answer_in_time_are_told_apart() -> None:
     closed = Probe(ProbeKind.TCP, (f"127.0.0.1:{free_port()}",), Timing(timeout=10.0))
-    assert "Connect call failed" in await ask(closed, {})
+    assert "Connect call failed" in await ask(closed, {}, WorkerUser().command)
     slow = Probe(ProbeKind.EXEC, ("/bin/sleep", "1000"), Timing(timeout=0.1))
-    assert await ask(slow, {}) == "no answer within 0.1 s"
+    assert await ask(slow, {}, WorkerUser().command) == "no answer within 0.1 s"
     missing = Probe(ProbeKind.EXEC, ("/no/such/program",), Timing(timeout=10.0))
-    assert await ask(missing, {}) == "No such file or directory"
+    assert await ask(missing, {}, WorkerUser().command) == "No such file or directory"
 
 
 class FakeAgent(monitor_api.WorkServiceServicer):
@@ -201,13 +204,13 @@ class FakeAgent(monitor_api.WorkServiceServicer):
 
     def __init__(self) -> None:
         self.highest = 0
-        self.asked: list[tuple[int, bool]] = []
+        self.asked: list[tuple[str, str, bool]] = []
         self.hangs = False
 
     async def AdmitWork(
         self, request: monitor_api.AdmitWorkRequest, context: Any
     ) -> monitor_api.AdmitWorkResponse:
-        self.asked.append((request.fence, request.HasField("pid")))
+        self.asked.append((request.reservation, request.lease_token, request.HasField("pid")))
         if self.hangs:
             await asyncio.Event().wait()
         if list(request.gpu_uuids) != ["GPU-a"]:
@@ -233,6 +236,7 @@ async def serving(agent: FakeAgent) -> AsyncIterator[str]:
         yield address
 
 
+LEASE: dict[str, Any] = {"fence": 7, "reservation": "reservations/r7", "lease_token": "of r7"}
 TEMPLATES: dict[str, Any] = {"w": {"command": PROGRAM}}
 
 
@@ -243,11 +247,18 @@ async def test_work_on_gpus_is_admitted_before_and_shown_after_it_starts(tmp_pat
         scripted_autoscaler() as (autoscaler, address),
         adapter(tmp_path, address, TEMPLATES, agent_address),
     ):
-        await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], fence=7)
+        await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], **LEASE)
         await autoscaler.shows(ONE, READY, timeout=WAIT)
         await autoscaler.run(replica(102), "w")
         await autoscaler.shows(replica(102), READY, timeout=WAIT)
-    assert agent.asked == [(7, False), (7, True)], "without GPUs nobody is asked"
+    assert agent.asked == [("reservations/r7", "of r7", started) for started in (False, True)], (
+        "without GPUs nobody is asked"
+    )
+    kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert kept
+    assert not any(b"of r7" in content for content in kept), (
+        "no lease token in journals, logs and environments"
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +273,7 @@ async def test_what_the_agent_refuses_never_starts(tmp_path: Path, gpu: str, say
         scripted_autoscaler() as (autoscaler, address),
         adapter(tmp_path, address, TEMPLATES, agent_address),
     ):
-        await autoscaler.run(ONE, "w", gpu_uuids=[gpu], fence=7)
+        await autoscaler.run(ONE, "w", gpu_uuids=[gpu], **LEASE)
         report = await autoscaler.shows(ONE, FAILED, timeout=WAIT)
         assert report.reason == f"the node's agent refuses: {says}"
         assert report.pid == 0
@@ -281,9 +292,9 @@ async def test_an_agent_that_does_not_answer_is_minded_where_it_is_required(
         scripted_autoscaler() as (autoscaler, address),
         adapter(tmp_path, address, TEMPLATES, agent_address, require_admission=required),
     ):
-        await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], fence=7)
+        await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], **LEASE)
         report = await autoscaler.shows(ONE, FAILED if required else READY, timeout=WAIT)
-        assert ("the node's agent does not answer" in report.reason) is required
+        assert ("the node's agent must admit it, and does not" in report.reason) is required
 
 
 async def test_an_agent_that_is_required_must_be_named(tmp_path: Path) -> None:
@@ -291,6 +302,6 @@ async def test_an_agent_that_is_required_must_be_named(tmp_path: Path) -> None:
         scripted_autoscaler() as (autoscaler, address),
         adapter(tmp_path, address, TEMPLATES, require_admission=True),
     ):
-        await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], fence=7)
+        await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], **LEASE)
         report = await autoscaler.shows(ONE, FAILED, timeout=WAIT)
         assert "agent_address is not set" in report.reason

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.signals import prometheus as module
+from gpuscale.autoscaler.signals import prometheus as module
 from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
 from gpuscale.autoscaler.signals.prometheus import PrometheusServer, PrometheusSettings, prometheus_sample
 from gpuscale.common.errors import FailedPreconditionError

@@ -128,6 +128,7 @@ async def test_a_history_outlives_the_program_and_goes_with_its_endpoint(
     """It takes as many rows as a day has readings, however long it is kept; here a day has four."""
     monkeypatch.setattr(history, "SPACING", 0.1)
     monkeypatch.setattr(history, "KEPT", 4)
+    monkeypatch.setattr(history, "LONGEST_HELD", 0.0)  # each is kept, though the queue stays as it is
     async with asking(tmp_path, FakeWatchers(SystemClock())) as asked:
         await decided(asked)
         await eventually(lambda: rows(tmp_path) == 4, timeout=60)

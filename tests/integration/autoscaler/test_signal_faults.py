@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 
 from gpuscale.autoscaler.domain.engine import evaluate
-from gpuscale.autoscaler.domain.signals import polling
-from gpuscale.autoscaler.signals.opening import open_sources
-from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
-from gpuscale.autoscaler.signals.reported import Value
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     GpuSignal,
     HostSignal,
     PrometheusSignal,
@@ -31,7 +27,7 @@ from gpuscale.autoscaler.model import (
 from gpuscale.autoscaler.domain.pace import Memory
 from gpuscale.autoscaler.domain.policies.outcome import Inputs
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.remembered import Remembered
+from gpuscale.autoscaler.domain.remembered import Remembered
 from gpuscale.autoscaler.domain.replicas import Lease, Replica, ReplicaState
 from gpuscale.autoscaler.domain.rules import (
     BandRule,
@@ -46,10 +42,14 @@ from gpuscale.autoscaler.domain.rules import (
     ThresholdRule,
 )
 from gpuscale.autoscaler.domain.signals import Sample
+from gpuscale.autoscaler.signals import polling
+from gpuscale.autoscaler.signals.opening import open_sources
+from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
+from gpuscale.autoscaler.signals.reported import Value
 from gpuscale.autoscaler.signals.sources import SignalSources
+from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.errors import UnavailableError
 from gpuscale.common.secrets import SecretUrl
 from tests.support import fake_allocator, fake_fleet
 from tests.support import prometheus as fake_prometheus

@@ -2,12 +2,12 @@
 
 import pytest
 
-from gpuscale.autoscaler.domain.signals import waiting
+from gpuscale.autoscaler.domain.model import WaitingSignal
+from gpuscale.autoscaler.signals import waiting
 from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
 from gpuscale.autoscaler.signals.waiting import WaitingRequests, waiting_sample
-from gpuscale.autoscaler.model import WaitingSignal
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.rpc.channel import open_channel
 from tests.support.fake_allocator import FakeAllocator, serving
 
 
@@ -22,7 +22,7 @@ async def test_requests_are_counted_by_tenant_over_all_pages(monkeypatch: pytest
         answer = Answer(counts, 5.0, "")
         for source, count in ((WaitingSignal(), 5.0), (WaitingSignal("c"), 3.0), (WaitingSignal("x"), 0.0)):
             sample = waiting_sample(source, answer)
-            assert (sample.values, sample.at, sample.proven_empty) == ((count,), 5.0, False)
+            assert (sample.values, sample.at, sample.proven_empty) == ((count,), 5.0, count == 0)
         monkeypatch.setattr(waiting, "MAX_PAGES", 2)
         with pytest.raises(NoAnswerError, match="more than 2000 tenants"):
             await requests.fetch(None)

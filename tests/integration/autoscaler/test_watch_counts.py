@@ -10,9 +10,9 @@ import httpx
 import pytest
 from aio_pika.abc import AbstractIncomingMessage
 
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.signals.queues.brokers import Broker, BrokerSettings
 from gpuscale.autoscaler.signals.queues.management import ManagementClient
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.signals.queues.statistics import QueueStatistics
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl

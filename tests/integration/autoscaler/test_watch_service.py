@@ -11,15 +11,12 @@ from sqlalchemy import Connection
 from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.state import store as autoscaler_store
-from gpuscale.autoscaler.state import watcher_store
-from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings
 from gpuscale.autoscaler.domain.queues import WatchSpec
 from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer
+from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings
 from gpuscale.autoscaler.signals.queues.watchers import open_watchers
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.autoscaler.state import store as autoscaler_store
+from gpuscale.autoscaler.state import watcher_store
 from gpuscale.common.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -27,9 +24,12 @@ from gpuscale.common.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.store.store import Store
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
@@ -254,7 +254,7 @@ async def test_a_watcher_of_several_queues_or_of_a_pattern_comes_back_as_it_was_
     [
         ({}, "queue_watcher.spec.queue"),
         ({"queues": ["a"], "queue_pattern": "a"}, "queue_watcher.spec.queue"),
-        ({"queue_pattern": "(a+)+"}, "queue_watcher.spec.queue_pattern"),
+        ({"queue_pattern": "(a+"}, "queue_watcher.spec.queue_pattern"),
         ({"queues": ["a", "\u00e9" * 128]}, "queue_watcher.spec.queues"),
         ({"queues": ["a", ""]}, "queue_watcher.spec.queues"),
     ],

@@ -101,10 +101,22 @@ async def test_history_shows_trends_and_points(fleet: RunningFleet) -> None:
     trends = await ctl(fleet, "history", uuid)
     assert trends.code == 0, trends.err
     assert "POWER_WATTS" in trends.out
+    [memory] = [line for line in trends.out.splitlines() if "MEMORY_USED_BYTES" in line]
+    assert memory.split()[2:6] == ["256MiB", "256MiB", "256MiB", "-"], "a few seconds say nothing of an hour"
     points = await ctl(fleet, "history", uuid, "--points", "--metric", "power_watts", "--step", "1s")
     assert "POWER_WATTS" in points.out.splitlines()[1]
     wrong = await ctl(fleet, "history", uuid, "--metric", "colour")
     assert (wrong.code, "power_watts" in wrong.err) == (2, True)
+
+
+async def test_history_says_what_none_is_kept_of() -> None:
+    async with running_fleet(history_memory_mib=0) as fleet, running_agent(fleet.address, node="alpha"):
+        await fleet.until("alpha", ONLINE)
+        for points in ((), ("--points",)):
+            ran = await ctl(fleet, "history", "node", "alpha", *points)
+            assert (ran.code, "no history is kept of nodes/alpha" in ran.err) == (0, True)
+            data = await ctl(fleet, "history", "node", "alpha", *points, "-o", "json")
+            assert "no history is kept of nodes/alpha" in data.err
 
 
 async def test_history_is_asked_by_kind_and_a_unit_may_be_left_out(fleet: RunningFleet) -> None:
@@ -150,7 +162,9 @@ async def test_a_recording_is_started_shown_in_the_known_structure_stopped_and_d
     assert again.code == 4, "there is one of that name"
     assert (await ctl(fleet, "start", "recording", "day", "--gpu", gpu.uuid)).code == 0
     deleted = await ctl(fleet, "delete", "recording", "night", "dusk", "day", "--yes", "-o", "name")
-    assert (deleted.code, deleted.out) == (3, "recordings/night\nrecordings/day\n")
+    assert (deleted.code, deleted.out) == (3, ""), "one is not there, so none is deleted"
+    deleted = await ctl(fleet, "delete", "recording", "night", "day", "--yes", "-o", "name")
+    assert (deleted.code, deleted.out) == (0, "recordings/night\nrecordings/day\n")
     assert (await ctl(fleet, "get", "recording", "night")).code == 3
 
 

@@ -19,8 +19,8 @@ from gpuscale.client import (
     UnimplementedError,
     connect_async,
 )
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.common.security.auth import Authenticator
 
 LIST = monitor_api.ListNodesRequest()
 WATCH = monitor_api.WatchNodesRequest()

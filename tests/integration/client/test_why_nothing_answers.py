@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +14,8 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import ClientTls, UnavailableError, connect, connect_async
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.rpc.server import ServerOptions
+from gpuscale.common.security.auth import Authenticator
 from tests.support.certificates import Authority
 from tests.support.cli import run_cli
 from tests.support.ports import free_port
@@ -104,8 +106,78 @@ async def test_the_command_line_says_it_too(site: Site) -> None:
     assert "gpuscalectl up" not in ran.err  # something answers there, so starting it would not help
 
 
-def test_nobody_at_all_is_left_to_grpc(site: Site) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    with connect(address, tls=site.ours.trust()) as client, pytest.raises(UnavailableError) as caught:
-        client.allocator.GetReservation(GET)
-    assert caught.value.reason == "UNAVAILABLE"
+class Peer:
+    """What listens and is no server of ours."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self._held: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # it is closed
+            while True:
+                connection, _ = self._listening.accept()
+                if self._kind == "http":
+                    with suppress(ConnectionError):  # it was hung up meanwhile
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                if self._kind == "closes":
+                    connection.close()
+                self._held.append(connection)
+
+    def close(self) -> None:
+        # It ends the wait for a connection, which closing does not.
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        for one in (self._listening, *self._held):
+            one.close()
+
+
+def dead_address(kind: str, folder: Path) -> str:
+    return {
+        "nobody": f"127.0.0.1:{free_port()}",
+        "no such name": "nowhere.invalid:7070",
+        "no socket": f"unix:{folder}/none.sock",
+        "several": f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}",
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("nobody", "connection refused"),
+        ("several", "connection refused"),
+        ("no such name", "no host has that name"),
+        ("no socket", "there is no such socket"),
+        ("silent", "it did not answer in time"),
+        ("http", "what listens there speaks no gRPC"),
+        ("closes", "it closes the connection at once"),
+    ],
+)
+async def test_no_connection_is_said_in_our_words(tmp_path: Path, kind: str, says: str) -> None:
+    """To sync and async callers alike, and with no word of gRPC's."""
+    peer = Peer(kind) if kind in {"silent", "http", "closes"} else None
+    address = peer.address if peer else dead_address(kind, tmp_path)
+    expected = f"nothing answers at {address} ({says})"
+
+    def sync() -> None:
+        with connect(address, dial_timeout="1s", timeout="3s") as client:
+            client.allocator.GetReservation(GET)
+
+    def check(error: UnavailableError) -> None:
+        assert (error.message, error.reason) == (expected, "NO_ANSWER")
+
+    try:
+        with pytest.raises(UnavailableError) as caught:
+            await asyncio.to_thread(sync)
+        check(caught.value)
+        async with connect_async(address, timeout="3s" if kind == "several" else "20s") as client:
+            with pytest.raises(UnavailableError) as caught:
+                await client.allocator.GetReservation(GET)
+            check(caught.value)
+    finally:
+        if peer is not None:
+            peer.close()

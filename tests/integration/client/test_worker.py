@@ -29,7 +29,7 @@ def test_it_knows_what_it_was_given() -> None:
     nothing.admit()
 
 
-def test_an_older_fence_is_not_admitted() -> None:
+def test_work_of_a_reservation_that_is_over_is_not_admitted() -> None:
     with FakeServer(gpus=1) as server, server.connect() as client:
         older = client.reserve(1)
         older.release()
@@ -38,7 +38,7 @@ def test_an_older_fence_is_not_admitted() -> None:
         Worker(newer.env(work)).admit()
         with pytest.raises(FailedPreconditionError) as caught:
             Worker(older.env({})).admit(server.address)
-    assert caught.value.reason == "FENCE_TOO_LOW"
+    assert caught.value.reason == "RESERVATION_ENDED"
 
 
 def test_a_signal_drains_and_does_not_kill(tmp_path: Path) -> None:

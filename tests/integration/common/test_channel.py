@@ -12,10 +12,10 @@ from pydantic import SecretStr
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
-from gpuscale.common.security.auth import Authenticator, current_principal
 from gpuscale.common.rpc.channel import open_channel, open_sync_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.security.auth import Authenticator, current_principal
 from tests.support.throwaway import Allocator, Fleet, Served, registrations, serve
 from tests.support.tokens import token, write_tokens
 

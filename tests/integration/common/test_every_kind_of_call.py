@@ -15,10 +15,10 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
-from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error
+from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
 from tests.support.tokens import bearer, write_tokens
 
 Work = Callable[[Any], Awaitable[Any]]

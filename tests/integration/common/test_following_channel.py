@@ -10,8 +10,8 @@ import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.rpc.channel import open_channel, open_sync_channel
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
+from gpuscale.common.rpc.channel import open_channel, open_sync_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
 from tests.support.certificates import Authority

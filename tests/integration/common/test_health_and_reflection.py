@@ -10,9 +10,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gpuscale.common import errors
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
+from gpuscale.common.security.auth import Authenticator
 from tests.support.throwaway import ALLOCATOR, FLEET, serve
 from tests.support.tokens import bearer, write_tokens
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from gpuscale.common.runtime import lifecycle
 from gpuscale.common.errors import InternalError, NotFoundError
+from gpuscale.common.runtime import lifecycle
 from gpuscale.common.runtime.lifecycle import TaskScope
 
 

@@ -11,10 +11,10 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
 from gpuscale.common.rpc import guard
-from gpuscale.common.security import tokens
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.rpc.validation import violations
+from gpuscale.common.security import tokens
+from gpuscale.common.security.auth import Authenticator
 from tests.support.throwaway import Fleet, serve
 from tests.support.tokens import bearer, write_tokens
 

@@ -5,13 +5,14 @@ import socket
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from gpuscale.common import errors
-from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
-from gpuscale.common.security.bind import parse_listen
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
+from gpuscale.common.security.bind import parse_listen
 from tests.support.throwaway import Allocator, Served, serve
 from tests.support.tokens import write_tokens
 
@@ -96,13 +97,13 @@ def test_ipv6_addresses_are_read_and_written() -> None:
     assert not parse_listen("[2001:db8::1]:7070").loopback
 
 
-async def over_unix(path: Path, served: Served) -> None:
-    async with open_channel(f"unix:{path}") as channel:
+async def over_unix(path: Path, served: Served, token: SecretStr | None = None) -> None:
+    async with open_channel(f"unix:{path}", token=token) as channel:
         await Served(served.server, str(path), channel).release()
 
 
-async def test_callers_of_the_unix_socket_are_local_admins(tmp_path: Path) -> None:
-    """Also where TCP callers need a token. The file is there only while the server is."""
+async def test_callers_of_the_unix_socket_with_its_token_are_local_admins(tmp_path: Path) -> None:
+    """Also where TCP callers need a token of the file. The socket is there only while the server is."""
     callers: list[Principal] = []
 
     async def work(request: object, context: object) -> object:
@@ -112,12 +113,15 @@ async def test_callers_of_the_unix_socket_are_local_admins(tmp_path: Path) -> No
     path = tmp_path / "gpuscale.sock"
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
-    authenticator = Authenticator(tokens_file=write_tokens(tmp_path / "tokens.toml", someone="admin"))
+    own = SecretStr("own")
+    tokens = write_tokens(tmp_path / "tokens.toml", someone="admin")
+    authenticator = Authenticator(tokens_file=tokens, internal_token=own)
     options = ServerOptions(unix_socket=path)
     async with serve(Allocator(work), options=options, authenticator=authenticator) as served:
-        await over_unix(path, served)
-        with pytest.raises(errors.UnauthenticatedError), rpc_errors():
-            await served.release()
+        await over_unix(path, served, own)
+        for refused in (served.release(), over_unix(path, served), over_unix(path, served, SecretStr("no"))):
+            with pytest.raises(errors.UnauthenticatedError), rpc_errors():
+                await refused
     assert callers == [Principal("local", Role.ADMIN, "local")]
     assert not path.exists()
 

@@ -9,9 +9,9 @@ import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.security.auth import Authenticator
 from tests.support.throwaway import Allocator, Fleet, Served, serve
 from tests.support.waiting import eventually
 

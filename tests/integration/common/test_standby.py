@@ -10,20 +10,20 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
     InvalidArgumentError,
     UnavailableError,
 )
-from gpuscale.common.store.leadership import Candidate
-from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.stage import Stage
 from gpuscale.common.rpc.standby import serve_by_turns
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.term import Term
 from tests.support.postgresql import PostgresServer
 from tests.support.throwaway import ALLOCATOR, FLEET, Allocator, Fleet, Served, registrations

@@ -12,9 +12,9 @@ import pytest
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError
 
-from gpuscale.common.runtime import failpoints
-from gpuscale.common.store.store import sqlite_store, store
 from gpuscale.common.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
+from gpuscale.common.runtime import failpoints
+from gpuscale.common.store import sqlite_store, store
 from gpuscale.common.store.store import Store
 from tests.support.notes import METADATA, add, as_group, count, held, submit
 

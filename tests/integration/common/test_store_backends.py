@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import Connection, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from gpuscale.common.runtime import failpoints
 from gpuscale.common.errors import AbortedError, UnavailableError
+from gpuscale.common.runtime import failpoints
 from gpuscale.common.store.prepared import Prepared
 from gpuscale.common.store.store import Store
 from tests.support.notes import METADATA, NOTES, add, as_group, count, held, submit

@@ -13,8 +13,8 @@ import pytest
 from sqlalchemy import Connection
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.store.leadership import Candidate
 from tests.support.notes import add, held
 from tests.support.notes import count as notes_kept
 from tests.support.postgresql import PostgresServer

@@ -8,10 +8,10 @@ import pytest
 from pydantic import SecretStr
 
 from gpuscale.common import errors
-from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
 from gpuscale.common.rpc.channel import ClientTls, open_channel, open_sync_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
 from gpuscale.common.security.tls import ServerTls, server_credentials
 from tests.support.certificates import Authority
 from tests.support.throwaway import Allocator, Served, serve

@@ -11,10 +11,10 @@ import pytest
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import connect, connect_async
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.gateway.app import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
 from tests.support.ports import free_port

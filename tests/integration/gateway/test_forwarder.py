@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import pytest
 
-from gpuscale.common.rpc import server as servers
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.rpc import server as servers
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.gateway import upstreams
 from gpuscale.gateway.app import open_gateway
 from gpuscale.gateway.forwarder import Forwarder
@@ -33,6 +33,7 @@ from tests.support.raw_service import (
     UNARY,
     UPLOADS,
     RawService,
+    ending,
 )
 from tests.support.waiting import eventually
 
@@ -84,15 +85,9 @@ async def chain() -> AsyncIterator[Chain]:
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
     """The error that a call, unary or stream, ends with."""
-    try:
-        if hasattr(call, "read"):
-            while await call.read() is not grpc.aio.EOF:
-                pass
-        else:
-            await call
-    except grpc.aio.AioRpcError as error:
-        return error
-    raise AssertionError("the call did not fail")
+    error = await ending(call)
+    assert error is not None
+    return error
 
 
 def why(error: grpc.aio.AioRpcError) -> tuple[type[GpuscaleError], str, dict[str, str]]:

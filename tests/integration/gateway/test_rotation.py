@@ -6,9 +6,9 @@ import asyncio
 import ssl
 from pathlib import Path
 
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.upstreams import Lanes, Upstream
 from tests.support.certificates import Authority

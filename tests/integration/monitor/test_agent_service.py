@@ -1,6 +1,7 @@
 """The agent over real gRPC: snapshots of simulated GPUs and of this very host."""
 
 import asyncio
+import json
 
 import grpc
 import psutil
@@ -8,8 +9,10 @@ import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.validation import violations
 from gpuscale.common.wire import seconds, to_duration
+from tests.support.cli import Ran, run_cli
 from tests.support.monitor import narrow_channel, running_agent
 from tests.support.waiting import eventually
 
@@ -49,6 +52,29 @@ async def test_max_age_decides_whether_a_new_reading_is_taken() -> None:
     assert seconds(same.age) > 0
     assert new.seq == first.seq + 1
     assert new.epoch == first.epoch
+
+
+async def test_the_command_line_takes_a_reading_of_the_last_seconds_or_a_new_one() -> None:
+    addresses: list[str] = []
+
+    def noted(address: str) -> grpc.aio.Channel:
+        addresses.append(address)
+        return open_channel(address)
+
+    async def asked(*options: str) -> Ran:
+        ran = await asyncio.to_thread(run_cli, "--address", addresses[0], "snapshot", *options)
+        assert ran.code == 0, ran.err
+        return ran
+
+    async def seq(*options: str) -> int:
+        return int(json.loads((await asked(*options, "-o", "json")).out)["seq"])
+
+    async with running_agent(channel_to=noted, period_seconds=60.0):
+        first = await seq("--max-age", "1h")
+        assert await seq() == first
+        assert await seq("--fresh") == first + 1
+        assert await seq("--max-age", "1h") == first + 1
+        assert "SIMULATED" in (await asked()).out
 
 
 async def test_a_watch_begins_with_the_newest_snapshot_and_goes_on_with_each() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.monitor.app import agent as agent_app
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.faults import MOST_KEPT, Faults
+from gpuscale.monitor.app import agent as agent_app
 from gpuscale.monitor.model.readings import (
     DriverEvent,
     GpuEvent,

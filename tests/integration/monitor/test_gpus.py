@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.monitor.agent.events import QUEUE_LENGTH
+from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.agent.worker import WorkerDiedError
 from gpuscale.monitor.model.readings import (
     DriverEvent,
     GpuEventKind,
@@ -15,8 +17,6 @@ from gpuscale.monitor.model.readings import (
     GpuState,
     ReadingStatus,
 )
-from gpuscale.monitor.agent.ports import GpuSourceError
-from gpuscale.monitor.agent.worker import WorkerDiedError
 from tests.support.gpus_rig import FIRST, SECOND, Rig, rig
 from tests.support.monitor import FakeGpus
 from tests.support.monitor_values import identity, sample

@@ -13,13 +13,13 @@ import pytest
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.monitor.health.events import Events
-from gpuscale.monitor.model.health import Event, HealthCheck
 from gpuscale.monitor.health.xids import xid_finding
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.packing import CHUNK
 from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.keeping.keeper import Keeper, open_keeper
 from gpuscale.monitor.keeping.store import DATABASE, FleetStore, Saving
+from gpuscale.monitor.model.health import Event, HealthCheck
 from gpuscale.monitor.model.recordings import Order, RecordingState, Target
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.recording.saved import to_text

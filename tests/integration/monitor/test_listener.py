@@ -6,8 +6,8 @@ import gc
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.listener import Listener
-from gpuscale.monitor.model.readings import DriverEvent
 from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.model.readings import DriverEvent
 from tests.support.monitor import FakeGpus
 from tests.support.waiting import eventually
 

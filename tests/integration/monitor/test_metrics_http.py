@@ -9,12 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpuscale.common.rpc import metrics_http as http
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
+from gpuscale.common.rpc import metrics_http as http
 from gpuscale.common.rpc.metrics_http import serve_metrics
-from gpuscale.common.runtime.metrics_text import CONTENT_TYPE
 from gpuscale.common.rpc.server import ServerOptions
+from gpuscale.common.runtime.metrics_text import CONTENT_TYPE
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.security.tls import ServerTls
 from tests.support.certificates import Authority
 from tests.support.tokens import bearer, write_tokens

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gpuscale.monitor.agent.nvml import NvmlSource
+from gpuscale.monitor.agent.ports import GpuSourceError
 from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     Absent,
@@ -16,8 +18,6 @@ from gpuscale.monitor.model.readings import (
     ReadingStatus,
     RecoveryAction,
 )
-from gpuscale.monitor.agent.nvml import NvmlSource
-from gpuscale.monitor.agent.ports import GpuSourceError
 from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, NvmlReturn, ProcessKind
 
 SELDOM: dict[str, Any] = {

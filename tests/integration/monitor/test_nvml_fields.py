@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pynvml
 import pytest
 
-from gpuscale.monitor.model.readings import GPU_FIELDS, GpuSample, GpuState, ReadingStatus
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.nvml.fields import METERS
+from gpuscale.monitor.model.readings import GPU_FIELDS, GpuSample, GpuState, ReadingStatus
 from tests.support.nvml_double import HEALTHY_FIELDS, NvmlDouble, NvmlReturn
 
 MEMORY = {"memory_total_bytes", "memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes"}

@@ -9,9 +9,9 @@ import pytest
 
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.model.readings import DriverEvent, GpuEventKind, GpuState
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.staleness import Deadlines
+from gpuscale.monitor.model.readings import DriverEvent, GpuEventKind, GpuState, MissingGpu, ReadingStatus
 from tests.support.nvml_double import GIB, DoubleGpu, NvmlDouble, NvmlReturn
 
 ECC_UNCORRECTED_EVENT = 0x2
@@ -85,6 +85,37 @@ def test_instances_that_come_or_go_make_the_inventory_outdated(rig: Rig) -> None
     assert not rig.source.outdated
 
 
+def test_mig_that_is_switched_on_and_off_under_a_running_agent_is_seen_within_30_s(rig: Rig) -> None:
+    uuid = rig.source.open().gpus[0].uuid
+    assert rig.source.read(uuid).reading.utilization_percent == 0
+    for numbers in ((3, 4), ()):
+        rig.double.gpus[0].mig_mode = int(bool(numbers))
+        rig.double.gpus[0].utilization_percent = None if numbers else 7
+        rig.double.gpus[0].mig_devices = [part(number) for number in numbers]
+        rig.double.write()
+        rig.source.read(uuid)
+        rig.now += 31.0
+        rig.source.read(uuid)
+        assert rig.source.outdated
+        rig.source.close()
+        assert len(rig.source.open().gpus) == 2 + len(numbers)
+    assert rig.source.read(uuid).reading.utilization_percent == 7
+
+
+def test_mig_that_was_on_between_two_looks_leaves_no_reading_unsupported(rig: Rig) -> None:
+    uuid = rig.source.open().gpus[0].uuid
+    for mode in (1, 0):
+        rig.double.gpus[0].mig_mode = mode
+        rig.double.gpus[0].utilization_percent = None if mode else 7
+        rig.double.write()
+        absent = {one.field: one.status for one in rig.source.read(uuid).reading.absent}
+    assert absent["utilization_percent"] is ReadingStatus.NOT_SUPPORTED
+    rig.now += 31.0
+    rig.source.read(uuid)
+    assert not rig.source.outdated
+    assert rig.source.read(uuid).reading.utilization_percent == 7
+
+
 def test_a_gpu_says_where_its_links_lead(rig: Rig) -> None:
     first, second = rig.double.gpus
     first.nvlinks, second.nvlinks = [1, 1, -1], [0, 0]
@@ -107,6 +138,23 @@ def test_a_gpu_without_links_lacks_their_readings(rig: Rig) -> None:
         "nvlink_recovery_error_count",
     }
     assert sample.state is GpuState.OK
+
+
+def test_gpus_on_the_bus_that_do_not_answer_are_missing_with_their_address(rig: Rig) -> None:
+    """The first gives no address, so it has the one on the bus that is left over; the third is not even listed."""
+    for number in (0x1B, 0x1C, 0x1D):
+        device = rig.sys / f"bus/pci/devices/0000:{number:02x}:00.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x10de\n")
+        (device / "class").write_text("0x030200\n")
+    rig.double.gpus[0].fail("*", NvmlReturn.GPU_IS_LOST)
+    rig.double.write()
+    found = rig.source.open()
+    assert [one.index for one in found.gpus] == [1]
+    assert found.missing == (
+        MissingGpu(0, "0000:1b:00.0", "GPU is lost"),
+        MissingGpu(2, "0000:1d:00.0", "the driver does not list it"),
+    )
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), ("?\n", None)])

@@ -15,6 +15,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import seconds, to_duration, to_timestamp
 from gpuscale.monitor.app import observing
+from gpuscale.monitor.health.watching import HealthWatch
 from tests.support.clock import ManualClock
 from tests.support.monitor import RunningFleet, running_fleet
 from tests.support.monitor_values import hello, snapshot, telemetry
@@ -171,11 +172,15 @@ async def test_history_is_by_gpu_and_node_and_absent_is_not_zero(site: Site) -> 
 
 async def test_trends_tell_where_metrics_are_going(site: Site) -> None:
     for percent in (20.0, 30.0, 40.0):
-        await site.send(gpus(percent))
+        await site.send(gpus(percent), passing=60.0)
     request = api.QueryTrendsRequest(uuids=["GPU-1"])
+    early = await site.history.QueryTrends(request, timeout=5)
+    assert not any(trend.HasField("slope_per_hour") for trend in early.trends), "3 min say nothing of an hour"
+    for percent in (50.0, 60.0):
+        await site.send(gpus(percent), passing=60.0)
     answer = await site.history.QueryTrends(request, timeout=5)
     trends = {trend.stats.metric: trend for trend in answer.trends}
-    assert trends[api.Metric.METRIC_UTILIZATION_PERCENT].slope_per_hour == pytest.approx(36_000.0)
+    assert trends[api.Metric.METRIC_UTILIZATION_PERCENT].slope_per_hour == pytest.approx(600.0)
     assert trends[api.Metric.METRIC_MEMORY_USED_BYTES].slope_per_hour == 0.0
 
 
@@ -272,8 +277,14 @@ async def test_a_quarantine_outlives_the_fleet_however_long_its_node_is_silent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Until the GPU was away and has answered again for 30 s; its agent was started anew and knows of no fault."""
+    clock, ticks, tick = ManualClock(10_000.0), list[float](), HealthWatch.tick
+
+    def noted(watch: HealthWatch) -> None:
+        tick(watch)
+        ticks.append(clock.now())
+
     monkeypatch.setattr(observing, "TICK_SECONDS", 0.02)
-    clock = ManualClock(10_000.0)
+    monkeypatch.setattr(HealthWatch, "tick", noted)
     async with open_site(clock, tmp_path) as before:
         await before.send(gpus(10.0))
         await before.call.write(faults(79))
@@ -282,7 +293,8 @@ async def test_a_quarantine_outlives_the_fleet_however_long_its_node_is_silent(
     async with open_site(clock, tmp_path) as after:
         for _ in range(3):
             clock.advance(3_000.0)
-            await asyncio.sleep(0.1)  # ticks, in which it would be ended
+            ticks.clear()
+            await eventually(lambda: len(ticks) > 1)  # in one of which it would be ended
         assert [one.name for one in await after.events(uuid="GPU-1")] == [begun.name]
         for _ in range(2):
             await after.send(gpus(10.0), passing=60.0)

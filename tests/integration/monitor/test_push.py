@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.monitor.agent import push
 from tests.support.certificates import Authority
 from tests.support.monitor import running_agent, running_fleet, serve

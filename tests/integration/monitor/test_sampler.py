@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 import pytest
 
 from gpuscale.common.runtime.lifecycle import TaskScope
-from gpuscale.monitor.model.readings import HostIdentity, HostReading, Snapshot
 from gpuscale.monitor.agent.sampler import Sampler
 from gpuscale.monitor.agent.watch import Broadcast
+from gpuscale.monitor.model.readings import HostIdentity, HostReading, Snapshot
 from tests.support.monitor_values import epoch_id
 
 FIRST = Snapshot(

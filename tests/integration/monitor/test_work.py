@@ -12,19 +12,26 @@ import grpc
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
-from gpuscale.common.runtime.failpoints import VARIABLE
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.failpoints import VARIABLE
 from gpuscale.monitor.agent.admission import Admissions
 from gpuscale.monitor.agent.admission_file import FILE_NAME, AdmissionFile
 from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.model.readings import GpuProcess, GpuReading, GpuSample, GpuState, ProcessKey
 from gpuscale.monitor.agent.simulated import simulated_uuid
 from gpuscale.monitor.agent.staleness import Deadlines
-from tests.support.monitor import FakeGpus, FakeHost, running_agent
+from gpuscale.monitor.model.readings import (
+    GpuProcess,
+    GpuReading,
+    GpuSample,
+    GpuState,
+    ProcessKey,
+    Quarantine,
+)
+from tests.support.monitor import FakeGpus, FakeHost, confirming_allocator, running_agent
 from tests.support.monitor_values import identity
 
 if TYPE_CHECKING:
@@ -42,13 +49,20 @@ async def work(state_dir: Path | None) -> AsyncGenerator["WorkServiceAsyncStub",
         channels.append(open_channel(address))
         return channels[-1]
 
-    async with running_agent(channel_to=channel_to, state_dir=state_dir, simulated_gpu_count=2) as agent:
+    async with (
+        confirming_allocator() as allocator,
+        running_agent(
+            channel_to=channel_to, state_dir=state_dir, simulated_gpu_count=2, allocator=allocator
+        ) as agent,
+    ):
         await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=10)
         yield monitor_api.WorkServiceStub(channels[0])
 
 
 async def admit(service: "WorkServiceAsyncStub", fence: int, *uuids: str, pid: int | None = None) -> None:
-    request = monitor_api.AdmitWorkRequest(gpu_uuids=uuids, fence=fence, pid=pid)
+    request = monitor_api.AdmitWorkRequest(
+        gpu_uuids=uuids, fence=fence, reservation=f"reservations/r{fence}", pid=pid
+    )
     with rpc_errors():
         await service.AdmitWork(request, timeout=10)
 
@@ -118,27 +132,28 @@ def test_processes_of_an_earlier_boot_are_forgotten_and_fences_are_not(tmp_path:
     assert AdmissionFile(tmp_path, "boot 2").load() == Admissions({"a": 3})
 
 
-async def test_processes_of_admitted_work_are_shown_with_its_fence_and_outsiders_without() -> None:
+async def test_processes_of_admitted_work_are_shown_with_its_reservation_and_outsiders_without() -> None:
     source, worker = FakeGpus(), ProcessKey(10, 1)
     processes = (
         GpuProcess(11, lineage=(ProcessKey(11, 2), worker)),
         GpuProcess(12, lineage=(ProcessKey(12, 3),)),
     )
     source.samples[identity(0).uuid] = GpuSample(GpuState.OK, GpuReading(processes=processes))
-    admissions = Admissions().admit([identity(0).uuid], 7, worker)
+    admissions = Admissions().admit([identity(0).uuid], "reservations/r7", 7, worker)
     assert isinstance(admissions, Admissions)
     clock, host = SystemClock(), FakeHost()
     gpus = Gpus(source, clock, Deadlines())
     collector = Collector(
         "alpha", 1.0, gpus, host, host.identity(), clock, Deadlines(), admitted=lambda: admissions
     )
-    collector.quarantines = {identity(1).uuid.lower(): "XID 79"}
+    quarantine = Quarantine("XID 79", clock.wall())
+    collector.quarantines = {identity(1).uuid.lower(): quarantine}
     try:
         first, second = (await collector.collect()).gpus
     finally:
         await collector.close()
-    assert [process.fence for process in first.reading.processes or ()] == [7, None]
-    assert (first.quarantine, second.quarantine) == ("", "XID 79")
+    assert [process.reservation for process in first.reading.processes or ()] == ["reservations/r7", None]
+    assert (first.quarantine, second.quarantine) == (None, quarantine)
 
 
 @pytest.mark.parametrize("moment", ["before_write", "after_write"])

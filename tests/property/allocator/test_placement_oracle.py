@@ -23,9 +23,9 @@ from gpuscale.allocator.domain.model import (
     Policy,
 )
 from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.allocator.domain.use import Use
 from tests.support.allocator_values import MIB, NOW, gpu
 from tests.support.placement_oracle import Oracle, TooManyError, all_free
 from tests.support.placing import NOTHING, obstacle, reservation
@@ -44,6 +44,7 @@ def _gpu(random: Random, node: int, index: int) -> Gpu:
         free=free,
         utilization=random.choice([0.0] * 8 + [49.0, 50.0, None]),
         trouble=random.choice([""] * 14 + ["HUNG"]),
+        quarantine=random.choice([""] * 14 + ["XID 79"]),
         fresh_until=NOW + random.choice([3] * 15 + [-1]),
     )
     return replace(
@@ -254,6 +255,7 @@ def test_an_explanation_counts_what_each_constraint_removes(seed: int) -> None:
         Obstacle.MODEL_DIFFERS: sum(not _is_of(one, ask.models) for _, one in pairs),
         Obstacle.CORDONED: sum(_is_cordoned(node, one, fleet.cordons) for node, one in pairs),
         Obstacle.GPU_NOT_OK: sum(bool(one.trouble) for _, one in pairs),
+        Obstacle.QUARANTINED: sum(bool(one.quarantine) for _, one in pairs),
         Obstacle.MEMORY_UNKNOWN: sum(
             None in (one.memory_free_bytes, one.memory_total_bytes) for _, one in pairs
         ),

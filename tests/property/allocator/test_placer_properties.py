@@ -21,17 +21,17 @@ from gpuscale.allocator.domain.model import (
     Score,
 )
 from gpuscale.allocator.domain.placement import Pick
-from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import Columns
 from gpuscale.allocator.placing.constraints import ABSENT, Constraints
 from gpuscale.allocator.placing.demand import Demand, Tariff
 from gpuscale.allocator.placing.fragmentation import typical
 from gpuscale.allocator.placing.index import Index
+from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.policies import value
 from gpuscale.allocator.placing.row import Row
 from gpuscale.allocator.placing.rows import gpu_codes, node_code
 from gpuscale.allocator.placing.rows import value as row_value
-from gpuscale.allocator.domain.use import Use
 from tests.support.allocator_values import MIB, NOW, gpu
 from tests.support.placing import best_node, obstacle, placer, reservation
 
@@ -54,6 +54,7 @@ def gpus(draw: st.DrawFn, name: str, index: int) -> Gpu:
             free=free,
             utilization=draw(st.sampled_from([0.0, 0.0, 49.0, 50.0, None])),
             trouble=draw(st.sampled_from(["", "", "", "HUNG"])),
+            quarantine=draw(st.sampled_from(["", "", "", "XID 79"])),
             fresh_until=NOW + draw(st.sampled_from([-1, 3, 3, 3])),
         ),
         model=draw(st.sampled_from(["A100", "T4"])),

@@ -7,12 +7,11 @@ from unittest.mock import patch
 
 import pytest
 
-from gpuscale.autoscaler.loop import passes
 from gpuscale.autoscaler.backtest.simulate import Replay
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.engine import Result
-from gpuscale.autoscaler.model import EndpointSpec, QueueCount, QueueSignal, ReplicaTemplate, Signal
+from gpuscale.autoscaler.domain.model import EndpointSpec, QueueCount, QueueSignal, ReplicaTemplate, Signal
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.rules import (
     BandRule,
@@ -29,6 +28,7 @@ from gpuscale.autoscaler.domain.rules import (
 )
 from gpuscale.autoscaler.domain.signals import Sample, queue_sample
 from gpuscale.autoscaler.domain.whatif import Question, asked
+from gpuscale.autoscaler.loop import passes
 from tests.support.scaling_world import World, seeded
 from tests.support.virtual_time import run
 

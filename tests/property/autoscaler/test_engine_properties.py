@@ -5,7 +5,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gpuscale.autoscaler.domain.engine import order
-from gpuscale.autoscaler.model import EndpointSpec, Observation, ObservationStatus, ReplicaTemplate, Stage
+from gpuscale.autoscaler.domain.model import (
+    EndpointSpec,
+    Observation,
+    ObservationStatus,
+    ReplicaTemplate,
+    Stage,
+)
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.rules import Comparator, Rule, StepRule
 from tests.support.autoscaler_values import NOW, evaluate, observe, observed, signal

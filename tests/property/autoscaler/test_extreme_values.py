@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuscale.autoscaler.model import PushedSignal, Signal
+from gpuscale.autoscaler.domain.model import PushedSignal, Signal
 from gpuscale.autoscaler.domain.pace import Memory
 from gpuscale.autoscaler.domain.policies.outcome import Burst, Inputs
 from gpuscale.autoscaler.domain.rules import (
@@ -24,9 +24,9 @@ from gpuscale.autoscaler.domain.rules import (
 )
 from gpuscale.autoscaler.domain.series import LARGEST, series_of
 from gpuscale.autoscaler.domain.signals import Sample, observe
+from gpuscale.autoscaler.domain.whatif import Question, asked
 from gpuscale.autoscaler.wire.translate_inputs import question_to_wire
 from gpuscale.autoscaler.wire.translate_state import evaluation_to_wire
-from gpuscale.autoscaler.domain.whatif import Question, asked
 from tests.support.autoscaler_values import NOW, WALL, spec
 
 SIGNALS = ("a", "b")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Outcome, compose
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     EndpointSpec,
     GpuGate,
     Observation,
@@ -24,7 +24,7 @@ from gpuscale.autoscaler.model import (
 )
 from gpuscale.autoscaler.domain.pace import Memory
 from gpuscale.autoscaler.domain.policies.outcome import Inputs
-from gpuscale.autoscaler.remembered import Remembered
+from gpuscale.autoscaler.domain.remembered import Remembered
 from gpuscale.autoscaler.domain.rules import (
     BandRule,
     BoundMode,
@@ -49,10 +49,10 @@ from gpuscale.autoscaler.domain.rules import (
     ThresholdRule,
 )
 from gpuscale.autoscaler.domain.signals import Sample
+from gpuscale.autoscaler.domain.whatif import Question, asked
+from gpuscale.autoscaler.servicers.verifying import verified
 from gpuscale.autoscaler.wire.translate_inputs import question_from_wire, question_to_wire
 from gpuscale.autoscaler.wire.translate_state import decision_body
-from gpuscale.autoscaler.servicers.verifying import verified
-from gpuscale.autoscaler.domain.whatif import Question, asked
 from tests.support.autoscaler_values import NOW, WALL, endpoint, signal
 
 RUNS, STEPS = 200, 100

@@ -13,17 +13,17 @@ from unittest.mock import patch
 
 import pytest
 
-from gpuscale.autoscaler import decision_log
-from gpuscale.autoscaler.loop import passes, reconciler
-from gpuscale.autoscaler.loop.acting import Actor
-from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     EndpointSpec,
     ReplicaTemplate,
 )
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.autoscaler.domain.rules import Rule, TargetRule
+from gpuscale.autoscaler.loop import passes, reconciler
+from gpuscale.autoscaler.loop.acting import Actor
+from gpuscale.autoscaler.signals.histories import Histories
 from gpuscale.autoscaler.signals.sources import SignalSources
+from gpuscale.autoscaler.state import decision_log
 from gpuscale.common.names import replica_name
 from tests.support.fake_adapter import FAILED, READY
 from tests.support.scaling_doubles import FOREIGN
@@ -92,7 +92,7 @@ STAGES: dict[str, tuple[object, str]] = {
     "bad-sampling": (SignalSources, "sample"),
     "bad-reading": (reconciler, "_found"),
     "bad-evaluating": (passes, "asked"),
-    "bad-planning": (passes, "plan"),
+    "bad-planning": (passes, "plan_sets"),
     "bad-acting": (Actor, "act"),
     "bad-keeping": (Histories, "note"),
     "bad-composing": (reconciler, "compose"),

@@ -3,7 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.autoscaler.model import (
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.autoscaler.domain.model import (
+    CapabilitySet,
     EndpointSpec,
     GpuSignal,
     HostSignal,
@@ -14,7 +16,9 @@ from gpuscale.autoscaler.model import (
     QueueSignal,
     ReplicaSignal,
     ReplicaTemplate,
+    ScaleInOrder,
     Signal,
+    TaskSignal,
     WaitingSignal,
 )
 from gpuscale.autoscaler.domain.rules import (
@@ -58,6 +62,7 @@ sources = st.one_of(
     st.builds(ReplicaSignal, ids),
     st.builds(PrometheusSignal, ids, ids),
     st.builds(WaitingSignal, st.just("") | ids),
+    st.just(TaskSignal()),
 )
 signals = st.builds(
     Signal,
@@ -70,6 +75,7 @@ signals = st.builds(
     on_missing=st.sampled_from(OnMissing),
     last_ttl=lengths,
     activation_threshold=numbers,
+    counts_work=st.booleans(),
 )
 minutes = st.integers(0, 1439)
 periods = st.builds(Period, st.frozensets(st.integers(1, 7)), minutes, st.integers(0, 1440), counts)
@@ -109,6 +115,14 @@ paces = st.builds(
     st.booleans(),
     st.just(0.0) | lengths,
 )
+asks = st.builds(
+    allocator_api.Ask,
+    mig_profile=ids,
+    models=st.lists(ids, max_size=3),
+    node_labels=st.dictionaries(ids, ids, max_size=3),
+    allow_unknown_utilization=st.none() | st.booleans(),
+    gpu_milli=st.none() | some,
+).map(lambda ask: ask.SerializeToString(deterministic=True))
 templates = st.builds(
     ReplicaTemplate,
     template=ids,
@@ -119,6 +133,17 @@ templates = st.builds(
     max_utilization_percent=st.none() | st.floats(0, 100),
     lease_ttl=seconds,
     drain_timeout=seconds,
+    ask=st.none() | st.just(b"") | asks,
+)
+amounts = st.dictionaries(ids, st.integers(-1, 99), max_size=3)
+sets = st.builds(
+    CapabilitySet,
+    ids,
+    amounts,
+    counts,
+    st.none() | counts,
+    some,
+    st.none() | templates,
 )
 specs = st.builds(
     EndpointSpec,
@@ -135,6 +160,8 @@ specs = st.builds(
     mode=st.sampled_from(ScalingMode),
     bound_mode=st.sampled_from(BoundMode),
     busy_metric=st.just("") | ids,
+    scale_in_order=st.sampled_from(ScaleInOrder),
+    capability_sets=st.lists(sets, max_size=2).map(tuple),
 )
 
 

@@ -1,7 +1,9 @@
 """The compiled checks say the same as the rules, read one by one, for any message."""
 
 import math
+import string
 from typing import Any
+from unicodedata import category
 from unittest.mock import patch
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -86,7 +88,12 @@ def fill(draw: st.DrawFn, message: Any, depth: int) -> None:
         if not draw(st.booleans()) or depth > 4:
             continue
         if is_map(field):
-            getattr(message, field.name).update(draw(st.dictionaries(TEXTS, TEXTS, max_size=2)))
+            entries, item = getattr(message, field.name), field.message_type.fields_by_name["value"]
+            for key in draw(st.lists(TEXTS, max_size=2)):
+                if item.message_type:
+                    fill(draw, entries[key], depth + 1)
+                else:
+                    entries[key] = draw(scalars(item))
         elif field.message_type in (Duration.DESCRIPTOR, Timestamp.DESCRIPTOR):
             stamp = getattr(message, field.name)
             stamp.seconds, stamp.nanos = draw(SECONDS), draw(NANOS)
@@ -113,8 +120,9 @@ def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
             x for bound in bounds for x in (bound, math.nextafter(bound, -1e9), math.nextafter(bound, 1e9))
         ]
         return st.sampled_from(near) | FLOATS if near else FLOATS
-    near = [int(bound) + step for bound in bounds for step in (-1, 0, 1)]
-    return st.sampled_from(near) | st.sampled_from(EDGES) if near else st.sampled_from(EDGES)
+    edges = st.sampled_from([*(int(bound) + step for bound in bounds for step in (-1, 0, 1)), *EDGES])
+    unsigned = field.cpp_type in (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64)
+    return edges.map(abs) if unsigned else edges
 
 
 def is_map(field: FieldDescriptor) -> bool:
@@ -142,11 +150,19 @@ def expected_of_many(field: FieldDescriptor, rules: Any, path: str, values: Any)
     if rules.required and not values:
         return {path}
     if is_map(field):
-        key_field = field.message_type.fields_by_name["key"]
-        wrong = (key for key in values if breaks(key, rules, key_field) or plain_text_breaks(values[key]))
-        return {path + f'["{shown(key)}"]' for key in wrong}
+        return set[str]().union(
+            *(expected_of_entry(field, rules, path, key, value) for key, value in values.items())
+        )
     found = {path} if rules.unique and len(set(values)) < len(values) else set()
     return found.union(*(below(item, rules, field, f"{path}[{index}]") for index, item in enumerate(values)))
+
+
+def expected_of_entry(field: FieldDescriptor, rules: Any, path: str, key: str, value: Any) -> set[str]:
+    """The rules are about the key; of them only `max_length` is about the value too."""
+    key_field, value_field = (field.message_type.fields_by_name[part] for part in ("key", "value"))
+    of_value = options_pb2.FieldRules(max_length=rules.max_length if rules.HasField("max_length") else None)
+    path += f'["{shown(key)}"]'
+    return below(key, rules, key_field, path) | below(value, of_value, value_field, path)
 
 
 def below(value: Any, rules: options_pb2.FieldRules, field: FieldDescriptor, path: str) -> set[str]:
@@ -180,8 +196,14 @@ def breaks(value: Any, rules: options_pb2.FieldRules, field: FieldDescriptor) ->
     )
 
 
+DEVICE = frozenset(string.ascii_letters + string.digits + "-_.:/")
+
+
 def plain_text_breaks(text: str) -> bool:
-    return len(text) > 1024 or any(ord(character) < 32 or 127 <= ord(character) < 160 for character in text)
+    return len(text) > 1024 or any(
+        ord(character) < 32 or 127 <= ord(character) < 160 or category(character) in {"Cf", "Zl", "Zp"}
+        for character in text
+    )
 
 
 def text_breaks(text: str, rules: options_pb2.FieldRules) -> bool:
@@ -193,6 +215,8 @@ def text_breaks(text: str, rules: options_pb2.FieldRules) -> bool:
         return len(text) != 36 or text.count("-") != 4
     if rules.format == options_pb2.TEXT_FORMAT_ID:
         return not names.is_id(text)
+    if rules.format == options_pb2.TEXT_FORMAT_DEVICE:
+        return not text or len(text) > 253 or not set(text) <= DEVICE
     return rules.format == options_pb2.TEXT_FORMAT_LABEL and (
         not text or len(text) > 253 or text != text.strip() or not text.isprintable()
     )

@@ -14,6 +14,8 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
+from gpuscale.monitor.agent.translate import to_snapshot
+from gpuscale.monitor.fleet.delta import refuse_change
 from gpuscale.monitor.model.readings import (
     Absent,
     GpuIdentity,
@@ -23,12 +25,11 @@ from gpuscale.monitor.model.readings import (
     GpuView,
     HostIdentity,
     HostReading,
+    Quarantine,
     ReadingStatus,
     RecoveryAction,
     Snapshot,
 )
-from gpuscale.monitor.agent.translate import to_snapshot
-from gpuscale.monitor.fleet.delta import refuse_change
 from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.monitor_values import GIB, epoch_id
 
@@ -88,7 +89,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
                 draw(states),
                 draw(gpu_readings()),
                 draw(maybe([0.0, -0.1, -0.3, -1.0, -7.5])),
-                draw(st.sampled_from(["", "", "xid 79"])),
+                draw(st.sampled_from([None, None, Quarantine("xid 79", datetime(2026, 1, 1, tzinfo=UTC))])),
             )
             for index, uuid in enumerate(uuids)
         ),
@@ -144,7 +145,11 @@ def test_changes_lead_to_what_the_agent_meant(values: list[Snapshot], every: flo
         assert told.gpu_problem == meant.gpu_problem
         assert_near(told.host_reading, meant.host_reading)
         for had, gpu in zip(told.gpus, meant.gpus, strict=True):
-            assert (had.state, had.quarantine) == (gpu.state, gpu.quarantine)
+            assert (had.state, had.quarantine, had.quarantine_time) == (
+                gpu.state,
+                gpu.quarantine,
+                gpu.quarantine_time,
+            )
             assert_near(had.reading, gpu.reading)
             known = readings.setdefault(gpu.uuid, [])
             known.append(ageless(gpu.reading))

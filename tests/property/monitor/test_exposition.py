@@ -40,7 +40,7 @@ def test_a_page_shows_what_was_read_and_nothing_else(
     gpu = types_api.Gpu(uuid="GPU-1", model=model, state=types_api.GpuState.GPU_STATE_OK, reading=reading)
     snapshot = types_api.Snapshot(node="alpha", host=types_api.Host(hostname=hostname), gpus=[gpu])
     page = Page()
-    add_snapshot(page, snapshot, Style("all"), fresh=True)
+    add_snapshot(page, snapshot, Style("all"), fresh=True, quarantined=())
     shown = {
         family.name: family.samples
         for family in text_string_to_metric_families(b"".join(page.chunks()).decode())

@@ -11,6 +11,10 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
+from gpuscale.monitor.agent.translate import to_snapshot
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.health.saved import from_text, to_text
+from gpuscale.monitor.health.watching import HealthWatch
 from gpuscale.monitor.model.readings import (
     GpuIdentity,
     GpuReading,
@@ -21,10 +25,6 @@ from gpuscale.monitor.model.readings import (
     RecoveryAction,
     Snapshot,
 )
-from gpuscale.monitor.agent.translate import to_snapshot
-from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.health.saved import from_text, to_text
-from gpuscale.monitor.health.watching import HealthWatch
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, epoch_id, hello, telemetry
 

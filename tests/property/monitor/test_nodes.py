@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gpuscale.common.errors import AbortedError
-from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Stream
+from gpuscale.monitor.model.nodes import NodeState
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import epoch_id, gpu, hello, snapshot, telemetry
 

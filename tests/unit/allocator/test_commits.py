@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import Reservation
 from gpuscale.allocator.state.changes import Changes
 from gpuscale.allocator.state.commits import MAX_GROUP, Commits
 from gpuscale.allocator.state.crowd import ENOUGH, WINDOW, WRITES
-from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import Reservation
 from gpuscale.allocator.state.outcome import Outcome
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.lifecycle import TaskScope
@@ -25,6 +25,8 @@ TURNS = 10
 
 class CountingDisk:
     """A store that takes as long as an fsync and notes when it was written and how much."""
+
+    short = False
 
     def __init__(self) -> None:
         self.groups: list[tuple[float, int]] = []

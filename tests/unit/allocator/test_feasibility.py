@@ -63,7 +63,8 @@ def test_held_troubled_and_unselected_gpus_are_out() -> None:
 def test_the_first_reason_in_the_documented_order_is_named() -> None:
     """Take the worst GPU there can be and cure it step by step: the reasons come in their order."""
     sick = replace(
-        gpu("GPU-a", free=None, utilization=None, trouble="LOST", fresh_until=NOW - 1), mig_profile="1g"
+        gpu("GPU-a", free=None, utilization=None, trouble="LOST", quarantine="XID 79", fresh_until=NOW - 1),
+        mig_profile="1g",
     )
     one = node("n0", sick, state=NodeState.OFFLINE)
     use = held_whole([one], {"GPU-a"})
@@ -87,7 +88,13 @@ def test_the_first_reason_in_the_documented_order_is_named() -> None:
     for field, value in (("nodes", NONE), ("node_labels", ()), ("excluded_gpus", NONE), ("models", ())):
         wish = replace(wish, **{field: value})
         look()
-    for fields in ({"mig_profile": ""}, {"state": NodeState.ONLINE}, {"fresh_until": NOW}, {"trouble": ""}):
+    for fields in (
+        {"mig_profile": ""},
+        {"state": NodeState.ONLINE},
+        {"fresh_until": NOW},
+        {"trouble": ""},
+        {"quarantine": ""},
+    ):
         state = fields.pop("state", one.state)
         sick = replace(sick, **fields)
         one = replace(one, state=state, gpus=(sick,))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated, rebased, retention
+from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated, rebased, retention_of
 from gpuscale.allocator.domain.model import Order, Reservation, State
 from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 from tests.support.allocator_values import NOW, WALL, order, reserved
@@ -209,8 +209,8 @@ def test_due_is_bounded_and_postponed_work_comes_again() -> None:
 
 
 def test_an_ended_record_is_kept_a_day_and_twice_its_ttl_and_then_forgotten() -> None:
-    assert retention(60.0) == RETENTION == 86_400.0
-    assert retention(7 * 86_400.0) == 14 * 86_400.0
+    assert retention_of(60.0) == RETENTION == 86_400.0
+    assert retention_of(7 * 86_400.0) == 14 * 86_400.0
     ledger = Ledger()
     wish = order("id")
     over = ended(ledger, active(ledger, wish=wish))

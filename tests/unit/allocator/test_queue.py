@@ -3,9 +3,9 @@
 import pytest
 
 from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.allocator.queueing.model import Obstacle, Quota, Reason, Rules
 from gpuscale.allocator.queueing.queue import BEHIND_OTHERS
-from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.common.errors import ResourceExhaustedError
 from tests.support.queue_world import Line, QueueWorld, wish
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.state import schema_store
 from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.state import schema_store
 from gpuscale.allocator.state.sealing import is_whole, is_whole_reservation, sealed
 from tests.support.allocator_values import NOW, WALL, order, reserved
 

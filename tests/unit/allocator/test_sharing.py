@@ -16,18 +16,18 @@ from gpuscale.allocator.domain.model import (
     ReservedGpu,
 )
 from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.allocator.domain.use import Use
 from tests.support.allocator_values import MIB, NOW, ask, gpu, node, plain_node
 from tests.support.placing import placer, reservation
 
 
-def take(of: Placer, use: Use, wish: Ask, *, fence: int = 1) -> tuple[ReservedGpu, ...]:
+def take(of: Placer, use: Use, wish: Ask, *, fence: int = 1, name: str = "") -> tuple[ReservedGpu, ...]:
     """Place and hold."""
     answer = of.place(wish, NOW)
     assert isinstance(answer, Pick), answer
-    use.hold(reservation(answer.gpus, fence=fence, ask=wish))
+    use.hold(reservation(answer.gpus, fence=fence, ask=wish, name=name))
     return answer.gpus
 
 
@@ -90,9 +90,9 @@ def test_a_share_larger_than_any_gpu_is_never_had(size: int) -> None:
 def test_memory_in_use_by_its_holder_is_not_counted_twice() -> None:
     use = Use()
     of = placer([plain_node("n0", 1)], use)
-    take(of, use, replace(ask(), gpu_milli=500), fence=7)
+    take(of, use, replace(ask(), gpu_milli=500), name="r7")
     busy = replace(
-        gpu("n0-0", free=45_000, utilization=99.0), processes=(GpuProcess(1, 35_000 * MIB, "train", 7),)
+        gpu("n0-0", free=45_000, utilization=99.0), processes=(GpuProcess(1, 35_000 * MIB, "train", "r7"),)
     )
     of.apply_node(node("n0", busy))
     rest = replace(ask(utilization=50), gpu_milli=500)
@@ -351,11 +351,11 @@ def test_each_member_takes_cpu_and_main_memory_once_however_many_gpus_it_has() -
 
 
 def test_thinking_a_reservation_away_gives_back_what_its_processes_use() -> None:
-    """Its processes are known by their fence; the memory of an outsider beside them stays taken."""
+    """Its processes are known by their reservation; the memory of an outsider beside them stays taken."""
     use = Use()
-    own, stranger = GpuProcess(1, 60_000 * MIB, "train", 7), GpuProcess(2, 15_000 * MIB, "x", None)
+    own, stranger = GpuProcess(1, 60_000 * MIB, "train", "victim"), GpuProcess(2, 15_000 * MIB, "x", None)
     of = placer([plain_node("n0", 1)], use)
-    use.hold(reservation(take(of, Use(), ask()), name="victim", fence=7))
+    use.hold(reservation(take(of, Use(), ask()), name="victim"))
     of.apply_node(node("n0", replace(gpu("n0-0", free=5_000, utilization=99.0), processes=(own, stranger))))
     assert isinstance(of.place_after(ask(memory=65_000, utilization=50), NOW, ["victim"]), Pick)
     assert isinstance(of.place_after(ask(memory=65_001), NOW, ["victim"]), Refusal)

@@ -10,10 +10,10 @@ from datetime import datetime
 
 import pytest
 
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.domain.ledger import RETENTION, Ledger
 from gpuscale.allocator.domain.model import Reservation, State
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.usecases.sweeper import BATCH, LATE, START_DELAY, TICK, Sweeper
 from gpuscale.common.errors import NotFoundError, UnavailableError
 from gpuscale.common.runtime.lifecycle import TaskScope
@@ -42,6 +42,8 @@ class LoopClock:
 
 class NoStore:
     """A store that is done at once, or fails while `broken`."""
+
+    short = False
 
     def __init__(self) -> None:
         self.broken = False

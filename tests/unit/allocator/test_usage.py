@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Gpu, GpuProcess, Reservation, ReservedGpu
-from gpuscale.allocator.usage import IDLE_PERCENT, Usage, usage_of
+from gpuscale.allocator.usecases.usage import IDLE_PERCENT, Usage, usage_of
 from tests.support.allocator_values import MIB, NOW, WALL, gpu, node, order, reserved
 
 
-def process(pid: int, fence: int | None, memory: int | None = 100) -> GpuProcess:
-    return GpuProcess(pid, None if memory is None else memory * MIB, "python", fence)
+def process(pid: int, reservation: str | None, memory: int | None = 100) -> GpuProcess:
+    return GpuProcess(pid, None if memory is None else memory * MIB, "python", reservation)
 
 
 def grant(ledger: Ledger, *gpus: ReservedGpu) -> Reservation:
@@ -31,17 +31,17 @@ def test_of_a_whole_gpu_everything_in_use_counts() -> None:
     assert (usage.idle, usage.overused) == (False, False)
 
 
-def test_of_a_share_only_what_was_admitted_under_its_fence_counts() -> None:
+def test_of_a_share_only_what_was_admitted_for_it_counts() -> None:
     ledger = Ledger()
     one, other = (grant(ledger, reserved("GPU-a", milli=500, memory=200)) for _ in range(2))
     seen = replace(
         gpu(utilization=90.0),
         memory_used_bytes=5000 * MIB,
         processes=(
-            process(1, one.fence, 150),
-            process(2, one.fence, 150),
-            process(3, other.fence),
-            process(4, 99),
+            process(1, one.id, 150),
+            process(2, one.id, 150),
+            process(3, other.id),
+            process(4, "r99-aa"),
         ),
     )
     usage, others = look(ledger, one, seen), look(ledger, other, seen)
@@ -53,7 +53,7 @@ def test_of_a_share_only_what_was_admitted_under_its_fence_counts() -> None:
 def test_a_process_of_unknown_memory_makes_the_sum_unknown() -> None:
     ledger = Ledger()
     one = grant(ledger, reserved("GPU-a", milli=500, memory=200))
-    usage = look(ledger, one, replace(gpu(), processes=(process(1, one.fence, None),)))
+    usage = look(ledger, one, replace(gpu(), processes=(process(1, one.id, None),)))
     assert usage.gpus["GPU-a"].memory_used_bytes is None
     assert usage.overused is None
 
@@ -65,7 +65,7 @@ def test_idle_is_said_only_when_every_gpu_is_known_to_be() -> None:
     assert look(ledger, one, quiet, other).idle is True
     assert look(ledger, one, quiet, replace(other, utilization_percent=IDLE_PERCENT)).idle is False
     assert look(ledger, one, quiet, replace(other, utilization_percent=None)).idle is None
-    assert look(ledger, one, quiet, replace(other, processes=(process(1, one.fence),))).idle is False
+    assert look(ledger, one, quiet, replace(other, processes=(process(1, one.id),))).idle is False
     assert look(ledger, one, quiet).idle is None
 
 
@@ -73,3 +73,24 @@ def test_stale_readings_tell_nothing() -> None:
     ledger = Ledger()
     one = grant(ledger, reserved("GPU-a", memory=100))
     assert look(ledger, one, gpu(), now=NOW + 3.1) == Usage({}, None, None)
+
+
+def test_what_may_be_its_own_makes_the_memory_of_a_share_unknown_and_not_zero() -> None:
+    """Processes that nobody admitted may be those of a holder without any; so may memory of processes not listed yet."""
+    ledger = Ledger()
+    one, other = (grant(ledger, reserved("GPU-a", milli=500, memory=200)) for _ in range(2))
+    quiet = gpu(utilization=0.0)
+    others = (process(3, other.id),)
+    assert look(ledger, one, replace(quiet, processes=others)).gpus["GPU-a"].memory_used_bytes == 0
+    stranger, unknown = process(1, None), replace(process(2, None), unknown=True)
+    unclear = (
+        replace(quiet, processes=(stranger, *others)),
+        replace(quiet, processes=(unknown, *others)),
+        replace(quiet, processes=others, memory_used_bytes=5000 * MIB),
+        replace(quiet, processes=(), processes_known=False),
+    )
+    for seen in unclear:
+        usage = look(ledger, one, seen)
+        assert (usage.gpus["GPU-a"].memory_used_bytes, usage.overused) == (None, None)
+    assert look(ledger, one, unclear[0]).idle is None
+    assert look(ledger, one, unclear[1]).gpus["GPU-a"].outsiders == ()

@@ -7,8 +7,8 @@ from contextlib import aclosing
 import pytest
 
 from gpuscale.allocator.domain.model import State
-from gpuscale.allocator.usecases import waiting
 from gpuscale.allocator.queueing.model import Place, Quota, Reason, Rules
+from gpuscale.allocator.usecases import waiting
 from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
 from tests.support.queue_site import queue_site
 from tests.support.queue_world import wish

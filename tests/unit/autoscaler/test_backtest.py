@@ -9,7 +9,7 @@ from gpuscale.autoscaler.backtest.report import MOST_MOMENTS, Moment, Timeline, 
 from gpuscale.autoscaler.backtest.simulate import run
 from gpuscale.autoscaler.backtest.trace import Request, ServiceModel, read_trace
 from gpuscale.autoscaler.backtest.world import Setting, World
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     EndpointSpec,
     HostSignal,
     QueueCount,
@@ -129,6 +129,18 @@ def test_every_preset_runs_and_the_same_again_gives_the_same(preset: str) -> Non
     assert first == second
     assert first.most_replicas <= 8
     assert (first.scale_ops > 0) == (preset != "opengris_no")
+
+
+def test_samplers_that_no_gpu_is_free_for_are_not_wanted() -> None:
+    """So that none is to be taken back one check at a time when the queue is empty."""
+    wish = Wish("queue", 1, 1000, TEMPLATE)
+    report = run(
+        PRESETS["distributedfunsearch"](wish),
+        [Request(0.0, 12.0)] * 500,
+        setting(slots=1, cold=60.0, max_gpus=2),
+        goal=10.0,
+    )
+    assert (report.most_replicas, report.pending_replica_hours, report.unserved) == (2, 0.0, 0)
 
 
 def test_the_default_is_late_less_often_than_steps_and_costs_less_than_a_full_house() -> None:

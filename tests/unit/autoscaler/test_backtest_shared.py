@@ -11,7 +11,7 @@ from gpuscale.autoscaler.backtest.shared import Part, run_shared
 from gpuscale.autoscaler.backtest.simulate import StoppedError, run
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Pool, Setting, World
-from gpuscale.autoscaler.model import EndpointSpec, QueueCount, QueueSignal, ReplicaTemplate, Signal
+from gpuscale.autoscaler.domain.model import EndpointSpec, QueueCount, QueueSignal, ReplicaTemplate, Signal
 from gpuscale.autoscaler.domain.rules import Rule, TargetRule
 
 BEGIN = datetime(2024, 1, 1, tzinfo=UTC)

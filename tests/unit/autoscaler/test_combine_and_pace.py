@@ -3,7 +3,7 @@
 import pytest
 
 from gpuscale.autoscaler.domain import engine
-from gpuscale.autoscaler.model import Code, EndpointSpec, Stage
+from gpuscale.autoscaler.domain.model import Code, EndpointSpec, Stage
 from gpuscale.autoscaler.domain.pace import Memory, paced
 from gpuscale.autoscaler.domain.rules import (
     UNPACED,

@@ -41,6 +41,7 @@ def test_the_whole_request_for_a_replica_on_gpus() -> None:
             "GPUSCALE_FENCE=7",
             "GPUSCALE_GPU_UUIDS=GPU-8f3c,GPU-11aa",
             "GPUSCALE_REPLICA=endpoints/chat/replicas/r1",
+            "GPUSCALE_RESERVATION=",
         ],
         "Labels": {
             "gpuscale.adapter": "here",

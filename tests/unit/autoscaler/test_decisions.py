@@ -2,7 +2,7 @@
 
 from gpuscale.autoscaler.domain.decisions import Outcome, afterwards, compose, sameness
 from gpuscale.autoscaler.domain.engine import order
-from gpuscale.autoscaler.model import Code, Decision, Stage, Step
+from gpuscale.autoscaler.domain.model import Code, Decision, Stage, Step
 from tests.support.autoscaler_values import NOW, down, endpoint, evaluate, observed, seen, spec, up
 
 WANTED = spec(up(step=2), down())

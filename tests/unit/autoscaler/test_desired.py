@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gpuscale.autoscaler.domain.desired import HURRIED_DRAIN, DesiredReplica, Order, desired_state, unknown_to
-from gpuscale.autoscaler.model import ReplicaTemplate
+from gpuscale.autoscaler.domain.model import ReplicaTemplate
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaReport, ReplicaState, asked_to_stop
 from tests.support.autoscaler_values import AT, NOW, lease, replica
 
@@ -24,7 +24,10 @@ def test_a_line_carries_what_the_adapter_needs() -> None:
     template = ReplicaTemplate("w", parameters={"queue": "q"}, gpu_count=1, drain_timeout=9.0)
     one = replica(0, S.READY, template=template, lease=lease(4))
     [line] = desired_state({"a": one}, {}, ())
-    assert line == DesiredReplica("a", Order.RUN, "w", {"queue": "q"}, ("GPU-4",), 4, 9.0, 1)
+    assert line == DesiredReplica(
+        "a", Order.RUN, "w", {"queue": "q"}, ("GPU-4",), 4, 9.0, 1, "reservations/v4", "token of v4"
+    )
+    assert "token of v4" not in repr(line)
 
 
 def test_one_that_lost_its_gpus_may_not_take_its_time() -> None:

@@ -5,15 +5,20 @@ from typing import Any
 import pytest
 
 from gpuscale.autoscaler.domain.engine import order
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     Code,
     EndpointSpec,
     Evaluation,
     HostSignal,
     Observation,
     ObservationStatus,
+    PrometheusSignal,
+    PushedSignal,
+    ReplicaSignal,
     Signal,
+    Source,
     Stage,
+    WaitingSignal,
 )
 from tests.support.autoscaler_values import NOW, down, evaluate, observed, seen, signal, spec, up
 
@@ -148,6 +153,22 @@ def test_zero_needs_proof_from_signals_without_a_rule_too() -> None:
     assert run(wanted, 3, seen(0), seen(2, "other")).wanted == 1
     assert run(wanted, 3, seen(0)).wanted == 1
     assert run(wanted, 3, seen(0), seen(0, "other")).wanted == 0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [PushedSignal("tasks"), ReplicaSignal("in_flight"), PrometheusSignal("main", "q"), WaitingSignal()],
+)
+def test_zero_needs_proof_from_whatever_the_spec_says_counts_work(source: Source) -> None:
+    """A metric that is left at one task, is stale, or was never reported keeps the last replica."""
+    for counts_work, wanted in ((True, 1), (False, 0)):
+        tasks = Signal("tasks", source, counts_work=counts_work)
+        empty = spec(down("d", "<= 1", -5, signal="tasks"), signals=[tasks])
+        assert run(empty, 3, seen(1, "tasks")).wanted == wanted
+        assert run(empty, 3, seen(0, "tasks")).wanted == 0
+        beside = spec(down("d", "<= 1", -5), signals=[signal(), tasks])
+        for status in (ObservationStatus.STALE, ObservationStatus.MISSING):
+            assert run(beside, 3, seen(0), seen(name="tasks", status=status)).wanted == wanted
 
 
 def test_zero_needs_a_min_of_zero() -> None:

@@ -4,10 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.autoscaler.model import ReplicaTemplate
-from gpuscale.autoscaler.domain.planning import MAX_PENDING, AdapterFacts, candidates, crash_delay, nobody, plan
+from gpuscale.autoscaler.domain.model import ReplicaTemplate, ScaleInOrder
+from gpuscale.autoscaler.domain.planning import (
+    MAX_PENDING,
+    AdapterFacts,
+    candidates,
+    crash_delay,
+    nobody,
+    plan,
+)
 from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState, asked_to_stop
-from tests.support.autoscaler_values import AT, NOW, replica
+from tests.support.autoscaler_values import AT, NOW, replica, spec
 
 S = ReplicaState
 
@@ -51,6 +58,17 @@ def test_the_least_busy_go_first_and_those_that_say_nothing_last() -> None:
     order = ["r005", "r001", "r004", "r003", "r002", "r000"]
     for left in range(6):
         assert ids(plan(left, members, (), busy=busy).stop) == order[: 6 - left]
+
+
+def test_oldest_first_stops_the_least_busy_and_of_them_the_first_that_was_started() -> None:
+    """As OpenGRIS Scaler does; a replica on its way up has no task, and one that says nothing may have any."""
+    members = [replica(n, S.READY) for n in range(5)] + [replica(5, S.STARTING), replica(6)]
+    oldest = spec(busy_metric="queued_tasks", scale_in_order=ScaleInOrder.OLDEST_FIRST)
+    busy = {"r001": 2.0, "r002": 0.0, "r003": 0.0, "r004": 2.0}
+    order = ["r006", "r002", "r003", "r005", "r001", "r004", "r000"]
+    for left in range(7):
+        assert ids(plan(left, members, (), oldest, busy).stop) == order[: 7 - left]
+    assert ids(plan(3, members[:5], (), oldest).stop) == ["r000", "r001"]
 
 
 def test_silent_replicas_are_neither_replaced_nor_stopped() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.autoscaler.model import AdapterTier, ReplicaTemplate
+from gpuscale.autoscaler.domain.model import AdapterTier, ReplicaTemplate
 from gpuscale.autoscaler.domain.planning import (
     AdapterFacts,
     Capabilities,
@@ -14,7 +14,7 @@ from gpuscale.autoscaler.domain.planning import (
     plan,
 )
 from gpuscale.autoscaler.domain.replicas import ReplicaState
-from tests.support.autoscaler_values import replica
+from tests.support.autoscaler_values import replica, spec
 
 GPUS = ReplicaTemplate("worker", gpu_count=1)
 
@@ -82,5 +82,5 @@ def test_a_replica_of_an_engine_counts_as_having_its_gpus() -> None:
 def test_replicas_on_an_adapter_that_the_endpoint_has_left_stop_first() -> None:
     """Older though they are, and without any tiers: so an endpoint that moves ends where it should be."""
     members = [replica(n, ReplicaState.READY, adapter="old" if n < 2 else "new") for n in range(4)]
-    moved = ReplicaTemplate("worker", adapter="new")
+    moved = spec(template=ReplicaTemplate("worker", adapter="new"))
     assert {one.adapter for one in plan(2, members, (), moved).stop} == {"old"}

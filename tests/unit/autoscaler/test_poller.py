@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gpuscale.autoscaler.domain.signals import polling
+from gpuscale.autoscaler.signals import polling
 from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError, Poller
 from tests.support.clock import ManualClock
 

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.model import ReplicaTemplate
+from gpuscale.autoscaler.domain.model import ReplicaTemplate
 from gpuscale.autoscaler.domain.preset_words import PARAMETERS, about, expand, named
 from gpuscale.autoscaler.domain.presets import PRESETS, Wish
 from gpuscale.autoscaler.domain.rules import Combine
+from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.autoscaler.wire.translate import spec_from_wire, spec_to_wire
 from gpuscale.autoscaler.wire.translate_presets import render
-from gpuscale.autoscaler.domain.validate import violations
-from gpuscale.common.rpc import validation
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.rpc import validation
 
 WISH = Wish("jobs", 1, 8, ReplicaTemplate("worker", gpu_count=1), slots=4, goal=10.0, service_time=3.0)
 WIRE = {"watcher": "watchers/jobs", "template": api.ReplicaTemplate(template="worker", gpu_count=1)}

@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from gpuscale.autoscaler.adapters.engines.container.settings import ContainerTemplateSettings
 from gpuscale.autoscaler.adapters.settings import AdapterSettings, TemplateSettings
 from gpuscale.autoscaler.adapters.templates import (
     Launch,
@@ -10,6 +11,7 @@ from gpuscale.autoscaler.adapters.templates import (
     ReplicaOrder,
     Template,
     launch,
+    parse_arguments,
     parse_command,
 )
 
@@ -107,6 +109,42 @@ def test_a_command_that_is_none_is_refused_when_the_file_is_read(command: list[s
         TemplateSettings.model_validate({"command": command})
 
 
+SHELLS = [
+    ["/bin/sh", "-c", "work {queue}"],
+    ["/bin/bash", "-ec", "work '{queue}'"],
+    ["/usr/bin/env", "bash", "-x", "-c", 'work "{queue}"'],
+    ["/usr/bin/timeout", "5", "/bin/dash", "-c", "--", "{queue}"],
+    ["{python}", "-c", "print('{queue}')"],
+    ["/usr/bin/perl", "-e", "work('{queue}')"],
+    ["/bin/busybox", "sh", "-c", "work {queue}"],
+]
+
+
+@pytest.mark.parametrize("command", SHELLS)
+def test_a_value_never_becomes_a_part_of_a_script(command: list[str]) -> None:
+    """In every kind of template: whoever may set a parameter could run anything."""
+    for parse in (parse_command, parse_arguments):
+        with pytest.raises(ValueError, match=r"\{queue\} within a script"):
+            parse(command)
+    container = {"image": "a/b:1", "entrypoint": command[:2], "command": command[2:]}
+    with pytest.raises(ValueError, match=r"within a script|takes no placeholder"):
+        ContainerTemplateSettings.model_validate(container)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["/bin/sh", "-c", 'work "$1"', "sh", "{queue}"],
+        ["/bin/sh", "-c", "work {count:int} {gpu_count} {endpoint}"],
+        ["/bin/sh", "run.sh", "-c", "fixed", "{queue}"],
+        ["/srv/work", "-c", "{queue}"],
+        ["{python}", "work.py", "--queue", "{queue}"],
+    ],
+)
+def test_values_beside_a_script_and_values_of_gpuscale_are_fine(command: list[str]) -> None:
+    assert parse_command(command)
+
+
 def test_the_environment_is_clean_but_for_what_the_template_says() -> None:
     template = Template(
         "worker", parse_command(["/bin/prog"]), env={"A": "1", "HOME": "/w"}, pass_env=("SECRET",)
@@ -122,6 +160,7 @@ def test_the_environment_is_clean_but_for_what_the_template_says() -> None:
         "GPUSCALE_ENDPOINT": "endpoints/jobs",
         "GPUSCALE_REPLICA": "endpoints/jobs/replicas/r1",
         "GPUSCALE_FENCE": "7",
+        "GPUSCALE_RESERVATION": "",
     }
 
 

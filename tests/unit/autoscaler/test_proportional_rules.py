@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.model import Code, ObservationStatus
+from gpuscale.autoscaler.domain.model import Code, ObservationStatus
 from gpuscale.autoscaler.domain.policies.apply import apply_rule
 from gpuscale.autoscaler.domain.policies.formula import problem
 from gpuscale.autoscaler.domain.policies.outcome import Burst, RuleOutcome, Vote

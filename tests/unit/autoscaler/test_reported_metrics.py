@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.autoscaler.domain.signals import reported
+from gpuscale.autoscaler.signals import reported
 from gpuscale.autoscaler.signals.reported import KEPT_SECONDS, MAX_METRICS_OF_ONE, ReportedMetrics, Value
 from gpuscale.common.errors import ResourceExhaustedError
 from tests.support.autoscaler_values import NOW
@@ -27,13 +27,14 @@ def test_a_metric_of_the_endpoint_is_the_value_that_was_reported_last() -> None:
     assert metrics.of_endpoint("e", "m").values == (4.0,)
 
 
-def test_only_a_metric_of_the_endpoint_proves_that_no_work_is_left() -> None:
-    """Replicas that are idle say nothing of what waits."""
+def test_only_zero_from_everybody_proves_that_no_work_is_left() -> None:
     metrics = ReportedMetrics()
     told(metrics, "", 0.0)
     told(metrics, "r1", 0.0)
+    told(metrics, "r2", 2.0)
     assert metrics.of_endpoint("e", "m").proven_empty
-    assert not metrics.of_replicas("e", "m", ["r1"], NOW, OLDEST).proven_empty
+    for replicas, proven in ((["r1"], True), (["r1", "r2"], False), (["r1", "r3"], False)):
+        assert metrics.of_replicas("e", "m", replicas, NOW, OLDEST).proven_empty is proven
 
 
 def test_replicas_that_say_nothing_are_counted_and_not_averaged() -> None:

@@ -6,14 +6,14 @@ from datetime import datetime
 import pytest
 
 from gpuscale.autoscaler.domain.engine import evaluate
-from gpuscale.autoscaler.model import Code, ObservationStatus, PushedSignal, Signal
+from gpuscale.autoscaler.domain.model import Code, ObservationStatus, PushedSignal, Signal
 from gpuscale.autoscaler.domain.pace import Memory
 from gpuscale.autoscaler.domain.policies.apply import apply_rule
 from gpuscale.autoscaler.domain.policies.outcome import Burst, Vote
 from gpuscale.autoscaler.domain.policies.targets import LARGEST_COUNT, ceiling
 from gpuscale.autoscaler.domain.queues import LARGEST_COUNT as LARGEST_QUEUE
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, combined
-from gpuscale.autoscaler.remembered import Remembered
+from gpuscale.autoscaler.domain.remembered import Remembered
 from gpuscale.autoscaler.domain.rules import (
     BandRule,
     Combine,

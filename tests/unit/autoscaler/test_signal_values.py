@@ -12,7 +12,7 @@ from gpuscale.autoscaler.domain.metric_names import (
     GPU_METRICS,
     HOST_METRICS,
 )
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     GpuSignal,
     HostSignal,
     Observation,
@@ -22,7 +22,7 @@ from gpuscale.autoscaler.model import (
     Signal,
     Source,
 )
-from gpuscale.autoscaler.remembered import Remembered
+from gpuscale.autoscaler.domain.remembered import Remembered
 from gpuscale.autoscaler.domain.series import Aggregation
 from gpuscale.autoscaler.domain.signals import Sample, observe
 from gpuscale.autoscaler.domain.validate import violations

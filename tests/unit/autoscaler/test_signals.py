@@ -2,8 +2,9 @@
 
 import pytest
 
-from gpuscale.autoscaler.model import ObservationStatus, QueueCount
+from gpuscale.autoscaler.domain.model import Observation, ObservationStatus, QueueCount
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
+from gpuscale.autoscaler.domain.remembered import SAMPLES_KEPT, Samples, Shown, noted
 from tests.support.autoscaler_values import NOW, observe, reading, signal
 
 
@@ -65,3 +66,21 @@ def test_a_negative_count_is_invalid() -> None:
 
 def test_a_reading_without_a_time_is_missing() -> None:
     assert observe(signal(), QueueReading(QueueState.OK, 1, 1), NOW).status is ObservationStatus.MISSING
+
+
+def test_samples_in_a_row_that_read_the_same_are_one_and_the_oldest_go_first() -> None:
+    ok, missing = ObservationStatus.OK, ObservationStatus.MISSING
+    kept: dict[str, Samples] = {}
+    for at, value in enumerate((5.0, 5.0, 7.0, None, None, 5.0)):
+        one = Observation("depth", missing if value is None else ok, value)
+        kept = noted(kept, [one], float(at))
+    assert list(kept["depth"]) == [
+        Shown(0, 1, 5.0, ok),
+        Shown(2, 2, 7.0, ok),
+        Shown(3, 4, None, missing),
+        Shown(5, 5, 5.0, ok),
+    ]
+    for at in range(SAMPLES_KEPT):
+        kept = noted(kept, [Observation("depth", ok, float(at))], 10.0 + at)
+    assert [one.value for one in kept["depth"]] == list(range(SAMPLES_KEPT))
+    assert noted(kept, [Observation("other", ok, 1.0)], 2000.0).keys() == {"other"}

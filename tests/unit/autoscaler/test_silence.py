@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.autoscaler.model import Code, Observation, ObservationStatus, OnMissing, ReplicaSignal, Signal
+from gpuscale.autoscaler.domain.model import (
+    Code,
+    Observation,
+    ObservationStatus,
+    OnMissing,
+    ReplicaSignal,
+    Signal,
+)
 from gpuscale.autoscaler.domain.policies.apply import apply_rule
 from gpuscale.autoscaler.domain.policies.outcome import RuleOutcome, Vote
 from gpuscale.autoscaler.domain.rules import (

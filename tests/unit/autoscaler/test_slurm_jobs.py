@@ -188,6 +188,7 @@ def test_what_is_submitted_for_gpus() -> None:
         "GPUSCALE_FENCE": "0",
         "GPUSCALE_GPU_UUIDS": "",
         "GPUSCALE_REPLICA": ONE,
+        "GPUSCALE_RESERVATION": "",
     }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.autoscaler.model import Code, EndpointSpec, GpuGate, ReplicaTemplate, Stage
+from gpuscale.autoscaler.domain.model import Code, EndpointSpec, GpuGate, ReplicaTemplate, Stage
 from gpuscale.autoscaler.domain.rules import Rule, TargetRule
 from tests.support.autoscaler_values import NOW, down, evaluate, observed, seen, spec, up
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.autoscaler.model import Code, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.model import Code, Observation, ObservationStatus
 from gpuscale.autoscaler.domain.policies.apply import apply_rule as apply
 from gpuscale.autoscaler.domain.policies.outcome import RuleOutcome, Vote
 from gpuscale.autoscaler.domain.rules import Rule

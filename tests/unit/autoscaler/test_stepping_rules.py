@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.model import Code
+from gpuscale.autoscaler.domain.model import Code
 from gpuscale.autoscaler.domain.policies.apply import apply_rule
 from gpuscale.autoscaler.domain.policies.outcome import RuleOutcome, Vote
 from gpuscale.autoscaler.domain.policies.times import holt

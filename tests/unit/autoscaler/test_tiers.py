@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.autoscaler.model import AdapterTier, ReplicaTemplate
+from gpuscale.autoscaler.domain.model import AdapterTier, ReplicaTemplate
 from gpuscale.autoscaler.domain.planning import AdapterFacts, by_tier, candidates, nobody, plan
 from gpuscale.autoscaler.domain.preset_words import expand
 from gpuscale.autoscaler.domain.presets import Wish
@@ -50,7 +50,7 @@ def test_the_last_tier_is_drained_first_and_what_is_in_none_before_it() -> None:
         replica(3, ReplicaState.STARTING, adapter="primary"),
         replica(4, ReplicaState.READY, adapter="primary"),
     ]
-    stopped = [[one.id for one in plan(left, members, (), TIERED).stop] for left in (3, 2, 1)]
+    stopped = [[one.id for one in plan(left, members, (), spec(template=TIERED)).stop] for left in (3, 2, 1)]
     assert stopped == [["r002"], ["r002", "r001"], ["r002", "r001", "r003"]]
 
 

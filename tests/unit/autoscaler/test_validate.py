@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.autoscaler.model import EndpointSpec
+from gpuscale.autoscaler.domain.model import EndpointSpec, GpuSignal, HostSignal, Signal
 from gpuscale.autoscaler.domain.rules import (
     BandRule,
     DrainRule,
@@ -49,6 +49,14 @@ def test_a_sound_spec() -> None:
         (spec(up(signal="no"), signals=[signal()]), "endpoint.spec.rules[0].signal"),
         (spec(up("a"), up("b", "> 1"), up("a", "> 2")), "endpoint.spec.rules[2].id"),
         (spec(signals=[signal("s"), signal("s")]), "endpoint.spec.signals[1].id"),
+        (
+            spec(signals=[Signal("s", GpuSignal("power_watts"), counts_work=True)]),
+            "endpoint.spec.signals[0].counts_work",
+        ),
+        (
+            spec(signals=[Signal("s", HostSignal("cpu_percent"), counts_work=True)]),
+            "endpoint.spec.signals[0].counts_work",
+        ),
         (spec(up("a", "> 5"), down("b", "< 8")), "endpoint.spec.rules[1].step.threshold"),
         (kind(BandRule()), "endpoint.spec.rules[0].band.high"),
         (kind(BandRule(5.0, 4.0)), "endpoint.spec.rules[0].band.high"),

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings, RetryGate, VirtualHostError, resolve
 from gpuscale.autoscaler.domain.queues import QueueFailure, QueueState
+from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings, RetryGate, VirtualHostError, resolve
 from gpuscale.common.errors import FailedPreconditionError
 
 URL = "amqp://user:p%40ss%2Fcanary@host:5672/"

@@ -5,10 +5,18 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.model import Code, EndpointSpec, ObservationStatus, OnMissing, QueueCount
+from gpuscale.autoscaler.domain.model import Code, EndpointSpec, ObservationStatus, OnMissing, QueueCount
 from gpuscale.autoscaler.domain.pace import Memory
-from gpuscale.autoscaler.remembered import Remembered
-from gpuscale.autoscaler.domain.rules import Combine, DrainRule, Pace, RateLimit, Rule, ScalingMode, TargetRule
+from gpuscale.autoscaler.domain.remembered import Remembered
+from gpuscale.autoscaler.domain.rules import (
+    Combine,
+    DrainRule,
+    Pace,
+    RateLimit,
+    Rule,
+    ScalingMode,
+    TargetRule,
+)
 from gpuscale.autoscaler.domain.series import series_of
 from gpuscale.autoscaler.domain.signals import Sample
 from gpuscale.autoscaler.domain.stating import ALWAYS, Live, Stated, StatedSignal, question, replaced_spec

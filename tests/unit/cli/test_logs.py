@@ -1,4 +1,4 @@
-"""`gpuscalectl logs replica`: a terminal is not steered by what a replica wrote, and nothing short of its end ends --follow."""
+"""`gpuscalectl logs`: a terminal is not steered by what a replica wrote, and nothing short of its end ends --follow."""
 
 import io
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli import logs
+from gpuscale.cli.commands import logs
 from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 
 NAME = "endpoints/e/replicas/r"
@@ -68,7 +68,8 @@ def followed(answers: list[Any], monkeypatch: pytest.MonkeyPatch) -> tuple[bytes
     sleep: Callable[[float], None] = slept.append
     monkeypatch.setattr("time.sleep", sleep)
     client: Any = SimpleNamespace(endpoints=SimpleNamespace(ReadReplicaLog=read))
-    return b"".join(logs._parts(client, NAME, 100, follow=True)), asked, slept
+    parts = logs._parts([logs._Tail(client, NAME, 100)], follow=True)
+    return b"".join(part for _, part in parts), asked, slept
 
 
 def test_following_goes_on_where_it_was_when_all_that_leads_there_was_away(
@@ -94,3 +95,25 @@ def test_following_says_what_was_cut_off_and_ends_with_what_cannot_change(
         followed([part(b"x", 0), NotFoundError("it is gone")], monkeypatch)
     with pytest.raises(UnavailableError):
         followed([UnavailableError("nobody is there")], monkeypatch)
+
+
+def test_one_of_several_that_is_gone_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: dict[str, list[Any]] = {
+        "a": [part(b"a1", 0), NotFoundError("a is gone")],
+        "b": [part(b"b1", 0), part(b"b2", 2), part(b"", 4, ended=True)],
+    }
+
+    def read(request: api.ReadReplicaLogRequest) -> api.ReadReplicaLogResponse:
+        answer = answers[request.name].pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, api.ReadReplicaLogResponse)
+        return answer
+
+    client: Any = SimpleNamespace(endpoints=SimpleNamespace(ReadReplicaLog=read))
+    tails = [logs._Tail(client, name, 100) for name in "ab"]
+    shown = [(tail.name, part) for tail, part in logs._parts(tails, follow=True) if part]
+    assert shown == [("a", b"a1"), ("b", b"b1"), ("b", b"b2")]
+    assert "a is gone" in capsys.readouterr().err

@@ -10,10 +10,10 @@ from google.protobuf.duration_pb2 import Duration
 from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.api.autoscaler.v1 import Replica
 from gpuscale.api.monitor.v1 import Node
-from gpuscale.api.types.v1 import GpuReading
-from gpuscale.cli.console.output import Format, Output, write_lines
+from gpuscale.api.types.v1 import Gpu, GpuReading
 from gpuscale.cli.console import cells
-from gpuscale.cli.console.cells import Column, View
+from gpuscale.cli.console.cells import Column, View, counted_models
+from gpuscale.cli.console.output import Format, Output, write_lines
 from gpuscale.cli.views.top import bar
 
 VIEW = View[Node](
@@ -84,3 +84,20 @@ def test_ages_are_counted_from_now() -> None:
     reservation = Reservation()
     reservation.create_time.FromDatetime(datetime.now(UTC) - timedelta(seconds=90))
     assert cells.since(reservation, "create_time") == "1m30s"
+
+
+@pytest.mark.parametrize(
+    ("models", "shown"),
+    [
+        (["NVIDIA H100 80GB HBM3"] * 8, "8 x H100"),
+        (["NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S"], "2 x A100, 1 x L40S"),
+        (["NVIDIA GeForce RTX 4090"], "1 x RTX 4090"),
+        (["Tesla T4"], "1 x T4"),
+        (["", ""], "2"),
+        ([], "0"),
+    ],
+)
+def test_gpus_are_counted_by_model(models: list[str], shown: str) -> None:
+    gpus = [Gpu(model=model) for model in models]
+    assert counted_models(gpus, simulated=False) == shown
+    assert counted_models(gpus, simulated=True) == f"{shown} SIMULATED"

@@ -3,11 +3,11 @@
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.views.plot import svg
-from gpuscale.cli.manifests.policies import parse_policies
 from gpuscale.cli.commands.tuning import AS_SHIPPED, batches, candidates, choose, pareto
-from gpuscale.cli.views.asking import BARS, bars
+from gpuscale.cli.manifests.policies import parse_policies
 from gpuscale.cli.manifests.yaml_tree import ManifestError
+from gpuscale.cli.views.asking import BARS, bars
+from gpuscale.cli.views.plot import svg
 
 
 def report(name: str, late: float, hours: float) -> api.BacktestReport:

@@ -49,6 +49,32 @@ def test_what_was_said_is_sent() -> None:
     )
 
 
+def test_sizes_and_durations_may_be_text() -> None:
+    said = reserve_request(
+        1,
+        "me",
+        {"ttl": "1m30s", "wait": "250ms", "min_memory": "8GiB", "gpu_memory": "1GB", "host_memory": 7},
+    )
+    assert (said.ttl.seconds, said.wait.nanos) == (90, 250_000_000)
+    assert (said.ask.min_memory_bytes, said.ask.gpu_memory_bytes) == (8 << 30, 10**9)
+    assert said.ask.host_memory_bytes == 7
+    assert ask(1, {"min_memory_bytes": "1KiB"}).min_memory_bytes == 1024
+    assert reserve_timeout({"wait": "1m"}) == 70
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"ttl": "30 seconds"}, ValueError, "ttl: '30 seconds' is not a duration; write it like 60s"),
+        ({"gpu_memory": "many"}, ValueError, "gpu_memory: 'many' is not a size"),
+        ({"host_memory": 1, "host_memory_bytes": 2}, TypeError, "host_memory and host_memory_bytes exclude"),
+    ],
+)
+def test_what_is_no_size_or_duration_is_named(options: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        reserve_request(1, "me", options)
+
+
 def test_every_field_of_the_contract_can_be_said() -> None:
     """All but `weights`, which are for the operator's settings."""
     said = ask(

@@ -8,10 +8,10 @@ import pytest
 # The contract must be known: requests are read by it.
 from gpuscale.api.allocator import v1 as _allocator_api  # noqa: F401
 from gpuscale.api.autoscaler import v1 as _autoscaler_api  # noqa: F401
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.rpc.call_watching import LONGEST_RESOURCE, resource_of
 from gpuscale.common.security import audit
 from gpuscale.common.security.audit import FILES_KEPT, AuditLog, AuditOptions
-from gpuscale.common.rpc.call_watching import LONGEST_RESOURCE, resource_of
-from gpuscale.common.errors import FailedPreconditionError
 
 RESERVE = "/gpuscale.api.allocator.v1.AllocatorService/Reserve"
 GET = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common import errors
 from gpuscale.common.security import tokens
 from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal, require
-from gpuscale.common.security.principal import ANONYMOUS, LOCAL
+from gpuscale.common.security.principal import ANONYMOUS, LOCAL, Limits
 from gpuscale.common.security.tokens import TokenFile
 from tests.support.tokens import bearer, token, write_tokens
 
@@ -63,9 +64,7 @@ def test_roles_are_those_of_the_contract() -> None:
     assert {**named, "ROLE_UNSPECIFIED": 0} == contract
 
 
-@pytest.mark.parametrize(
-    "peer", [LOOPBACK, "ipv4:127.8.9.10:1", "ipv6:[::1]:1", "ipv6:%5B::1%5D:1", "unix:/run/x"]
-)
+@pytest.mark.parametrize("peer", [LOOPBACK, "ipv4:127.8.9.10:1", "ipv6:[::1]:1", "ipv6:%5B::1%5D:1"])
 def test_without_configuration_this_host_is_admin(peer: str) -> None:
     assert who(Authenticator(), Context(peer)) == LOCAL
     assert (LOCAL.name, LOCAL.role, LOCAL.kind) == ("local", Role.ADMIN, "local")
@@ -88,11 +87,23 @@ def test_insecure_remote_trusts_the_network_where_nothing_else_is_configured(tok
     )
 
 
-def test_with_tokens_loopback_needs_one_and_the_unix_socket_does_not(token_file: Path) -> None:
+@pytest.mark.parametrize("internal", [None, SecretStr("the-parts-own")])
+def test_the_unix_socket_is_for_who_has_its_token_alone(token_file: Path, internal: SecretStr | None) -> None:
+    """Whatever else lets callers in, and whoever may open it: replicas run as the same user."""
+    shown = (("authorization", "Bearer the-parts-own"),)
+    wrong = ((), bearer("alice"), (*shown, *shown), (("authorization", "Bearer the-parts-ow\xfc"),))
+    for tokens_file in (None, token_file):
+        authenticator = Authenticator(tokens_file=tokens_file, internal_token=internal)
+        for metadata in wrong:
+            assert who(authenticator, Context(UNIX, metadata=metadata)) == "TOKEN_INVALID"
+        expected = LOCAL if internal else "TOKEN_INVALID"
+        assert who(authenticator, Context(UNIX, metadata=shown)) == expected
+        assert who(authenticator, Context(LOOPBACK, metadata=shown)) != LOCAL or tokens_file is None
+
+
+def test_with_tokens_loopback_needs_one(token_file: Path) -> None:
     authenticator = Authenticator(tokens_file=token_file)
     assert who(authenticator, Context(LOOPBACK)) == "TOKEN_MISSING"
-    assert who(authenticator, Context(UNIX)) == LOCAL
-    assert who(authenticator, Context(UNIX, metadata=bearer("bob"))) == LOCAL
     assert who(authenticator, Context(LOOPBACK, metadata=bearer("bob"))) == Principal(
         "bob", Role.VIEWER, "token"
     )
@@ -139,6 +150,16 @@ def test_certificates_name_callers_only_where_they_are_accepted() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["local", "anonymous"])
+def test_nobody_bears_the_name_of_callers_without_a_token(tmp_path: Path, name: str) -> None:
+    """They would own, and could release, what a caller on loopback or of a trusted network holds."""
+    with pytest.raises(errors.FailedPreconditionError, match=f"{name} stands for callers without a token"):
+        Authenticator(tokens_file=write_tokens(tmp_path / "tokens.toml", **{name: "operator"}))
+    spiffe = SPIFFE.replace("alice", name)
+    certificate = Context(LOOPBACK, tls=True, spiffe=spiffe)
+    assert who(Authenticator(accept_certificates=True), certificate) == "CERTIFICATE_WITHOUT_IDENTITY"
+
+
 def test_roles_include_the_lower_ones() -> None:
     for mine in Role:
         for needed in Role:
@@ -177,6 +198,8 @@ DIGEST = hashlib.sha256(b"secret").hexdigest()
         (f'[tokens.a]\nrole = "root"\nsha256 = "{DIGEST}"', "tokens.a.role"),
         (f'[tokens.a]\nrole = 0\nsha256 = "{DIGEST}"', "tokens.a.role"),
         ('[tokens.a]\nrole = "admin"', "tokens.a.sha256"),
+        (f'[tokens.a]\nrole = "admin"\nsha256 = "{DIGEST}"\ntenants = "ml"', "tokens.a.tenants"),
+        ("[tokens]\n[certificates.a]\nmax_priority = 1001", "certificates.a.max_priority"),
         (f'[tokens.a]\nrole = "admin"\nsha256 = "{DIGEST[1:]}"', "tokens.a.sha256"),
         ('[tokens.a]\nrole = "admin"\nsha256 = "secret"', "tokens.a.sha256"),
         (
@@ -200,6 +223,20 @@ def test_tokens_files_that_cannot_be_used(tmp_path: Path, text: str | None, prob
     assert str(path) in caught.value.message
     assert problem in caught.value.message
     assert "secret" not in caught.value.message, "what stands in the file is not repeated"
+
+
+def test_limits_stand_with_the_token_or_under_the_name_of_the_certificate(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "tokens.toml", bob="operator", ann="operator")
+    more = 'tenants = ["ml", "x"]\nmax_priority = 5\n[certificates.cat]\ntenants = ["c"]\n'
+    path.write_text(path.read_text() + more)
+    limits = {name: TokenFile(path).principal(token(name)).limits for name in ("ann", "bob")}
+    assert limits == {"ann": Limits(("ml", "x"), 5), "bob": Limits()}
+    authenticator = Authenticator(tokens_file=path, accept_certificates=True)
+    for name, found in (("cat", Limits(("c",))), ("dog", Limits())):
+        spiffe = f"spiffe://lab/gpuscale/operator/{name}"
+        caller = who(authenticator, Context(REMOTE, tls=True, spiffe=spiffe))
+        assert caller == Principal(name, Role.OPERATOR, "certificate", found)
+    assert (LOCAL.tenants, Principal("dog", Role.OPERATOR, "token").tenants) == (("local",), ("dog",))
 
 
 def test_a_tokens_file_that_is_not_text(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.config import settings as settings_module
-from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.config.settings import DatabaseSettings, load, load_table
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 
 URL = "postgresql://gpuscale:secret-1234@db/gpuscale"
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from gpuscale.common.runtime import failpoints
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.runtime import failpoints
 
 
 def test_points_do_nothing_without_the_variable() -> None:

@@ -5,7 +5,6 @@ import time
 import grpc
 import pytest
 
-from gpuscale.common.rpc.channel import open_sync_channel
 from gpuscale.common.errors import (
     DeadlineExceededError,
     GpuscaleError,
@@ -13,6 +12,7 @@ from gpuscale.common.errors import (
     NotFoundError,
     UnavailableError,
 )
+from gpuscale.common.rpc.channel import open_sync_channel
 from gpuscale.common.rpc.following import PATIENCE, Leader, Trail, split_addresses
 from gpuscale.common.rpc.status import to_rpc_status
 
@@ -170,3 +170,31 @@ def test_a_call_without_a_deadline_gives_up_too(monkeypatch: pytest.MonkeyPatch)
     later = time.monotonic() + PATIENCE
     monkeypatch.setattr("gpuscale.common.rpc.following.time.monotonic", lambda: later)
     assert call.after(not_leader()) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("127.0.0.1", "has no port: write HOST:PORT, such as 127.0.0.1:7070"),
+        ("gateway", "has no port: write HOST:PORT, such as gateway:7070"),
+        ("[::1]", "has no port: write HOST:PORT, such as [::1]:7070"),
+        (":99999", "has the port '99999': a port is a number from 1 to 65535"),
+        ("gateway:0", "has the port '0'"),
+        ("gateway:http", "has the port 'http'"),
+        (":7070", "has no host: write HOST:PORT, such as 127.0.0.1:7070"),
+        ("::1:7070", "is ambiguous: write an IPv6 address in brackets"),
+        ("http://gateway:7070/", "has http:// before it: write gateway:7070"),
+        ("a:1,b", "the address 'b' has no port"),
+    ],
+)
+def test_what_is_wrong_with_an_address_is_said(address: str, says: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        split_addresses(address)
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "address", ["a:1", "[::1]:7070", "unix:/run/x.sock", "unix-abstract:x", "dns:///a:1"]
+)
+def test_an_address_is_taken_as_it_is(address: str) -> None:
+    assert split_addresses(address) == (address,)

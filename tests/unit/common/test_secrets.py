@@ -1,5 +1,10 @@
 """Nothing that shows a secret URL shows its secrets."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -84,3 +89,54 @@ def test_only_text_is_taken_from_a_file() -> None:
     with pytest.raises(ValidationError):
         Broker.model_validate({"url": 5})
     assert Broker.model_validate({"url": URL}).url.reveal() == URL
+
+
+NOBODY = 65534
+TAKEN = """
+import subprocess, sys
+from gpuscale.common.secrets import environment, take_variables
+take_variables(["SECRET_URL", "ANOTHER", "NOT_SET"])
+assert environment()["SECRET_URL"] == "amqp://canary@mq/" and environment()["PLAIN"] == "plain"
+child = subprocess.run(["/usr/bin/env"], capture_output=True, text=True, check=True).stdout
+print(child, flush=True)
+sys.stdin.read()
+"""
+HIDDEN = """
+import sys
+from gpuscale.common.secrets import hide_memory
+if sys.argv[1] == "hidden":
+    hide_memory()
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_is_taken_out_of_the_environment_is_in_no_process_that_others_may_look_at() -> None:
+    variables = {"SECRET_URL": "amqp://canary@mq/", "ANOTHER": "canary-2", "PLAIN": "plain"}
+    with subprocess.Popen(
+        [sys.executable, "-c", TAKEN], env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        inherited = process.stdout.readline() + process.stdout.readline()
+        shown = Path(f"/proc/{process.pid}/environ").read_bytes()
+        process.communicate()
+    assert process.returncode == 0
+    assert b"PLAIN=plain" in shown
+    assert b"PLAIN=plain" in inherited
+    assert b"canary" not in shown + inherited
+
+
+@pytest.mark.parametrize("how", ["open", "hidden"])
+def test_memory_that_is_hidden_cannot_be_read_by_the_same_user(how: str) -> None:
+    """As root the test becomes nobody, for root may read all; `open` shows that it would be read."""
+    become = ["setpriv", f"--reuid={NOBODY}", "--clear-groups", "--"] if os.geteuid() == 0 else []
+    with subprocess.Popen(
+        [*become, sys.executable, "-c", HIDDEN, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        read = [*become, "cat", f"/proc/{process.pid}/environ"]
+        done = subprocess.run(read, capture_output=True, text=True, check=False)
+        process.communicate()
+    assert (done.returncode == 0) is (how == "open")
+    assert how == "open" or "Permission denied" in done.stderr

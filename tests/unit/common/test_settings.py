@@ -7,8 +7,6 @@ from typing import ClassVar, Literal
 import pytest
 from pydantic import BaseModel, Field, SecretStr
 
-from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
-from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.config.settings import (
     ServerSettings,
     Settings,
@@ -17,6 +15,8 @@ from gpuscale.common.config.settings import (
     load_table,
     read_config,
 )
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
+from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.security.tls import ServerTls
 
 
@@ -154,6 +154,7 @@ def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str], argv: list[st
             "GPUSCALE_AGENT_PEROID_SECONDS (did you mean GPUSCALE_AGENT_PERIOD_SECONDS?)",
         ),
         ("GPUSCALE_AGENT_BROKERS", "1", "unknown environment variable GPUSCALE_AGENT_BROKERS"),
+        ("GPUSCALE_AGNET_SIMULATE", "1", "GPUSCALE_AGNET_SIMULATE (did you mean GPUSCALE_AGENT_SIMULATE?)"),
         ("GPUSCALE_AGENT_SIMULATE", "many", "GPUSCALE_AGENT_SIMULATE: Input should be a valid integer"),
     ],
 )
@@ -162,6 +163,14 @@ def test_wrong_variables_are_named(
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert said in refused(capsys)
+
+
+def test_variables_of_other_programs_and_of_users_are_none_of_our_business(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GPUSCALE_UP_DATA_DIR", "GPUSCALE_ADAPTER_LISTEN", "GPUSCALE_EXAMPLE_AMQP_URL"):
+        monkeypatch.setenv(name, "x")
+    assert load_agent() == AgentSettings()
 
 
 @pytest.mark.parametrize(

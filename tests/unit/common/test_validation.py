@@ -11,7 +11,9 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.rpc.field_checks import value_check
 from gpuscale.common.rpc.validation import MAX_VIOLATIONS, validate, violations
 
 UUID = "01234567-89ab-cdef-0123-456789ABCDEF"
@@ -203,7 +205,37 @@ def test_texts_without_rules(text: str, problem: str) -> None:
     assert wrong(monitor_api.ListNodesRequest(page_token=text)) == {"page_token": problem}
 
 
-@pytest.mark.parametrize("text", ["é" * 1024, "zero\u200bwidth", "no\u00a0break"])
+@pytest.mark.parametrize("code", [0x202E, 0x2066, 0x200B, 0x200D, 0xFEFF, 0x00AD, 0x061C, 0x2028, 0xE0041])
+def test_characters_that_are_not_seen_are_refused_wherever_a_text_may_stand(code: int) -> None:
+    """What a person reads must be what is stored: no zero width, no turned direction, in any field of the contract."""
+    text = f"a{chr(code)}b"
+    reason = "must not hold invisible characters"
+    assert wrong(allocator_api.CordonNodeRequest(name="nodes/a", reason=text)) == {"reason": reason}
+    assert wrong(allocator_api.DrainNodeRequest(name="nodes/a", reason=text)) == {"reason": reason}
+    [(_, found)] = wrong(reserve(labels={"team": text})).items()
+    assert found == reason
+    assert list(wrong(reserve(models=[text]))) == ["ask.models[0]"]
+    for module in (allocator_api, autoscaler_api, monitor_api, types_api):
+        for kind in vars(module).values():
+            for field in getattr(getattr(kind, "DESCRIPTOR", None), "fields", ()):
+                if field.type == field.TYPE_STRING:
+                    check = value_check(field, field.GetOptions().Extensions[options_pb2.rules])
+                    assert check is not None, field.full_name
+                    assert check(text) is not None, field.full_name
+
+
+@pytest.mark.parametrize("uuid", ["GPU-a,GPU-b", "GPU a", "GPU-é", "GPU-a=b", "g" * 254, "$(id)"])
+def test_the_uuid_of_a_gpu_cannot_be_two_in_a_list_nor_a_word_of_a_shell(uuid: str) -> None:
+    assert "uuid" in wrong(types_api.Gpu(uuid=uuid))
+    assert "gpu_uuids[0]" in wrong(monitor_api.AdmitWorkRequest(gpu_uuids=[uuid], fence=1))
+
+
+@pytest.mark.parametrize("uuid", ["GPU-51e6c0b6-1f3b", "MIG-GPU-51e6c0b6/1/0", "SIM-0", "0000:01:00.0"])
+def test_uuids_of_gpus_that_are_right(uuid: str) -> None:
+    assert violations(types_api.Gpu(uuid=uuid)) == []
+
+
+@pytest.mark.parametrize("text", ["é" * 1024, "no\u00a0break", "日本語", "🙂"])
 def test_texts_without_rules_that_are_right(text: str) -> None:
     assert violations(monitor_api.ListNodesRequest(page_token=text)) == []
 

@@ -53,13 +53,15 @@ def test_replicas_go_on_until_now_and_changes_are_marked_with_their_reason() -> 
     assert marks["data"] == [{"coord": [charts.millis(at(30)), 4], "name": "depth is 40", "value": 3}]
 
 
-def test_a_signal_that_was_missing_leaves_a_gap() -> None:
-    seen, missing = decision(0, 1, 1), decision(10, 1, 1)
-    seen.observations.add(signal="depth", value=7)
-    missing.observations.add(signal="depth")
-    [line] = series_of(charts.signals([missing, seen]))
-    times = [charts.millis(at(second)) for second in (0, 2, 10, 12)]
-    assert line["data"] == tuple(zip(times, [7, 7, None, None], strict=True))
+def test_every_sample_of_a_signal_is_drawn_and_one_that_did_not_count_leaves_a_gap() -> None:
+    ok, stale = autoscaler_api.Observation.STATUS_OK, autoscaler_api.Observation.STATUS_STALE
+    samples = [
+        autoscaler_api.SignalSample(start_time=at(first), end_time=at(last), value=value, status=status)
+        for first, last, value, status in ((0, 0, 3, ok), (2, 8, 7, ok), (10, 12, 7, stale), (14, 14, 5, ok))
+    ]
+    [line] = series_of(charts.signals([autoscaler_api.SignalHistory(signal="depth", samples=samples)]))
+    times = [charts.millis(at(second)) for second in (0, 2, 8, 10, 12, 14)]
+    assert line["data"] == tuple(zip(times, [3, 7, 7, None, None, 5], strict=True))
 
 
 def test_the_largest_number_of_replicas_is_drawn_where_it_is_near() -> None:
@@ -82,6 +84,24 @@ def test_a_line_is_broken_where_points_are_missing() -> None:
     drawn = line["data"]
     assert isinstance(drawn, tuple)
     assert [value for _, value in drawn] == [7, 7, 7, None, 7, 7]
+
+
+def test_longer_steps_from_before_a_restart_are_no_gaps() -> None:
+    """Steps of 10 s, a last minute that is one step, 5 s without the fleet, and then steps of 1 s."""
+    steps = [
+        *((10 * number, 10) for number in range(6)),
+        (60, 60),
+        *((125 + number, 1) for number in range(9)),
+    ]
+    points = [
+        monitor_api.HistoryPoint(min=1, max=1, mean=1, sample_count=count, start_time={"seconds": at})
+        for at, count in steps
+    ]
+    drawn = charts.band(monitor_api.HistorySeries(points=points), "utilization", "%")["series"]
+    assert [len(one["data"]) for one in drawn] == [len(points)] * 3
+    del points[2:6]
+    broken = charts.band(monitor_api.HistorySeries(points=points), "utilization", "%")["series"]
+    assert [len(one["data"]) for one in broken] == [len(points) + 1] * 3, "40 s of which nothing is kept"
 
 
 def test_what_is_reserved_and_what_is_used_are_two_lines_below_what_is_there() -> None:

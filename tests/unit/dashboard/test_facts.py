@@ -3,6 +3,7 @@
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.client.standing import marks
 from gpuscale.dashboard import rows
 from gpuscale.dashboard.facts import Facts
 
@@ -48,6 +49,23 @@ def test_shares_of_a_gpu_add_up_and_a_whole_one_is_a_thousand() -> None:
 def test_a_gpu_of_a_node_that_is_not_heard_of_shows_that() -> None:
     [one] = facts(node("a", gpu("A"), state=STALE)).gpus()
     assert one.state == "STALE"
+
+
+def test_cordons_quarantines_and_trouble_are_shown_on_gpus_and_nodes() -> None:
+    one = node("a", gpu("A"), gpu("B", 1), gpu("C", 2))
+    for each in one.snapshot.gpus:
+        each.name = f"nodes/a/gpus/{each.uuid.lower()}"
+    one.snapshot.gpus[1].quarantine = "XID 79, since noon"
+    one.snapshot.gpus[2].state = types_api.GpuState.GPU_STATE_LOST
+    known = facts(one)
+    known.cordons = [allocator_api.Cordon(name="nodes/a/gpus/a")]
+    assert [gpu.state for gpu in known.gpus()] == ["OK,CORDONED", "QUARANTINED: XID 79, since noon", "LOST"]
+    draining = allocator_api.Cordon(name="nodes/a")
+    draining.drain_deadline.GetCurrentTime()
+    shown = rows.node_row(one, marks([draining]))
+    assert (shown["state"], shown["problem"]) == ("degraded,draining", "GPU 1: QUARANTINED; GPU 2: LOST")
+    one.snapshot.gpu_problem = "NVML: Driver Not Loaded"
+    assert rows.node_row(one, {})["problem"] == "NVML: Driver Not Loaded"
 
 
 def test_what_was_not_read_is_unknown_and_not_zero() -> None:

@@ -43,3 +43,8 @@ def test_an_enum_is_words_and_a_value_from_the_future_its_number() -> None:
     assert words.word(node, "state") == "online"
     node = monitor_api.Node.FromString(b"\x10\x63")  # field 2, value 99
     assert words.word(node, "state") == "99"
+
+
+def test_what_fails_alike_is_named_together() -> None:
+    found = {"nodes": "nothing answers", "health": "nothing answers", "endpoints": "refused"}
+    assert words.problems(found) == "endpoints: refused; health, nodes: nothing answers"

@@ -69,6 +69,34 @@ def test_a_host_without_gpus_is_asked_for_none() -> None:
     assert COMPOSE["services"]["agent"]["environment"]["GPUSCALE_AGENT_SOURCE"] == "nvml"
 
 
+def test_workers_are_another_user_than_every_service() -> None:
+    adapter = COMPOSE["services"]["adapter"]
+    [user] = re.findall(r"useradd --uid (\d+) --create-home gpuscale-worker ", DOCKERFILE)
+    [service] = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.MULTILINE)
+    assert adapter["user"] == f"{user}:{user}" != f"{service}:{service}"
+    assert all("user" not in one for name, one in OWN.items() if name != "adapter")
+    assert "workers:/var/lib/gpuscale-worker" in adapter["volumes"]
+    assert adapter["environment"]["GPUSCALE_ADAPTER_DATA_DIR"].startswith("/var/lib/gpuscale-worker/")
+    assert "-o gpuscale-worker -g gpuscale-worker -m 0700 /var/lib/gpuscale-worker" in DOCKERFILE
+
+
+def test_images_are_of_one_version_and_bounded() -> None:
+    """A tag with its patch level does not become another release on the next pull."""
+    [base] = re.findall(r"^ARG PYTHON=(.*)$", DOCKERFILE, re.MULTILINE)
+    theirs = {name: one for name, one in COMPOSE["services"].items() if name not in OWN}
+    assert set(theirs) == {"postgres", "rabbitmq"}
+    for image in (base, *(one["image"] for one in theirs.values())):
+        assert re.fullmatch(r"[a-z]+:(\d+\.\d+\.\d+|1[0-9]\.\d+)(-[a-z]+)?|.+@sha256:[0-9a-f]{64}", image), (
+            image
+        )
+    for name, one in COMPOSE["services"].items():
+        assert one["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in one["security_opt"], name
+        bounded = name != "adapter"  # its workers need what they need
+        assert (one["pids_limit"] > 0, one["mem_limit"] not in (0, None)) == (bounded, bounded), name
+    assert all(not one.get("cap_add") for one in OWN.values())
+
+
 def test_ports_are_published_on_loopback_alone() -> None:
     published = [port for one in COMPOSE["services"].values() for port in one.get("ports", [])]
     assert published

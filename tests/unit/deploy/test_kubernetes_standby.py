@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from gpuscale.common.rpc.following import split_addresses
 from gpuscale.common.config.sources import load_table
+from gpuscale.common.rpc.following import split_addresses
 from tests.unit.docs.pages import ROOT, programs
 
 BASE, FOLDER = ROOT / "deploy" / "kubernetes", ROOT / "deploy" / "kubernetes-standby"

@@ -42,6 +42,35 @@ def test_the_agent_keeps_the_fences_of_work_that_it_admitted() -> None:
     assert "StateDirectory=gpuscale gpuscale/agent" in unit.read_text().splitlines()
 
 
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_it_has_no_rights_beyond_those_of_a_service(unit: Path) -> None:
+    lines = unit.read_text().splitlines()
+    assert {
+        "NoNewPrivileges=yes",
+        "SystemCallFilter=@system-service",
+        "SystemCallArchitectures=native",
+        "LimitCORE=0",
+        "LimitNOFILE=65536",
+    } <= set(lines)
+    rights = [line for line in lines if line.startswith(("CapabilityBoundingSet=", "AmbientCapabilities="))]
+    if unit.stem == "gpuscale-adapter":
+        needed = "CAP_SETUID CAP_SETGID CAP_KILL CAP_SYS_PTRACE"
+        assert rights == [f"CapabilityBoundingSet={needed}", f"AmbientCapabilities={needed}"]
+    else:
+        assert rights == ["CapabilityBoundingSet="]
+
+
+def test_workers_are_another_user_than_the_programs_whose_files_they_must_not_read() -> None:
+    """The user is made, and no file of a token or key is given to it, where docs/deploy.md says how to install."""
+    unit = ROOT / "deploy" / "systemd" / "gpuscale-adapter.service"
+    assert "--worker-user=gpuscale-worker" in command(unit)
+    assert "User=gpuscale" in unit.read_text().splitlines()
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    assert "useradd --system --no-create-home --shell /usr/sbin/nologin gpuscale-worker" in page
+    installed = [line for line in page.splitlines() if "/etc/gpuscale" in line and "install" in line]
+    assert all("-m 0640 -g gpuscale " in line or "-m 0750 -g gpuscale " in line for line in installed)
+
+
 @pytest.mark.parametrize("name", ["gpuscale-adapter", "gpuscale-ray-adapter"])
 def test_what_starts_programs_of_others_leaves_them_a_place_for_temporary_files(name: str) -> None:
     """`ProtectSystem=strict` makes /tmp read-only as well; one of its own would be removed under workers that live on."""

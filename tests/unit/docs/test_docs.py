@@ -78,17 +78,17 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
 @pytest.mark.parametrize(
     ("page", "module", "enum"),
     [
-        ("allocator.md", "allocator.feasibility", "Obstacle"),
-        ("allocator.md", "allocator.refusal", "RefusalKind"),
-        ("autoscaler.md", "autoscaler.model", "Code"),
-        ("autoscaler.md", "autoscaler.replicas", "ReplicaState"),
-        ("autoscaler.md", "autoscaler.queues.model", "QueueState"),
-        ("monitor.md", "monitor.agent.model", "GpuState"),
-        ("monitor.md", "monitor.agent.model", "ReadingStatus"),
-        ("monitor.md", "monitor.fleet.model", "NodeState"),
-        ("monitoring-data.md", "monitor.health.model", "HealthCheck"),
-        ("monitoring-data.md", "monitor.health.model", "HealthSeverity"),
-        ("monitoring-data.md", "monitor.health.model", "Action"),
+        ("allocator.md", "allocator.domain.feasibility", "Obstacle"),
+        ("allocator.md", "allocator.placing.refusal", "RefusalKind"),
+        ("autoscaler.md", "autoscaler.domain.model", "Code"),
+        ("autoscaler.md", "autoscaler.domain.replicas", "ReplicaState"),
+        ("autoscaler.md", "autoscaler.domain.queues", "QueueState"),
+        ("monitor.md", "monitor.model.readings", "GpuState"),
+        ("monitor.md", "monitor.model.readings", "ReadingStatus"),
+        ("monitor.md", "monitor.model.nodes", "NodeState"),
+        ("monitoring-data.md", "monitor.model.health", "HealthCheck"),
+        ("monitoring-data.md", "monitor.model.health", "HealthSeverity"),
+        ("monitoring-data.md", "monitor.model.health", "Action"),
     ],
 )
 def test_every_state_and_code_that_users_see_is_on_its_page(page: str, module: str, enum: str) -> None:

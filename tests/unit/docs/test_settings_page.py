@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -9,8 +10,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gpuscale.cli.grammar.arguments import GLOBAL_OPTIONS
-from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.config.settings import ServerSettings, Settings, UpstreamSettings, load_table
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.up.settings import UpSettings, load_all
 from tests.unit.docs.pages import programs, read, rows
 
 SHARED: dict[type[Settings], str] = {
@@ -96,12 +98,15 @@ def test_a_program_says_which_shared_settings_it_takes(program: type[Settings]) 
     assert ("settings of a caller" in text) is issubclass(program, UpstreamSettings)
 
 
-@pytest.mark.parametrize("program", programs(), ids=lambda one: one.section)
-def test_the_example_file_is_one_that_every_program_takes(program: type[Settings]) -> None:
-    [example] = re.findall(r"```toml\n(.*?)```", read("settings.md"), flags=re.DOTALL)
-    config = tomllib.loads(example)
-    assert program.section in config
-    load_table(program, config, environ={})
+def test_the_example_files_are_taken_by_up_and_by_every_program(tmp_path: Path) -> None:
+    for_up, for_programs = re.findall(r"```toml\n(.*?)```", read("settings.md"), flags=re.DOTALL)
+    (tmp_path / "up.toml").write_text(for_up)
+    assert load_all(["--config", str(tmp_path / "up.toml")]).agent.node == "gpu-host-07"
+    config = tomllib.loads(for_programs)
+    for program in programs():
+        assert (program.section in config) is (program is not UpSettings)
+        if program is not UpSettings:
+            load_table(program, config, environ={})
 
 
 def test_no_row_names_a_setting_that_is_not_there() -> None:

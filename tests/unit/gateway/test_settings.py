@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.config.sources import load_table
+from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.gateway.settings import GatewaySettings
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.monitor.agent.admission import Admissions, FenceTooLow
+from gpuscale.monitor.agent.admission import DEAD_KEPT, Admissions, FenceTooLow, Holders
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 PARENT, CHILD, OTHER = ProcessKey(10, 1), ProcessKey(11, 2), ProcessKey(12, 3)
@@ -14,48 +14,70 @@ def admitted(admissions: Admissions | FenceTooLow) -> Admissions:
     return admissions
 
 
+def of(admissions: Admissions, uuid: str, *lineage: ProcessKey) -> str | None:
+    [process] = Holders().mark(admissions, uuid, (GpuProcess(lineage[0].pid, lineage=lineage),))
+    return process.reservation
+
+
 def test_a_lower_fence_is_refused_and_the_same_is_not() -> None:
-    one = admitted(Admissions().admit(["a"], 5, None))
-    assert one.admit(["a"], 4, None) == FenceTooLow("a", 5)
-    assert admitted(one.admit(["a"], 5, None)) == one
-    assert admitted(one.admit(["a"], 6, None)).fences == {"a": 6}
+    one = admitted(Admissions().admit(["a"], "reservations/r5", 5, None))
+    assert one.admit(["a"], "reservations/r4", 4, None) == FenceTooLow("a", 5)
+    assert admitted(one.admit(["a"], "reservations/r5", 5, None)) == one
+    assert admitted(one.admit(["a"], "reservations/r6", 6, None)).fences == {"a": 6}
 
 
 def test_of_several_gpus_all_or_none_are_admitted() -> None:
-    one = admitted(Admissions().admit(["a"], 5, None))
-    assert one.admit(["b", "a"], 4, None) == FenceTooLow("a", 5)
+    one = admitted(Admissions().admit(["a"], "reservations/r5", 5, None))
+    assert one.admit(["b", "a"], "reservations/r4", 4, None) == FenceTooLow("a", 5)
     assert one.fences == {"a": 5}
 
 
 def test_a_process_and_those_that_it_starts_have_its_fence_on_its_gpus() -> None:
-    one = admitted(Admissions().admit(["a"], 5, PARENT))
+    one = admitted(Admissions().admit(["a"], "reservations/r5", 5, PARENT))
     child, other = GpuProcess(11, lineage=(CHILD, PARENT)), GpuProcess(12, lineage=(OTHER,))
-    assert [process.fence for process in one.mark("a", (child, other))] == [5, None]
-    assert [process.fence for process in one.mark("b", (child,))] == [None]
+    assert [process.reservation for process in Holders().mark(one, "a", (child, other))] == [
+        "reservations/r5",
+        None,
+    ]
+    assert [process.reservation for process in Holders().mark(one, "b", (child,))] == [None]
 
 
 def test_the_nearest_ancestor_counts() -> None:
-    one = admitted(admitted(Admissions().admit(["a"], 5, PARENT)).admit(["a"], 6, CHILD))
-    assert one.fence_of("a", (CHILD, PARENT)) == 6
+    one = admitted(
+        admitted(Admissions().admit(["a"], "reservations/r5", 5, PARENT)).admit(
+            ["a"], "reservations/r6", 6, CHILD
+        )
+    )
+    assert of(one, "a", CHILD, PARENT) == "reservations/r6"
 
 
 def test_one_process_may_be_admitted_on_more_gpus_later() -> None:
-    one = admitted(admitted(Admissions().admit(["a"], 5, PARENT)).admit(["b"], 5, PARENT))
-    assert (one.fence_of("a", (PARENT,)), one.fence_of("b", (PARENT,))) == (5, 5)
+    one = admitted(
+        admitted(Admissions().admit(["a"], "reservations/r5", 5, PARENT)).admit(
+            ["b"], "reservations/r5", 5, PARENT
+        )
+    )
+    assert {of(one, gpu, PARENT) for gpu in "ab"} == {"reservations/r5"}
     assert len(one.workers) == 1
 
 
-def test_a_process_that_ended_is_forgotten_and_its_fence_is_not() -> None:
-    one = admitted(Admissions().admit(["a"], 5, PARENT)).without_dead(lambda _: False)
-    assert one.workers == ()
-    assert one.admit(["a"], 4, None) == FenceTooLow("a", 5)
+def test_processes_that_ended_are_forgotten_beyond_a_number_and_fences_are_not() -> None:
+    """What a process left behind is its reservation's still."""
+    one = admitted(Admissions().admit(["a"], "reservations/r5", 5, PARENT)).without_dead(lambda _: False)
+    assert of(one, "a", CHILD, PARENT) == "reservations/r5"
+    for pid in range(1000, 1001 + DEAD_KEPT):
+        one = admitted(one.admit(["a"], "reservations/r5", 5, ProcessKey(pid, 1)))
+    one = one.without_dead(lambda process: process.pid == 1000)
+    assert len(one.workers) == DEAD_KEPT + 1
+    assert of(one, "a", PARENT) is None
+    assert one.admit(["a"], "reservations/r4", 4, None) == FenceTooLow("a", 5)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9))))
 def test_the_fence_of_a_gpu_never_falls(asked: list[tuple[str, int]]) -> None:
     admissions, highest = Admissions(), dict.fromkeys("abc", 0)
     for uuid, fence in asked:
-        after = admissions.admit([uuid], fence, None)
+        after = admissions.admit([uuid], f"reservations/r{fence}", fence, None)
         assert isinstance(after, FenceTooLow) == (fence < highest[uuid])
         if isinstance(after, Admissions):
             admissions, highest[uuid] = after, fence

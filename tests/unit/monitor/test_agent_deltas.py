@@ -12,6 +12,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
+from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.model.readings import (
     Absent,
     GpuIdentity,
@@ -21,10 +22,10 @@ from gpuscale.monitor.model.readings import (
     GpuView,
     HostIdentity,
     HostReading,
+    Quarantine,
     ReadingStatus,
     Snapshot,
 )
-from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.monitor_values import GIB
 
@@ -178,10 +179,13 @@ def test_reasons_and_processes_are_given_anew_and_not_added_to() -> None:
 
 def test_a_quarantine_and_a_state_are_told_without_the_readings() -> None:
     before, after = reading(), reading()
-    second = replace(after.gpus[1], state=GpuState.SLOW, quarantine="xid 79")
+    second = replace(
+        after.gpus[1], state=GpuState.SLOW, quarantine=Quarantine("xid 79", datetime(2026, 1, 1, tzinfo=UTC))
+    )
     delta = change(before, replace(after, gpus=(after.gpus[0], second)))
     [one] = delta.gpus
     assert (one.place, one.state, one.quarantine) == (1, types_api.GpuState.GPU_STATE_SLOW, "xid 79")
+    assert one.quarantine_time.ToDatetime(UTC) == datetime(2026, 1, 1, tzinfo=UTC)
     assert not one.HasField("reading")
     assert not delta.HasField("numbers")
 

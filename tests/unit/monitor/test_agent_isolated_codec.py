@@ -20,6 +20,7 @@ from gpuscale.monitor.model.readings import (
     GpuSample,
     GpuState,
     Inventory,
+    MissingGpu,
     ProcessKey,
     ReadingStatus,
     RecoveryAction,
@@ -29,7 +30,8 @@ from gpuscale.monitor.model.readings import (
 def test_an_inventory_arrives_with_every_field() -> None:
     whole = GpuIdentity("GPU-1", 3, "Model", "0:1", numa_node=1, divided=True, nvlinks=(("GPU-2", 4),))
     part = GpuIdentity("MIG-1", 3, "Model", mig_profile="1g.10gb", parent_uuid="GPU-1", gpu_instance_id=7)
-    inventory = Inventory([whole, part], "550.1", "one is amiss", has_events=True)
+    missing = (MissingGpu(2, "0000:1d:00.0", "GPU is lost"),)
+    inventory = Inventory([whole, part], "550.1", "one is amiss", has_events=True, missing=missing)
     assert inventory_in(decode(encode(inventory_out(inventory)))) == inventory
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 from tests.support.clock import ManualClock
 
 
@@ -68,9 +68,11 @@ def test_memory_that_nobody_tells_stays_unknown(proc: Path) -> None:
     assert process.memory_used_bytes is None
 
 
-def test_a_process_that_is_not_there_is_not_told(proc: Path) -> None:
-    """The record of one that has just ended, or that the driver made up."""
-    assert [one.pid for one in ProcessNames(proc).merge([(101, 5), (777, 5)])] == [101]
+def test_memory_of_a_process_that_is_not_there_has_an_unknown_holder(proc: Path) -> None:
+    """One that has just ended, or that the host hides: the driver still counts its bytes."""
+    here, gone = ProcessNames(proc).merge([(101, 5), (777, 6)])
+    assert (here.command, here.holder_unknown) == ("trainer", False)
+    assert gone == GpuProcess(777, 6, holder_unknown=True)
 
 
 def test_the_lineage_of_a_process_tells_when_each_of_them_started(proc: Path) -> None:
@@ -96,7 +98,8 @@ def test_what_all_gpus_have_in_common_is_read_once_a_moment_and_then_anew(proc: 
     assert [key.pid for key in child.lineage] == [102, 101, 50, 1]
     assert names.lineage(101) == ()
     clock.advance(0.5)
-    [child] = names.merge([(102, 1), (101, 1)])
+    gone, child = names.merge([(102, 1), (101, 1)])
+    assert gone.holder_unknown
     assert [key.pid for key in child.lineage] == [102]
 
 
@@ -104,11 +107,11 @@ def test_no_name_is_told_where_the_ids_are_of_another_namespace(proc: Path) -> N
     """In a container, the program with that number is another one."""
     (proc / "self/ns/pid").unlink()
     (proc / "self/ns/pid").symlink_to("pid:[4026532999]")
-    assert ProcessNames(proc).merge([(101, 5)]) == (GpuProcess(101, 5, None),)
+    assert ProcessNames(proc).merge([(101, 5)]) == (GpuProcess(101, 5, holder_unknown=True),)
 
 
 def test_a_host_that_hides_its_proc_still_tells_processes(tmp_path: Path) -> None:
     names = ProcessNames(tmp_path)
     assert names.believable([4_194_304])
     assert not names.believable([4_194_305])
-    assert names.merge([(7, 1)]) == (GpuProcess(7, 1, None),)
+    assert names.merge([(7, 1)]) == (GpuProcess(7, 1, holder_unknown=True),)

@@ -1,7 +1,7 @@
 """Simulated GPUs: the same at every start, idle, and always said to be simulated."""
 
-from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState
 from gpuscale.monitor.agent.simulated import MEMORY_TOTAL_BYTES, SimulatedSource, simulated_uuid
+from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState
 
 
 def source(node: str = "alpha", count: int = 3, now: float = 50.0) -> SimulatedSource:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState, ReadingStatus, Timed
 from gpuscale.monitor.agent.staleness import Deadlines, view
+from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState, ReadingStatus, Timed
 from tests.support.monitor_values import identity, sample
 
 DEADLINES = Deadlines(soft=2.0, hard=10.0)

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.validation import violations
 from gpuscale.common.wire import seconds
+from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     HOST_FIELDS,
@@ -16,12 +17,12 @@ from gpuscale.monitor.model.readings import (
     GpuView,
     HostIdentity,
     HostReading,
+    Quarantine,
     ReadingStatus,
     RecoveryAction,
     Snapshot,
     throttle_reasons,
 )
-from gpuscale.monitor.agent.translate import to_snapshot
 from tests.support.monitor_values import epoch_id, identity
 
 READING = GpuReading(utilization_percent=0.0, processes=(GpuProcess(7, None, "a\x1b[2Jb\n"),))
@@ -113,8 +114,9 @@ def test_what_a_gpu_is_and_what_the_operator_says_of_its_node_reaches_the_wire()
         numa_node=1,
         nvlinks=(("GPU-7", 4), ("GPU-8", 2)),
     )
-    process = GpuProcess(7, fence=3)
-    view = GpuView(part, GpuState.OK, GpuReading(processes=(process,)), 1.0, quarantine="XID 79")
+    process = GpuProcess(7, reservation="reservations/r3")
+    quarantine = Quarantine("XID 79", datetime(2026, 1, 1, tzinfo=UTC))
+    view = GpuView(part, GpuState.OK, GpuReading(processes=(process,)), 1.0, quarantine=quarantine)
     message = to_snapshot(replace(SNAPSHOT, gpus=(view,), labels=(("zone", "a"),)), now=100.0)
     gpu = message.gpus[0]
     assert (gpu.mig_profile, gpu.parent_uuid, gpu.numa_node, gpu.quarantine) == (
@@ -123,8 +125,9 @@ def test_what_a_gpu_is_and_what_the_operator_says_of_its_node_reaches_the_wire()
         1,
         "XID 79",
     )
+    assert gpu.quarantine_time.ToDatetime(UTC) == datetime(2026, 1, 1, tzinfo=UTC)
     assert {peer.uuid: peer.link_count for peer in gpu.nvlinks} == {"GPU-7": 4, "GPU-8": 2}
-    assert gpu.reading.processes[0].fence == 3
+    assert gpu.reading.processes[0].reservation == "reservations/r3"
     assert dict(message.host.labels) == {"zone": "a"}
     assert violations(message) == []
 

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common.wire import to_duration
+from gpuscale.monitor.agent.bus import Bus, find_gpus
 from gpuscale.monitor.agent.collection import Collection
+from gpuscale.monitor.agent.watch import Broadcast
+from gpuscale.monitor.exposition.agent import AgentPage
+from gpuscale.monitor.exposition.fleet import FleetPage
+from gpuscale.monitor.exposition.meter import CollectionMeter
+from gpuscale.monitor.exposition.style import Style
+from gpuscale.monitor.exposition.xids import Xids
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.model.health import Action, Event, Finding, HealthCheck, HealthSeverity
 from gpuscale.monitor.model.readings import (
     Absent,
     GpuEvent,
@@ -19,15 +28,6 @@ from gpuscale.monitor.model.readings import (
     ReadingStatus,
     Snapshot,
 )
-from gpuscale.monitor.agent.watch import Broadcast
-from gpuscale.monitor.exposition.agent import AgentPage
-from gpuscale.monitor.agent.bus import Bus, find_gpus
-from gpuscale.monitor.exposition.fleet import FleetPage
-from gpuscale.monitor.exposition.meter import CollectionMeter
-from gpuscale.monitor.exposition.style import Style
-from gpuscale.monitor.exposition.xids import Xids
-from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.model.health import Action, Event, Finding, HealthCheck, HealthSeverity
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import gpu, hello, identity, snapshot, telemetry
 from tests.support.promtool import named, samples, value
@@ -53,7 +53,7 @@ class Agent:
             open=True, released=False, hung_threads=0, openings=3, interruptions=2, calls=80, refusals=4
         )
         self.page = AgentPage(
-            self.meter, self.snapshots, self.xids, lambda: self.collection, self.clock, Style()
+            self.meter, self.snapshots, self.xids, lambda: self.collection, lambda: None, self.clock, Style()
         )
         self._seq = 0
 

@@ -1,5 +1,6 @@
 """What a page says of a snapshot: only what is known, under the labels that dashboards ask for."""
 
+from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -30,13 +31,19 @@ def gpu(index: int = 0, **fields: Any) -> types_api.Gpu:
     return made
 
 
-def page(*gpus: types_api.Gpu, style: Style | None = None, fresh: bool = True, elapsed: float = 0.0) -> str:
+def page(
+    *gpus: types_api.Gpu,
+    style: Style | None = None,
+    fresh: bool = True,
+    elapsed: float = 0.0,
+    quarantined: Container[str] | None = (),
+) -> str:
     """The text of a page with one node."""
     made = Page()
     message = snapshot("alpha", gpus=gpus)
     message.host.hostname = "alpha.example"
     message.host.driver_version = "550.54.15"
-    add_snapshot(made, message, style or Style(), fresh=fresh, elapsed=elapsed)
+    add_snapshot(made, message, style or Style(), fresh=fresh, elapsed=elapsed, quarantined=quarantined)
     return b"".join(made.chunks()).decode()
 
 
@@ -135,13 +142,16 @@ def test_what_holds_a_gpu_back_is_named() -> None:
                 throttle_reasons=["sw_power_cap", "hw_thermal_slowdown"],
                 recovery_action=types_api.RecoveryAction.RECOVERY_ACTION_GPU_RESET,
             ),
-            quarantine="XID 79",
-        )
+        ),
+        quarantined={"gpu-00000000"},
     )
     reasons = {one.labels["reason"] for one in named(text, "gpuscale_gpu_throttled")}
     assert reasons == {"sw_power_cap", "hw_thermal_slowdown"}
     assert value(text, "gpuscale_gpu_recovery_action", action="GPU_RESET") == 1
     assert value(text, "gpuscale_gpu_quarantined") == 1
+    parts = page(gpu(parent_uuid="GPU-0"), quarantined={"gpu-0"})
+    assert value(parts, "gpuscale_gpu_quarantined") == 1
+    assert not named(page(gpu(), quarantined=None), "gpuscale_gpu_quarantined"), "nobody has said"
 
 
 def test_processes_are_counted_and_an_empty_list_is_no_absent_one() -> None:

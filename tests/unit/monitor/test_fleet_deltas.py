@@ -9,8 +9,8 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.fleet.delta import refuse_change
-from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, gpu, hello, snapshot

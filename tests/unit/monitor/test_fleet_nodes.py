@@ -8,10 +8,10 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import AbortedError, NotFoundError, ResourceExhaustedError
 from gpuscale.common.wire import seconds, to_datetime
-from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Stream
 from gpuscale.monitor.fleet.translate import to_node
+from gpuscale.monitor.model.nodes import NodeState
 from tests.support.clock import WALL_START, ManualClock
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
 

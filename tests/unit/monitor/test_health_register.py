@@ -6,11 +6,19 @@ import pytest
 
 from gpuscale.monitor.health.checks import PATIENCE, results
 from gpuscale.monitor.health.events import Events
-from gpuscale.monitor.model.health import Action, Event, Finding, GpuFacts, HealthCheck, HealthSeverity
 from gpuscale.monitor.health.register import GONE_SECONDS, HealthRegister
 from gpuscale.monitor.health.saved import from_text, to_text
 from gpuscale.monitor.health.trends import MOST_REPLAYS_PER_MINUTE, REPLAY_WINDOW_SECONDS
 from gpuscale.monitor.health.xids import XIDS, xid_finding
+from gpuscale.monitor.model.health import (
+    Action,
+    Event,
+    Finding,
+    GpuFacts,
+    HealthCheck,
+    HealthSeverity,
+    Quarantine,
+)
 
 OK = GpuFacts("OK", 0, False, False, False, "NONE", 0, 0, 18)  # noqa: FBT003
 
@@ -51,7 +59,8 @@ class Site:
 
     @property
     def quarantine(self) -> str:
-        return self.register.quarantines("alpha").get("gpu-1", "")
+        found = self.register.quarantines("alpha").get("gpu-1")
+        return found.reason if found else ""
 
 
 @pytest.fixture
@@ -139,6 +148,26 @@ def test_nothing_is_over_while_the_node_is_silent(site: Site) -> None:
         HealthCheck.COLLECTION_STALE,
     }
     assert site.quarantine
+
+
+def test_gpus_that_cannot_be_read_are_an_event_of_their_node(site: Site) -> None:
+    site.register.shown("alpha", site.boot, (), site.now, "NVML: Driver Not Loaded")
+    site.tick(9)
+    assert site.lasting == []
+    site.tick(3)
+    [event] = site.lasting
+    assert (event.check, event.finding.message) == (HealthCheck.GPUS_UNREADABLE, "NVML: Driver Not Loaded")
+    site.register.shown("alpha", site.boot, (), site.now)
+    site.tick(7)
+    assert site.lasting == []
+
+
+def test_a_quarantine_has_a_reason_and_a_begin(site: Site) -> None:
+    site.see(OK, 3)
+    site.see(replace(OK, ecc_uncorrected=1), 5)
+    assert site.register.quarantines("alpha")["gpu-1"] == Quarantine(
+        "memory errors could not be corrected", since=4.0
+    )
 
 
 def test_a_silent_node_is_an_event_of_the_node_that_quarantines_nobody(site: Site) -> None:

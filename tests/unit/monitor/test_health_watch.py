@@ -12,9 +12,9 @@ from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.translate import to_node
 from gpuscale.monitor.health.checks import PATIENCE, results
 from gpuscale.monitor.health.facts import facts_of, looks_well
-from gpuscale.monitor.model.health import HealthCheck
 from gpuscale.monitor.health.saved import from_text, to_text
 from gpuscale.monitor.health.watching import EVERY_SECONDS, HealthWatch
+from gpuscale.monitor.model.health import HealthCheck
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
 

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
-from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Tally
 from gpuscale.monitor.history.query import plan, spread, trend
 from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring
-from gpuscale.monitor.history.series import Series, Tier, _together, most_bytes
+from gpuscale.monitor.history.series import Series, Tier, _together, most_bytes, shorter
+from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Tally
 
 TIERS = (Tier(1.0, 20.0), Tier(5.0, 100.0), Tier(20.0, 400.0))
 GPU = tuple(float(index) for index in range(len(GPU_METRICS)))
@@ -175,7 +175,8 @@ def test_a_gpu_takes_at_most_a_mebibyte_and_a_half_by_default() -> None:
 
 
 def test_history_beyond_the_budget_is_not_begun_and_ended_series_make_room() -> None:
-    size = most_bytes(len(GPU_METRICS), TIERS)
+    *_, least = shorter(TIERS)
+    size = most_bytes(len(GPU_METRICS), least)
     history = History(TIERS, budget_bytes=2 * size)
     for uuid in ("a", "b", "c"):
         history.add_gpu(uuid, 100.0, GPU)
@@ -186,6 +187,32 @@ def test_history_beyond_the_budget_is_not_begun_and_ended_series_make_room() -> 
     history.add_gpu("c", 520.0, GPU)
     assert history.get("a") is None
     assert history.get("c") is not None
+
+
+def test_a_thousand_gpus_in_a_gibibyte_and_their_node_all_have_history() -> None:
+    """As many as `up` has room for by default are 728; the finest tier goes first, and then a part of the coarsest."""
+    history = History(DEFAULT_TIERS, 1 << 30)
+    uuids = [f"gpu-{number}" for number in range(1000)]
+    for number, uuid in enumerate(uuids):
+        history.add_gpu(uuid, 100.0, GPU)
+        if number == 0:
+            assert history.kept == DEFAULT_TIERS
+    history.add_node("nodes/alpha", 100.0, (1.0, 2.0, 3.0, 4.0))
+    assert history.get("nodes/alpha") is not None
+    assert all(history.get(uuid) for uuid in uuids)
+    assert history.used_bytes <= 1 << 30
+    assert [tier.retention for tier in history.kept] == [20.0, 120.0, 0.75 * 7 * 86_400.0]
+
+
+def test_what_is_shortened_keeps_its_newest_and_goes_on_as_the_others_do() -> None:
+    whole, short = filled(130), filled(130)
+    *_, tiers = shorter(TIERS)
+    short.shorten(tiers)
+    for second in range(130, 260):
+        for one in (whole, short):
+            one.add(float(second), (float(second),))
+    assert short.points(0, 2, 0.0, 1e9) == whole.points(0, 2, 0.0, 1e9)
+    assert [point.start for point in short.points(0, 0, 0.0, 1e9)] == [float(s) for s in range(249, 260)]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +250,7 @@ def test_a_trend_is_the_slope_in_an_hour() -> None:
     assert rising is not None
     assert rising.slope_per_hour == pytest.approx(360.0)
     assert (rising.stats.min, rising.stats.max) == (0, 49)
-    level = trend([Point(float(at), 5.0, 5.0, 5.0, 1) for at in range(9)])
+    level = trend([Point(60.0 * at, 5.0, 5.0, 5.0, 1) for at in range(9)])
     assert level is not None
     assert level.slope_per_hour == 0.0
     single = trend([Point(1.0, 2.0, 3.0, 4.0, 5)])

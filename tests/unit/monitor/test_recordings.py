@@ -9,15 +9,15 @@ import pytest
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
 from gpuscale.common.rpc.limits import MAX_MESSAGE_BYTES
-from gpuscale.monitor.wire.dates import Dates
+from gpuscale.monitor.fleet.directory import MOST_GPUS, Directory
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.model.metrics import ABSENT, Metric, Sample, Stats
-from gpuscale.monitor.recording import servicer
-from gpuscale.monitor.fleet.directory import MOST_GPUS, Directory
 from gpuscale.monitor.model.recordings import Order, Recording, RecordingState, Target
+from gpuscale.monitor.recording import servicer
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.recording.saved import pieces
 from gpuscale.monitor.recording.servicer import RecordingServicer, forget
+from gpuscale.monitor.wire.dates import Dates
 from gpuscale.monitor.wire.recordings import to_recording
 from tests.support.clock import ManualClock
 

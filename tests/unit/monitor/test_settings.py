@@ -3,10 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from gpuscale.common.names import is_id
 from gpuscale.common.config.settings import load_table
-from gpuscale.monitor.app.agent_settings import AgentSettings
+from gpuscale.common.names import is_id
 from gpuscale.monitor.agent.staleness import Deadlines
+from gpuscale.monitor.app.agent_settings import AgentSettings
 from gpuscale.monitor.app.fleet_settings import FleetSettings
 
 

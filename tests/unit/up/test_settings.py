@@ -4,8 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.autoscaler.adapters.settings import AdapterSettings
+from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, Settings, UpstreamSettings
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.up.settings import load_all
+from gpuscale.gateway.settings import GatewaySettings
+from gpuscale.monitor.app.fleet_settings import FleetSettings
+from gpuscale.up.settings import UpAgentSettings, load_all
 
 FILE = """\
 [up]
@@ -91,3 +97,37 @@ def test_a_wrong_flag_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> No
         load_all(["--simulat", "4"])
     assert caught.value.code == 2
     assert "did you mean --simulate" in capsys.readouterr().err
+
+
+def _unused() -> list[tuple[type[Settings], str]]:
+    pairs: list[tuple[type[Settings], str]] = [
+        (GatewaySettings, name) for name in GatewaySettings.model_fields
+    ]
+    for part in (UpAgentSettings, FleetSettings, AllocatorSettings, AutoscalerSettings, AdapterSettings):
+        own = {"data_dir", "state_dir", *(name for name in part.model_fields if name.endswith("_address"))}
+        shared = {
+            *ServerSettings.model_fields,
+            *UpstreamSettings.model_fields,
+            *DatabaseSettings.model_fields,
+        }
+        pairs += [(part, name) for name in sorted((own | shared) & set(part.model_fields))]
+    return [*pairs, (AdapterSettings, "node")]
+
+
+@pytest.mark.parametrize(("part", "name"), _unused(), ids=lambda one: getattr(one, "section", one))
+def test_what_up_would_not_use_is_refused_with_its_place(
+    part: type[Settings], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c.toml").write_text(f'[{part.section}]\n{name} = "1"\n')
+    with pytest.raises(InvalidArgumentError, match=rf"{name} in \[{part.section}\] is not used here: \w+"):
+        load_all(["--config", str(tmp_path / "c.toml")])
+    variable = f"GPUSCALE_{part.section}_{name}".upper()
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(InvalidArgumentError, match=f"{variable} is not used here: "):
+        load_all([])
+
+
+def test_what_to_do_instead_is_said(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('[gateway]\nmetrics_listen = "127.0.0.1:9402"\n')
+    with pytest.raises(InvalidArgumentError, match=r"set metrics_listen in \[agent\] or \[fleet\]"):
+        load_all(["--config", str(tmp_path / "c.toml")])

@@ -6,41 +6,44 @@ from functools import partial
 
 import grpc
 
-from gpuscale.allocator.usecases.capacity import Capacity
+from gpuscale.allocator.domain.lease_tokens import LeaseTokens
+from gpuscale.allocator.domain.ledger import Ledger, rebased
+from gpuscale.allocator.domain.model import Node, Reservation
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.queueing.model import Rules
+from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.servicers.capacity_servicer import CapacityServicer
+from gpuscale.allocator.servicers.node_servicer import NodeServicer
+from gpuscale.allocator.servicers.quota_servicer import QuotaServicer
+from gpuscale.allocator.servicers.servicer import AllocatorServicer
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.state.archive import Archive, Limits
 from gpuscale.allocator.state.changes import Changes
 from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.state.cordon_store import CordonStore
+from gpuscale.allocator.state.ended_store import EndedStore
+from gpuscale.allocator.state.quota_store import QuotaStore
+from gpuscale.allocator.state.store import AllocatorStore, Saved, open_shared_store, open_store
+from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.forgetting import Forgetting
 from gpuscale.allocator.usecases.holding import Holding
 from gpuscale.allocator.usecases.leases import Leases
-from gpuscale.allocator.domain.ledger import Ledger, rebased
 from gpuscale.allocator.usecases.losses import Losses
-from gpuscale.allocator.domain.model import Node, Reservation
-from gpuscale.allocator.servicers.node_servicer import NodeServicer
-from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.queueing.model import Rules
-from gpuscale.allocator.queueing.queue import Queue
-from gpuscale.allocator.usecases.waiting import Waiting
-from gpuscale.allocator.usecases.world import AllocatorWorld
-from gpuscale.allocator.servicers.quota_servicer import QuotaServicer
-from gpuscale.allocator.state.quota_store import QuotaStore
 from gpuscale.allocator.usecases.quotas import Quotas
 from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import Reserving
-from gpuscale.allocator.servicers.servicer import AllocatorServicer
-from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.allocator.state.store import AllocatorStore, Saved, open_shared_store, open_store
 from gpuscale.allocator.usecases.sweeper import BATCH, Sweeper
 from gpuscale.allocator.usecases.telemetry import FleetFollower
 from gpuscale.allocator.usecases.view import FleetView
+from gpuscale.allocator.usecases.waiting import Waiting
+from gpuscale.allocator.usecases.world import AllocatorWorld
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.rpc.server import Registration
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.rpc.server import Registration
 from gpuscale.common.store.term import Term
 
 DATABASE = "allocator.db"
@@ -73,11 +76,13 @@ async def open_allocator(
         placer = Placer(ledger.use)
         changes = Changes()
         commits = Commits(ledger, store, changes)
-        leases = Leases(ledger=ledger, commits=commits, clock=clock)
+        tokens = LeaseTokens(await store.lease_key())
+        limits = Limits(settings.ended_max_records, settings.ended_max_mib << 20)
+        archive = Archive(ledger, EndedStore(store, clock.boot_id, clock.now()), limits, clock)
+        await archive.open()
+        leases = Leases(ledger=ledger, commits=commits, archive=archive, clock=clock, tokens=tokens)
         hold = Holding(ledger, clock)
-        quotas, waiting = await _open_queue(
-            settings, store, ledger, placer, changes, commits, hold, clock, tasks
-        )
+        quotas, waiting = await _open_queue(settings, store, ledger, placer, changes, commits, hold, clock)
         losses = Losses(ledger, leases, changes, clock, settings.lost_after_seconds)
         forgetting = Forgetting(ledger=ledger, view=view, placer=placer, store=store, clock=clock)
         seen = partial(_seen, placer, losses, forgetting)
@@ -87,10 +92,11 @@ async def open_allocator(
         tasks.spawn("serve who waits", waiting.run())
         tasks.spawn("follow the fleet", follower.run())
         tasks.spawn("end what ran out", Sweeper(ledger, store, commits, clock).run())
+        tasks.spawn("archive what ended", archive.run())
         tasks.spawn("end what vanished", losses.run(lambda: not follower.problem))
         tasks.spawn("forget nodes", forgetting.run())
         maintenance, capacity = await _open_operations(
-            store, ledger, view, follower, placer, waiting, commits, leases, changes, clock, tasks
+            store, ledger, view, follower, placer, waiting, commits, leases, changes, clock
         )
         servicer = AllocatorServicer(
             reserving=Reserving(
@@ -100,12 +106,14 @@ async def open_allocator(
                 view=view,
                 follower=follower,
                 commits=commits,
+                archive=archive,
                 clock=clock,
             ),
             leases=leases,
-            records=Records(ledger=ledger, view=view, changes=changes, clock=clock),
+            records=Records(ledger=ledger, archive=archive, view=view, changes=changes, clock=clock),
             settings=settings,
             clock=clock,
+            tokens=tokens,
         )
         yield _registrations(
             servicer,
@@ -153,7 +161,6 @@ async def _open_operations(
     leases: Leases,
     changes: Changes,
     clock: Clock,
-    tasks: TaskScope,
 ) -> tuple[Maintenance, Capacity]:
     """Cordons as they are on disk, and what looks without reserving."""
     maintenance = Maintenance(
@@ -165,7 +172,6 @@ async def _open_operations(
         leases=leases,
         changes=changes,
         clock=clock,
-        tasks=tasks,
     )
     await maintenance.resume()
     capacity = Capacity(
@@ -190,10 +196,9 @@ async def _open_queue(
     commits: Commits,
     hold: Holding,
     clock: Clock,
-    tasks: TaskScope,
 ) -> tuple[Quotas, Waiting]:
     """The quotas as they are on disk, and the queue, which is empty at first: who waits asks again."""
-    quotas = Quotas(QuotaStore(store), changes, tasks, held=lambda: ledger.use.tenants)
+    quotas = Quotas(QuotaStore(store), changes, held=lambda: ledger.use.tenants)
     await quotas.load()
     rules = Rules(
         max_waiting=settings.max_waiting,

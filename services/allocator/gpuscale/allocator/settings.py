@@ -34,6 +34,16 @@ class AllocatorSettings(ServerSettings, UpstreamSettings, DatabaseSettings):
         le=86_400,
         description="how long a reserved GPU may be missing from its node's snapshots before its reservation is LOST",
     )
+    ended_max_records: int = Field(
+        1_000_000,
+        ge=0,
+        description="most ended reservations that are kept; a request of one that is not may be granted anew",
+    )
+    ended_max_mib: int = Field(
+        1024,
+        ge=1,
+        description="most disk that ended reservations take, in MiB; those that ended first go first",
+    )
     fences_above: int = Field(
         0,
         ge=0,

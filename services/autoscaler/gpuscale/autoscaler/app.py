@@ -8,41 +8,41 @@ from typing import TypeVar
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.state import replica_store, store
 from gpuscale.autoscaler.loop.acting import Actor
+from gpuscale.autoscaler.loop.followers import Followers
+from gpuscale.autoscaler.loop.hub import AdapterHub
+from gpuscale.autoscaler.loop.leases import LeaseKeeper
+from gpuscale.autoscaler.loop.reconciler import Reconciler, Rooms
+from gpuscale.autoscaler.loop.reservations import Reservations
+from gpuscale.autoscaler.loop.wakes import Wakes
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer
 from gpuscale.autoscaler.servicers.backtests import Runs
-from gpuscale.autoscaler.state.decision_file import DecisionFile, open_decision_file
-from gpuscale.autoscaler.decision_log import DecisionLog
 from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer
 from gpuscale.autoscaler.servicers.endpoint_rules import EndpointRules
 from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.servicers.evaluations import Evaluations
-from gpuscale.autoscaler.loop.followers import Followers
-from gpuscale.autoscaler.servicers.metric_servicer import MetricServicer
-from gpuscale.autoscaler.signals.opening import open_sources
-from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.servicers.keda_servicer import SERVICE as KEDA_SERVICE
 from gpuscale.autoscaler.servicers.keda_servicer import registration as keda_registration
-from gpuscale.autoscaler.loop.leases import LeaseKeeper
 from gpuscale.autoscaler.servicers.log_reading import LogReading
+from gpuscale.autoscaler.servicers.metric_servicer import MetricServicer
 from gpuscale.autoscaler.servicers.preset_servicer import PresetServicer
+from gpuscale.autoscaler.servicers.rule_servicer import RuleServicer
 from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer
+from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.autoscaler.signals.histories import Histories
+from gpuscale.autoscaler.signals.opening import open_sources
 from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
 from gpuscale.autoscaler.signals.queues.watchers import QueueWatchers, open_watchers
-from gpuscale.autoscaler.loop.reconciler import Reconciler, Rooms
-from gpuscale.autoscaler.loop.reservations import Reservations
-from gpuscale.autoscaler.servicers.rule_servicer import RuleServicer
-from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.sources import SignalSources
-from gpuscale.autoscaler.loop.wakes import Wakes
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.autoscaler.state import replica_store, store
+from gpuscale.autoscaler.state.decision_file import DecisionFile, open_decision_file
+from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.rpc.server import Registration
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.store.store import Store
 from gpuscale.common.store.term import Term
 
@@ -87,7 +87,8 @@ async def open_autoscaler(
         open_decision_file(settings.decisions_file, settings.decisions_file_bytes) as file,
     ):
         starts = await _begin(state, clock, uses)
-        async with TaskScope() as scope:
+        histories, repetitions = Histories(watchers.reading, state), Repetitions(state)
+        async with histories.kept(), repetitions.kept(), TaskScope() as scope:
             yield _assemble(
                 state,
                 watchers,
@@ -98,6 +99,8 @@ async def open_autoscaler(
                 uses=uses,
                 scope=scope,
                 file=file,
+                histories=histories,
+                repetitions=repetitions,
             )
 
 
@@ -140,14 +143,16 @@ def _assemble(
     uses: WatcherUses,
     scope: TaskScope,
     file: DecisionFile,
+    histories: Histories,
+    repetitions: Repetitions,
 ) -> tuple[Registration, ...]:
     """Put the parts together and start their tasks."""
     wakes, followers = Wakes(), Followers()
     hub = AdapterHub(state, clock, starts, wakes)
-    reservations, histories = Reservations(allocator), Histories(watchers.reading, state)
+    reservations = Reservations(allocator)
     keeper = LeaseKeeper(state, reservations, clock, hub, wakes)
     actor = Actor(state, clock, hub, reservations)
-    rooms = Rooms(state, clock, sources, hub, actor, keeper, uses, followers, file, histories)
+    rooms = Rooms(state, clock, sources, hub, actor, keeper, uses, followers, file, histories, repetitions)
     endpoints = Endpoints(
         state,
         clock,
@@ -158,11 +163,15 @@ def _assemble(
         uses=uses,
         followers=followers,
         file=file,
+        repetitions=repetitions,
     )
+    scope.spawn("save counts of decisions", repetitions.run())
     scope.spawn("renew leases", keeper.renew_forever())
     scope.spawn("release leases", keeper.release_forever())
     reconciler = Reconciler(rooms, wakes)
-    evaluations = Evaluations(state, clock, sources=sources, hub=hub, past=reconciler.past)
+    evaluations = Evaluations(
+        state, clock, sources=sources, hub=hub, past=reconciler.past, samples=reconciler.samples
+    )
     scope.spawn("reconcile endpoints", reconciler.run())
     return (
         *_of_endpoints(
@@ -174,7 +183,7 @@ def _assemble(
         _registration(
             "DecisionService",
             api.add_DecisionServiceServicer_to_server,
-            DecisionServicer(DecisionLog(state), evaluations),
+            DecisionServicer(DecisionLog(state, repetitions), evaluations),
         ),
         _registration(
             "AdapterService", api.add_AdapterServiceServicer_to_server, AdapterServicer(hub, scope)

@@ -3,13 +3,20 @@
 They are redacted by their type, not by patterns: a pattern misses passwords that hold '@' or '/'.
 """
 
+import os
+from collections import ChainMap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from pydantic import GetCoreSchemaHandler, SecretStr
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-__all__ = ["SecretStr", "SecretUrl"]
+__all__ = ["SecretStr", "SecretUrl", "environment", "hide_memory", "read_secret", "take_variables"]
+
+_PR_SET_DUMPABLE = 4
+_taken: dict[str, str] = {}
 
 
 class SecretUrl:
@@ -83,6 +90,55 @@ class SecretUrl:
         return core_schema.no_info_plain_validator_function(
             _validated, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
+
+
+def read_secret(file: Path, what: str) -> str:
+    """What a file holds, without the space around it; `what` stands before its path in the error.
+
+    Raises:
+        ValueError: it cannot be read. The text of the error never holds any part of the file.
+    """
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {what} {file}: {type(error).__name__}") from None
+
+
+def environment() -> Mapping[str, str]:
+    """The variables of this process, with those that `take_variables` took out of them."""
+    return ChainMap(_taken, os.environ)
+
+
+def take_variables(names: Iterable[str]) -> None:
+    """Take variables out of the environment: `environment()` alone has them from here on.
+
+    Programs that are started do not inherit them. /proc/PID/environ shows the memory that the kernel filled when the
+    program began, whatever became of its variables since; so that memory is overwritten.
+    """
+    found = [name for name in names if name in os.environ]
+    if not found:
+        return
+    import ctypes  # 1 MB of memory, and needed where there are secrets alone
+
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    for name in found:
+        value = os.environ[name]
+        address = libc.getenv(os.fsencode(name))
+        if address:
+            ctypes.memset(address, 0, len(os.fsencode(value)))
+        _taken[name] = value
+        del os.environ[name]
+
+
+def hide_memory() -> None:
+    """Keep the memory of this process from other processes of its user: no ptrace, no /proc/PID/mem, no core files.
+
+    For programs that hold secrets and start programs of others as the same user. Root still sees all.
+    """
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def _validated(value: object) -> SecretUrl:

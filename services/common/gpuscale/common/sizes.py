@@ -1,4 +1,4 @@
-"""Sizes as people write them: `8GiB`, `500MB`, `1.5TiB`. Pure."""
+"""Sizes and durations as people write them: `8GiB`, `500MB`, `1.5TiB`; `60s`, `1h30m`. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -12,6 +12,12 @@ _BYTES: Mapping[str, int] = {
 _BYTE_UNITS = {unit.lower(): factor for unit, factor in _BYTES.items()}
 _LARGEST_SIZE = 2**63 - 1  # what an int64 of the contract holds
 _SIZE = r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)"
+
+_SECONDS: Mapping[str, float] = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_LONGEST_DURATION = 315_576_000_000.0  # what a Duration of protobuf holds: 10,000 years
+
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_DURATION = rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?(?:{_NUMBER}ms)?"
 
 
 def parse_size(text: str) -> int:
@@ -30,3 +36,38 @@ def parse_size(text: str) -> int:
     if size > _LARGEST_SIZE:
         raise ValueError(f"{text!r} is more than {_LARGEST_SIZE} bytes")
     return size
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `60s`, `5m`, `1h30m`, `250ms`, `2d` or a plain number of seconds; larger units come first.
+
+    Raises:
+        ValueError: not a duration, or longer than 10,000 years.
+    """
+    plain = text.strip()
+    found = re.fullmatch(_DURATION, f"{plain}s" if re.fullmatch(_NUMBER, plain) else plain)
+    if not plain or found is None:
+        raise ValueError(f"{text!r} is not a duration; write it like 60s, 5m or 1h30m")
+    parts = zip(found.groups(), _SECONDS.values(), strict=True)
+    seconds = sum(float(number) * unit for number, unit in parts if number)
+    if seconds > _LONGEST_DURATION:
+        raise ValueError(f"{text!r} is longer than 10,000 years")
+    return seconds
+
+
+def to_bytes(size: int | str) -> int:
+    """Bytes of a size that is a number of them, or a text.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    return parse_size(size) if isinstance(size, str) else size
+
+
+def to_seconds(duration: float | str) -> float:
+    """Seconds of a duration that is a number of them, or a text.
+
+    Raises:
+        ValueError: the text is no duration.
+    """
+    return parse_duration(duration) if isinstance(duration, str) else duration

@@ -1,1 +1,18 @@
-"""`gpuscalectl`: the command line over the gateway's one address."""
+"""`gpuscalectl`: the command line over the gateway's one address. This module is its entry, and imports nothing slow."""
+
+import signal
+
+
+def start() -> None:
+    """Run one command and end the process with its exit code.
+
+    Until a command can catch it, Ctrl-C ends the process as it ends any other, without a traceback of imports.
+    """
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so under nohup
+    if heeded:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from gpuscale.cli.main import main
+
+    if heeded:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    main()

@@ -13,15 +13,22 @@ from typing import Any
 import typer
 
 from gpuscale.cli.commands import completion
-from gpuscale.cli.grammar import global_options
 from gpuscale.cli.console import streams
-from gpuscale.cli.grammar.arguments import format_of, normalise
-from gpuscale.cli.console.faults import USAGE_ERRORS, beyond_field, report, report_interrupt, report_os, report_usage
-from gpuscale.cli.grammar.formats import Form
-from gpuscale.cli.grammar.global_options import PROGRAM
+from gpuscale.cli.console.faults import (
+    USAGE_ERRORS,
+    beyond_field,
+    report,
+    report_interrupt,
+    report_os,
+    report_usage,
+)
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TERMINAL
+from gpuscale.cli.grammar import global_options
+from gpuscale.cli.grammar.arguments import format_of, normalise
+from gpuscale.cli.grammar.formats import Form
+from gpuscale.cli.grammar.global_options import PROGRAM
 from gpuscale.cli.tree import Root
 from gpuscale.common.errors import GpuscaleError
 

@@ -56,6 +56,7 @@ COMMANDS: Mapping[str, Entry] = {
         },
     ),
     "events": Entry("What happened, oldest first.", "events:events"),
+    "snapshot": Entry("Show the GPUs of one host, asked of its agent.", "snapshot:snapshot"),
     "history": Entry("What nodes and GPUs did.", "observed:history"),
     "reserve": Entry("Reserve GPUs, all or none.", "reserve:reserve"),
     "renew": Entry("Start the leases of reservations anew, from now.", "reserve:renew"),
@@ -63,10 +64,12 @@ COMMANDS: Mapping[str, Entry] = {
     "run": Entry("Run a command on GPUs that are reserved while it runs.", "run:run", settings=_RUNS),
     "check": Entry("Say whether there is room, and which GPUs it would be.", "capacity:check"),
     "estimate": Entry("Say how many GPUs a model needs.", "capacity:estimate"),
-    "rank": Entry("Rank nodes by how idle they are.", "capacity:rank_app"),
+    "rank": Entry("Rank nodes by how idle they are, and free GPUs by their scores.", "capacity:rank_app"),
     "cordon": Entry("Let nothing new onto nodes or GPUs; what is there stays.", "maintenance:cordon"),
     "uncordon": Entry("Lift cordons, and with them drains.", "maintenance:uncordon"),
     "drain": Entry("Cordon nodes or GPUs, and tell the holders there to leave.", "maintenance:drain"),
+    "clear": Entry("Lift the quarantine of GPUs, or forget their fences.", "maintenance:clear_app"),
+    "driver": Entry("Let an agent close the GPU driver for a while.", "maintenance:driver_app"),
     "record": Entry("Run a command and print what GPUs did meanwhile.", "record:record", settings=_RUNS),
     "start": Entry("Begin to record what GPUs do.", "recordings:start_app"),
     "stop": Entry("End a recording.", "recordings:stop_app"),
@@ -90,7 +93,7 @@ COMMANDS: Mapping[str, Entry] = {
         "forget:app",
         {"node": "forgetting:forget_node"},
     ),
-    "logs": Entry("Show what a replica wrote.", "logs:app"),
+    "logs": Entry("Show what replicas wrote.", "logs:logs"),
     "wait": Entry("Wait until things are as they should be.", "wait:wait"),
     "evaluate": Entry("Say what an endpoint would scale to; nothing is changed.", "evaluate:app"),
     "preset": Entry("Known systems' policies, as manifests.", "preset:app"),
@@ -191,4 +194,4 @@ def _watched(group: typer.Typer) -> None:
 
 def _at(place: str) -> Any:
     module, _, attribute = place.partition(":")
-    return getattr(import_module(f"gpuscale.cli.{module}"), attribute)
+    return getattr(import_module(f"gpuscale.cli.commands.{module}"), attribute)

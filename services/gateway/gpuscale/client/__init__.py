@@ -12,7 +12,6 @@ from gpuscale.client.lease import Lease
 from gpuscale.client.paging import pages, pages_async
 from gpuscale.client.waiting import wait_ready, wait_ready_async
 from gpuscale.client.watching import watch, watch_async
-from gpuscale.common.rpc.channel import ClientTls
 from gpuscale.common.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -31,6 +30,7 @@ from gpuscale.common.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from gpuscale.common.rpc.channel import ClientTls
 
 __all__ = [
     "AbortedError",

@@ -8,33 +8,37 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.common.sizes import parse_size
+from gpuscale.common.sizes import to_bytes, to_seconds
 from gpuscale.common.wire import to_duration
 
 
 class AskOptions(TypedDict, total=False):
     """Which GPUs will do, beside how many."""
 
-    min_memory_bytes: int | None
-    """Least free memory of each GPU."""
-    min_memory: str
-    """The same as people write it, such as `8GiB`; one of the two."""
+    min_memory: int | str | None
+    """Least free memory of each GPU: bytes, or a text such as `8GiB`, as of every size here."""
+    min_memory_bytes: int | str | None
+    """The same under the name of the contract; one of the two, as of the other sizes."""
     max_utilization_percent: float | None
     """Each GPU must be used less than this; 100 admits any."""
-    allow_unknown_utilization: bool
-    """Admit GPUs whose utilization cannot be read."""
+    allow_unknown_utilization: bool | None
+    """Whether to admit GPUs whose utilization cannot be read; None admits them with `mig_profile` only."""
     gpu_milli: int | None
     """Share of each GPU in thousandths; with less than 1000 others may be given the rest."""
-    gpu_memory_bytes: int | None
+    gpu_memory: int | str | None
     """Memory of each GPU that is kept for a share."""
+    gpu_memory_bytes: int | str | None
+    """The same."""
     mig_profile: str
     """MIG instances of this profile, such as `1g.10gb`."""
     models: Sequence[str]
     """Product names, or parts of them; any one will do."""
     cpu_milli: int
     """CPU of the node that each member takes, in thousandths of a core."""
-    host_memory_bytes: int
+    host_memory: int | str | None
     """Main memory of the node that each member takes."""
+    host_memory_bytes: int | str | None
+    """The same."""
     nodes: Sequence[str]
     """Only these nodes, as `nodes/{node}`."""
     excluded_nodes: Sequence[str]
@@ -60,14 +64,16 @@ class AskOptions(TypedDict, total=False):
 class ReserveOptions(AskOptions, total=False):
     """What `reserve` may be told beside how many GPUs and for whom."""
 
-    ttl: float | None
-    """Seconds that the lease lasts from each renewal."""
+    ttl: float | str | None
+    """How long the lease lasts from each renewal: seconds, or a text such as `30s` or `5m`."""
     labels: Mapping[str, str]
     """The holder's own labels."""
+    anywhere: bool
+    """Whether GPUs of any host will do. On a node, and without `nodes` and `only_gpus`, only those of this host do."""
     request_id: str | None
     """A UUID that makes the call repeatable; a new one when not given."""
-    wait: float | None
-    """Seconds to wait in the queue for room; one look when absent."""
+    wait: float | str | None
+    """How long to wait in the queue for room: seconds, or a text; one look when absent."""
     tenant: str
     """Whose quota it counts against; the caller's own when absent."""
     priority: int
@@ -83,7 +89,7 @@ def ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
 
     Raises:
         TypeError: an option that there is not; it would be lost in silence.
-        ValueError: a policy, strategy or set that there is not, or no size.
+        ValueError: a policy, strategy or set that there is not, or no size; the message names the option.
     """
     _refuse_unknown(options, AskOptions)
     return _ask(gpu_count, options)
@@ -92,15 +98,16 @@ def ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
 def _ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
     return allocator_api.Ask(
         gpu_count=gpu_count,
-        min_memory_bytes=_min_memory(options),
+        min_memory_bytes=_bytes("min_memory", options.get("min_memory"), options.get("min_memory_bytes")),
         max_utilization_percent=options.get("max_utilization_percent"),
-        allow_unknown_utilization=options.get("allow_unknown_utilization", False),
+        allow_unknown_utilization=options.get("allow_unknown_utilization"),
         gpu_milli=options.get("gpu_milli"),
-        gpu_memory_bytes=options.get("gpu_memory_bytes"),
+        gpu_memory_bytes=_bytes("gpu_memory", options.get("gpu_memory"), options.get("gpu_memory_bytes")),
         mig_profile=options.get("mig_profile", ""),
         models=options.get("models", ()),
         cpu_milli=options.get("cpu_milli", 0),
-        host_memory_bytes=options.get("host_memory_bytes", 0),
+        host_memory_bytes=_bytes("host_memory", options.get("host_memory"), options.get("host_memory_bytes"))
+        or 0,
         nodes=options.get("nodes", ()),
         excluded_nodes=options.get("excluded_nodes", ()),
         gpus=options.get("only_gpus", ()),
@@ -121,10 +128,10 @@ def reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> all
 
     Raises:
         TypeError: an option that there is not; it would be lost in silence.
-        ValueError: a policy, strategy or set that there is not, or no size.
+        ValueError: a policy, strategy or set that there is not, or no size or duration; the message names the option.
     """
     _refuse_unknown(options, ReserveOptions)
-    ttl, wait = options.get("ttl"), options.get("wait")
+    ttl, wait = as_seconds("ttl", options.get("ttl")), as_seconds("wait", options.get("wait"))
     return allocator_api.ReserveRequest(
         request_id=options.get("request_id") or str(uuid.uuid4()),
         holder=holder,
@@ -148,13 +155,27 @@ def default_holder() -> str:
     return f"{user}@{platform.node()}"
 
 
-def _min_memory(options: AskOptions) -> int | None:
-    written, counted = options.get("min_memory"), options.get("min_memory_bytes")
-    if written is None:
-        return counted
-    if counted is not None:
-        raise TypeError("min_memory and min_memory_bytes exclude each other")
-    return parse_size(written)
+def as_seconds(name: str, duration: float | str | None) -> float | None:
+    """Seconds of an option that is a number of them or a text; None of one that is absent.
+
+    Raises:
+        ValueError: the text is no duration; the message names the option.
+    """
+    try:
+        return None if duration is None else to_seconds(duration)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _bytes(name: str, size: int | str | None, in_bytes: int | str | None) -> int | None:
+    """Bytes of an option that has a second name."""
+    if size is not None and in_bytes is not None:
+        raise TypeError(f"{name} and {name}_bytes exclude each other")
+    found = in_bytes if size is None else size
+    try:
+        return None if found is None else to_bytes(found)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _refuse_unknown(options: Mapping[str, object], kind: type) -> None:

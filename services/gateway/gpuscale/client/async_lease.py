@@ -7,10 +7,12 @@ async with client.reserve(gpus=2, min_memory="8GiB") as lease:
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.client.asks import as_seconds
 from gpuscale.client.held import REFUSALS, Held, now
 from gpuscale.client.lease_timer import LOOK, LeaseTimer
 from gpuscale.common.errors import GpuscaleError
@@ -33,20 +35,25 @@ class AsyncLease(Held):
         allocator: "AllocatorServiceAsyncStub",
         reservation: allocator_api.Reservation,
         timer: LeaseTimer,
+        this_node: Callable[[], str | None],
+        admit: Callable[[], Awaitable[None]],
     ) -> None:
-        super().__init__(reservation, timer)
+        super().__init__(reservation, timer, this_node)
         self.lost = asyncio.Event()
+        self._admit = admit
         self._allocator = allocator
 
-    async def renew(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
-        """Start the lease anew. In a block that is done in the background.
+    async def renew(self, timeout: float | str | None = None) -> None:  # noqa: ASYNC109
+        """Start the lease anew, within `timeout` (seconds, or a text such as `5s`). In a block that is done for you.
 
         Raises:
             FailedPreconditionError: it has ended (RESERVATION_ENDED).
             GpuscaleError: anything else that went wrong.
         """
         sent = now()
-        response = await self._allocator.RenewReservation(self._renewal(), timeout=timeout)
+        response = await self._allocator.RenewReservation(
+            self._renewal(), timeout=as_seconds("timeout", timeout)
+        )
         self._heed(response.reservation, sent)
 
     async def release(self) -> None:
@@ -57,6 +64,17 @@ class AsyncLease(Held):
         """
         self._timer.give_back(now())
         self._given_back((await self._allocator.ReleaseReservation(self._release())).reservation)
+
+    async def admit(self) -> None:
+        """Have this host's agent know this process as the holder's; the GPUs are lost where the lease is over."""
+        try:
+            await self._admit()
+        except REFUSALS as error:
+            self._timer.refused(error.message)
+        except asyncio.CancelledError:
+            with suppress(GpuscaleError):  # the lease runs out by itself
+                await self.release()
+            raise
 
     async def keep(self) -> None:
         """Renew until the GPUs are lost; cancel it to end it."""
@@ -108,6 +126,7 @@ class AsyncReserving:
 
     async def __aenter__(self) -> AsyncLease:
         lease = await self._reserve()
+        await lease.admit()  # before the block touches a GPU
         self._kept = lease, asyncio.create_task(lease.keep(), name=f"keep {lease.name}")
         return lease
 

@@ -10,6 +10,7 @@ Every call raises errors of the tree (`GpuscaleError`); a unary call without a t
 """
 
 import asyncio
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
@@ -19,11 +20,15 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client.abandoning import abandon, abandon_async
-from gpuscale.client.asks import ReserveOptions, default_holder, reserve_request
+from gpuscale.client.admitting import admission, admit, admit_async
+from gpuscale.client.asks import ReserveOptions, as_seconds, default_holder, reserve_request
 from gpuscale.client.async_lease import AsyncLease, AsyncReserving
 from gpuscale.client.held import now, timer_of
 from gpuscale.client.lease import Lease
+from gpuscale.client.paging import pages, pages_async
 from gpuscale.client.retries import retrying, retrying_async
+from gpuscale.client.this_host import NODE_VARIABLE, ThisHost, confine, only_here
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnimplementedError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
 if TYPE_CHECKING:
@@ -48,17 +53,26 @@ if TYPE_CHECKING:
     from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceAsyncStub
 
 
+_ANYWHERE = "pass nodes=[...], or anywhere=True for any host"
+
+
+def _wants_this_host(request: allocator_api.ReserveRequest, options: ReserveOptions) -> bool:
+    """Whether a request is kept to this host: nothing says where else its GPUs may be."""
+    return not (options.get("anywhere") or request.ask.nodes or request.ask.gpus)
+
+
 def reserve_timeout(options: ReserveOptions) -> float | None:
     """Seconds that the call of `reserve` may take; the client's own timeout where it does not wait in the queue."""
-    wait = options.get("wait")
+    wait = as_seconds("wait", options.get("wait"))
     return wait + RPC_TIMEOUT if wait else None
 
 
 class Client:
     """A sync client; `connect` makes one. Leaving its block, or `close`, closes the channel."""
 
-    def __init__(self, channel: grpc.Channel, address: str) -> None:
+    def __init__(self, channel: grpc.Channel, address: str, node: str | None = None) -> None:
         self._channel = channel
+        self._host = ThisHost(node)
         self.address = address
         self.agent = monitor_api.AgentServiceStub(channel)
         self.work = monitor_api.WorkServiceStub(channel)
@@ -80,8 +94,33 @@ class Client:
         self.presets = autoscaler_api.PresetServiceStub(channel)
         self.backtests = autoscaler_api.BacktestServiceStub(channel)
 
+    def this_node(self, *, check: bool = False) -> str | None:
+        """Id of the node that this host is; None where no agent of the fleet runs on it, or the server has no fleet.
+
+        The fleet is asked until it is found, unless `connect` or GPUSCALE_NODE says it.
+
+        Args:
+            check: ask even then.
+
+        Raises:
+            FailedPreconditionError: it may be any of several (NODE_AMBIGUOUS), or is not the one that was said
+                (NODE_MISMATCH).
+            GpuscaleError: the fleet could not be asked.
+        """
+        request = self._host.request()
+        if request is None or (self._host.node and not check):
+            return self._host.node
+        try:
+            return self._host.find(
+                node for page in pages(self.fleet.ListNodes, request) for node in page.nodes
+            )
+        except UnimplementedError:
+            return self._host.node
+
     def reserve(self, gpus: int = 1, holder: str = "", **options: Unpack[ReserveOptions]) -> Lease:
         """Reserve GPUs, all or none; each member's are of one node. A call without an answer is repeated, with one id.
+
+        On a node they are GPUs of this host, unless `nodes`, `only_gpus` or `anywhere` say otherwise.
 
         Args:
             gpus: how many, of each member.
@@ -90,22 +129,43 @@ class Client:
 
         Raises:
             ResourceExhaustedError: no room now (reason NO_CAPACITY), or none came in time (WAIT_TIMEOUT).
-            FailedPreconditionError: more than any node has (reason UNSATISFIABLE), or what the `request_id` was granted
-                has ended (RESERVATION_ENDED).
+            FailedPreconditionError: more than any node has (reason UNSATISFIABLE), what the `request_id` was granted
+                has ended (RESERVATION_ENDED), or which node this host is cannot be told (NODE_AMBIGUOUS).
             GpuscaleError: anything else that went wrong.
         """
         request = reserve_request(gpus, holder or default_holder(), options)
+        node = retrying(self.this_node) if _wants_this_host(request, options) else None
+        if node:
+            confine(request.ask, node)
 
         def attempt() -> Lease:
             sent = now()
-            granted = self.allocator.Reserve(request, timeout=reserve_timeout(options)).reservation
-            return Lease(self.allocator, granted, timer_of(request, granted, sent))
+            response = self.allocator.Reserve(request, timeout=reserve_timeout(options))
+            granted, timer = response.reservation, timer_of(request, response.reservation, sent)
+            return Lease(
+                self.allocator,
+                granted,
+                timer,
+                self.this_node,
+                partial(self._admit, granted, response.lease_token),
+            )
 
         try:
             return retrying(attempt)
         except KeyboardInterrupt:
             abandon(self.allocator, request)
             raise
+        except GpuscaleError as error:
+            raise only_here(error, node, _ANYWHERE) from error.__cause__
+
+    def _admit(self, reservation: allocator_api.Reservation, lease_token: str) -> None:
+        """Have this host's agent know this process as the holder's, where GPUs are here and an agent answers.
+
+        Raises:
+            FailedPreconditionError: the reservation is over.
+        """
+        if request := admission(reservation, lease_token, self._host.node):
+            self._host.say_unadmitted(admit(request, self.work, self.address))
 
     def close(self) -> None:
         """Close the channel; calls that are under way end with CancelledCallError."""
@@ -123,8 +183,9 @@ class Client:
 class AsyncClient:
     """An async client; `connect_async` makes one. Leaving its block, or `close`, closes the channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str, node: str | None = None) -> None:
         self._channel = channel
+        self._host = ThisHost(node)
         self.address = address
         self.agent: AgentServiceAsyncStub = monitor_api.AgentServiceStub(channel)
         self.work: WorkServiceAsyncStub = monitor_api.WorkServiceStub(channel)
@@ -146,13 +207,43 @@ class AsyncClient:
         self.presets: PresetServiceAsyncStub = autoscaler_api.PresetServiceStub(channel)
         self.backtests: BacktestServiceAsyncStub = autoscaler_api.BacktestServiceStub(channel)
 
+    async def this_node(self) -> str | None:
+        """Id of the node that this host is, as `Client.this_node`.
+
+        Raises:
+            FailedPreconditionError: it may be any of several (NODE_AMBIGUOUS).
+            GpuscaleError: the fleet could not be asked.
+        """
+        request = self._host.request()
+        if request is None or self._host.node:
+            return self._host.node
+        try:
+            found = [node async for page in pages_async(self.fleet.ListNodes, request) for node in page.nodes]
+        except UnimplementedError:
+            found = []
+        return self._host.find(found)
+
+    def _known_node(self) -> str | None:
+        """This host's node, without asking.
+
+        Raises:
+            FailedPreconditionError: it was not asked for yet (NODE_NOT_ASKED).
+        """
+        if self._host.node is None and not self._host.asked:
+            raise FailedPreconditionError(
+                f"which node this host is was not asked yet: `await client.this_node()` once, set {NODE_VARIABLE},"
+                " or name a node: lease.env(node=...)",
+                reason="NODE_NOT_ASKED",
+            )
+        return self._host.node
+
     def reserve(self, gpus: int = 1, holder: str = "", **options: Unpack[ReserveOptions]) -> AsyncReserving:
         """Reserve GPUs, as `Client.reserve`: `async with` keeps them, `await` leaves that to the caller.
 
         Raises (once awaited or entered):
             ResourceExhaustedError: no room now (reason NO_CAPACITY), or none came in time (WAIT_TIMEOUT).
-            FailedPreconditionError: more than any node has (reason UNSATISFIABLE), or what the `request_id` was granted
-                has ended (RESERVATION_ENDED).
+            FailedPreconditionError: more than any node has (reason UNSATISFIABLE), what the `request_id` was granted
+                has ended (RESERVATION_ENDED), or which node this host is cannot be told (NODE_AMBIGUOUS).
             GpuscaleError: anything else that went wrong.
         """
         request = reserve_request(gpus, holder or default_holder(), options)
@@ -160,17 +251,37 @@ class AsyncClient:
         async def attempt() -> AsyncLease:
             sent = now()
             response = await self.allocator.Reserve(request, timeout=reserve_timeout(options))
-            granted = response.reservation
-            return AsyncLease(self.allocator, granted, timer_of(request, granted, sent))
+            granted, timer = response.reservation, timer_of(request, response.reservation, sent)
+            return AsyncLease(
+                self.allocator,
+                granted,
+                timer,
+                self._known_node,
+                partial(self._admit, granted, response.lease_token),
+            )
 
         async def reserve() -> AsyncLease:
+            node = await retrying_async(self.this_node) if _wants_this_host(request, options) else None
+            if node:
+                confine(request.ask, node)
             try:
                 return await retrying_async(attempt)
             except asyncio.CancelledError:
                 await abandon_async(self.allocator, request)
                 raise
+            except GpuscaleError as error:
+                raise only_here(error, node, _ANYWHERE) from error.__cause__
 
         return AsyncReserving(reserve)
+
+    async def _admit(self, reservation: allocator_api.Reservation, lease_token: str) -> None:
+        """As `Client._admit`.
+
+        Raises:
+            FailedPreconditionError: the reservation is over.
+        """
+        if request := admission(reservation, lease_token, self._host.node):
+            self._host.say_unadmitted(await admit_async(request, self.work, self.address))
 
     async def close(self) -> None:
         """Close the channel; calls that are under way end with CancelledCallError."""

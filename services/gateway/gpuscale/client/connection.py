@@ -6,13 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpuscale.client.asks import as_seconds
 from gpuscale.client.async_calls import AsyncCalls
 from gpuscale.client.client import AsyncClient, Client
 from gpuscale.client.contexts import Context, find_context
 from gpuscale.client.sync_calls import SyncCalls
+from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT, ClientTls, open_channel, open_sync_channel
 from gpuscale.common.rpc.diagnosis import explained
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
@@ -38,8 +40,9 @@ def connect(
     context: str | None = None,
     token: str | None = None,
     tls: ClientTls | None = None,
-    timeout: float = RPC_TIMEOUT,
-    dial_timeout: float | None = None,
+    timeout: float | str = RPC_TIMEOUT,
+    dial_timeout: float | str | None = None,
+    node: str | None = None,
 ) -> Client:
     """A sync client of a gateway, or of a single service. No call is made yet.
 
@@ -52,16 +55,22 @@ def connect(
         context: name of the context.
         token: the bearer token to send, instead of a file with one.
         tls: files of TLS; plain text where nothing says an authority.
-        timeout: seconds for each unary call that names no timeout itself.
-        dial_timeout: seconds that one attempt to connect may take; 5 when not given.
+        timeout: for each unary call that names no timeout itself: seconds, or a text such as `5s`.
+        dial_timeout: that one attempt to connect may take; 5 s when not given.
+        node: id of the node that this host is; what GPUSCALE_NODE says, or else is found out, when not given.
 
     Raises:
         FailedPreconditionError: a file cannot be read (CONTEXTS, TOKEN_FILE, TLS_FILES), there is no such context
             (CONTEXTS), or the token would travel in plain text (INSECURE_TRANSPORT).
+        InvalidArgumentError: the address is none; the message says what is wrong with it.
     """
     way = _way(address, context, token, tls)
-    channel = open_sync_channel(way.address, tls=way.tls, token=way.token, dial_timeout=dial_timeout)
-    return Client(SyncCalls(channel, timeout, partial(explained, way.address, way.tls)), way.address)
+    channel = open_sync_channel(
+        way.address, tls=way.tls, token=way.token, dial_timeout=as_seconds("dial_timeout", dial_timeout)
+    )
+    return Client(
+        SyncCalls(channel, to_seconds(timeout), partial(explained, way.address, way.tls)), way.address, node
+    )
 
 
 def connect_async(
@@ -70,7 +79,8 @@ def connect_async(
     context: str | None = None,
     token: str | None = None,
     tls: ClientTls | None = None,
-    timeout: float = RPC_TIMEOUT,
+    timeout: float | str = RPC_TIMEOUT,
+    node: str | None = None,
 ) -> AsyncClient:
     """`connect`, for the running event loop.
 
@@ -79,7 +89,9 @@ def connect_async(
     """
     way = _way(address, context, token, tls)
     channel = open_channel(way.address, tls=way.tls, token=way.token)
-    return AsyncClient(AsyncCalls(channel, timeout, partial(explained, way.address, way.tls)), way.address)
+    return AsyncClient(
+        AsyncCalls(channel, to_seconds(timeout), partial(explained, way.address, way.tls)), way.address, node
+    )
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeGuard
 
-from gpuscale.common.rpc.channel import ClientTls
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.rpc.channel import ClientTls
 
 FILE_VARIABLE = "GPUSCALE_CONTEXTS"
 NAME_VARIABLE = "GPUSCALE_CONTEXT"

@@ -2,10 +2,11 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client.lease_timer import LeaseTimer
+from gpuscale.client.this_host import expect_here
 from gpuscale.common.errors import (
     FailedPreconditionError,
     NotFoundError,
@@ -19,6 +20,9 @@ REFUSALS = (FailedPreconditionError, NotFoundError, PermissionDeniedError, Unaut
 _STATE = allocator_api.Reservation.State
 _OVER = (_STATE.STATE_EXPIRED, _STATE.STATE_CANCELLED, _STATE.STATE_LOST)
 """How a reservation ends that its holder did not give back."""
+_ELSEWHERE = (
+    'start its work there; lease.env(node="{node}") is the environment for it, lease.gpu_uuids has all UUIDs'
+)
 # macOS has it under the other name.
 _CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
@@ -37,9 +41,13 @@ class LostReservationError(FailedPreconditionError):
 class Held:
     """GPUs that are held under a lease."""
 
-    def __init__(self, reservation: allocator_api.Reservation, timer: LeaseTimer) -> None:
+    def __init__(
+        self, reservation: allocator_api.Reservation, timer: LeaseTimer, this_node: Callable[[], str | None]
+    ) -> None:
+        """`this_node`: tells which node this host is; None where it is none."""
         self._reservation = reservation
         self._timer = timer
+        self._this_node = this_node
 
     @property
     def reservation(self) -> allocator_api.Reservation:
@@ -63,13 +71,19 @@ class Held:
 
     @property
     def gpu_uuids(self) -> list[str]:
-        """UUIDs of the GPUs."""
+        """UUIDs of the GPUs, on whichever hosts they are."""
         return [gpu.uuid for gpu in self._reservation.gpus]
 
     @property
     def cuda_visible_devices(self) -> str:
-        """The value of CUDA_VISIBLE_DEVICES: UUIDs, never an index."""
-        return ",".join(self.gpu_uuids)
+        """The value of CUDA_VISIBLE_DEVICES on this host: UUIDs, never an index.
+
+        Raises:
+            FailedPreconditionError: GPUs are on another host (GPUS_ELSEWHERE), or which node this host is cannot be
+                told (NODE_AMBIGUOUS).
+            GpuscaleError: that could not be asked.
+        """
+        return self.env({})["CUDA_VISIBLE_DEVICES"]
 
     @property
     def lost_reason(self) -> str:
@@ -77,16 +91,29 @@ class Held:
         self._timer.is_over(now())
         return self._timer.lost
 
-    def env(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """An environment for what uses the GPUs; `gpuscale.client.worker` reads what it says.
+    def env(self, base: Mapping[str, str] | None = None, *, node: str | None = None) -> dict[str, str]:
+        """An environment for what uses the GPUs on this host; `gpuscale.client.worker` reads what it says.
 
         Args:
             base: further variables; those of this process when absent.
+            node: id of a node: the environment for work that is started there, with the GPUs of that node.
+
+        Raises:
+            FailedPreconditionError: without `node`: GPUs are on another host (GPUS_ELSEWHERE), or which node this host
+                is cannot be told (NODE_AMBIGUOUS).
+            ValueError: none of the GPUs is on `node`.
+            GpuscaleError: which node this host is could not be asked.
         """
+        if node is None:
+            expect_here(self._reservation, self._this_node(), _ELSEWHERE)
+        found = [gpu.uuid for gpu in self.gpus if node is None or gpu.node == node.removeprefix("nodes/")]
+        if not found:
+            raise ValueError(f"{self.name} holds no GPU of {node}")
+        uuids = ",".join(found)
         return {
             **(os.environ if base is None else base),
-            "CUDA_VISIBLE_DEVICES": self.cuda_visible_devices,
-            "GPUSCALE_GPU_UUIDS": self.cuda_visible_devices,
+            "CUDA_VISIBLE_DEVICES": uuids,
+            "GPUSCALE_GPU_UUIDS": uuids,
             "GPUSCALE_RESERVATION": self.name,
             "GPUSCALE_FENCE": str(self.fence),
         }

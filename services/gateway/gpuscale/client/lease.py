@@ -6,10 +6,12 @@ with client.reserve(gpus=2, min_memory="8GiB") as lease:
 
 import logging
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.client.asks import as_seconds
 from gpuscale.client.held import REFUSALS, Held, now
 from gpuscale.client.lease_timer import LOOK, LeaseTimer
 from gpuscale.common.errors import GpuscaleError
@@ -30,23 +32,34 @@ class Lease(Held):
     """
 
     def __init__(
-        self, allocator: "AllocatorServiceStub", reservation: allocator_api.Reservation, timer: LeaseTimer
+        self,
+        allocator: "AllocatorServiceStub",
+        reservation: allocator_api.Reservation,
+        timer: LeaseTimer,
+        this_node: Callable[[], str | None],
+        admit: Callable[[], None],
     ) -> None:
-        super().__init__(reservation, timer)
+        super().__init__(reservation, timer, this_node)
         self.lost = threading.Event()
+        self._admit = admit
         self._allocator = allocator
         self._done = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name=f"keep {self.name}", daemon=True)
 
-    def renew(self, timeout: float | None = None) -> None:
-        """Start the lease anew. In a block that is done in the background.
+    def renew(self, timeout: float | str | None = None) -> None:
+        """Start the lease anew, within `timeout` (seconds, or a text such as `5s`). In a block that is done for you.
 
         Raises:
             FailedPreconditionError: it has ended (RESERVATION_ENDED).
             GpuscaleError: anything else that went wrong.
         """
         sent = now()
-        self._heed(self._allocator.RenewReservation(self._renewal(), timeout=timeout).reservation, sent)
+        self._heed(
+            self._allocator.RenewReservation(
+                self._renewal(), timeout=as_seconds("timeout", timeout)
+            ).reservation,
+            sent,
+        )
 
     def release(self) -> None:
         """Give the GPUs back now; once more is harmless.
@@ -59,6 +72,7 @@ class Lease(Held):
         self._given_back(self._allocator.ReleaseReservation(self._release()).reservation)
 
     def __enter__(self) -> Self:
+        self._admit()
         self._keeper.start()
         return self
 

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from math import inf
 from typing import TypeVar
 
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
+from gpuscale.common.runtime.backoff import Backoff
 
 ATTEMPTS = 4
 """Times that a call is made at most. With the waits between, a service that is started anew is back by then."""

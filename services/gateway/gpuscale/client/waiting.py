@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client.retries import retrying, retrying_async
-from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.errors import DeadlineExceededError
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
+from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
     from gpuscale.client.client import AsyncClient, Client
@@ -19,7 +20,7 @@ _LEAST = 0.1
 
 
 def wait_ready(
-    client: "Client", endpoint: str, *, replicas: int | None = None, timeout: float = 300.0
+    client: "Client", endpoint: str, *, replicas: int | None = None, timeout: float | str = 300.0
 ) -> autoscaler_api.Endpoint:
     """Wait until an endpoint has as many READY replicas as are wanted.
 
@@ -27,7 +28,7 @@ def wait_ready(
         client: of the gateway, or of the autoscaler.
         endpoint: `endpoints/{endpoint}`.
         replicas: how many; as many as the endpoint desires when not given, which may be none.
-        timeout: seconds to wait.
+        timeout: how long to wait: seconds, or a text such as `5m`.
 
     Returns:
         The endpoint, as it is then.
@@ -36,7 +37,7 @@ def wait_ready(
         DeadlineExceededError: that did not come about in time (reason NOT_READY); the message says how it stands.
         GpuscaleError: the endpoint cannot be read, or is not there.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + to_seconds(timeout)
     request = autoscaler_api.GetEndpointRequest(name=endpoint)
     while True:
         found = retrying(
@@ -52,7 +53,7 @@ async def wait_ready_async(
     endpoint: str,
     *,
     replicas: int | None = None,
-    timeout: float = 300.0,  # noqa: ASYNC109
+    timeout: float | str = 300.0,  # noqa: ASYNC109
 ) -> autoscaler_api.Endpoint:
     """`wait_ready` for an async client.
 
@@ -60,7 +61,7 @@ async def wait_ready_async(
         DeadlineExceededError: that did not come about in time (reason NOT_READY); the message says how it stands.
         GpuscaleError: the endpoint cannot be read, or is not there.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + to_seconds(timeout)
     request = autoscaler_api.GetEndpointRequest(name=endpoint)
     while True:
         found = (

@@ -9,8 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol, TypeVar
 
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.runtime.backoff import Backoff
 
 Request = TypeVar("Request")
 Message = TypeVar("Message")

@@ -18,10 +18,9 @@ from types import FrameType, TracebackType
 from typing import Self, TypeAlias
 
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client.admitting import AGENT_VARIABLE, pid_namespace
 from gpuscale.client.connection import connect
 
-AGENT_VARIABLE = "GPUSCALE_WORK_ADDRESS"
-"""Names the address of this host's agent, which admits work."""
 READY_VARIABLE = "GPUSCALE_READY_FILE"
 """Names a file that is to be there once the worker can work, for a probe to look at."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -60,22 +59,31 @@ class Worker:
         self._ready_file = found.get(READY_VARIABLE, "")
         self._before: dict[signal.Signals, _Handler] = {}
 
-    def admit(self, agent: str | None = None) -> None:
-        """Have the agent of this host admit this process under its fence, before it touches a GPU.
+    def admit(self, agent: str | None = None, *, lease_token: str = "") -> None:
+        """Have the agent of this host admit this process for its reservation, before it touches a GPU.
 
         Args:
             agent: address of the agent; what GPUSCALE_WORK_ADDRESS says when absent. Without either, without GPUs or
-                without a fence there is nothing to admit.
+                without a reservation there is nothing to admit.
+            lease_token: what came with the grant; an admin needs none, as who calls the `up` of this host.
 
         Raises:
-            FailedPreconditionError: the reservation is over, another's work was admitted since (reason FENCE_TOO_LOW):
-                end without touching the GPUs.
+            FailedPreconditionError: the reservation is over (reason RESERVATION_ENDED or FENCE_TOO_LOW): end without
+                touching the GPUs.
+            PermissionDeniedError: the token is missing, or another's.
             GpuscaleError: the agent does not answer, or does not know the GPUs.
         """
         address = agent or self._agent
-        if not address or self.fence is None or not self.gpu_uuids:
+        if not address or self.fence is None or not self.reservation or not self.gpu_uuids:
             return
-        request = monitor_api.AdmitWorkRequest(gpu_uuids=self.gpu_uuids, fence=self.fence, pid=os.getpid())
+        request = monitor_api.AdmitWorkRequest(
+            gpu_uuids=self.gpu_uuids,
+            fence=self.fence,
+            reservation=self.reservation,
+            lease_token=lease_token,
+            pid=os.getpid(),
+            pid_namespace=pid_namespace(),
+        )
         with connect(address) as client:
             client.work.AdmitWork(request)
 

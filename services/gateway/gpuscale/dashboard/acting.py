@@ -35,8 +35,7 @@ class Hands:
         """Give the GPUs of a reservation back, after asking."""
         name = one.name.removeprefix("reservations/")
         if await _confirmed(f"Release {name}, held by {one.holder}? Whatever runs on its GPUs loses them."):
-            request = allocator_api.ReleaseReservationRequest(name=one.name, fence=one.fence)
-            await self._do(lambda client: client.allocator.ReleaseReservation(request), f"{name} is released")
+            await self._do(partial(_give_back, one.name), f"{name} is released")
 
     async def set_replicas(self, one: autoscaler_api.Endpoint, replicas: int) -> None:
         """Order a number of replicas; refused where somebody else ordered another one meanwhile."""
@@ -58,6 +57,14 @@ class Hands:
             ui.notify(error.message, type="negative")
         else:
             ui.notify(done, type="positive")
+
+
+async def _give_back(name: str, client: AsyncClient) -> None:
+    """Release by the fence that the visitor is told: what the dashboard itself was told may have none."""
+    one = (await client.allocator.GetReservation(allocator_api.GetReservationRequest(name=name))).reservation
+    await client.allocator.ReleaseReservation(
+        allocator_api.ReleaseReservationRequest(name=name, fence=one.fence)
+    )
 
 
 async def _confirmed(question: str) -> bool:

@@ -9,11 +9,12 @@ from functools import partial
 import uvicorn
 
 from gpuscale.client import ClientTls, connect_async, read_token
-from gpuscale.common.security.bind import ListenAddress, bind_error, check_exposure, parse_listen
-from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.rpc.metrics_tls import FollowedCertificate
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.connections import Connections
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.security.bind import ListenAddress, bind_error, check_exposure, parse_listen
 from gpuscale.common.security.tls import ServerTls
 from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import Feed
@@ -21,7 +22,7 @@ from gpuscale.dashboard.frame import Site
 from gpuscale.dashboard.settings import DashboardSettings
 from gpuscale.dashboard.signing_in import Visitors
 from gpuscale.dashboard.tally import Tally
-from gpuscale.dashboard.web import WebServer, application
+from gpuscale.dashboard.web import Vouched, WebServer, application
 
 STOP_SECONDS = 2
 """Seconds for requests to finish; browsers keep their sockets open for as long as they may."""
@@ -53,8 +54,10 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
         async with connect(token=token) as client, Feed(client, facts, tally).running(), TaskScope() as scope:
             hands = visitors.hands if visitors else _nobody
             site = Site(facts, tally, client, settings.gateway_address, hands)
+            connections = Connections()
+            app = application(site, visitors, names=_names(settings), compress=not address.loopback)
             config = uvicorn.Config(
-                application(site, visitors, names=_names(address, settings), compress=not address.loopback),
+                Vouched(app, connections),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -64,6 +67,7 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
             server = WebServer(config)
             if visitors is not None:
                 scope.start("tokens of visitors", visitors.recheck())
+            scope.spawn("watch connections", connections.watch(bound.getsockname()[1]))
             serving = scope.start("web server", server.serve(sockets=[bound]))
             try:
                 yield f"http{'s' if context else ''}://{ListenAddress(address.host, bound.getsockname()[1])}/"
@@ -72,11 +76,11 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
                 await serving
 
 
-def _names(address: ListenAddress, settings: DashboardSettings) -> list[str]:
-    """What browsers may call this host where it is for those of the host alone; empty where other names may lead here."""
-    if settings.sign_in or settings.insecure_allow_remote or not address.loopback:
-        return []
-    return ["localhost", "127.0.0.1", "[::1]", f"[{address.host}]" if ":" in address.host else address.host]
+def _names(settings: DashboardSettings) -> frozenset[str] | None:
+    """What browsers may call this host beside its addresses; None where visitors sign in, who do so for one name."""
+    if settings.sign_in:
+        return None
+    return frozenset({"localhost", *(name.lower() for name in settings.allowed_hosts)})
 
 
 def _nobody() -> None:

@@ -5,7 +5,7 @@ A point that was not read is None, which ECharts leaves out: gaps stay gaps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
 from typing import TypeAlias
@@ -19,6 +19,12 @@ from gpuscale.dashboard.tally import Count
 Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | float | int | bool | None
 Options: TypeAlias = dict[str, Json]
 
+_BY_MODE = "document.body.classList.contains('body--dark') ? '{dark}' : '{light}'"
+# NiceGUI lets a browser read what stands under a key with a colon as JavaScript.
+INK: Options = {":color": _BY_MODE.format(dark="#aeb9c4", light="#55626e")}
+"""Colour of text in charts, by day and by night: at least 4.5 to 1 on the page (WCAG AA)."""
+RULE: Options = {":color": _BY_MODE.format(dark="#6b7885", light="#7f8b97")}
+"""Colour of axes and of the grid: at least 3 to 1."""
 LINE, SECOND, THIRD, QUIET = "#3aa99f", "#e0b341", "#5b8def", "#8795a1"
 
 
@@ -31,10 +37,11 @@ def band(series: monitor_api.HistorySeries | None, title: str, unit: str) -> Opt
     """The mean of one metric over time as a line, within its smallest and largest value as a band."""
     points = list(series.points) if series is not None else []
     times = [millis(point.start_time) for point in points]
-    low = _line(times, [point.min for point in points])
+    counts = [point.sample_count for point in points]
+    low = _line(times, [point.min for point in points], counts)
     # The band is drawn on top of its lower edge, so it is as high as the difference.
-    high = _line(times, [point.max - point.min for point in points])
-    mean = _line(times, [point.mean for point in points])
+    high = _line(times, [point.max - point.min for point in points], counts)
+    mean = _line(times, [point.mean for point in points], counts)
     edge: Options = {"type": "line", "stack": "band", "symbol": "none", "lineStyle": {"opacity": 0}}
     filled: Options = {"areaStyle": {"color": LINE, "opacity": 0.25}}
     return _timed(
@@ -54,12 +61,16 @@ def lines(series: Sequence[tuple[str, monitor_api.HistorySeries]], title: str, u
         {
             "type": "line",
             "name": label,
-            "data": _line([millis(point.start_time) for point in one.points], [p.mean for p in one.points]),
+            "data": _line(
+                [millis(point.start_time) for point in one.points],
+                [point.mean for point in one.points],
+                [point.sample_count for point in one.points],
+            ),
             "symbol": "none",
         }
         for label, one in series
     ]
-    legend: Json = {"type": "scroll", "top": 0, "left": 110, "right": 0, "textStyle": {"color": QUIET}}
+    legend: Json = {"type": "scroll", "top": 0, "left": 110, "right": 0, "textStyle": INK}
     return _timed(title, unit, drawn) | {"legend": legend}
 
 
@@ -84,22 +95,26 @@ def reserved_and_used(counts: Sequence[Count]) -> Options:
     return options | _legend()
 
 
-def _line(times: Sequence[int], values: Sequence[float]) -> tuple[Json, ...]:
+def _line(times: Sequence[int], values: Sequence[float], counts: Sequence[int] = ()) -> tuple[Json, ...]:
     """Points of a line, which is broken where more than two points are missing.
 
+    A point of many samples reaches as far as these do: what was kept over a restart has longer steps than what follows.
     Tuples, which NiceGUI sends as they are, where it would watch each list for changes.
     """
-    step = min((later - at for at, later in pairwise(times)), default=0)
+    apart = [later - at for at, later in pairwise(times)]
+    step = min(apart, default=0)
+    period = min((gap / max(count, 1) for gap, count in zip(apart, counts, strict=False)), default=0.0)
     found: list[Json] = []
     for nth, (at, value) in enumerate(zip(times, values, strict=True)):
-        if nth and at - times[nth - 1] > 3.5 * step:
+        reach = max(step, counts[nth - 1] * period if nth and counts else 0.0)
+        if nth and apart[nth - 1] > 3.5 * reach:
             found.append((at - step, None))
         found.append((at, _rounded(value)))
     return tuple(found)
 
 
 def _legend() -> Options:
-    return {"legend": {"top": 0, "right": 0, "textStyle": {"color": QUIET}}}
+    return {"legend": {"top": 0, "right": 0, "textStyle": INK}}
 
 
 def _rounded(value: float) -> float:
@@ -107,17 +122,28 @@ def _rounded(value: float) -> float:
 
 
 def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False) -> Options:
-    axis: dict[str, Json] = {"type": "value", "min": 0, "axisLabel": {"formatter": "{value}" + unit}}
+    axis: dict[str, Json] = {
+        "type": "value",
+        "min": 0,
+        "axisLabel": {"formatter": "{value}" + unit, **INK},
+        "splitLine": {"lineStyle": {"type": "dotted", **RULE}},
+    }
     if unit == "%":
         axis["max"] = 100
     if whole:
         axis["minInterval"] = 1
     return {
         "animation": False,
-        "title": {"text": title, "left": 0, "textStyle": {"fontSize": 13, "color": QUIET}},
+        "useUTC": True,
+        "title": {"text": title, "left": 0, "textStyle": {"fontSize": 13, **INK}},
         "tooltip": {"trigger": "axis"},
         "grid": {"left": 8, "right": 12, "top": 40, "bottom": 8, "containLabel": True},
-        "xAxis": {"type": "time", "axisLabel": {"hideOverlap": True}},
+        "xAxis": {
+            "type": "time",
+            "axisLabel": {"hideOverlap": True, **INK},
+            "axisLine": {"lineStyle": RULE},
+            "axisTick": {"lineStyle": RULE},
+        },
         "yAxis": axis,
         "series": series,
     }
@@ -180,22 +206,25 @@ def _bounds(spec: autoscaler_api.EndpointSpec, peak: int) -> Options:
     return {
         "data": shown,
         "symbol": "none",
-        "label": {"formatter": "{b}", "position": "insideEndTop"},
+        "label": {"formatter": "{b}", "position": "insideEndTop", **INK},
         "lineStyle": {"color": QUIET},
     }
 
 
-def signals(decisions: Sequence[autoscaler_api.Decision]) -> Options:
-    """What each signal read, at each decision."""
-    ordered = sorted(decisions, key=lambda one: millis(one.create_time))
-    read: dict[str, list[Json]] = {}
-    for one in ordered:
-        for seen in one.observations:
-            value = seen.value if seen.HasField("value") else None
-            for at in (one.create_time, one.last_time):
-                read.setdefault(seen.signal, []).append((millis(at), value))
+def signals(read: Sequence[autoscaler_api.SignalHistory]) -> Options:
+    """What each signal read at every evaluation; where a value did not count there is a gap."""
     drawn: list[Json] = [
-        {"type": "line", "name": name, "data": tuple(points), "symbol": "none"}
-        for name, points in read.items()
+        {"type": "line", "name": one.signal, "data": tuple(_sampled(one.samples)), "symbol": "none"}
+        for one in read
     ]
     return _timed("signals", "", drawn) | _legend()
+
+
+def _sampled(samples: Iterable[autoscaler_api.SignalSample]) -> Iterator[Json]:
+    """A point where a value began to hold, and one where it still did."""
+    for one in samples:
+        counts = one.status == autoscaler_api.Observation.STATUS_OK and one.HasField("value")
+        value = one.value if counts else None
+        yield (millis(one.start_time), value)
+        if one.end_time != one.start_time:
+            yield (millis(one.end_time), value)

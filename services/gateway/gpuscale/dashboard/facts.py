@@ -13,6 +13,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.client.standing import Marks, gpu_state, marks, node_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Facts:
     problems: dict[str, str] = field(default_factory=dict[str, str])
     nodes: dict[str, monitor_api.Node] = field(default_factory=dict[str, monitor_api.Node])
     reservations: Sequence[allocator_api.Reservation] = ()
+    cordons: Sequence[allocator_api.Cordon] = ()
     endpoints: Sequence[autoscaler_api.Endpoint] = ()
     replicas: Sequence[autoscaler_api.Replica] = ()
     recordings: Sequence[monitor_api.Recording] = ()
@@ -111,8 +113,8 @@ class Facts:
 
     def gpus(self) -> list[GpuFacts]:
         """Every GPU, by node and index, with its holders."""
-        held = _holders(self.reservations)
-        return [gpu for name in sorted(self.nodes) for gpu in _gpus_of(self.nodes[name], held)]
+        held, marked = _holders(self.reservations), marks(self.cordons)
+        return [gpu for name in sorted(self.nodes) for gpu in _gpus_of(self.nodes[name], held, marked)]
 
     def replicas_of(self, endpoint: str) -> list[autoscaler_api.Replica]:
         """Replicas of `endpoints/{endpoint}`."""
@@ -133,20 +135,20 @@ def _holders(
     return found
 
 
-def _gpus_of(node: monitor_api.Node, held: Mapping[str, tuple[tuple[str, ...], int]]) -> Iterator[GpuFacts]:
+def _gpus_of(
+    node: monitor_api.Node, held: Mapping[str, tuple[tuple[str, ...], int]], marked: Marks
+) -> Iterator[GpuFacts]:
     online = node.state == monitor_api.NodeState.NODE_STATE_ONLINE
     for gpu in sorted(node.snapshot.gpus, key=lambda one: (one.index, one.uuid)):
         holders, milli = held.get(gpu.uuid, ((), 0))
-        state = types_api.GpuState.Name(gpu.state).removeprefix("GPU_STATE_")
-        if not online:
-            state = monitor_api.NodeState.Name(node.state).removeprefix("NODE_STATE_")
+        state = gpu_state(gpu, marked) if online else node_state(node, marked)
         yield GpuFacts(
             name=gpu.name or f"{node.name}/gpus/{gpu.uuid.lower()}",
             node=node.name.removeprefix("nodes/"),
             uuid=gpu.uuid,
             index=gpu.index,
             model=gpu.model,
-            state=f"QUARANTINED: {gpu.quarantine}" if gpu.quarantine else state,
+            state=f"{state}: {gpu.quarantine}" if gpu.quarantine else state,
             simulated=gpu.simulated,
             holders=holders,
             held_milli=milli,

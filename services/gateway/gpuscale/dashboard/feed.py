@@ -45,6 +45,7 @@ class Feed:
                 ("nodes", self._watch_nodes),
                 ("health events", self._watch_health),
                 ("reservations", self._ask_reservations),
+                ("cordons", self._ask_cordons),
                 ("endpoints", self._ask_endpoints),
                 ("recordings", self._ask_recordings),
             ):
@@ -111,6 +112,15 @@ class Feed:
         ]
         if found != self._facts.reservations:
             self._facts.reservations = found
+            self._facts.changed()
+
+    async def _ask_cordons(self) -> None:
+        request = allocator_api.ListCordonsRequest(page_size=_PAGE)
+        found = [
+            one async for page in pages_async(self._client.nodes.ListCordons, request) for one in page.cordons
+        ]
+        if found != self._facts.cordons:
+            self._facts.cordons = found
             self._facts.changed()
 
     async def _ask_endpoints(self) -> None:

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from nicegui import ui
 
 from gpuscale.client import AsyncClient
+from gpuscale.dashboard import words
 from gpuscale.dashboard.acting import Hands
 from gpuscale.dashboard.charts import Options
 from gpuscale.dashboard.facts import Facts, GpuFacts
@@ -32,8 +33,12 @@ _STYLE = """
 .gs-page { width: 100%; max-width: 1500px; margin: 0 auto; padding: 12px; gap: 12px; }
 .gs-tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; width: 100%; }
 .gs-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 12px; width: 100%; }
+.gs-tile, .gs-page .text-h6 { overflow-wrap: anywhere; }
+.gs-line { width: 100%; white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+.body--dark .gs-page a { --q-primary: #8cc4e0; color: #8cc4e0; }
+.body--dark .gs-page .text-negative { --q-negative: #ff8a80; }
 .gs-tile { padding: 10px 14px; border: 1px solid rgba(128,128,128,.25); border-radius: 8px; }
-.gs-tile .gs-number { font-size: 1.4rem; font-weight: 600; line-height: 1.2; font-variant-numeric: tabular-nums; }
+.gs-tile .gs-number { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 3; overflow: hidden; font-size: 1.4rem; font-weight: 600; line-height: 1.2; font-variant-numeric: tabular-nums; }
 .gs-quiet { opacity: .7; font-size: .8rem; }
 .gs-panel { width: 100%; padding: 10px 14px; border: 1px solid rgba(128,128,128,.25); border-radius: 8px; overflow-x: auto; }
 .q-table td { font-variant-numeric: tabular-nums; }
@@ -110,7 +115,7 @@ def page(site: Site, title: str) -> Generator[None]:
             ui.add_head_html(_TO_THE_DOOR)
             ui.html('<form method="post" action="/sign-out"><button>sign out</button></form>', sanitize=False)
     with ui.column().classes("gs-page"):
-        warning = ui.label().classes("text-negative").mark("problem")
+        warning = ui.label().classes("text-negative gs-line").mark("problem")
         yield
 
     client = ui.context.client
@@ -122,7 +127,7 @@ def page(site: Site, title: str) -> Generator[None]:
             return
         problems = site.facts.problems
         badge.text = f"{site.address} · " + ("live" if not problems else "connection lost")
-        warning.text = "; ".join(f"{source}: {problem}" for source, problem in sorted(problems.items()))
+        warning.text = words.problems(problems)
         warning.set_visibility(bool(problems))
 
     live(site.facts, show)

@@ -3,8 +3,8 @@
 import asyncio
 import sys
 
-from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.config.program import run_program
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.dashboard.app import open_dashboard
 from gpuscale.dashboard.settings import DashboardSettings
 

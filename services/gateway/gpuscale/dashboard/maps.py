@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.wire import seconds, to_datetime
-from gpuscale.dashboard.charts import Json, Options
+from gpuscale.dashboard.charts import INK, Json, Options
 from gpuscale.dashboard.facts import GpuFacts
 from gpuscale.dashboard.rows import mean
 
@@ -137,8 +137,8 @@ def _heat(
             ":formatter": f"one => one.data[3] + (one.name ? ' · ' + one.name : '') + ': ' + one.data[2] + '{unit}'"
         },
         "grid": {"left": 8, "right": 8, "top": 8, "bottom": 36, "containLabel": True},
-        "xAxis": bare | {"data": list(columns)},
-        "yAxis": bare | {"data": list(rows), "inverse": True, "axisLabel": {"interval": every - 1}},
+        "xAxis": bare | {"data": list(columns), "axisLabel": INK},
+        "yAxis": bare | {"data": list(rows), "inverse": True, "axisLabel": {"interval": every - 1, **INK}},
         "visualMap": {
             "min": 0,
             "max": top,
@@ -146,6 +146,7 @@ def _heat(
             "orient": "horizontal",
             "left": "center",
             "bottom": 0,
+            "textStyle": INK,
             "itemHeight": 120,
             "itemWidth": 10,
             "text": [f"{top:g}{unit}", f"0{unit}"],

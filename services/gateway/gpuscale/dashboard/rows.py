@@ -12,6 +12,7 @@ from typing import TypeAlias
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client.standing import Marks, node_state, problem
 from gpuscale.dashboard import words
 from gpuscale.dashboard.facts import GpuFacts
 
@@ -29,6 +30,7 @@ GPUS: Columns = {
     "power": "power",
     "held": "reserved by",
 }
+NODES: Columns = {"node": "node", "state": "state", "gpus": "GPUs", "problem": "what is wrong with its GPUs"}
 RESERVATIONS: Columns = {
     "name": "reservation",
     "holder": "holder",
@@ -95,6 +97,16 @@ def gpu_row(gpu: GpuFacts) -> Row:
         "temperature": words.number(gpu.temperature, "°C"),
         "power": f"{words.number(gpu.power)} / {words.number(gpu.power_limit, 'W')}",
         "held": ", ".join(gpu.holders),
+    }
+
+
+def node_row(node: monitor_api.Node, marked: Marks) -> Row:
+    """What a table shows of a node."""
+    return {
+        "node": node.name.removeprefix("nodes/"),
+        "state": node_state(node, marked).lower(),
+        "gpus": str(len(node.snapshot.gpus)),
+        "problem": problem(node) or words.UNKNOWN,
     }
 
 

@@ -24,6 +24,10 @@ class DashboardSettings(ProgramSettings, UpstreamSettings):
     insecure_allow_remote: bool = Field(
         default=False, description="serve other hosts without TLS, or without anybody signing in"
     )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="name that browsers may call this host, where nobody signs in; localhost and addresses always may be",
+    )
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

@@ -1,16 +1,21 @@
 """The web server: NiceGUI on uvicorn, on the loop of the program."""
 
+import ipaddress
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.middleware.gzip import GZipMiddleware
-from fastapi.middleware.trustedhost import TrustedHostMiddleware
+from nicegui import app as pages
 from nicegui import ui
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gpuscale.common.runtime.connections import Connections
 from gpuscale.dashboard.frame import Site
 from gpuscale.dashboard.pages import (
     endpoint,
@@ -31,11 +36,14 @@ COMPRESSION = 3
 """The first visit of a browser is scripts above all: higher levels take the server more time than they save on the way."""
 
 
-def application(site: Site, visitors: Visitors | None, *, names: Sequence[str], compress: bool) -> FastAPI:
+def application(
+    site: Site, visitors: Visitors | None, *, names: Collection[str] | None, compress: bool
+) -> FastAPI:
     """The pages, as an application; behind a door where there are `visitors` to let in.
 
-    Where there are `names` a browser is answered only if it asks for this host by one of them: a page from elsewhere whose
-    name was made to lead here would else read everything, without anybody signing in ("DNS rebinding").
+    Where there are `names` a browser is answered only if it asks for this host by one of them, or by an address: a page from
+    elsewhere whose name was made to lead here would else read everything, without anybody signing in ("DNS rebinding").
+    What a page of another origin asks for is refused in any case.
 
     Without `compress` a first visit costs the server a third, and more bytes: what a browser on the same host wants.
     """
@@ -58,12 +66,12 @@ def application(site: Site, visitors: Visitors | None, *, names: Sequence[str], 
     ui.page("/recordings")(lambda: recordings.build(site))
     ui.page("/recordings/{name}")(recording_page)
     ui.page("/health")(lambda: health.build(site))
+    pages.add_exception_handler(404, _no_page)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     if visitors is not None:
         add_door(app, visitors)
     app.add_middleware(Unframed)
-    if names:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
+    app.add_middleware(OwnPages, names=names)
     # NiceGUI leaves the type of an argument that is not given here open.
     ui.run_with(  # pyright: ignore[reportUnknownMemberType]
         app,
@@ -77,6 +85,52 @@ def application(site: Site, visitors: Visitors | None, *, names: Sequence[str], 
         gzip_middleware_factory=_compressed if compress else None,
     )
     return app
+
+
+class OwnPages:
+    """Answers browsers that call this host by a name of its own, for pages that came from here.
+
+    Browsers send `Origin` with what a page posts and with every socket that it opens, Socket.IO's too.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str] | None) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or one socket."""
+        problem = self._problem(Headers(scope=scope)) if scope["type"] in {"http", "websocket"} else ""
+        if not problem:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": problem})
+        else:
+            await PlainTextResponse(problem, status_code=403)(scope, receive, send)
+
+    def _problem(self, headers: Headers) -> str:
+        host = headers.get("host", "")
+        if self._names is not None and not self._is_own(host):
+            return (
+                "this host is not called so: gpuscale-dashboard --allowed-hosts names what it may be called"
+            )
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            return "a page of another origin asks for this"
+        return ""
+
+    def _is_own(self, host: str) -> bool:
+        """Whether it is one of the names, or an address: no name can be made to lead to another address then."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if self._names is not None and name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
 
 
 class Unframed:
@@ -97,6 +151,32 @@ class Unframed:
             await send(message)
 
         await self._app(scope, receive, told)
+
+
+class Vouched:
+    """Lets connections last while a request of theirs is answered; those that send none in full are cut."""
+
+    def __init__(self, app: ASGIApp, connections: Connections) -> None:
+        self._app = app
+        self._connections = connections
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or one socket."""
+        client = scope.get("client")
+        if client is None:
+            await self._app(scope, receive, send)
+            return
+        peer = f"{client[0]}:{client[1]}"
+        self._connections.begin(peer)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._connections.end(peer)
+
+
+async def _no_page(request: Request, _: Exception) -> Response:
+    """What somebody mistyped is no line in the log, as NiceGUI has it: whoever asks could fill the log."""
+    return PlainTextResponse(f"there is no page {request.url.path}", status_code=404)
 
 
 def _compressed(inner: ASGIApp) -> GZipMiddleware:

@@ -89,3 +89,11 @@ def word(message: Message, field: str) -> str:
     if enum is None or found is None:
         return str(value)
     return found.name.removeprefix(enum.values[0].name.removesuffix("UNSPECIFIED")).lower().replace("_", " ")
+
+
+def problems(found: Mapping[str, str]) -> str:
+    """What cannot be read and why, in one line; what fails alike is named together."""
+    alike: dict[str, list[str]] = {}
+    for source, problem in sorted(found.items()):
+        alike.setdefault(problem, []).append(source)
+    return "; ".join(f"{', '.join(sources)}: {problem}" for problem, sources in alike.items())

@@ -4,11 +4,11 @@ import asyncio
 import sys
 from contextlib import AsyncExitStack
 
-from gpuscale.common.rpc.call_watching import CallMeter
-from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.rpc.metrics_http import serve_metrics
 from gpuscale.common.config.program import run_program
+from gpuscale.common.rpc.call_watching import CallMeter
+from gpuscale.common.rpc.metrics_http import serve_metrics
 from gpuscale.common.rpc.server import Server
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.gateway.app import open_gateway
 from gpuscale.gateway.metrics import render
 from gpuscale.gateway.settings import GatewaySettings

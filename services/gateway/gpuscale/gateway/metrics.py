@@ -10,6 +10,13 @@ SECONDS = Family("gpuscale_gateway_call_seconds_total", "counter", "Time that ca
 OPEN = Family("gpuscale_gateway_calls_open", "gauge", "Calls that are under way.")
 LIMITED = Family("gpuscale_gateway_rate_limited_total", "counter", "Calls turned away for coming too often.")
 
+CUT = Family("gpuscale_gateway_connections_cut_total", "counter", "Connections cut for showing no identity.")
+SHORT = Family(
+    "gpuscale_gateway_descriptor_shortages_total",
+    "counter",
+    "Looks at which no file descriptor was left (EMFILE).",
+)
+
 
 def render(meter: CallMeter) -> Callable[[], AsyncGenerator[bytes]]:
     """What makes the page of one scrape."""
@@ -25,6 +32,8 @@ def _page(meter: CallMeter) -> Page:
     page = Page()
     page.add(OPEN, "", meter.open)
     page.add(LIMITED, "", meter.limited)
+    page.add(CUT, "", meter.connections.cut)
+    page.add(SHORT, "", meter.connections.short)
     for (path, code), count in sorted(meter.ended.items()):
         page.add(CALLS, labels({"method": path.removeprefix("/"), "code": code}), count)
     for path, seconds in sorted(meter.seconds.items()):

@@ -6,7 +6,7 @@ import grpc
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.runtime.paging import page
-from gpuscale.testing.ledger import Ledger, lease_status
+from gpuscale.testing.ledger import Ledger, lease_status, lease_token
 
 
 class FakeAllocator:
@@ -20,7 +20,7 @@ class FakeAllocator:
     def Reserve(self, request: api.ReserveRequest, context: grpc.ServicerContext) -> api.ReserveResponse:
         """Grants, or waits."""
         granted = self._ledger.reserve(request, lambda: not context.is_active())
-        return api.ReserveResponse(reservation=granted)
+        return api.ReserveResponse(reservation=granted, lease_token=lease_token(granted))
 
     def ReserveAndWatch(
         self, request: api.ReserveAndWatchRequest, context: grpc.ServicerContext
@@ -28,7 +28,7 @@ class FakeAllocator:
         """Says once that it waits, then grants."""
         yield api.ReserveAndWatchResponse(waiting=api.QueuePlace(message="waiting", reason="NO_CAPACITY"))
         granted = self._ledger.reserve(request.reserve, lambda: not context.is_active())
-        yield api.ReserveAndWatchResponse(reservation=granted)
+        yield api.ReserveAndWatchResponse(reservation=granted, lease_token=lease_token(granted))
 
     def RenewReservation(
         self, request: api.RenewReservationRequest, context: grpc.ServicerContext
@@ -52,6 +52,13 @@ class FakeAllocator:
     ) -> api.ReleaseReservationResponse:
         """Gives GPUs back."""
         return api.ReleaseReservationResponse(reservation=self._ledger.release(request))
+
+    def CheckLease(
+        self, request: api.CheckLeaseRequest, context: grpc.ServicerContext
+    ) -> api.CheckLeaseResponse:
+        """Whether a lease holds GPUs."""
+        self._ledger.check(request)
+        return api.CheckLeaseResponse()
 
     def GetReservation(
         self, request: api.GetReservationRequest, context: grpc.ServicerContext

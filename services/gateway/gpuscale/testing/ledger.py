@@ -12,6 +12,7 @@ from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
     NotFoundError,
+    PermissionDeniedError,
     ResourceExhaustedError,
 )
 from gpuscale.common.wire import fingerprint, optional_seconds, seconds, to_duration, to_timestamp
@@ -77,6 +78,26 @@ class Ledger:
                 found.ttl.CopyFrom(request.ttl)
             self._start(found)
             return self.shown(found.name)
+
+    def check(self, request: api.CheckLeaseRequest) -> None:
+        """See to it that a lease holds GPUs.
+
+        Raises:
+            FailedPreconditionError: it has ended (RESERVATION_ENDED), the fence is another (FENCE_MISMATCH), or the GPU is
+                (GPU_NOT_HELD).
+            NotFoundError: there is none of that name (RESERVATION_NOT_FOUND).
+            PermissionDeniedError: the token is another's (LEASE_TOKEN_INVALID).
+        """
+        with self.changed:
+            found = self._checked(request.name, request.fence)
+            if found.state != State.STATE_ACTIVE:
+                raise FailedPreconditionError(f"{found.name}: {found.end_reason}", reason="RESERVATION_ENDED")
+            if request.lease_token not in {"", lease_token(found)}:
+                raise PermissionDeniedError(
+                    f"that is not the token of {found.name}", reason="LEASE_TOKEN_INVALID"
+                )
+            if not {gpu.uuid for gpu in found.gpus}.issuperset(request.gpu_uuids):
+                raise FailedPreconditionError(f"{found.name} does not hold them", reason="GPU_NOT_HELD")
 
     def release(self, request: api.ReleaseReservationRequest) -> api.Reservation:
         """Give GPUs back; harmless where that was done.
@@ -217,6 +238,11 @@ class Ledger:
     def _tell(self) -> None:
         self.version += 1
         self.changed.notify_all()
+
+
+def lease_token(reservation: api.Reservation) -> str:
+    """What comes with a grant."""
+    return f"token of {reservation.name}"
 
 
 def lease_status(ledger: Ledger, lease: api.LeaseRenewal) -> api.LeaseStatus:

@@ -1,12 +1,15 @@
 """The fleet of a fake server, and the last check of its agents."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import grpc
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.errors import FailedPreconditionError, NotFoundError
+from gpuscale.common.errors import NotFoundError
 from gpuscale.common.names import node_name
+from gpuscale.common.runtime.clock import network_namespace, read_boot_id
 from gpuscale.common.runtime.paging import page
 from gpuscale.testing.inventory import Inventory, node_message
 from gpuscale.testing.ledger import Ledger
@@ -26,7 +29,7 @@ class FakeFleet:
     ) -> api.ListNodesResponse:
         """A page of nodes."""
         shown, token = page(
-            self._nodes(),
+            [one for one in self._nodes() if request.boot_id in {"", one.snapshot.host.boot_id}],
             key=lambda node: node.name,
             page_size=request.page_size,
             page_token=request.page_token,
@@ -52,34 +55,39 @@ class FakeFleet:
     def _nodes(self) -> list[api.Node]:
         with self._ledger.changed:
             found = [node_message(node, gpus) for node, gpus in self._inventory.nodes.items()]
+        if found:  # the first is the host that the test runs on
+            with suppress(OSError):
+                found[0].snapshot.host.boot_id = read_boot_id()
+            found[0].snapshot.host.network_namespace = network_namespace()
         return sorted(found, key=lambda node: node.name)
 
 
 class FakeWork:
-    """Admits work on GPUs by the fence, as an agent does."""
+    """Admits work on GPUs that its reservation holds, as an agent does."""
 
     service = "gpuscale.api.monitor.v1.WorkService"
 
     def __init__(self, inventory: Inventory, ledger: Ledger) -> None:
         self._inventory = inventory
         self._ledger = ledger
-        self._highest: dict[str, int] = {}
 
     def AdmitWork(
         self, request: api.AdmitWorkRequest, context: grpc.ServicerContext
     ) -> api.AdmitWorkResponse:
-        """Remembers the fence, on all of the GPUs or on none."""
+        """On all of the GPUs, or on none."""
         with self._ledger.changed:
             known = {gpu.uuid for gpu in self._inventory.gpus()}
             for uuid in request.gpu_uuids:
                 if uuid not in known:
                     raise NotFoundError(f"there is no GPU {uuid} on {self._nodes()}", reason="GPU_NOT_FOUND")
-                if request.fence < self._highest.get(uuid, 0):
-                    raise FailedPreconditionError(
-                        f"work with fence {self._highest[uuid]} was admitted on {uuid}",
-                        reason="FENCE_TOO_LOW",
-                    )
-            self._highest |= dict.fromkeys(request.gpu_uuids, request.fence)
+            self._ledger.check(
+                allocator_api.CheckLeaseRequest(
+                    name=request.reservation,
+                    fence=request.fence,
+                    gpu_uuids=request.gpu_uuids,
+                    lease_token=request.lease_token,
+                )
+            )
         return api.AdmitWorkResponse()
 
     def _nodes(self) -> str:

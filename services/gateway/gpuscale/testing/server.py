@@ -30,7 +30,7 @@ class FakeServer:
 
     Args:
         gpus: GPUs of each node.
-        nodes: how many nodes: `node-0`, `node-1` and so on.
+        nodes: how many nodes: `node-0`, which is this host, `node-1` and so on.
         memory: memory of each GPU, such as `80GiB`.
         model: product name of each GPU.
     """

@@ -1,6 +1,6 @@
 """Composes every program's app on one server, in one process and one loop.
 
-The apps call each other as they would from host to host, through a unix socket that only this user can open. They end
+The apps call each other as they would from host to host, through a unix socket that asks for a token which only they have. They end
 in the reverse order: the adapter's workers first, while there is still somebody to report to.
 """
 
@@ -9,8 +9,10 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from secrets import token_urlsafe
 
 import grpc
+from pydantic import SecretStr
 
 from gpuscale.allocator.app import open_allocator
 from gpuscale.api.allocator import v1 as allocator_api
@@ -18,14 +20,14 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types.v1 import Snapshot
 from gpuscale.autoscaler.adapters.app import open_process_adapter
 from gpuscale.autoscaler.app import open_autoscaler
-from gpuscale.common.runtime import logs
-from gpuscale.common.rpc.channel import RPC_TIMEOUT, open_channel
-from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.runtime.lock import DirectoryLock
 from gpuscale.common.names import node_name
+from gpuscale.common.rpc.channel import RPC_TIMEOUT, open_channel
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime import logs
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.lock import DirectoryLock
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.up.settings import AllSettings
@@ -66,12 +68,15 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
     async with AsyncExitStack() as stack:
         stack.enter_context(DirectoryLock(settings.up.data_dir))
         options = replace(settings.up.server_options(), unix_socket=_socket(settings.up.data_dir))
-        server = Server(options, settings.up.authenticator())
+        token = SecretStr(token_urlsafe(32))  # in memory alone: replicas run as the same user
+        server = Server(options, settings.up.authenticator(token))
         address = server.bind()
-        own = await stack.enter_async_context(open_channel(f"unix:{options.unix_socket}"))
+        own = await stack.enter_async_context(open_channel(f"unix:{options.unix_socket}", token=token))
         server.add(
             *await stack.enter_async_context(open_fleet(settings.fleet, clock=clock)),
-            *await stack.enter_async_context(open_agent(settings.agent, fleet=own, clock=clock)),
+            *await stack.enter_async_context(
+                open_agent(settings.agent, fleet=own, allocator=own, clock=clock)
+            ),
             *await stack.enter_async_context(open_allocator(settings.allocator, fleet=own, clock=clock)),
             *await stack.enter_async_context(
                 open_autoscaler(settings.autoscaler, fleet=own, allocator=own, clock=clock)

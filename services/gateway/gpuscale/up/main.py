@@ -5,9 +5,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from gpuscale.common.runtime import logs
+from gpuscale.common.config.sources import secret_variables
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
+from gpuscale.common.runtime import logs
 from gpuscale.common.runtime.lifecycle import run
+from gpuscale.common.secrets import hide_memory, take_variables
 from gpuscale.up.app import Running, open_all
 from gpuscale.up.banner import banner, hints
 from gpuscale.up.settings import PROGRAM, UpSettings, load_all
@@ -22,6 +24,8 @@ def main(argv: Sequence[str]) -> int:
     """
     settings = load_all(argv)
     logs.configure(settings.up.log_level, settings.up.log_format)
+    take_variables(secret_variables(settings.up, settings.allocator, settings.autoscaler, settings.adapter))
+    hide_memory()  # replicas run as the same user
     refused: GpuscaleError | None = None
 
     async def serve(stop: asyncio.Event) -> None:

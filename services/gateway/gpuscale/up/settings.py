@@ -16,16 +16,19 @@ from pydantic import Field
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, Settings, UpstreamSettings, load
+from gpuscale.common.config.sources import CONFIG_VARIABLE, load_table, read_config, refuse_unused
 from gpuscale.common.runtime.logs import Level
-from gpuscale.common.config.settings import ServerSettings, load
-from gpuscale.common.config.sources import CONFIG_VARIABLE, load_table, read_config
-from gpuscale.monitor.app.agent_settings import AgentSettings
+from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.monitor.agent.sources import SourceKind
+from gpuscale.monitor.app.agent_settings import AgentSettings
 from gpuscale.monitor.app.fleet_settings import FleetSettings
 
 PROGRAM = "gpuscalectl up"
 SECURITY = {"tls_cert_file", "tls_key_file", "tls_client_ca_file", "tokens_file", "insecure_allow_remote"}
 """Settings of `up` that hold for whatever else a part serves, such as /metrics."""
+SHARED = {*ServerSettings.model_fields, *UpstreamSettings.model_fields, *DatabaseSettings.model_fields}
+"""Settings of a part that say how it is reached, how it reaches others, and where its database is: nothing reads them."""
 DESCRIPTION = (
     "Start everything on this machine, in one process: agent, fleet, allocator, autoscaler, worker adapter."
 )
@@ -76,10 +79,11 @@ def load_all(argv: Sequence[str]) -> AllSettings:
     Exits with 2 and one line on stderr if a flag, or anything of `up` itself, is unknown or wrong.
 
     Raises:
-        InvalidArgumentError: a setting of another part is unknown or wrong.
+        InvalidArgumentError: a setting of another part is unknown or wrong, or would be used by nothing.
     """
     up = load(UpSettings, argv, program=PROGRAM, description=DESCRIPTION)
     config = _config(argv)
+    _refuse_unused(config)
     state = {"data_dir": up.data_dir}
     simulated = {} if up.simulate is None else {"source": "simulated", "simulated_gpu_count": up.simulate}
     secured = up.model_dump(include=SECURITY)
@@ -93,6 +97,31 @@ def load_all(argv: Sequence[str]) -> AllSettings:
         autoscaler=load_table(AutoscalerSettings, config, state),
         adapter=load_table(AdapterSettings, config, {**state, "node": agent.node}),
     )
+
+
+def _refuse_unused(config: Mapping[str, object]) -> None:
+    parts: dict[type[Settings], set[str]] = {
+        UpAgentSettings: SHARED | {"state_dir"},
+        FleetSettings: SHARED | {"data_dir"},
+        AllocatorSettings: SHARED | {"data_dir"},
+        AutoscalerSettings: SHARED | {"data_dir"},
+        AdapterSettings: SHARED | {"data_dir", "node"},
+        GatewaySettings: set(GatewaySettings.model_fields),
+    }
+    for part, shared in parts.items():
+        fields = shared | {name for name in part.model_fields if name.endswith("_address")}
+        refuse_unused(part, config, {name: _instead(name) for name in fields})
+
+
+def _instead(field: str) -> str:
+    """What to do about a setting of a part that `up` does not read."""
+    if field in UpSettings.model_fields:
+        return f"set {field} in [up]"
+    if field == "node":
+        return "set node in [agent]"
+    if field.startswith("metrics_"):
+        return f"{PROGRAM} has no gateway; set {field} in [agent] or [fleet]"
+    return f"{PROGRAM} runs every part in one process; remove it"
 
 
 def _config(argv: Sequence[str]) -> Mapping[str, object]:

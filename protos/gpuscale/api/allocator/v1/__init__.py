@@ -4,6 +4,8 @@ from gpuscale.api.allocator.v1.allocator_service_pb2 import BatchReleaseRequest 
 from gpuscale.api.allocator.v1.allocator_service_pb2 import BatchReleaseResponse as BatchReleaseResponse
 from gpuscale.api.allocator.v1.allocator_service_pb2 import BatchReserveRequest as BatchReserveRequest
 from gpuscale.api.allocator.v1.allocator_service_pb2 import BatchReserveResponse as BatchReserveResponse
+from gpuscale.api.allocator.v1.allocator_service_pb2 import CheckLeaseRequest as CheckLeaseRequest
+from gpuscale.api.allocator.v1.allocator_service_pb2 import CheckLeaseResponse as CheckLeaseResponse
 from gpuscale.api.allocator.v1.allocator_service_pb2 import GetReservationRequest as GetReservationRequest
 from gpuscale.api.allocator.v1.allocator_service_pb2 import GetReservationResponse as GetReservationResponse
 from gpuscale.api.allocator.v1.allocator_service_pb2 import KeepAliveRequest as KeepAliveRequest
@@ -40,6 +42,8 @@ from gpuscale.api.allocator.v1.capacity_service_pb2 import ExplainPlacementReque
 from gpuscale.api.allocator.v1.capacity_service_pb2 import ExplainPlacementResponse as ExplainPlacementResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import GpuOutlook as GpuOutlook
 from gpuscale.api.allocator.v1.capacity_service_pb2 import NodeOutlook as NodeOutlook
+from gpuscale.api.allocator.v1.capacity_service_pb2 import RankGpusRequest as RankGpusRequest
+from gpuscale.api.allocator.v1.capacity_service_pb2 import RankGpusResponse as RankGpusResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankNodesRequest as RankNodesRequest
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankNodesResponse as RankNodesResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankedNode as RankedNode
@@ -89,6 +93,8 @@ __all__ = [
     "CapacityServiceStub",
     "CheckAvailabilityRequest",
     "CheckAvailabilityResponse",
+    "CheckLeaseRequest",
+    "CheckLeaseResponse",
     "ConstraintEffect",
     "Cordon",
     "CordonNodeRequest",
@@ -126,6 +132,8 @@ __all__ = [
     "Quota",
     "QuotaServiceServicer",
     "QuotaServiceStub",
+    "RankGpusRequest",
+    "RankGpusResponse",
     "RankNodesRequest",
     "RankNodesResponse",
     "RankedNode",

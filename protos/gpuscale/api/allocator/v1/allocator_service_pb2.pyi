@@ -63,9 +63,11 @@ class ReserveRequest(_message.Message):
     holder: _builtins.str
     """Who will hold them."""
     tenant: _builtins.str
-    """Whose quota it counts against; the caller's own name when empty."""
+    """Whose quota it counts against: one of the tenants that the caller's token or certificate may use, which is its own
+    name unless the tokens file says otherwise, and any for admins. The first of them when empty.
+    """
     priority: _builtins.int
-    """The higher, the sooner it is served."""
+    """The higher, the sooner it is served. Above 0 for admins, and as far as the tokens file lets the caller."""
     preemptible: _builtins.bool
     """Whether it may be preempted by a request with a higher priority that asks for it."""
     may_preempt: _builtins.bool
@@ -115,6 +117,9 @@ class ReserveResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATION_FIELD_NUMBER: _builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
+    lease_token: _builtins.str
+    """Proves that whoever shows it speaks for the holder: see CheckLease. A secret; the same for a call that is repeated."""
     @_builtins.property
     def reservation(self) -> _reservation_pb2.Reservation:
         """The reservation."""
@@ -123,10 +128,11 @@ class ReserveResponse(_message.Message):
         self,
         *,
         reservation: _reservation_pb2.Reservation | None = ...,
+        lease_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_token", b"lease_token", "reservation", b"reservation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -208,6 +214,9 @@ class ReserveAndWatchResponse(_message.Message):
 
     WAITING_FIELD_NUMBER: _builtins.int
     RESERVATION_FIELD_NUMBER: _builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
+    lease_token: _builtins.str
+    """With the reservation: as in ReserveResponse."""
     @_builtins.property
     def waiting(self) -> Global___QueuePlace:
         """It waits."""
@@ -221,10 +230,11 @@ class ReserveAndWatchResponse(_message.Message):
         *,
         waiting: Global___QueuePlace | None = ...,
         reservation: _reservation_pb2.Reservation | None = ...,
+        lease_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["news", b"news", "reservation", b"reservation", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["news", b"news", "reservation", b"reservation", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_token", b"lease_token", "news", b"news", "reservation", b"reservation", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_news: _TypeAlias = _typing.Literal["waiting", "reservation"]  # noqa: Y015
     _WhichOneofArgType_news: _TypeAlias = _typing.Literal["news", b"news"]  # noqa: Y015
@@ -263,18 +273,24 @@ class BatchReserveResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATIONS_FIELD_NUMBER: _builtins.int
+    LEASE_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reservations(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.Reservation]:
         """One for each request, in their order."""
+
+    @_builtins.property
+    def lease_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One for each request, in their order: as in ReserveResponse."""
 
     def __init__(
         self,
         *,
         reservations: _abc.Iterable[_reservation_pb2.Reservation] | None = ...,
+        lease_tokens: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservations", b"reservations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_tokens", b"lease_tokens", "reservations", b"reservations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -563,6 +579,63 @@ class BatchReleaseResponse(_message.Message):
 Global___BatchReleaseResponse: _TypeAlias = BatchReleaseResponse  # noqa: Y015
 
 @_typing.final
+class CheckLeaseRequest(_message.Message):
+    """Asks whether a lease holds GPUs of a node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    GPU_UUIDS_FIELD_NUMBER: _builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """reservations/{reservation}"""
+    fence: _builtins.int
+    """Fence of the grant."""
+    node: _builtins.str
+    """Id of the node."""
+    lease_token: _builtins.str
+    """Token of the grant; not checked when empty."""
+    @_builtins.property
+    def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs of the GPUs."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        fence: _builtins.int = ...,
+        node: _builtins.str = ...,
+        gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
+        lease_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "gpu_uuids", b"gpu_uuids", "lease_token", b"lease_token", "name", b"name", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckLeaseRequest: _TypeAlias = CheckLeaseRequest  # noqa: Y015
+
+@_typing.final
+class CheckLeaseResponse(_message.Message):
+    """The lease holds the GPUs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckLeaseResponse: _TypeAlias = CheckLeaseResponse  # noqa: Y015
+
+@_typing.final
 class GetReservationRequest(_message.Message):
     """Asks for one reservation."""
 
@@ -591,6 +664,9 @@ class GetReservationResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATION_FIELD_NUMBER: _builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
+    lease_token: _builtins.str
+    """To its owner, while it is held: as in ReserveResponse. Empty to anybody else."""
     @_builtins.property
     def reservation(self) -> _reservation_pb2.Reservation:
         """The reservation."""
@@ -599,10 +675,11 @@ class GetReservationResponse(_message.Message):
         self,
         *,
         reservation: _reservation_pb2.Reservation | None = ...,
+        lease_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_token", b"lease_token", "reservation", b"reservation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -70,6 +70,11 @@ class AllocatorServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseResponse.FromString,
                 _registered_method=True)
+        self.CheckLease = channel.unary_unary(
+                '/gpuscale.api.allocator.v1.AllocatorService/CheckLease',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.CheckLeaseRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.CheckLeaseResponse.FromString,
+                _registered_method=True)
         self.GetReservation = channel.unary_unary(
                 '/gpuscale.api.allocator.v1.AllocatorService/GetReservation',
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.GetReservationRequest.SerializeToString,
@@ -95,8 +100,9 @@ class AllocatorServiceServicer(object):
         """Reserves GPUs, all or none. The same request_id with the same arguments returns the same reservation, whatever
         has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
         with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
-        WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
-        than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
+        WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. A tenant
+        or a priority that the caller may not use: PERMISSION_DENIED, reason OTHER_TENANT or PRIORITY_TOO_HIGH. More than the
+        fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
         that cannot be written: UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -147,6 +153,16 @@ class AllocatorServiceServicer(object):
     def BatchRelease(self, request, context):
         """Gives several back in one call. Errors as of ReleaseReservation, for the first that cannot be released; none is
         released then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckLease(self, request, context):
+        """Says whether a lease holds GPUs of a node at this moment: asked by the node's agent before it admits work. With the
+        lease_token of the grant it says too that whoever showed it speaks for the holder. Unknown: NOT_FOUND. Ended, another
+        fence, or GPUs that it does not hold on that node (reason GPU_NOT_HELD): FAILED_PRECONDITION. A wrong token, or a caller
+        of role agent that asks about another node than the one it is named after: PERMISSION_DENIED. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,6 +227,11 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     servicer.BatchRelease,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseResponse.SerializeToString,
+            ),
+            'CheckLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckLease,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.CheckLeaseRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.CheckLeaseResponse.SerializeToString,
             ),
             'GetReservation': grpc.unary_unary_rpc_method_handler(
                     servicer.GetReservation,
@@ -418,6 +439,33 @@ class AllocatorService(object):
             '/gpuscale.api.allocator.v1.AllocatorService/BatchRelease',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.BatchReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.AllocatorService/CheckLease',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.CheckLeaseRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_allocator__service__pb2.CheckLeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

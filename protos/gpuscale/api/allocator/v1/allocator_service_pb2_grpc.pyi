@@ -37,8 +37,9 @@ class AllocatorServiceStub:
     """Reserves GPUs, all or none. The same request_id with the same arguments returns the same reservation, whatever
     has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
     with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
-    WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
-    than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
+    WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. A tenant
+    or a priority that the caller may not use: PERMISSION_DENIED, reason OTHER_TENANT or PRIORITY_TOO_HIGH. More than the
+    fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
     that cannot be written: UNAVAILABLE.
     """
     ReserveAndWatch: _grpc.UnaryStreamMultiCallable[_allocator_service_pb2.ReserveAndWatchRequest, _allocator_service_pb2.ReserveAndWatchResponse]
@@ -66,6 +67,12 @@ class AllocatorServiceStub:
     """Gives several back in one call. Errors as of ReleaseReservation, for the first that cannot be released; none is
     released then.
     """
+    CheckLease: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.CheckLeaseRequest, _allocator_service_pb2.CheckLeaseResponse]
+    """Says whether a lease holds GPUs of a node at this moment: asked by the node's agent before it admits work. With the
+    lease_token of the grant it says too that whoever showed it speaks for the holder. Unknown: NOT_FOUND. Ended, another
+    fence, or GPUs that it does not hold on that node (reason GPU_NOT_HELD): FAILED_PRECONDITION. A wrong token, or a caller
+    of role agent that asks about another node than the one it is named after: PERMISSION_DENIED. Changes nothing.
+    """
     GetReservation: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.GetReservationRequest, _allocator_service_pb2.GetReservationResponse]
     """Returns one reservation, ended ones too for as long as they are kept. Unknown: NOT_FOUND."""
     ListReservations: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.ListReservationsRequest, _allocator_service_pb2.ListReservationsResponse]
@@ -84,8 +91,9 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """Reserves GPUs, all or none. The same request_id with the same arguments returns the same reservation, whatever
     has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
     with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
-    WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
-    than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
+    WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. A tenant
+    or a priority that the caller may not use: PERMISSION_DENIED, reason OTHER_TENANT or PRIORITY_TOO_HIGH. More than the
+    fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
     that cannot be written: UNAVAILABLE.
     """
     ReserveAndWatch: _aio.UnaryStreamMultiCallable[_allocator_service_pb2.ReserveAndWatchRequest, _allocator_service_pb2.ReserveAndWatchResponse]  # type: ignore[assignment]
@@ -113,6 +121,12 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """Gives several back in one call. Errors as of ReleaseReservation, for the first that cannot be released; none is
     released then.
     """
+    CheckLease: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.CheckLeaseRequest, _allocator_service_pb2.CheckLeaseResponse]  # type: ignore[assignment]
+    """Says whether a lease holds GPUs of a node at this moment: asked by the node's agent before it admits work. With the
+    lease_token of the grant it says too that whoever showed it speaks for the holder. Unknown: NOT_FOUND. Ended, another
+    fence, or GPUs that it does not hold on that node (reason GPU_NOT_HELD): FAILED_PRECONDITION. A wrong token, or a caller
+    of role agent that asks about another node than the one it is named after: PERMISSION_DENIED. Changes nothing.
+    """
     GetReservation: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.GetReservationRequest, _allocator_service_pb2.GetReservationResponse]  # type: ignore[assignment]
     """Returns one reservation, ended ones too for as long as they are kept. Unknown: NOT_FOUND."""
     ListReservations: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.ListReservationsRequest, _allocator_service_pb2.ListReservationsResponse]  # type: ignore[assignment]
@@ -134,8 +148,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reserves GPUs, all or none. The same request_id with the same arguments returns the same reservation, whatever
         has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
         with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
-        WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. More
-        than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
+        WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. A tenant
+        or a priority that the caller may not use: PERMISSION_DENIED, reason OTHER_TENANT or PRIORITY_TOO_HIGH. More than the
+        fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
         that cannot be written: UNAVAILABLE.
         """
 
@@ -198,6 +213,18 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_allocator_service_pb2.BatchReleaseResponse, _abc.Awaitable[_allocator_service_pb2.BatchReleaseResponse]]:
         """Gives several back in one call. Errors as of ReleaseReservation, for the first that cannot be released; none is
         released then.
+        """
+
+    @_abc_1.abstractmethod
+    def CheckLease(
+        self,
+        request: _allocator_service_pb2.CheckLeaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_service_pb2.CheckLeaseResponse, _abc.Awaitable[_allocator_service_pb2.CheckLeaseResponse]]:
+        """Says whether a lease holds GPUs of a node at this moment: asked by the node's agent before it admits work. With the
+        lease_token of the grant it says too that whoever showed it speaks for the holder. Unknown: NOT_FOUND. Ended, another
+        fence, or GPUs that it does not hold on that node (reason GPU_NOT_HELD): FAILED_PRECONDITION. A wrong token, or a caller
+        of role agent that asks about another node than the one it is named after: PERMISSION_DENIED. Changes nothing.
         """
 
     @_abc_1.abstractmethod

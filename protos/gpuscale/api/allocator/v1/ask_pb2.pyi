@@ -219,14 +219,16 @@ class Ask(_message.Message):
     """How many GPUs each member takes, all of one node."""
     min_memory_bytes: _builtins.int
     """Least free memory of each. When absent: gpu_memory_bytes where that is given, what goes with the share where
-    gpu_milli is less than 1000, else 8000 MiB.
+    gpu_milli is less than 1000, else 8000 MiB, or nine tenths of the memory that mig_profile names where that is less.
     """
     max_utilization_percent: _builtins.float
     """Each must be used less than this; 50 when absent, 100 admits any. Does not apply to GPUs that are shared with
     other reservations already.
     """
     allow_unknown_utilization: _builtins.bool
-    """Admit GPUs whose utilization cannot be read (such as MIG instances); their score is their memory alone."""
+    """Admit GPUs whose utilization cannot be read; their score is their memory alone. When absent: only for an ask with
+    mig_profile, since no driver tells the utilization of a MIG instance.
+    """
     gpu_milli: _builtins.int
     """Share of each GPU, in thousandths: 1000 (all of it, nobody else on it) when absent. With less, others may be
     given the rest. Nothing enforces a share on the hardware.
@@ -289,7 +291,7 @@ class Ask(_message.Message):
         gpu_count: _builtins.int = ...,
         min_memory_bytes: _builtins.int | None = ...,
         max_utilization_percent: _builtins.float | None = ...,
-        allow_unknown_utilization: _builtins.bool = ...,
+        allow_unknown_utilization: _builtins.bool | None = ...,
         gpu_milli: _builtins.int | None = ...,
         gpu_memory_bytes: _builtins.int | None = ...,
         mig_profile: _builtins.str = ...,
@@ -308,10 +310,12 @@ class Ask(_message.Message):
         policy: Global___PlacementPolicy.ValueType = ...,
         weights: Global___ScoreWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_memory_bytes", b"_gpu_memory_bytes", "_gpu_milli", b"_gpu_milli", "_max_utilization_percent", b"_max_utilization_percent", "_member_count", b"_member_count", "_min_memory_bytes", b"_min_memory_bytes", "gpu_memory_bytes", b"gpu_memory_bytes", "gpu_milli", b"gpu_milli", "max_utilization_percent", b"max_utilization_percent", "member_count", b"member_count", "min_memory_bytes", b"min_memory_bytes", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allow_unknown_utilization", b"_allow_unknown_utilization", "_gpu_memory_bytes", b"_gpu_memory_bytes", "_gpu_milli", b"_gpu_milli", "_max_utilization_percent", b"_max_utilization_percent", "_member_count", b"_member_count", "_min_memory_bytes", b"_min_memory_bytes", "allow_unknown_utilization", b"allow_unknown_utilization", "gpu_memory_bytes", b"gpu_memory_bytes", "gpu_milli", b"gpu_milli", "max_utilization_percent", b"max_utilization_percent", "member_count", b"member_count", "min_memory_bytes", b"min_memory_bytes", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_memory_bytes", b"_gpu_memory_bytes", "_gpu_milli", b"_gpu_milli", "_max_utilization_percent", b"_max_utilization_percent", "_member_count", b"_member_count", "_min_memory_bytes", b"_min_memory_bytes", "allow_unknown_utilization", b"allow_unknown_utilization", "apart_from", b"apart_from", "cpu_milli", b"cpu_milli", "excluded_gpus", b"excluded_gpus", "excluded_nodes", b"excluded_nodes", "gang_strategy", b"gang_strategy", "gpu_count", b"gpu_count", "gpu_memory_bytes", b"gpu_memory_bytes", "gpu_milli", b"gpu_milli", "gpu_set", b"gpu_set", "gpus", b"gpus", "host_memory_bytes", b"host_memory_bytes", "max_utilization_percent", b"max_utilization_percent", "member_count", b"member_count", "mig_profile", b"mig_profile", "min_memory_bytes", b"min_memory_bytes", "models", b"models", "node_labels", b"node_labels", "nodes", b"nodes", "policy", b"policy", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allow_unknown_utilization", b"_allow_unknown_utilization", "_gpu_memory_bytes", b"_gpu_memory_bytes", "_gpu_milli", b"_gpu_milli", "_max_utilization_percent", b"_max_utilization_percent", "_member_count", b"_member_count", "_min_memory_bytes", b"_min_memory_bytes", "allow_unknown_utilization", b"allow_unknown_utilization", "apart_from", b"apart_from", "cpu_milli", b"cpu_milli", "excluded_gpus", b"excluded_gpus", "excluded_nodes", b"excluded_nodes", "gang_strategy", b"gang_strategy", "gpu_count", b"gpu_count", "gpu_memory_bytes", b"gpu_memory_bytes", "gpu_milli", b"gpu_milli", "gpu_set", b"gpu_set", "gpus", b"gpus", "host_memory_bytes", b"host_memory_bytes", "max_utilization_percent", b"max_utilization_percent", "member_count", b"member_count", "mig_profile", b"mig_profile", "min_memory_bytes", b"min_memory_bytes", "models", b"models", "node_labels", b"node_labels", "nodes", b"nodes", "policy", b"policy", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__allow_unknown_utilization: _TypeAlias = _typing.Literal["allow_unknown_utilization"]  # noqa: Y015
+    _WhichOneofArgType__allow_unknown_utilization: _TypeAlias = _typing.Literal["_allow_unknown_utilization", b"_allow_unknown_utilization"]  # noqa: Y015
     _WhichOneofReturnType__gpu_memory_bytes: _TypeAlias = _typing.Literal["gpu_memory_bytes"]  # noqa: Y015
     _WhichOneofArgType__gpu_memory_bytes: _TypeAlias = _typing.Literal["_gpu_memory_bytes", b"_gpu_memory_bytes"]  # noqa: Y015
     _WhichOneofReturnType__gpu_milli: _TypeAlias = _typing.Literal["gpu_milli"]  # noqa: Y015
@@ -322,6 +326,8 @@ class Ask(_message.Message):
     _WhichOneofArgType__member_count: _TypeAlias = _typing.Literal["_member_count", b"_member_count"]  # noqa: Y015
     _WhichOneofReturnType__min_memory_bytes: _TypeAlias = _typing.Literal["min_memory_bytes"]  # noqa: Y015
     _WhichOneofArgType__min_memory_bytes: _TypeAlias = _typing.Literal["_min_memory_bytes", b"_min_memory_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__allow_unknown_utilization) -> _WhichOneofReturnType__allow_unknown_utilization | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_memory_bytes) -> _WhichOneofReturnType__gpu_memory_bytes | None: ...
     @_typing.overload

@@ -213,12 +213,15 @@ class GpuOutlook(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     RESERVATIONS_FIELD_NUMBER: _builtins.int
+    UUID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}"""
     obstacle: _builtins.str
     """Why it cannot serve, as a code; empty when it can."""
     message: _builtins.str
     """The same in words."""
+    uuid: _builtins.str
+    """UUID as the driver writes it."""
     @_builtins.property
     def score(self) -> _reservation_pb2.GpuScore:
         """Its score; absent where it cannot serve."""
@@ -235,10 +238,11 @@ class GpuOutlook(_message.Message):
         message: _builtins.str = ...,
         score: _reservation_pb2.GpuScore | None = ...,
         reservations: _abc.Iterable[_builtins.str] | None = ...,
+        uuid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "name", b"name", "obstacle", b"obstacle", "reservations", b"reservations", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "name", b"name", "obstacle", b"obstacle", "reservations", b"reservations", "score", b"score", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,3 +576,59 @@ class RankNodesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankNodesResponse: _TypeAlias = RankNodesResponse  # noqa: Y015
+
+@_typing.final
+class RankGpusRequest(_message.Message):
+    """Asks for free GPUs in order of their scores."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASK_FIELD_NUMBER: _builtins.int
+    MAX_COUNT_FIELD_NUMBER: _builtins.int
+    max_count: _builtins.int
+    """Most GPUs in the answer; 100 when 0."""
+    @_builtins.property
+    def ask(self) -> _ask_pb2.Ask:
+        """What each GPU must be; one GPU with any free memory when absent. Its counts and strategies do not matter here."""
+
+    def __init__(
+        self,
+        *,
+        ask: _ask_pb2.Ask | None = ...,
+        max_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "max_count", b"max_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankGpusRequest: _TypeAlias = RankGpusRequest  # noqa: Y015
+
+@_typing.final
+class RankGpusResponse(_message.Message):
+    """Free GPUs, best first; of equals those of the node that was seen first, then by index."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPUS_FIELD_NUMBER: _builtins.int
+    FREE_COUNT_FIELD_NUMBER: _builtins.int
+    free_count: _builtins.int
+    """How many are free, those left out included."""
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.ReservedGpu]:
+        """The GPUs, each as it would be reserved."""
+
+    def __init__(
+        self,
+        *,
+        gpus: _abc.Iterable[_reservation_pb2.ReservedGpu] | None = ...,
+        free_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_count", b"free_count", "gpus", b"gpus"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankGpusResponse: _TypeAlias = RankGpusResponse  # noqa: Y015

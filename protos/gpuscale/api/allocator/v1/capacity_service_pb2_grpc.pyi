@@ -53,6 +53,10 @@ class CapacityServiceStub:
     """
     RankNodes: _grpc.UnaryUnaryMultiCallable[_capacity_service_pb2.RankNodesRequest, _capacity_service_pb2.RankNodesResponse]
     """Ranks nodes by how many idle GPUs they have, best first. No telemetry yet: UNAVAILABLE."""
+    RankGpus: _grpc.UnaryUnaryMultiCallable[_capacity_service_pb2.RankGpusRequest, _capacity_service_pb2.RankGpusResponse]
+    """Lists the GPUs that are free for an ask, best first, each with its score; nothing is reserved. No telemetry yet:
+    UNAVAILABLE. A node that was never seen: NOT_FOUND.
+    """
 
 @_typing.type_check_only
 class CapacityServiceAsyncStub(CapacityServiceStub):
@@ -79,6 +83,10 @@ class CapacityServiceAsyncStub(CapacityServiceStub):
     """
     RankNodes: _aio.UnaryUnaryMultiCallable[_capacity_service_pb2.RankNodesRequest, _capacity_service_pb2.RankNodesResponse]  # type: ignore[assignment]
     """Ranks nodes by how many idle GPUs they have, best first. No telemetry yet: UNAVAILABLE."""
+    RankGpus: _aio.UnaryUnaryMultiCallable[_capacity_service_pb2.RankGpusRequest, _capacity_service_pb2.RankGpusResponse]  # type: ignore[assignment]
+    """Lists the GPUs that are free for an ask, best first, each with its score; nothing is reserved. No telemetry yet:
+    UNAVAILABLE. A node that was never seen: NOT_FOUND.
+    """
 
 class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
     """Looks and changes nothing. What it says of an ask is what Reserve would do with it at that moment."""
@@ -132,5 +140,15 @@ class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_capacity_service_pb2.RankNodesResponse, _abc.Awaitable[_capacity_service_pb2.RankNodesResponse]]:
         """Ranks nodes by how many idle GPUs they have, best first. No telemetry yet: UNAVAILABLE."""
+
+    @_abc_1.abstractmethod
+    def RankGpus(
+        self,
+        request: _capacity_service_pb2.RankGpusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_capacity_service_pb2.RankGpusResponse, _abc.Awaitable[_capacity_service_pb2.RankGpusResponse]]:
+        """Lists the GPUs that are free for an ask, best first, each with its score; nothing is reserved. No telemetry yet:
+        UNAVAILABLE. A node that was never seen: NOT_FOUND.
+        """
 
 def add_CapacityServiceServicer_to_server(servicer: CapacityServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -28,7 +28,7 @@ from gpuscale.api.allocator.v1 import reservation_pb2 as gpuscale_dot_api_dot_al
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,gpuscale/api/allocator/v1/node_service.proto\x12\x19gpuscale.api.allocator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a+gpuscale/api/allocator/v1/reservation.proto\x1a#gpuscale/api/types/v1/options.proto\"\xb1\x01\n\x06\x43ordon\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x0e\x64rain_deadline\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0creservations\x18\x06 \x03(\t\"9\n\x11\x43ordonNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x0e\n\x06reason\x18\x02 \x01(\t\"G\n\x12\x43ordonNodeResponse\x12\x31\n\x06\x63ordon\x18\x01 \x01(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\"+\n\x13UncordonNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\"\x16\n\x14UncordonNodeResponse\"z\n\x10\x44rainNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12@\n\x05grace\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00u\"A\"\x84\x01\n\x11\x44rainNodeResponse\x12\x31\n\x06\x63ordon\x18\x01 \x01(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\x12<\n\x0creservations\x18\x02 \x03(\x0b\x32&.gpuscale.api.allocator.v1.Reservation\"J\n\x12ListCordonsRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\"b\n\x13ListCordonsResponse\x12\x32\n\x07\x63ordons\x18\x01 \x03(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xd7\x03\n\x0bNodeService\x12o\n\nCordonNode\x12,.gpuscale.api.allocator.v1.CordonNodeRequest\x1a-.gpuscale.api.allocator.v1.CordonNodeResponse\"\x04\xe8\xf9\x18\x03\x12u\n\x0cUncordonNode\x12..gpuscale.api.allocator.v1.UncordonNodeRequest\x1a/.gpuscale.api.allocator.v1.UncordonNodeResponse\"\x04\xe8\xf9\x18\x03\x12l\n\tDrainNode\x12+.gpuscale.api.allocator.v1.DrainNodeRequest\x1a,.gpuscale.api.allocator.v1.DrainNodeResponse\"\x04\xe8\xf9\x18\x04\x12r\n\x0bListCordons\x12-.gpuscale.api.allocator.v1.ListCordonsRequest\x1a..gpuscale.api.allocator.v1.ListCordonsResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,gpuscale/api/allocator/v1/node_service.proto\x12\x19gpuscale.api.allocator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a+gpuscale/api/allocator/v1/reservation.proto\x1a#gpuscale/api/types/v1/options.proto\"\xb1\x01\n\x06\x43ordon\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x0e\x64rain_deadline\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0creservations\x18\x06 \x03(\t\"P\n\x11\x43ordonNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"G\n\x12\x43ordonNodeResponse\x12\x31\n\x06\x63ordon\x18\x01 \x01(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\"B\n\x13UncordonNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x15\n\rvalidate_only\x18\x02 \x01(\x08\"\x16\n\x14UncordonNodeResponse\"\x91\x01\n\x10\x44rainNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12@\n\x05grace\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00u\"A\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\"\x84\x01\n\x11\x44rainNodeResponse\x12\x31\n\x06\x63ordon\x18\x01 \x01(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\x12<\n\x0creservations\x18\x02 \x03(\x0b\x32&.gpuscale.api.allocator.v1.Reservation\"J\n\x12ListCordonsRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\"b\n\x13ListCordonsResponse\x12\x32\n\x07\x63ordons\x18\x01 \x03(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xd7\x03\n\x0bNodeService\x12o\n\nCordonNode\x12,.gpuscale.api.allocator.v1.CordonNodeRequest\x1a-.gpuscale.api.allocator.v1.CordonNodeResponse\"\x04\xe8\xf9\x18\x03\x12u\n\x0cUncordonNode\x12..gpuscale.api.allocator.v1.UncordonNodeRequest\x1a/.gpuscale.api.allocator.v1.UncordonNodeResponse\"\x04\xe8\xf9\x18\x03\x12l\n\tDrainNode\x12+.gpuscale.api.allocator.v1.DrainNodeRequest\x1a,.gpuscale.api.allocator.v1.DrainNodeResponse\"\x04\xe8\xf9\x18\x04\x12r\n\x0bListCordons\x12-.gpuscale.api.allocator.v1.ListCordonsRequest\x1a..gpuscale.api.allocator.v1.ListCordonsResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -56,21 +56,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CORDON']._serialized_start=223
   _globals['_CORDON']._serialized_end=400
   _globals['_CORDONNODEREQUEST']._serialized_start=402
-  _globals['_CORDONNODEREQUEST']._serialized_end=459
-  _globals['_CORDONNODERESPONSE']._serialized_start=461
-  _globals['_CORDONNODERESPONSE']._serialized_end=532
-  _globals['_UNCORDONNODEREQUEST']._serialized_start=534
-  _globals['_UNCORDONNODEREQUEST']._serialized_end=577
-  _globals['_UNCORDONNODERESPONSE']._serialized_start=579
-  _globals['_UNCORDONNODERESPONSE']._serialized_end=601
-  _globals['_DRAINNODEREQUEST']._serialized_start=603
-  _globals['_DRAINNODEREQUEST']._serialized_end=725
-  _globals['_DRAINNODERESPONSE']._serialized_start=728
-  _globals['_DRAINNODERESPONSE']._serialized_end=860
-  _globals['_LISTCORDONSREQUEST']._serialized_start=862
-  _globals['_LISTCORDONSREQUEST']._serialized_end=936
-  _globals['_LISTCORDONSRESPONSE']._serialized_start=938
-  _globals['_LISTCORDONSRESPONSE']._serialized_end=1036
-  _globals['_NODESERVICE']._serialized_start=1039
-  _globals['_NODESERVICE']._serialized_end=1510
+  _globals['_CORDONNODEREQUEST']._serialized_end=482
+  _globals['_CORDONNODERESPONSE']._serialized_start=484
+  _globals['_CORDONNODERESPONSE']._serialized_end=555
+  _globals['_UNCORDONNODEREQUEST']._serialized_start=557
+  _globals['_UNCORDONNODEREQUEST']._serialized_end=623
+  _globals['_UNCORDONNODERESPONSE']._serialized_start=625
+  _globals['_UNCORDONNODERESPONSE']._serialized_end=647
+  _globals['_DRAINNODEREQUEST']._serialized_start=650
+  _globals['_DRAINNODEREQUEST']._serialized_end=795
+  _globals['_DRAINNODERESPONSE']._serialized_start=798
+  _globals['_DRAINNODERESPONSE']._serialized_end=930
+  _globals['_LISTCORDONSREQUEST']._serialized_start=932
+  _globals['_LISTCORDONSREQUEST']._serialized_end=1006
+  _globals['_LISTCORDONSRESPONSE']._serialized_start=1008
+  _globals['_LISTCORDONSRESPONSE']._serialized_end=1106
+  _globals['_NODESERVICE']._serialized_start=1109
+  _globals['_NODESERVICE']._serialized_end=1580
 # @@protoc_insertion_point(module_scope)

@@ -77,19 +77,23 @@ class CordonNodeRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}, or nodes/{node}/gpus/{gpu} for a single GPU."""
     reason: _builtins.str
     """Why."""
+    validate_only: _builtins.bool
+    """Only say whether the call would be refused: nothing is changed."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         reason: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "reason", b"reason", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -104,7 +108,7 @@ class CordonNodeResponse(_message.Message):
     CORDON_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def cordon(self) -> Global___Cordon:
-        """The cordon."""
+        """The cordon; of a call that only validates, the one that is there, if any."""
 
     def __init__(
         self,
@@ -126,16 +130,20 @@ class UncordonNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}, or nodes/{node}/gpus/{gpu} for a single GPU."""
+    validate_only: _builtins.bool
+    """Only say whether the call would be refused: nothing is changed."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -167,10 +175,13 @@ class DrainNodeRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     GRACE_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}, or nodes/{node}/gpus/{gpu} for a single GPU."""
     reason: _builtins.str
     """Why."""
+    validate_only: _builtins.bool
+    """Only say whether the call would be refused: nothing is changed."""
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
         """How long holders have to leave; what is left then ends as CANCELLED. 10 minutes when absent."""
@@ -181,10 +192,11 @@ class DrainNodeRequest(_message.Message):
         name: _builtins.str = ...,
         reason: _builtins.str = ...,
         grace: _duration_pb2.Duration | None = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace", "name", b"name", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace", "name", b"name", "reason", b"reason", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -200,7 +212,7 @@ class DrainNodeResponse(_message.Message):
     RESERVATIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def cordon(self) -> Global___Cordon:
-        """The cordon, with its deadline."""
+        """The cordon, with its deadline; of a call that only validates, the one that is there, if any."""
 
     @_builtins.property
     def reservations(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.Reservation]:

@@ -62,7 +62,7 @@ class NodeServiceServicer(object):
     """
 
     def CordonNode(self, request, context):
-        """Lets nothing new onto a node or GPU. What is there stays. May be repeated. A node or GPU that was never seen:
+        """Lets nothing new onto a node or GPU. What is there stays, and a drain goes on. May be repeated. A node or GPU that was never seen:
         NOT_FOUND. State that cannot be written: UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -70,8 +70,9 @@ class NodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UncordonNode(self, request, context):
-        """Lifts a cordon, and with it a drain: what was to leave may stay. Where there is none nothing changes. A node that
-        was never seen: NOT_FOUND. State that cannot be written: UNAVAILABLE.
+        """Lifts a cordon, and with it a drain: what was to leave may stay. Where there is none nothing changes. A drain, where
+        the caller is no admin: PERMISSION_DENIED. A node that was never seen: NOT_FOUND. State that cannot be written:
+        UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,12 +34,13 @@ class NodeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> NodeServiceAsyncStub: ...
     CordonNode: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.CordonNodeRequest, _node_service_pb2.CordonNodeResponse]
-    """Lets nothing new onto a node or GPU. What is there stays. May be repeated. A node or GPU that was never seen:
+    """Lets nothing new onto a node or GPU. What is there stays, and a drain goes on. May be repeated. A node or GPU that was never seen:
     NOT_FOUND. State that cannot be written: UNAVAILABLE.
     """
     UncordonNode: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.UncordonNodeRequest, _node_service_pb2.UncordonNodeResponse]
-    """Lifts a cordon, and with it a drain: what was to leave may stay. Where there is none nothing changes. A node that
-    was never seen: NOT_FOUND. State that cannot be written: UNAVAILABLE.
+    """Lifts a cordon, and with it a drain: what was to leave may stay. Where there is none nothing changes. A drain, where
+    the caller is no admin: PERMISSION_DENIED. A node that was never seen: NOT_FOUND. State that cannot be written:
+    UNAVAILABLE.
     """
     DrainNode: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.DrainNodeRequest, _node_service_pb2.DrainNodeResponse]
     """Cordons, tells the holders of what is there to leave, and ends at the deadline what is left. Of two drains the
@@ -54,12 +55,13 @@ class NodeServiceAsyncStub(NodeServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CordonNode: _aio.UnaryUnaryMultiCallable[_node_service_pb2.CordonNodeRequest, _node_service_pb2.CordonNodeResponse]  # type: ignore[assignment]
-    """Lets nothing new onto a node or GPU. What is there stays. May be repeated. A node or GPU that was never seen:
+    """Lets nothing new onto a node or GPU. What is there stays, and a drain goes on. May be repeated. A node or GPU that was never seen:
     NOT_FOUND. State that cannot be written: UNAVAILABLE.
     """
     UncordonNode: _aio.UnaryUnaryMultiCallable[_node_service_pb2.UncordonNodeRequest, _node_service_pb2.UncordonNodeResponse]  # type: ignore[assignment]
-    """Lifts a cordon, and with it a drain: what was to leave may stay. Where there is none nothing changes. A node that
-    was never seen: NOT_FOUND. State that cannot be written: UNAVAILABLE.
+    """Lifts a cordon, and with it a drain: what was to leave may stay. Where there is none nothing changes. A drain, where
+    the caller is no admin: PERMISSION_DENIED. A node that was never seen: NOT_FOUND. State that cannot be written:
+    UNAVAILABLE.
     """
     DrainNode: _aio.UnaryUnaryMultiCallable[_node_service_pb2.DrainNodeRequest, _node_service_pb2.DrainNodeResponse]  # type: ignore[assignment]
     """Cordons, tells the holders of what is there to leave, and ends at the deadline what is left. Of two drains the
@@ -77,7 +79,7 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _node_service_pb2.CordonNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_service_pb2.CordonNodeResponse, _abc.Awaitable[_node_service_pb2.CordonNodeResponse]]:
-        """Lets nothing new onto a node or GPU. What is there stays. May be repeated. A node or GPU that was never seen:
+        """Lets nothing new onto a node or GPU. What is there stays, and a drain goes on. May be repeated. A node or GPU that was never seen:
         NOT_FOUND. State that cannot be written: UNAVAILABLE.
         """
 
@@ -87,8 +89,9 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _node_service_pb2.UncordonNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_service_pb2.UncordonNodeResponse, _abc.Awaitable[_node_service_pb2.UncordonNodeResponse]]:
-        """Lifts a cordon, and with it a drain: what was to leave may stay. Where there is none nothing changes. A node that
-        was never seen: NOT_FOUND. State that cannot be written: UNAVAILABLE.
+        """Lifts a cordon, and with it a drain: what was to leave may stay. Where there is none nothing changes. A drain, where
+        the caller is no admin: PERMISSION_DENIED. A node that was never seen: NOT_FOUND. State that cannot be written:
+        UNAVAILABLE.
         """
 
     @_abc_1.abstractmethod

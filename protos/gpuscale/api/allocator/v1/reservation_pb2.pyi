@@ -162,17 +162,22 @@ class GpuUsage(_message.Message):
     MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
     UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
     OUTSIDER_PIDS_FIELD_NUMBER: _builtins.int
+    QUARANTINE_FIELD_NUMBER: _builtins.int
     uuid: _builtins.str
     """UUID of the GPU."""
     memory_used_bytes: _builtins.int
-    """Memory that the reservation's processes use: those admitted under its fence, or, of a GPU that is held whole, all
-    that is in use. Absent where the node does not tell.
+    """Memory that the reservation's processes use; of a GPU that is held whole, all that is in use. Absent where the node does
+    not tell, or some of it may be used by processes that are not known to be the reservation's.
     """
     utilization_percent: _builtins.float
     """How much the GPU is used, by whomever."""
+    quarantine: _builtins.str
+    """Why, and since when, the health checks want no new work on it; empty when all is well."""
     @_builtins.property
     def outsider_pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Processes on it that were admitted for no reservation that holds it now."""
+        """Processes on it that belong to no reservation that holds it now; without those of which the node cannot tell whose they
+        are.
+        """
 
     def __init__(
         self,
@@ -181,10 +186,11 @@ class GpuUsage(_message.Message):
         memory_used_bytes: _builtins.int | None = ...,
         utilization_percent: _builtins.float | None = ...,
         outsider_pids: _abc.Iterable[_builtins.int] | None = ...,
+        quarantine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes", "_utilization_percent", b"_utilization_percent", "memory_used_bytes", b"memory_used_bytes", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes", "_utilization_percent", b"_utilization_percent", "memory_used_bytes", b"memory_used_bytes", "outsider_pids", b"outsider_pids", "utilization_percent", b"utilization_percent", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes", "_utilization_percent", b"_utilization_percent", "memory_used_bytes", b"memory_used_bytes", "outsider_pids", b"outsider_pids", "quarantine", b"quarantine", "utilization_percent", b"utilization_percent", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__memory_used_bytes: _TypeAlias = _typing.Literal["memory_used_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
@@ -207,7 +213,7 @@ class ReservationUsage(_message.Message):
     IDLE_FIELD_NUMBER: _builtins.int
     OVERUSED_FIELD_NUMBER: _builtins.int
     idle: _builtins.bool
-    """Whether nothing runs on any of its GPUs: each is used less than 5 %, and nothing was admitted under its fence.
+    """Whether nothing runs on any of its GPUs: each is used less than 5 %, and no process of the reservation is there.
     Absent where that is not known.
     """
     overused: _builtins.bool
@@ -333,7 +339,9 @@ class Reservation(_message.Message):
     state: Global___Reservation.State.ValueType
     """Where it stands."""
     fence: _builtins.int
-    """Grows with every grant, for ever: whoever shows the higher fence holds the GPU."""
+    """Grows with every grant, for ever: whoever shows the higher fence holds the GPU. 0 to who is neither its owner nor an
+    admin.
+    """
     policy: _ask_pb2.PlacementPolicy.ValueType
     """How its GPUs were picked."""
     request_id: _builtins.str

@@ -4,6 +4,7 @@ from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Adapter as Adapter
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import AdapterCapabilities as AdapterCapabilities
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ConnectRequest as ConnectRequest
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ConnectResponse as ConnectResponse
+from gpuscale.api.autoscaler.v1.adapter_service_pb2 import DesiredCapabilitySet as DesiredCapabilitySet
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import DesiredReplica as DesiredReplica
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ForgetAdapterRequest as ForgetAdapterRequest
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ForgetAdapterResponse as ForgetAdapterResponse
@@ -26,7 +27,11 @@ from gpuscale.api.autoscaler.v1.backtest_service_pb2 import Workload as Workload
 from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import BacktestServiceServicer as BacktestServiceServicer
 from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import BacktestServiceStub as BacktestServiceStub
 from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import add_BacktestServiceServicer_to_server as add_BacktestServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.capability_pb2 import TaskDemand as TaskDemand
+from gpuscale.api.autoscaler.v1.capability_pb2 import TaskReport as TaskReport
+from gpuscale.api.autoscaler.v1.capability_pb2 import WorkerGroup as WorkerGroup
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Alternative as Alternative
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import CapabilitySetCount as CapabilitySetCount
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Decision as Decision
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionInputs as DecisionInputs
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionStep as DecisionStep
@@ -38,6 +43,11 @@ from gpuscale.api.autoscaler.v1.decision_service_pb2 import ListDecisionsRequest
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import ListDecisionsResponse as ListDecisionsResponse
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import NextChange as NextChange
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Observation as Observation
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import QuerySignalsRequest as QuerySignalsRequest
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import QuerySignalsResponse as QuerySignalsResponse
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import SignalHistory as SignalHistory
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import SignalSample as SignalSample
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedCapabilitySet as StatedCapabilitySet
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedCount as StatedCount
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedPast as StatedPast
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedRuleChange as StatedRuleChange
@@ -48,12 +58,15 @@ from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionService
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceStub as DecisionServiceStub
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_to_server as add_DecisionServiceServicer_to_server
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import AdapterTier as AdapterTier
+from gpuscale.api.autoscaler.v1.endpoint_pb2 import CapabilitySet as CapabilitySet
+from gpuscale.api.autoscaler.v1.endpoint_pb2 import CapabilitySetStatus as CapabilitySetStatus
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import Endpoint as Endpoint
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import EndpointSpec as EndpointSpec
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import EndpointStatus as EndpointStatus
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import GpuGate as GpuGate
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import Replica as Replica
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import ReplicaTemplate as ReplicaTemplate
+from gpuscale.api.autoscaler.v1.endpoint_pb2 import ScaleInOrder as ScaleInOrder
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import CreateEndpointRequest as CreateEndpointRequest
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import CreateEndpointResponse as CreateEndpointResponse
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import DeleteEndpointRequest as DeleteEndpointRequest
@@ -151,6 +164,7 @@ from gpuscale.api.autoscaler.v1.signal_pb2 import QueueCount as QueueCount
 from gpuscale.api.autoscaler.v1.signal_pb2 import QueueSignal as QueueSignal
 from gpuscale.api.autoscaler.v1.signal_pb2 import ReplicaSignal as ReplicaSignal
 from gpuscale.api.autoscaler.v1.signal_pb2 import Signal as Signal
+from gpuscale.api.autoscaler.v1.signal_pb2 import TaskSignal as TaskSignal
 from gpuscale.api.autoscaler.v1.signal_pb2 import WaitingSignal as WaitingSignal
 
 __all__ = [
@@ -170,6 +184,9 @@ __all__ = [
     "BacktestTimeline",
     "BandRule",
     "BoundMode",
+    "CapabilitySet",
+    "CapabilitySetCount",
+    "CapabilitySetStatus",
     "Combine",
     "Comparator",
     "ConnectRequest",
@@ -191,6 +208,7 @@ __all__ = [
     "DeleteQueueWatcherResponse",
     "DeleteRuleRequest",
     "DeleteRuleResponse",
+    "DesiredCapabilitySet",
     "DesiredReplica",
     "Direction",
     "DrainRule",
@@ -250,6 +268,8 @@ __all__ = [
     "PresetWish",
     "PrometheusSignal",
     "PushedSignal",
+    "QuerySignalsRequest",
+    "QuerySignalsResponse",
     "QueueCount",
     "QueueSignal",
     "QueueWatcher",
@@ -275,11 +295,15 @@ __all__ = [
     "Rule",
     "RuleServiceServicer",
     "RuleServiceStub",
+    "ScaleInOrder",
     "ScalingMode",
     "ScheduleRule",
     "SetReplicasRequest",
     "SetReplicasResponse",
     "Signal",
+    "SignalHistory",
+    "SignalSample",
+    "StatedCapabilitySet",
     "StatedCount",
     "StatedPast",
     "StatedRuleChange",
@@ -287,6 +311,9 @@ __all__ = [
     "StepRule",
     "TargetRule",
     "TargetType",
+    "TaskDemand",
+    "TaskReport",
+    "TaskSignal",
     "ThresholdRule",
     "UpdateEndpointRequest",
     "UpdateEndpointResponse",
@@ -297,6 +324,7 @@ __all__ = [
     "VerifyDecisionRequest",
     "VerifyDecisionResponse",
     "WaitingSignal",
+    "WorkerGroup",
     "Workload",
     "add_AdapterServiceServicer_to_server",
     "add_BacktestServiceServicer_to_server",

@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from gpuscale.api.autoscaler.v1 import capability_pb2 as _capability_pb2
 from gpuscale.api.autoscaler.v1 import endpoint_pb2 as _endpoint_pb2
 import builtins as _builtins
 import sys
@@ -221,6 +222,27 @@ class Register(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class WorkersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _capability_pb2.WorkerGroup: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _capability_pb2.WorkerGroup | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ADAPTER_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
@@ -228,6 +250,7 @@ class Register(_message.Message):
     MAX_REPLICAS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     adapter: _builtins.str
     """Id of the adapter."""
     kind: _builtins.str
@@ -246,6 +269,12 @@ class Register(_message.Message):
     def capabilities(self) -> Global___AdapterCapabilities:
         """What it can do."""
 
+    @_builtins.property
+    def workers(self) -> _containers.MessageMap[_builtins.str, _capability_pb2.WorkerGroup]:
+        """What the workers of replicas can do that it starts, and how many they are, by template. One that is not named is taken
+        to do what is asked for; one that is gets no replica whose capability set asks for more.
+        """
+
     def __init__(
         self,
         *,
@@ -256,10 +285,11 @@ class Register(_message.Message):
         max_replicas: _builtins.int = ...,
         version: _builtins.str = ...,
         capabilities: Global___AdapterCapabilities | None = ...,
+        workers: _abc.Mapping[_builtins.str, _capability_pb2.WorkerGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "capabilities", b"capabilities", "kind", b"kind", "max_replicas", b"max_replicas", "node", b"node", "templates", b"templates", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "capabilities", b"capabilities", "kind", b"kind", "max_replicas", b"max_replicas", "node", b"node", "templates", b"templates", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,6 +334,7 @@ class ReplicaReport(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """endpoints/{endpoint}/replicas/{replica}"""
     state: _endpoint_pb2.Replica.State.ValueType
@@ -316,6 +347,12 @@ class ReplicaReport(_message.Message):
     """Exit code, once it ended and where it is known."""
     reason: _builtins.str
     """Why it stands as it does."""
+    @_builtins.property
+    def workers(self) -> _capability_pb2.WorkerGroup:
+        """What its workers can do, and how many they are, where the adapter knows: 0 workers are as many as the capability set
+        says. Absent: as was asked for.
+        """
+
     def __init__(
         self,
         *,
@@ -324,10 +361,11 @@ class ReplicaReport(_message.Message):
         pid: _builtins.int = ...,
         exit_code: _builtins.int | None = ...,
         reason: _builtins.str = ...,
+        workers: _capability_pb2.WorkerGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "exit_code", b"exit_code"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "exit_code", b"exit_code", "workers", b"workers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "exit_code", b"exit_code", "pid", b"pid", "reason", b"reason", "replica", b"replica", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "exit_code", b"exit_code", "pid", b"pid", "reason", b"reason", "replica", b"replica", "state", b"state", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
     _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015
@@ -344,6 +382,7 @@ class ConnectResponse(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     LOG_QUESTION_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Grows with every change of the desired state."""
     @_builtins.property
@@ -356,20 +395,81 @@ class ConnectResponse(_message.Message):
         say so are asked.
         """
 
+    @_builtins.property
+    def capability_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___DesiredCapabilitySet]:
+        """How many groups of each capability set this adapter is to run, of the replicas above."""
+
     def __init__(
         self,
         *,
         revision: _builtins.int = ...,
         replicas: _abc.Iterable[Global___DesiredReplica] | None = ...,
         log_question: Global___LogQuestion | None = ...,
+        capability_sets: _abc.Iterable[Global___DesiredCapabilitySet] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["log_question", b"log_question"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_question", b"log_question", "replicas", b"replicas", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability_sets", b"capability_sets", "log_question", b"log_question", "replicas", b"replicas", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ConnectResponse: _TypeAlias = ConnectResponse  # noqa: Y015
+
+@_typing.final
+class DesiredCapabilitySet(_message.Message):
+    """How many groups of a capability set an adapter is to run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CapabilitiesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SET_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """endpoints/{endpoint}"""
+    capability_set: _builtins.str
+    """Id of the set."""
+    replicas: _builtins.int
+    """How many groups."""
+    @_builtins.property
+    def capabilities(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """What each worker is to have."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.str = ...,
+        capability_set: _builtins.str = ...,
+        capabilities: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        replicas: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "capability_set", b"capability_set", "endpoint", b"endpoint", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DesiredCapabilitySet: _TypeAlias = DesiredCapabilitySet  # noqa: Y015
 
 @_typing.final
 class LogQuestion(_message.Message):
@@ -460,6 +560,26 @@ class DesiredReplica(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class CapabilitiesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REPLICA_FIELD_NUMBER: _builtins.int
     GOAL_FIELD_NUMBER: _builtins.int
     TEMPLATE_FIELD_NUMBER: _builtins.int
@@ -468,6 +588,10 @@ class DesiredReplica(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     DRAIN_TIMEOUT_FIELD_NUMBER: _builtins.int
     GPU_COUNT_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SET_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """endpoints/{endpoint}/replicas/{replica}"""
     goal: Global___DesiredReplica.Goal.ValueType
@@ -478,6 +602,12 @@ class DesiredReplica(_message.Message):
     """Fence of the reservation that holds them; 0 where it needs none."""
     gpu_count: _builtins.int
     """GPUs that it needs, reserved (gpu_uuids) or to be given out by the adapter's engine."""
+    reservation: _builtins.str
+    """reservations/{reservation}: what holds them; empty where it needs none."""
+    lease_token: _builtins.str
+    """What came with the grant, for the agent that admits the replica (AdmitWork): a secret."""
+    capability_set: _builtins.str
+    """Id of its capability set; empty where its endpoint has none."""
     @_builtins.property
     def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Values for the template's placeholders."""
@@ -490,6 +620,10 @@ class DesiredReplica(_message.Message):
     def drain_timeout(self) -> _duration_pb2.Duration:
         """How long it may take to finish its work before it is killed; absent: for ever."""
 
+    @_builtins.property
+    def capabilities(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """What its workers are to have."""
+
     def __init__(
         self,
         *,
@@ -501,10 +635,14 @@ class DesiredReplica(_message.Message):
         fence: _builtins.int = ...,
         drain_timeout: _duration_pb2.Duration | None = ...,
         gpu_count: _builtins.int = ...,
+        reservation: _builtins.str = ...,
+        lease_token: _builtins.str = ...,
+        capability_set: _builtins.str = ...,
+        capabilities: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout", "fence", b"fence", "goal", b"goal", "gpu_count", b"gpu_count", "gpu_uuids", b"gpu_uuids", "parameters", b"parameters", "replica", b"replica", "template", b"template"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "capability_set", b"capability_set", "drain_timeout", b"drain_timeout", "fence", b"fence", "goal", b"goal", "gpu_count", b"gpu_count", "gpu_uuids", b"gpu_uuids", "lease_token", b"lease_token", "parameters", b"parameters", "replica", b"replica", "reservation", b"reservation", "template", b"template"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

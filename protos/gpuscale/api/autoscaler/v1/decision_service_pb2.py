@@ -24,12 +24,13 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from gpuscale.api.autoscaler.v1 import capability_pb2 as gpuscale_dot_api_dot_autoscaler_dot_v1_dot_capability__pb2
 from gpuscale.api.autoscaler.v1 import endpoint_pb2 as gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__pb2
 from gpuscale.api.autoscaler.v1 import signal_pb2 as gpuscale_dot_api_dot_autoscaler_dot_v1_dot_signal__pb2
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1gpuscale/api/autoscaler/v1/decision_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a\'gpuscale/api/autoscaler/v1/signal.proto\x1a#gpuscale/api/types/v1/options.proto\"\x9e\x02\n\x0bObservation\x12\x0e\n\x06signal\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12&\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12>\n\x06status\x18\x04 \x01(\x0e\x32..gpuscale.api.autoscaler.v1.Observation.Status\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"i\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\r\n\tSTATUS_OK\x10\x01\x12\x12\n\x0eSTATUS_MISSING\x10\x02\x12\x10\n\x0cSTATUS_STALE\x10\x03\x12\x12\n\x0eSTATUS_INVALID\x10\x04\x42\x08\n\x06_value\"\xd2\x02\n\x0c\x44\x65\x63isionStep\x12=\n\x05stage\x18\x01 \x01(\x0e\x32..gpuscale.api.autoscaler.v1.DecisionStep.Stage\x12\x0c\n\x04rule\x18\x02 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x03 \x01(\x05\x12\r\n\x05\x61\x66ter\x18\x04 \x01(\x05\x12\x0c\n\x04\x63ode\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\"\xb9\x01\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTAGE_RULE\x10\x01\x12\x11\n\rSTAGE_COMBINE\x10\x02\x12\x10\n\x0cSTAGE_BOUNDS\x10\x03\x12\x10\n\x0cSTAGE_MANUAL\x10\x04\x12\r\n\tSTAGE_GPU\x10\x05\x12\r\n\tSTAGE_ACT\x10\x06\x12\x0e\n\nSTAGE_PACE\x10\x07\x12\x12\n\x0eSTAGE_ACTIVATE\x10\x08\x12\x10\n\x0cSTAGE_SPARES\x10\t\"\x9f\x03\n\x08\x44\x65\x63ision\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tlast_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63ount\x18\x04 \x01(\x03\x12=\n\x0cobservations\x18\x05 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.Observation\x12\x37\n\x05steps\x18\x06 \x03(\x0b\x32(.gpuscale.api.autoscaler.v1.DecisionStep\x12\x0e\n\x06\x62\x65\x66ore\x18\x07 \x01(\x05\x12\x0e\n\x06wanted\x18\x08 \x01(\x05\x12\x0f\n\x07granted\x18\t \x01(\x05\x12\x12\n\nlimited_by\x18\n \x01(\t\x12\x0f\n\x07summary\x18\x0b \x01(\t\x12\x0c\n\x04\x65tag\x18\x0c \x01(\t\x12:\n\x06inputs\x18\r \x01(\x0b\x32*.gpuscale.api.autoscaler.v1.DecisionInputs\"\xae\x08\n\x0e\x44\x65\x63isionInputs\x12\x36\n\x04spec\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpec\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\x05\x12\x16\n\x0eready_replicas\x18\x03 \x01(\x05\x12\x18\n\x10unknown_replicas\x18\x04 \x01(\x05\x12\x0b\n\x03now\x18\x05 \x01(\x01\x12(\n\x04time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x07startup\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x42\n\x07signals\x18\x08 \x03(\x0b\x32\x31.gpuscale.api.autoscaler.v1.DecisionInputs.Signal\x12K\n\x0crule_changes\x18\t \x03(\x0b\x32\x35.gpuscale.api.autoscaler.v1.DecisionInputs.RuleChange\x12@\n\x06\x62ursts\x18\n \x03(\x0b\x32\x30.gpuscale.api.autoscaler.v1.DecisionInputs.Burst\x12\r\n\x05since\x18\x0b \x01(\x01\x12?\n\x05\x61sked\x18\x0c \x03(\x0b\x32\x30.gpuscale.api.autoscaler.v1.DecisionInputs.Count\x12\x41\n\x07\x63hanges\x18\r \x03(\x0b\x32\x30.gpuscale.api.autoscaler.v1.DecisionInputs.Count\x12\x16\n\tgpu_limit\x18\x0e \x01(\x05H\x01\x88\x01\x01\x1a\xb7\x02\n\x06Signal\x12<\n\x0bobservation\x18\x01 \x01(\x0b\x32\'.gpuscale.api.autoscaler.v1.Observation\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03\x61ge\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x0cproven_empty\x18\x04 \x01(\x08\x12\x0f\n\x07ignored\x18\x05 \x01(\x08\x12\x14\n\x0csilent_count\x18\x06 \x01(\x05\x12\x12\n\ntold_count\x18\x07 \x01(\x05\x12\x37\n\x06\x61\x63ross\x18\x08 \x01(\x0e\x32\'.gpuscale.api.autoscaler.v1.Aggregation\x12\r\n\x05times\x18\t \x03(\x01\x12\x0e\n\x06values\x18\n \x03(\x01\x12\x0e\n\x06\x61\x62sent\x18\x0b \x01(\x08\x42\x08\n\x06_valueB\x06\n\x04_age\x1a%\n\x05\x43ount\x12\n\n\x02\x61t\x18\x01 \x01(\x01\x12\x10\n\x08replicas\x18\x02 \x01(\x05\x1a\x34\n\x05\x42urst\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x0f\n\x07over_at\x18\x02 \x01(\x01\x12\x0c\n\x04peak\x18\x03 \x01(\x05\x1a&\n\nRuleChange\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\n\n\x02\x61t\x18\x02 \x01(\x01\x42\n\n\x08_startupB\x0c\n\n_gpu_limit\"X\n\x15VerifyDecisionRequest\x12?\n\x04name\x18\x01 \x01(\tB1\xe2\xf9\x18-\x08\x01J)endpoints/{endpoint}/decisions/{decision}\"t\n\x16VerifyDecisionResponse\x12\r\n\x05\x65qual\x18\x01 \x01(\x08\x12\x13\n\x0b\x64ifferences\x18\x02 \x03(\t\x12\x36\n\x08\x64\x65\x63ision\x18\x03 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Decision\"U\n\x12GetDecisionRequest\x12?\n\x04name\x18\x01 \x01(\tB1\xe2\xf9\x18-\x08\x01J)endpoints/{endpoint}/decisions/{decision}\"M\n\x13GetDecisionResponse\x12\x36\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Decision\"x\n\x14ListDecisionsRequest\x12*\n\x06parent\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16J\x14\x65ndpoints/{endpoint}\x12 \n\tpage_size\x18\x02 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x03 \x01(\t\"i\n\x15ListDecisionsResponse\x12\x37\n\tdecisions\x18\x01 \x03(\x0b\x32$.gpuscale.api.autoscaler.v1.Decision\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xc1\x03\n\x0cStatedSignal\x12\x18\n\x06signal\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12>\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x38\x13~A\x12>\n\x06status\x18\x04 \x01(\x0e\x32..gpuscale.api.autoscaler.v1.Observation.Status\x12G\n\x06points\x18\x05 \x03(\x0b\x32..gpuscale.api.autoscaler.v1.StatedSignal.PointB\x07\xe2\xf9\x18\x03\x30\x90N\x12,\n\x0csilent_count\x18\x06 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@\x12\x19\n\x0cproven_empty\x18\x07 \x01(\x08H\x01\x88\x01\x01\x1aV\n\x05Point\x12>\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x38\x13~A\x12\r\n\x05value\x18\x02 \x01(\x01\x42\x08\n\x06_valueB\x0f\n\r_proven_empty\"w\n\x0bStatedCount\x12>\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x38\x13~A\x12(\n\x08replicas\x18\x02 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00j\xf8\xc0\x19\x00\x00\x00\x00\x00j\xf8@\"j\n\x10StatedRuleChange\x12\x16\n\x04rule\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12>\n\x03\x61ge\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x38\x13~A\"\x84\x02\n\nStatedPast\x12@\n\x05since\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x38\x13~A\x12\x36\n\x05\x61sked\x18\x02 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.StatedCount\x12\x38\n\x07\x63hanges\x18\x03 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.StatedCount\x12\x42\n\x0crule_changes\x18\x04 \x03(\x0b\x32,.gpuscale.api.autoscaler.v1.StatedRuleChange\"\xe4\x04\n\x0f\x45valuateRequest\x12(\n\x04name\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16J\x14\x65ndpoints/{endpoint}\x12\x36\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpec\x12\x41\n\x07signals\x18\x03 \x03(\x0b\x32(.gpuscale.api.autoscaler.v1.StatedSignalB\x06\xe2\xf9\x18\x02\x30\x64\x12+\n\x06\x62\x65\x66ore\x18\x04 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x00\x88\x01\x01\x12\x33\n\x0eready_replicas\x18\x05 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x01\x88\x01\x01\x12\x35\n\x10unknown_replicas\x18\x06 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x02\x88\x01\x01\x12\x34\n\x04past\x18\x07 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.StatedPast\x12\x42\n\x07startup\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x18\xf5@\x12(\n\x04time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\tgpu_limit\x18\n \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x03\x88\x01\x01\x42\t\n\x07_beforeB\x11\n\x0f_ready_replicasB\x13\n\x11_unknown_replicasB\x0c\n\n_gpu_limit\"9\n\x0b\x41lternative\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0e\n\x06wanted\x18\x03 \x01(\x05\"E\n\nNextChange\x12\'\n\x04wait\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06wanted\x18\x02 \x01(\x05\"\xee\x01\n\x10\x45valuateResponse\x12\x36\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Decision\x12\r\n\x05\x61sked\x18\x02 \x01(\x05\x12\x17\n\x0f\x65\x66\x66\x65\x63tive_rules\x18\x03 \x03(\t\x12=\n\x0c\x61lternatives\x18\x04 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.Alternative\x12;\n\x0bnext_change\x18\x05 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.NextChange2\xef\x03\n\x0f\x44\x65\x63isionService\x12t\n\x0bGetDecision\x12..gpuscale.api.autoscaler.v1.GetDecisionRequest\x1a/.gpuscale.api.autoscaler.v1.GetDecisionResponse\"\x04\xe8\xf9\x18\x01\x12z\n\rListDecisions\x12\x30.gpuscale.api.autoscaler.v1.ListDecisionsRequest\x1a\x31.gpuscale.api.autoscaler.v1.ListDecisionsResponse\"\x04\xe8\xf9\x18\x01\x12}\n\x0eVerifyDecision\x12\x31.gpuscale.api.autoscaler.v1.VerifyDecisionRequest\x1a\x32.gpuscale.api.autoscaler.v1.VerifyDecisionResponse\"\x04\xe8\xf9\x18\x01\x12k\n\x08\x45valuate\x12+.gpuscale.api.autoscaler.v1.EvaluateRequest\x1a,.gpuscale.api.autoscaler.v1.EvaluateResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1gpuscale/api/autoscaler/v1/decision_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a+gpuscale/api/autoscaler/v1/capability.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a\'gpuscale/api/autoscaler/v1/signal.proto\x1a#gpuscale/api/types/v1/options.proto\"\xd5\x02\n\x0bObservation\x12\x0e\n\x06signal\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12&\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12>\n\x06status\x18\x04 \x01(\x0e\x32..gpuscale.api.autoscaler.v1.Observation.Status\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x35\n\x05tasks\x18\x06 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.TaskReport\"i\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\r\n\tSTATUS_OK\x10\x01\x12\x12\n\x0eSTATUS_MISSING\x10\x02\x12\x10\n\x0cSTATUS_STALE\x10\x03\x12\x12\n\x0eSTATUS_INVALID\x10\x04\x42\x08\n\x06_value\"\xea\x02\n\x0c\x44\x65\x63isionStep\x12=\n\x05stage\x18\x01 \x01(\x0e\x32..gpuscale.api.autoscaler.v1.DecisionStep.Stage\x12\x0c\n\x04rule\x18\x02 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x03 \x01(\x05\x12\r\n\x05\x61\x66ter\x18\x04 \x01(\x05\x12\x0c\n\x04\x63ode\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\x16\n\x0e\x63\x61pability_set\x18\x07 \x01(\t\"\xb9\x01\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x0e\n\nSTAGE_RULE\x10\x01\x12\x11\n\rSTAGE_COMBINE\x10\x02\x12\x10\n\x0cSTAGE_BOUNDS\x10\x03\x12\x10\n\x0cSTAGE_MANUAL\x10\x04\x12\r\n\tSTAGE_GPU\x10\x05\x12\r\n\tSTAGE_ACT\x10\x06\x12\x0e\n\nSTAGE_PACE\x10\x07\x12\x12\n\x0eSTAGE_ACTIVATE\x10\x08\x12\x10\n\x0cSTAGE_SPARES\x10\t\"\xe8\x03\n\x08\x44\x65\x63ision\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tlast_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63ount\x18\x04 \x01(\x03\x12=\n\x0cobservations\x18\x05 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.Observation\x12\x37\n\x05steps\x18\x06 \x03(\x0b\x32(.gpuscale.api.autoscaler.v1.DecisionStep\x12\x0e\n\x06\x62\x65\x66ore\x18\x07 \x01(\x05\x12\x0e\n\x06wanted\x18\x08 \x01(\x05\x12\x0f\n\x07granted\x18\t \x01(\x05\x12\x12\n\nlimited_by\x18\n \x01(\t\x12\x0f\n\x07summary\x18\x0b \x01(\t\x12\x0c\n\x04\x65tag\x18\x0c \x01(\t\x12:\n\x06inputs\x18\r \x01(\x0b\x32*.gpuscale.api.autoscaler.v1.DecisionInputs\x12G\n\x0f\x63\x61pability_sets\x18\x0e \x03(\x0b\x32..gpuscale.api.autoscaler.v1.CapabilitySetCount\"@\n\x12\x43\x61pabilitySetCount\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\x05\x12\x0e\n\x06wanted\x18\x03 \x01(\x05\"\xa3\n\n\x0e\x44\x65\x63isionInputs\x12\x36\n\x04spec\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpec\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\x05\x12\x16\n\x0eready_replicas\x18\x03 \x01(\x05\x12\x18\n\x10unknown_replicas\x18\x04 \x01(\x05\x12\x0b\n\x03now\x18\x05 \x01(\x01\x12(\n\x04time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x07startup\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x42\n\x07signals\x18\x08 \x03(\x0b\x32\x31.gpuscale.api.autoscaler.v1.DecisionInputs.Signal\x12K\n\x0crule_changes\x18\t \x03(\x0b\x32\x35.gpuscale.api.autoscaler.v1.DecisionInputs.RuleChange\x12@\n\x06\x62ursts\x18\n \x03(\x0b\x32\x30.gpuscale.api.autoscaler.v1.DecisionInputs.Burst\x12\r\n\x05since\x18\x0b \x01(\x01\x12?\n\x05\x61sked\x18\x0c \x03(\x0b\x32\x30.gpuscale.api.autoscaler.v1.DecisionInputs.Count\x12\x41\n\x07\x63hanges\x18\r \x03(\x0b\x32\x30.gpuscale.api.autoscaler.v1.DecisionInputs.Count\x12\x16\n\tgpu_limit\x18\x0e \x01(\x05H\x01\x88\x01\x01\x12Q\n\x0f\x63\x61pability_sets\x18\x0f \x03(\x0b\x32\x38.gpuscale.api.autoscaler.v1.DecisionInputs.CapabilitySet\x1a\xb7\x02\n\x06Signal\x12<\n\x0bobservation\x18\x01 \x01(\x0b\x32\'.gpuscale.api.autoscaler.v1.Observation\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03\x61ge\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x0cproven_empty\x18\x04 \x01(\x08\x12\x0f\n\x07ignored\x18\x05 \x01(\x08\x12\x14\n\x0csilent_count\x18\x06 \x01(\x05\x12\x12\n\ntold_count\x18\x07 \x01(\x05\x12\x37\n\x06\x61\x63ross\x18\x08 \x01(\x0e\x32\'.gpuscale.api.autoscaler.v1.Aggregation\x12\r\n\x05times\x18\t \x03(\x01\x12\x0e\n\x06values\x18\n \x03(\x01\x12\x0e\n\x06\x61\x62sent\x18\x0b \x01(\x08\x42\x08\n\x06_valueB\x06\n\x04_age\x1a%\n\x05\x43ount\x12\n\n\x02\x61t\x18\x01 \x01(\x01\x12\x10\n\x08replicas\x18\x02 \x01(\x05\x1a\x34\n\x05\x42urst\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x0f\n\x07over_at\x18\x02 \x01(\x01\x12\x0c\n\x04peak\x18\x03 \x01(\x05\x1a&\n\nRuleChange\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\n\n\x02\x61t\x18\x02 \x01(\x01\x1a\x9f\x01\n\rCapabilitySet\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\x05\x12\x37\n\x06groups\x18\x03 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.WorkerGroup\x12\x39\n\x08reported\x18\x04 \x01(\x0b\x32\'.gpuscale.api.autoscaler.v1.WorkerGroupB\n\n\x08_startupB\x0c\n\n_gpu_limit\"X\n\x15VerifyDecisionRequest\x12?\n\x04name\x18\x01 \x01(\tB1\xe2\xf9\x18-\x08\x01J)endpoints/{endpoint}/decisions/{decision}\"t\n\x16VerifyDecisionResponse\x12\r\n\x05\x65qual\x18\x01 \x01(\x08\x12\x13\n\x0b\x64ifferences\x18\x02 \x03(\t\x12\x36\n\x08\x64\x65\x63ision\x18\x03 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Decision\"U\n\x12GetDecisionRequest\x12?\n\x04name\x18\x01 \x01(\tB1\xe2\xf9\x18-\x08\x01J)endpoints/{endpoint}/decisions/{decision}\"M\n\x13GetDecisionResponse\x12\x36\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Decision\"x\n\x14ListDecisionsRequest\x12*\n\x06parent\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16J\x14\x65ndpoints/{endpoint}\x12 \n\tpage_size\x18\x02 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x03 \x01(\t\"i\n\x15ListDecisionsResponse\x12\x37\n\tdecisions\x18\x01 \x03(\x0b\x32$.gpuscale.api.autoscaler.v1.Decision\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"A\n\x13QuerySignalsRequest\x12*\n\x04name\x18\x01 \x01(\tB\x1c\xe2\xf9\x18\x18\x08\x01J\x14\x65ndpoints/{endpoint}\"\xca\x01\n\x0cSignalSample\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\x05value\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12>\n\x06status\x18\x04 \x01(\x0e\x32..gpuscale.api.autoscaler.v1.Observation.StatusB\x08\n\x06_value\"Z\n\rSignalHistory\x12\x0e\n\x06signal\x18\x01 \x01(\t\x12\x39\n\x07samples\x18\x02 \x03(\x0b\x32(.gpuscale.api.autoscaler.v1.SignalSample\"R\n\x14QuerySignalsResponse\x12:\n\x07signals\x18\x01 \x03(\x0b\x32).gpuscale.api.autoscaler.v1.SignalHistory\"\xf8\x03\n\x0cStatedSignal\x12\x18\n\x06signal\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12>\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x38\x13~A\x12>\n\x06status\x18\x04 \x01(\x0e\x32..gpuscale.api.autoscaler.v1.Observation.Status\x12G\n\x06points\x18\x05 \x03(\x0b\x32..gpuscale.api.autoscaler.v1.StatedSignal.PointB\x07\xe2\xf9\x18\x03\x30\x90N\x12,\n\x0csilent_count\x18\x06 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@\x12\x19\n\x0cproven_empty\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x35\n\x05tasks\x18\x08 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.TaskReport\x1aV\n\x05Point\x12>\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x38\x13~A\x12\r\n\x05value\x18\x02 \x01(\x01\x42\x08\n\x06_valueB\x0f\n\r_proven_empty\"\x8c\x01\n\x13StatedCapabilitySet\x12\x14\n\x02id\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12&\n\x06\x62\x65\x66ore\x18\x02 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@\x12\x37\n\x06groups\x18\x03 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.WorkerGroup\"w\n\x0bStatedCount\x12>\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x38\x13~A\x12(\n\x08replicas\x18\x02 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00j\xf8\xc0\x19\x00\x00\x00\x00\x00j\xf8@\"j\n\x10StatedRuleChange\x12\x16\n\x04rule\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12>\n\x03\x61ge\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x38\x13~A\"\x84\x02\n\nStatedPast\x12@\n\x05since\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x38\x13~A\x12\x36\n\x05\x61sked\x18\x02 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.StatedCount\x12\x38\n\x07\x63hanges\x18\x03 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.StatedCount\x12\x42\n\x0crule_changes\x18\x04 \x03(\x0b\x32,.gpuscale.api.autoscaler.v1.StatedRuleChange\"\xb6\x05\n\x0f\x45valuateRequest\x12(\n\x04name\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16J\x14\x65ndpoints/{endpoint}\x12\x36\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpec\x12\x41\n\x07signals\x18\x03 \x03(\x0b\x32(.gpuscale.api.autoscaler.v1.StatedSignalB\x06\xe2\xf9\x18\x02\x30\x64\x12+\n\x06\x62\x65\x66ore\x18\x04 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x00\x88\x01\x01\x12\x33\n\x0eready_replicas\x18\x05 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x01\x88\x01\x01\x12\x35\n\x10unknown_replicas\x18\x06 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x02\x88\x01\x01\x12\x34\n\x04past\x18\x07 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.StatedPast\x12\x42\n\x07startup\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x18\xf5@\x12(\n\x04time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\tgpu_limit\x18\n \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x03\x88\x01\x01\x12P\n\x0f\x63\x61pability_sets\x18\x0b \x03(\x0b\x32/.gpuscale.api.autoscaler.v1.StatedCapabilitySetB\x06\xe2\xf9\x18\x02\x30@B\t\n\x07_beforeB\x11\n\x0f_ready_replicasB\x13\n\x11_unknown_replicasB\x0c\n\n_gpu_limit\"9\n\x0b\x41lternative\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0e\n\x06wanted\x18\x03 \x01(\x05\"E\n\nNextChange\x12\'\n\x04wait\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06wanted\x18\x02 \x01(\x05\"\xee\x01\n\x10\x45valuateResponse\x12\x36\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Decision\x12\r\n\x05\x61sked\x18\x02 \x01(\x05\x12\x17\n\x0f\x65\x66\x66\x65\x63tive_rules\x18\x03 \x03(\t\x12=\n\x0c\x61lternatives\x18\x04 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.Alternative\x12;\n\x0bnext_change\x18\x05 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.NextChange2\xe8\x04\n\x0f\x44\x65\x63isionService\x12t\n\x0bGetDecision\x12..gpuscale.api.autoscaler.v1.GetDecisionRequest\x1a/.gpuscale.api.autoscaler.v1.GetDecisionResponse\"\x04\xe8\xf9\x18\x01\x12z\n\rListDecisions\x12\x30.gpuscale.api.autoscaler.v1.ListDecisionsRequest\x1a\x31.gpuscale.api.autoscaler.v1.ListDecisionsResponse\"\x04\xe8\xf9\x18\x01\x12w\n\x0cQuerySignals\x12/.gpuscale.api.autoscaler.v1.QuerySignalsRequest\x1a\x30.gpuscale.api.autoscaler.v1.QuerySignalsResponse\"\x04\xe8\xf9\x18\x01\x12}\n\x0eVerifyDecision\x12\x31.gpuscale.api.autoscaler.v1.VerifyDecisionRequest\x1a\x32.gpuscale.api.autoscaler.v1.VerifyDecisionResponse\"\x04\xe8\xf9\x18\x01\x12k\n\x08\x45valuate\x12+.gpuscale.api.autoscaler.v1.EvaluateRequest\x1a,.gpuscale.api.autoscaler.v1.EvaluateResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,6 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTDECISIONSREQUEST'].fields_by_name['parent']._serialized_options = b'\342\371\030\026J\024endpoints/{endpoint}'
   _globals['_LISTDECISIONSREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_LISTDECISIONSREQUEST'].fields_by_name['page_size']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_QUERYSIGNALSREQUEST'].fields_by_name['name']._loaded_options = None
+  _globals['_QUERYSIGNALSREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\030\010\001J\024endpoints/{endpoint}'
   _globals['_STATEDSIGNAL_POINT'].fields_by_name['age']._loaded_options = None
   _globals['_STATEDSIGNAL_POINT'].fields_by_name['age']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\0008\023~A'
   _globals['_STATEDSIGNAL'].fields_by_name['signal']._loaded_options = None
@@ -54,6 +57,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATEDSIGNAL'].fields_by_name['points']._serialized_options = b'\342\371\030\0030\220N'
   _globals['_STATEDSIGNAL'].fields_by_name['silent_count']._loaded_options = None
   _globals['_STATEDSIGNAL'].fields_by_name['silent_count']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000j\370@'
+  _globals['_STATEDCAPABILITYSET'].fields_by_name['id']._loaded_options = None
+  _globals['_STATEDCAPABILITYSET'].fields_by_name['id']._serialized_options = b'\342\371\030\004\010\001@\002'
+  _globals['_STATEDCAPABILITYSET'].fields_by_name['before']._loaded_options = None
+  _globals['_STATEDCAPABILITYSET'].fields_by_name['before']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000j\370@'
   _globals['_STATEDCOUNT'].fields_by_name['age']._loaded_options = None
   _globals['_STATEDCOUNT'].fields_by_name['age']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\0008\023~A'
   _globals['_STATEDCOUNT'].fields_by_name['replicas']._loaded_options = None
@@ -78,64 +85,82 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVALUATEREQUEST'].fields_by_name['startup']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000\030\365@'
   _globals['_EVALUATEREQUEST'].fields_by_name['gpu_limit']._loaded_options = None
   _globals['_EVALUATEREQUEST'].fields_by_name['gpu_limit']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000j\370@'
+  _globals['_EVALUATEREQUEST'].fields_by_name['capability_sets']._loaded_options = None
+  _globals['_EVALUATEREQUEST'].fields_by_name['capability_sets']._serialized_options = b'\342\371\030\0020@'
   _globals['_DECISIONSERVICE'].methods_by_name['GetDecision']._loaded_options = None
   _globals['_DECISIONSERVICE'].methods_by_name['GetDecision']._serialized_options = b'\350\371\030\001'
   _globals['_DECISIONSERVICE'].methods_by_name['ListDecisions']._loaded_options = None
   _globals['_DECISIONSERVICE'].methods_by_name['ListDecisions']._serialized_options = b'\350\371\030\001'
+  _globals['_DECISIONSERVICE'].methods_by_name['QuerySignals']._loaded_options = None
+  _globals['_DECISIONSERVICE'].methods_by_name['QuerySignals']._serialized_options = b'\350\371\030\001'
   _globals['_DECISIONSERVICE'].methods_by_name['VerifyDecision']._loaded_options = None
   _globals['_DECISIONSERVICE'].methods_by_name['VerifyDecision']._serialized_options = b'\350\371\030\001'
   _globals['_DECISIONSERVICE'].methods_by_name['Evaluate']._loaded_options = None
   _globals['_DECISIONSERVICE'].methods_by_name['Evaluate']._serialized_options = b'\350\371\030\001'
-  _globals['_OBSERVATION']._serialized_start=268
-  _globals['_OBSERVATION']._serialized_end=554
-  _globals['_OBSERVATION_STATUS']._serialized_start=439
-  _globals['_OBSERVATION_STATUS']._serialized_end=544
-  _globals['_DECISIONSTEP']._serialized_start=557
-  _globals['_DECISIONSTEP']._serialized_end=895
-  _globals['_DECISIONSTEP_STAGE']._serialized_start=710
-  _globals['_DECISIONSTEP_STAGE']._serialized_end=895
-  _globals['_DECISION']._serialized_start=898
-  _globals['_DECISION']._serialized_end=1313
-  _globals['_DECISIONINPUTS']._serialized_start=1316
-  _globals['_DECISIONINPUTS']._serialized_end=2386
-  _globals['_DECISIONINPUTS_SIGNAL']._serialized_start=1916
-  _globals['_DECISIONINPUTS_SIGNAL']._serialized_end=2227
-  _globals['_DECISIONINPUTS_COUNT']._serialized_start=2229
-  _globals['_DECISIONINPUTS_COUNT']._serialized_end=2266
-  _globals['_DECISIONINPUTS_BURST']._serialized_start=2268
-  _globals['_DECISIONINPUTS_BURST']._serialized_end=2320
-  _globals['_DECISIONINPUTS_RULECHANGE']._serialized_start=2322
-  _globals['_DECISIONINPUTS_RULECHANGE']._serialized_end=2360
-  _globals['_VERIFYDECISIONREQUEST']._serialized_start=2388
-  _globals['_VERIFYDECISIONREQUEST']._serialized_end=2476
-  _globals['_VERIFYDECISIONRESPONSE']._serialized_start=2478
-  _globals['_VERIFYDECISIONRESPONSE']._serialized_end=2594
-  _globals['_GETDECISIONREQUEST']._serialized_start=2596
-  _globals['_GETDECISIONREQUEST']._serialized_end=2681
-  _globals['_GETDECISIONRESPONSE']._serialized_start=2683
-  _globals['_GETDECISIONRESPONSE']._serialized_end=2760
-  _globals['_LISTDECISIONSREQUEST']._serialized_start=2762
-  _globals['_LISTDECISIONSREQUEST']._serialized_end=2882
-  _globals['_LISTDECISIONSRESPONSE']._serialized_start=2884
-  _globals['_LISTDECISIONSRESPONSE']._serialized_end=2989
-  _globals['_STATEDSIGNAL']._serialized_start=2992
-  _globals['_STATEDSIGNAL']._serialized_end=3441
-  _globals['_STATEDSIGNAL_POINT']._serialized_start=3328
-  _globals['_STATEDSIGNAL_POINT']._serialized_end=3414
-  _globals['_STATEDCOUNT']._serialized_start=3443
-  _globals['_STATEDCOUNT']._serialized_end=3562
-  _globals['_STATEDRULECHANGE']._serialized_start=3564
-  _globals['_STATEDRULECHANGE']._serialized_end=3670
-  _globals['_STATEDPAST']._serialized_start=3673
-  _globals['_STATEDPAST']._serialized_end=3933
-  _globals['_EVALUATEREQUEST']._serialized_start=3936
-  _globals['_EVALUATEREQUEST']._serialized_end=4548
-  _globals['_ALTERNATIVE']._serialized_start=4550
-  _globals['_ALTERNATIVE']._serialized_end=4607
-  _globals['_NEXTCHANGE']._serialized_start=4609
-  _globals['_NEXTCHANGE']._serialized_end=4678
-  _globals['_EVALUATERESPONSE']._serialized_start=4681
-  _globals['_EVALUATERESPONSE']._serialized_end=4919
-  _globals['_DECISIONSERVICE']._serialized_start=4922
-  _globals['_DECISIONSERVICE']._serialized_end=5417
+  _globals['_OBSERVATION']._serialized_start=313
+  _globals['_OBSERVATION']._serialized_end=654
+  _globals['_OBSERVATION_STATUS']._serialized_start=539
+  _globals['_OBSERVATION_STATUS']._serialized_end=644
+  _globals['_DECISIONSTEP']._serialized_start=657
+  _globals['_DECISIONSTEP']._serialized_end=1019
+  _globals['_DECISIONSTEP_STAGE']._serialized_start=834
+  _globals['_DECISIONSTEP_STAGE']._serialized_end=1019
+  _globals['_DECISION']._serialized_start=1022
+  _globals['_DECISION']._serialized_end=1510
+  _globals['_CAPABILITYSETCOUNT']._serialized_start=1512
+  _globals['_CAPABILITYSETCOUNT']._serialized_end=1576
+  _globals['_DECISIONINPUTS']._serialized_start=1579
+  _globals['_DECISIONINPUTS']._serialized_end=2894
+  _globals['_DECISIONINPUTS_SIGNAL']._serialized_start=2262
+  _globals['_DECISIONINPUTS_SIGNAL']._serialized_end=2573
+  _globals['_DECISIONINPUTS_COUNT']._serialized_start=2575
+  _globals['_DECISIONINPUTS_COUNT']._serialized_end=2612
+  _globals['_DECISIONINPUTS_BURST']._serialized_start=2614
+  _globals['_DECISIONINPUTS_BURST']._serialized_end=2666
+  _globals['_DECISIONINPUTS_RULECHANGE']._serialized_start=2668
+  _globals['_DECISIONINPUTS_RULECHANGE']._serialized_end=2706
+  _globals['_DECISIONINPUTS_CAPABILITYSET']._serialized_start=2709
+  _globals['_DECISIONINPUTS_CAPABILITYSET']._serialized_end=2868
+  _globals['_VERIFYDECISIONREQUEST']._serialized_start=2896
+  _globals['_VERIFYDECISIONREQUEST']._serialized_end=2984
+  _globals['_VERIFYDECISIONRESPONSE']._serialized_start=2986
+  _globals['_VERIFYDECISIONRESPONSE']._serialized_end=3102
+  _globals['_GETDECISIONREQUEST']._serialized_start=3104
+  _globals['_GETDECISIONREQUEST']._serialized_end=3189
+  _globals['_GETDECISIONRESPONSE']._serialized_start=3191
+  _globals['_GETDECISIONRESPONSE']._serialized_end=3268
+  _globals['_LISTDECISIONSREQUEST']._serialized_start=3270
+  _globals['_LISTDECISIONSREQUEST']._serialized_end=3390
+  _globals['_LISTDECISIONSRESPONSE']._serialized_start=3392
+  _globals['_LISTDECISIONSRESPONSE']._serialized_end=3497
+  _globals['_QUERYSIGNALSREQUEST']._serialized_start=3499
+  _globals['_QUERYSIGNALSREQUEST']._serialized_end=3564
+  _globals['_SIGNALSAMPLE']._serialized_start=3567
+  _globals['_SIGNALSAMPLE']._serialized_end=3769
+  _globals['_SIGNALHISTORY']._serialized_start=3771
+  _globals['_SIGNALHISTORY']._serialized_end=3861
+  _globals['_QUERYSIGNALSRESPONSE']._serialized_start=3863
+  _globals['_QUERYSIGNALSRESPONSE']._serialized_end=3945
+  _globals['_STATEDSIGNAL']._serialized_start=3948
+  _globals['_STATEDSIGNAL']._serialized_end=4452
+  _globals['_STATEDSIGNAL_POINT']._serialized_start=4339
+  _globals['_STATEDSIGNAL_POINT']._serialized_end=4425
+  _globals['_STATEDCAPABILITYSET']._serialized_start=4455
+  _globals['_STATEDCAPABILITYSET']._serialized_end=4595
+  _globals['_STATEDCOUNT']._serialized_start=4597
+  _globals['_STATEDCOUNT']._serialized_end=4716
+  _globals['_STATEDRULECHANGE']._serialized_start=4718
+  _globals['_STATEDRULECHANGE']._serialized_end=4824
+  _globals['_STATEDPAST']._serialized_start=4827
+  _globals['_STATEDPAST']._serialized_end=5087
+  _globals['_EVALUATEREQUEST']._serialized_start=5090
+  _globals['_EVALUATEREQUEST']._serialized_end=5784
+  _globals['_ALTERNATIVE']._serialized_start=5786
+  _globals['_ALTERNATIVE']._serialized_end=5843
+  _globals['_NEXTCHANGE']._serialized_start=5845
+  _globals['_NEXTCHANGE']._serialized_end=5914
+  _globals['_EVALUATERESPONSE']._serialized_start=5917
+  _globals['_EVALUATERESPONSE']._serialized_end=6155
+  _globals['_DECISIONSERVICE']._serialized_start=6158
+  _globals['_DECISIONSERVICE']._serialized_end=6774
 # @@protoc_insertion_point(module_scope)

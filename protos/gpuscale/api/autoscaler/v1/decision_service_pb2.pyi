@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from gpuscale.api.autoscaler.v1 import capability_pb2 as _capability_pb2
 from gpuscale.api.autoscaler.v1 import endpoint_pb2 as _endpoint_pb2
 from gpuscale.api.autoscaler.v1 import signal_pb2 as _signal_pb2
 import builtins as _builtins
@@ -65,6 +66,7 @@ class Observation(_message.Message):
     AGE_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
     signal: _builtins.str
     """Id of the signal."""
     value: _builtins.float
@@ -77,6 +79,10 @@ class Observation(_message.Message):
     def age(self) -> _duration_pb2.Duration:
         """How old it was; absent where there is none."""
 
+    @_builtins.property
+    def tasks(self) -> _capability_pb2.TaskReport:
+        """Of a signal of tasks: what they need, and the workers that nobody here started."""
+
     def __init__(
         self,
         *,
@@ -85,10 +91,11 @@ class Observation(_message.Message):
         age: _duration_pb2.Duration | None = ...,
         status: Global___Observation.Status.ValueType = ...,
         detail: _builtins.str = ...,
+        tasks: _capability_pb2.TaskReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "age", b"age", "value", b"value"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "age", b"age", "tasks", b"tasks", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "age", b"age", "detail", b"detail", "signal", b"signal", "status", b"status", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "age", b"age", "detail", b"detail", "signal", b"signal", "status", b"status", "tasks", b"tasks", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
     _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
@@ -159,6 +166,7 @@ class DecisionStep(_message.Message):
     AFTER_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SET_FIELD_NUMBER: _builtins.int
     stage: Global___DecisionStep.Stage.ValueType
     """Part of the evaluation."""
     rule: _builtins.str
@@ -171,6 +179,8 @@ class DecisionStep(_message.Message):
     """Reason in upper case, such as FIRED, NOT_MET, SIGNAL_MISSING, COOLDOWN, CLAMPED_TO_MAX, NO_CAPACITY."""
     text: _builtins.str
     """The reason in words."""
+    capability_set: _builtins.str
+    """Id of the capability set that before and after count; empty where they count all replicas."""
     def __init__(
         self,
         *,
@@ -180,10 +190,11 @@ class DecisionStep(_message.Message):
         after: _builtins.int = ...,
         code: _builtins.str = ...,
         text: _builtins.str = ...,
+        capability_set: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "code", b"code", "rule", b"rule", "stage", b"stage", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "capability_set", b"capability_set", "code", b"code", "rule", b"rule", "stage", b"stage", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -208,6 +219,7 @@ class Decision(_message.Message):
     SUMMARY_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint}/decisions/{decision}; later decisions sort after earlier ones."""
     count: _builtins.int
@@ -244,6 +256,10 @@ class Decision(_message.Message):
     def inputs(self) -> Global___DecisionInputs:
         """All that it was evaluated from; only GetDecision returns it, for decisions that have one."""
 
+    @_builtins.property
+    def capability_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___CapabilitySetCount]:
+        """What it comes to for each capability set."""
+
     def __init__(
         self,
         *,
@@ -260,14 +276,45 @@ class Decision(_message.Message):
         summary: _builtins.str = ...,
         etag: _builtins.str = ...,
         inputs: Global___DecisionInputs | None = ...,
+        capability_sets: _abc.Iterable[Global___CapabilitySetCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "inputs", b"inputs", "last_time", b"last_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "count", b"count", "create_time", b"create_time", "etag", b"etag", "granted", b"granted", "inputs", b"inputs", "last_time", b"last_time", "limited_by", b"limited_by", "name", b"name", "observations", b"observations", "steps", b"steps", "summary", b"summary", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "capability_sets", b"capability_sets", "count", b"count", "create_time", b"create_time", "etag", b"etag", "granted", b"granted", "inputs", b"inputs", "last_time", b"last_time", "limited_by", b"limited_by", "name", b"name", "observations", b"observations", "steps", b"steps", "summary", b"summary", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class CapabilitySetCount(_message.Message):
+    """How many groups of a capability set a decision aims at."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Id of the set."""
+    before: _builtins.int
+    """Groups aimed at before."""
+    wanted: _builtins.int
+    """Groups aimed at after."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        before: _builtins.int = ...,
+        wanted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "id", b"id", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CapabilitySetCount: _TypeAlias = CapabilitySetCount  # noqa: Y015
 
 @_typing.final
 class DecisionInputs(_message.Message):
@@ -424,6 +471,42 @@ class DecisionInputs(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class CapabilitySet(_message.Message):
+        """What was known of a capability set."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        ID_FIELD_NUMBER: _builtins.int
+        BEFORE_FIELD_NUMBER: _builtins.int
+        GROUPS_FIELD_NUMBER: _builtins.int
+        REPORTED_FIELD_NUMBER: _builtins.int
+        id: _builtins.str
+        """Id of the set."""
+        before: _builtins.int
+        """Groups aimed at before."""
+        @_builtins.property
+        def groups(self) -> _containers.RepeatedCompositeFieldContainer[_capability_pb2.WorkerGroup]:
+            """The groups there were, the one that would be stopped first at the front."""
+
+        @_builtins.property
+        def reported(self) -> _capability_pb2.WorkerGroup:
+            """What its newest group can do, where that is not what was asked for."""
+
+        def __init__(
+            self,
+            *,
+            id: _builtins.str = ...,
+            before: _builtins.int = ...,
+            groups: _abc.Iterable[_capability_pb2.WorkerGroup] | None = ...,
+            reported: _capability_pb2.WorkerGroup | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["reported", b"reported"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "groups", b"groups", "id", b"id", "reported", b"reported"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SPEC_FIELD_NUMBER: _builtins.int
     BEFORE_FIELD_NUMBER: _builtins.int
     READY_REPLICAS_FIELD_NUMBER: _builtins.int
@@ -438,6 +521,7 @@ class DecisionInputs(_message.Message):
     ASKED_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
     GPU_LIMIT_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
     before: _builtins.int
     """Replicas aimed at before."""
     ready_replicas: _builtins.int
@@ -480,6 +564,10 @@ class DecisionInputs(_message.Message):
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionInputs.Count]:
         """By how many the count was changed."""
 
+    @_builtins.property
+    def capability_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionInputs.CapabilitySet]:
+        """The capability sets."""
+
     def __init__(
         self,
         *,
@@ -497,10 +585,11 @@ class DecisionInputs(_message.Message):
         asked: _abc.Iterable[Global___DecisionInputs.Count] | None = ...,
         changes: _abc.Iterable[Global___DecisionInputs.Count] | None = ...,
         gpu_limit: _builtins.int | None = ...,
+        capability_sets: _abc.Iterable[Global___DecisionInputs.CapabilitySet] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "gpu_limit", b"gpu_limit", "spec", b"spec", "startup", b"startup", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "asked", b"asked", "before", b"before", "bursts", b"bursts", "changes", b"changes", "gpu_limit", b"gpu_limit", "now", b"now", "ready_replicas", b"ready_replicas", "rule_changes", b"rule_changes", "signals", b"signals", "since", b"since", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "asked", b"asked", "before", b"before", "bursts", b"bursts", "capability_sets", b"capability_sets", "changes", b"changes", "gpu_limit", b"gpu_limit", "now", b"now", "ready_replicas", b"ready_replicas", "rule_changes", b"rule_changes", "signals", b"signals", "since", b"since", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_limit: _TypeAlias = _typing.Literal["gpu_limit"]  # noqa: Y015
     _WhichOneofArgType__gpu_limit: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit"]  # noqa: Y015
@@ -674,6 +763,120 @@ class ListDecisionsResponse(_message.Message):
 Global___ListDecisionsResponse: _TypeAlias = ListDecisionsResponse  # noqa: Y015
 
 @_typing.final
+class QuerySignalsRequest(_message.Message):
+    """Asks what the signals of an endpoint showed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """endpoints/{endpoint}"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuerySignalsRequest: _TypeAlias = QuerySignalsRequest  # noqa: Y015
+
+@_typing.final
+class SignalSample(_message.Message):
+    """What a signal showed at one evaluation, or at several in a row that read the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    value: _builtins.float
+    """Its value; absent where there was none."""
+    status: Global___Observation.Status.ValueType
+    """Whether the value counted."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was read first."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was read last."""
+
+    def __init__(
+        self,
+        *,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        value: _builtins.float | None = ...,
+        status: Global___Observation.Status.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "end_time", b"end_time", "start_time", b"start_time", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "end_time", b"end_time", "start_time", b"start_time", "status", b"status", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
+
+Global___SignalSample: _TypeAlias = SignalSample  # noqa: Y015
+
+@_typing.final
+class SignalHistory(_message.Message):
+    """What one signal showed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIGNAL_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    signal: _builtins.str
+    """Id of the signal."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalSample]:
+        """What it showed, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        signal: _builtins.str = ...,
+        samples: _abc.Iterable[Global___SignalSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples", "signal", b"signal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignalHistory: _TypeAlias = SignalHistory  # noqa: Y015
+
+@_typing.final
+class QuerySignalsResponse(_message.Message):
+    """What the signals of an endpoint showed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIGNALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def signals(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalHistory]:
+        """Each signal that was evaluated since the autoscaler started, in the order of the spec."""
+
+    def __init__(
+        self,
+        *,
+        signals: _abc.Iterable[Global___SignalHistory] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["signals", b"signals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuerySignalsResponse: _TypeAlias = QuerySignalsResponse  # noqa: Y015
+
+@_typing.final
 class StatedSignal(_message.Message):
     """What a signal is to show."""
 
@@ -712,6 +915,7 @@ class StatedSignal(_message.Message):
     POINTS_FIELD_NUMBER: _builtins.int
     SILENT_COUNT_FIELD_NUMBER: _builtins.int
     PROVEN_EMPTY_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
     signal: _builtins.str
     """Id of the signal."""
     value: _builtins.float
@@ -722,7 +926,7 @@ class StatedSignal(_message.Message):
     """Sources, such as replicas, that said nothing."""
     proven_empty: _builtins.bool
     """It shows that no work is left, waiting or in hand. When absent: a queue's total of 0 does, and so do its ready and
-    unacknowledged messages where both are stated as 0.
+    unacknowledged messages where both are stated as 0. Of another signal that counts work 0 does, if no source is silent.
     """
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
@@ -731,6 +935,10 @@ class StatedSignal(_message.Message):
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatedSignal.Point]:
         """Its earlier values; it has always shown its value when empty."""
+
+    @_builtins.property
+    def tasks(self) -> _capability_pb2.TaskReport:
+        """Of a signal of tasks, in place of value: the tasks, and workers that nobody here started."""
 
     def __init__(
         self,
@@ -742,10 +950,11 @@ class StatedSignal(_message.Message):
         points: _abc.Iterable[Global___StatedSignal.Point] | None = ...,
         silent_count: _builtins.int = ...,
         proven_empty: _builtins.bool | None = ...,
+        tasks: _capability_pb2.TaskReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_proven_empty", b"_proven_empty", "_value", b"_value", "age", b"age", "proven_empty", b"proven_empty", "value", b"value"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_proven_empty", b"_proven_empty", "_value", b"_value", "age", b"age", "proven_empty", b"proven_empty", "tasks", b"tasks", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_proven_empty", b"_proven_empty", "_value", b"_value", "age", b"age", "points", b"points", "proven_empty", b"proven_empty", "signal", b"signal", "silent_count", b"silent_count", "status", b"status", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_proven_empty", b"_proven_empty", "_value", b"_value", "age", b"age", "points", b"points", "proven_empty", b"proven_empty", "signal", b"signal", "silent_count", b"silent_count", "status", b"status", "tasks", b"tasks", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__proven_empty: _TypeAlias = _typing.Literal["proven_empty"]  # noqa: Y015
     _WhichOneofArgType__proven_empty: _TypeAlias = _typing.Literal["_proven_empty", b"_proven_empty"]  # noqa: Y015
@@ -757,6 +966,38 @@ class StatedSignal(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
 
 Global___StatedSignal: _TypeAlias = StatedSignal  # noqa: Y015
+
+@_typing.final
+class StatedCapabilitySet(_message.Message):
+    """What is known of a capability set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Id of the set."""
+    before: _builtins.int
+    """Groups aimed at."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[_capability_pb2.WorkerGroup]:
+        """What groups can do that can do something else than the set says, the one that would be stopped first at the front."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        before: _builtins.int = ...,
+        groups: _abc.Iterable[_capability_pb2.WorkerGroup] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "groups", b"groups", "id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatedCapabilitySet: _TypeAlias = StatedCapabilitySet  # noqa: Y015
 
 @_typing.final
 class StatedCount(_message.Message):
@@ -872,6 +1113,7 @@ class EvaluateRequest(_message.Message):
     STARTUP_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     GPU_LIMIT_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint} whose live values are taken; may be empty where there is a spec."""
     before: _builtins.int
@@ -902,6 +1144,10 @@ class EvaluateRequest(_message.Message):
     def time(self) -> _timestamp_pb2.Timestamp:
         """The time of day, for schedules; now when absent."""
 
+    @_builtins.property
+    def capability_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatedCapabilitySet]:
+        """What is known of capability sets, in place of before; of one that is not stated, that it has its min_replicas."""
+
     def __init__(
         self,
         *,
@@ -915,10 +1161,11 @@ class EvaluateRequest(_message.Message):
         startup: _duration_pb2.Duration | None = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
         gpu_limit: _builtins.int | None = ...,
+        capability_sets: _abc.Iterable[Global___StatedCapabilitySet] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_before", b"_before", "_gpu_limit", b"_gpu_limit", "_ready_replicas", b"_ready_replicas", "_unknown_replicas", b"_unknown_replicas", "before", b"before", "gpu_limit", b"gpu_limit", "past", b"past", "ready_replicas", b"ready_replicas", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_before", b"_before", "_gpu_limit", b"_gpu_limit", "_ready_replicas", b"_ready_replicas", "_unknown_replicas", b"_unknown_replicas", "before", b"before", "gpu_limit", b"gpu_limit", "name", b"name", "past", b"past", "ready_replicas", b"ready_replicas", "signals", b"signals", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_before", b"_before", "_gpu_limit", b"_gpu_limit", "_ready_replicas", b"_ready_replicas", "_unknown_replicas", b"_unknown_replicas", "before", b"before", "capability_sets", b"capability_sets", "gpu_limit", b"gpu_limit", "name", b"name", "past", b"past", "ready_replicas", b"ready_replicas", "signals", b"signals", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__before: _TypeAlias = _typing.Literal["before"]  # noqa: Y015
     _WhichOneofArgType__before: _TypeAlias = _typing.Literal["_before", b"_before"]  # noqa: Y015

@@ -46,6 +46,11 @@ class DecisionServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsResponse.FromString,
                 _registered_method=True)
+        self.QuerySignals = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.DecisionService/QuerySignals',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.QuerySignalsRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.QuerySignalsResponse.FromString,
+                _registered_method=True)
         self.VerifyDecision = channel.unary_unary(
                 '/gpuscale.api.autoscaler.v1.DecisionService/VerifyDecision',
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.VerifyDecisionRequest.SerializeToString,
@@ -72,6 +77,15 @@ class DecisionServiceServicer(object):
 
     def ListDecisions(self, request, context):
         """Lists decisions of one endpoint or of all, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def QuerySignals(self, request, context):
+        """Returns what each signal of an endpoint showed at its evaluations, oldest first. Decisions that repeat are stored as one,
+        with the values of the last; here every value is kept, in memory: the last 1,000 of each signal that differ from the one
+        before, since the autoscaler started. Unknown: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,6 +121,11 @@ def add_DecisionServiceServicer_to_server(servicer, server):
                     servicer.ListDecisions,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsResponse.SerializeToString,
+            ),
+            'QuerySignals': grpc.unary_unary_rpc_method_handler(
+                    servicer.QuerySignals,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.QuerySignalsRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.QuerySignalsResponse.SerializeToString,
             ),
             'VerifyDecision': grpc.unary_unary_rpc_method_handler(
                     servicer.VerifyDecision,
@@ -175,6 +194,33 @@ class DecisionService(object):
             '/gpuscale.api.autoscaler.v1.DecisionService/ListDecisions',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.ListDecisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def QuerySignals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.DecisionService/QuerySignals',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.QuerySignalsRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.QuerySignalsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,11 @@ class DecisionServiceStub:
     """Returns one decision. Unknown: NOT_FOUND."""
     ListDecisions: _grpc.UnaryUnaryMultiCallable[_decision_service_pb2.ListDecisionsRequest, _decision_service_pb2.ListDecisionsResponse]
     """Lists decisions of one endpoint or of all, newest first."""
+    QuerySignals: _grpc.UnaryUnaryMultiCallable[_decision_service_pb2.QuerySignalsRequest, _decision_service_pb2.QuerySignalsResponse]
+    """Returns what each signal of an endpoint showed at its evaluations, oldest first. Decisions that repeat are stored as one,
+    with the values of the last; here every value is kept, in memory: the last 1,000 of each signal that differ from the one
+    before, since the autoscaler started. Unknown: NOT_FOUND.
+    """
     VerifyDecision: _grpc.UnaryUnaryMultiCallable[_decision_service_pb2.VerifyDecisionRequest, _decision_service_pb2.VerifyDecisionResponse]
     """Evaluates a stored decision again, from the inputs that were stored with it, and says whether it comes to the same.
     Unknown: NOT_FOUND. One without inputs, such as a person's order, or one whose past was too long to store:
@@ -61,6 +66,11 @@ class DecisionServiceAsyncStub(DecisionServiceStub):
     """Returns one decision. Unknown: NOT_FOUND."""
     ListDecisions: _aio.UnaryUnaryMultiCallable[_decision_service_pb2.ListDecisionsRequest, _decision_service_pb2.ListDecisionsResponse]  # type: ignore[assignment]
     """Lists decisions of one endpoint or of all, newest first."""
+    QuerySignals: _aio.UnaryUnaryMultiCallable[_decision_service_pb2.QuerySignalsRequest, _decision_service_pb2.QuerySignalsResponse]  # type: ignore[assignment]
+    """Returns what each signal of an endpoint showed at its evaluations, oldest first. Decisions that repeat are stored as one,
+    with the values of the last; here every value is kept, in memory: the last 1,000 of each signal that differ from the one
+    before, since the autoscaler started. Unknown: NOT_FOUND.
+    """
     VerifyDecision: _aio.UnaryUnaryMultiCallable[_decision_service_pb2.VerifyDecisionRequest, _decision_service_pb2.VerifyDecisionResponse]  # type: ignore[assignment]
     """Evaluates a stored decision again, from the inputs that were stored with it, and says whether it comes to the same.
     Unknown: NOT_FOUND. One without inputs, such as a person's order, or one whose past was too long to store:
@@ -92,6 +102,17 @@ class DecisionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_decision_service_pb2.ListDecisionsResponse, _abc.Awaitable[_decision_service_pb2.ListDecisionsResponse]]:
         """Lists decisions of one endpoint or of all, newest first."""
+
+    @_abc_1.abstractmethod
+    def QuerySignals(
+        self,
+        request: _decision_service_pb2.QuerySignalsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decision_service_pb2.QuerySignalsResponse, _abc.Awaitable[_decision_service_pb2.QuerySignalsResponse]]:
+        """Returns what each signal of an endpoint showed at its evaluations, oldest first. Decisions that repeat are stored as one,
+        with the values of the last; here every value is kept, in memory: the last 1,000 of each signal that differ from the one
+        before, since the autoscaler started. Unknown: NOT_FOUND.
+        """
 
     @_abc_1.abstractmethod
     def VerifyDecision(

@@ -10,6 +10,8 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from gpuscale.api.allocator.v1 import ask_pb2 as _ask_pb2
+from gpuscale.api.autoscaler.v1 import capability_pb2 as _capability_pb2
 from gpuscale.api.autoscaler.v1 import rule_pb2 as _rule_pb2
 from gpuscale.api.autoscaler.v1 import signal_pb2 as _signal_pb2
 import builtins as _builtins
@@ -58,6 +60,30 @@ before replicas start.
 GPU_GATE_RESERVE: GpuGate.ValueType  # 4
 """GPUs are reserved before replicas start; replicas that get none wait for them."""
 Global___GpuGate: _TypeAlias = GpuGate  # noqa: Y015
+
+class _ScaleInOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ScaleInOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScaleInOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SCALE_IN_ORDER_UNSPECIFIED: _ScaleInOrder.ValueType  # 0
+    """NEWEST_FIRST."""
+    SCALE_IN_ORDER_NEWEST_FIRST: _ScaleInOrder.ValueType  # 1
+    """Those on their way up, then the newest."""
+    SCALE_IN_ORDER_OLDEST_FIRST: _ScaleInOrder.ValueType  # 2
+    """The one that was started first. A replica on its way up counts as idle."""
+
+class ScaleInOrder(_ScaleInOrder, metaclass=_ScaleInOrderEnumTypeWrapper):
+    """Which of several replicas that are equally busy is stopped first."""
+
+SCALE_IN_ORDER_UNSPECIFIED: ScaleInOrder.ValueType  # 0
+"""NEWEST_FIRST."""
+SCALE_IN_ORDER_NEWEST_FIRST: ScaleInOrder.ValueType  # 1
+"""Those on their way up, then the newest."""
+SCALE_IN_ORDER_OLDEST_FIRST: ScaleInOrder.ValueType  # 2
+"""The one that was started first. A replica on its way up counts as idle."""
+Global___ScaleInOrder: _TypeAlias = ScaleInOrder  # noqa: Y015
 
 @_typing.final
 class AdapterTier(_message.Message):
@@ -120,6 +146,7 @@ class ReplicaTemplate(_message.Message):
     LEASE_TTL_FIELD_NUMBER: _builtins.int
     DRAIN_TIMEOUT_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    ASK_FIELD_NUMBER: _builtins.int
     adapter: _builtins.str
     """adapters/{adapter} that runs it; any adapter that has the template when empty."""
     template: _builtins.str
@@ -127,7 +154,9 @@ class ReplicaTemplate(_message.Message):
     has one; an update whose mask does not name it may leave it out.
     """
     gpu_count: _builtins.int
-    """GPUs of each replica; 0 for a replica without a GPU."""
+    """GPUs of each replica; 0 for a replica without a GPU. This and the next two are short for fields of ask, and must be
+    absent beside it.
+    """
     min_memory_bytes: _builtins.int
     """Least free memory of each GPU; 8000 MiB when absent."""
     max_utilization_percent: _builtins.float
@@ -148,6 +177,12 @@ class ReplicaTemplate(_message.Message):
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterTier]:
         """In place of adapter: several, used in turn. Adapters that are not connected are passed over."""
 
+    @_builtins.property
+    def ask(self) -> _ask_pb2.Ask:
+        """GPUs of each replica, said as to the allocator: models, node labels, MIG profile and the rest. Each replica is one
+        member on a node of its adapter, so member_count, gang_strategy, nodes, excluded_nodes and gpus must be absent.
+        """
+
     def __init__(
         self,
         *,
@@ -160,10 +195,11 @@ class ReplicaTemplate(_message.Message):
         lease_ttl: _duration_pb2.Duration | None = ...,
         drain_timeout: _duration_pb2.Duration | None = ...,
         tiers: _abc.Iterable[Global___AdapterTier] | None = ...,
+        ask: _ask_pb2.Ask | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "drain_timeout", b"drain_timeout", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "ask", b"ask", "drain_timeout", b"drain_timeout", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "adapter", b"adapter", "drain_timeout", b"drain_timeout", "gpu_count", b"gpu_count", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "parameters", b"parameters", "template", b"template", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "adapter", b"adapter", "ask", b"ask", "drain_timeout", b"drain_timeout", "gpu_count", b"gpu_count", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "parameters", b"parameters", "template", b"template", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_utilization_percent: _TypeAlias = _typing.Literal["max_utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__max_utilization_percent: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent"]  # noqa: Y015
@@ -175,6 +211,74 @@ class ReplicaTemplate(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_memory_bytes) -> _WhichOneofReturnType__min_memory_bytes | None: ...
 
 Global___ReplicaTemplate: _TypeAlias = ReplicaTemplate  # noqa: Y015
+
+@_typing.final
+class CapabilitySet(_message.Message):
+    """Worker groups that can do the same, scaled by the tasks that they can run (OpenGRIS Scaler). Each replica is one group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CapabilitiesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ID_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    MIN_REPLICAS_FIELD_NUMBER: _builtins.int
+    MAX_REPLICAS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Id of the set."""
+    min_replicas: _builtins.int
+    """Fewest groups."""
+    max_replicas: _builtins.int
+    """Most groups; the endpoint's max_replicas when absent."""
+    workers: _builtins.int
+    """Workers in each group, where its adapter does not report another number; 1 when 0."""
+    @_builtins.property
+    def capabilities(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """What each worker of a group has, such as gpu: 2; an amount of -1 is without bound."""
+
+    @_builtins.property
+    def template(self) -> Global___ReplicaTemplate:
+        """What a group is made of; the endpoint's template when absent."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        capabilities: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        min_replicas: _builtins.int = ...,
+        max_replicas: _builtins.int | None = ...,
+        workers: _builtins.int = ...,
+        template: Global___ReplicaTemplate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas", "max_replicas", b"max_replicas", "template", b"template"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas", "capabilities", b"capabilities", "id", b"id", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "template", b"template", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_replicas: _TypeAlias = _typing.Literal["max_replicas"]  # noqa: Y015
+    _WhichOneofArgType__max_replicas: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_replicas) -> _WhichOneofReturnType__max_replicas | None: ...
+
+Global___CapabilitySet: _TypeAlias = CapabilitySet  # noqa: Y015
 
 @_typing.final
 class EndpointSpec(_message.Message):
@@ -197,6 +301,8 @@ class EndpointSpec(_message.Message):
     WARM_SPARES_FIELD_NUMBER: _builtins.int
     GPU_GATE_FIELD_NUMBER: _builtins.int
     BUSY_METRIC_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
+    SCALE_IN_ORDER_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """Fewest replicas, whatever the rules say."""
     max_replicas: _builtins.int
@@ -215,9 +321,10 @@ class EndpointSpec(_message.Message):
     """What GPUs there are has to say about the count."""
     busy_metric: _builtins.str
     """A metric that replicas report, such as the requests that each has in hand. Of replicas that are ready those with the
-    least of it are stopped first; those that reported none in the last 15 s may be busy, and are stopped last. Where it is
-    left out the newest are stopped first.
+    least of it are stopped first; those that reported none in the last 15 s may be busy, and are stopped last.
     """
+    scale_in_order: Global___ScaleInOrder.ValueType
+    """Which of those that are equally busy, or of all where there is no busy_metric, is stopped first."""
     @_builtins.property
     def tick(self) -> _duration_pb2.Duration:
         """How often it is evaluated; 15 s when absent."""
@@ -242,6 +349,12 @@ class EndpointSpec(_message.Message):
     def down(self) -> _rule_pb2.Pace:
         """How fast the count may shrink."""
 
+    @_builtins.property
+    def capability_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___CapabilitySet]:
+        """Kinds of worker groups, by what they can do. Its one rule is then a ratio of tasks to workers, on a signal of tasks, and
+        holds for each set by itself; min_replicas and max_replicas bound all sets together.
+        """
+
     def __init__(
         self,
         *,
@@ -260,10 +373,12 @@ class EndpointSpec(_message.Message):
         warm_spares: _builtins.int = ...,
         gpu_gate: Global___GpuGate.ValueType = ...,
         busy_metric: _builtins.str = ...,
+        capability_sets: _abc.Iterable[Global___CapabilitySet] | None = ...,
+        scale_in_order: Global___ScaleInOrder.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "template", b"template", "tick", b"tick", "up", b"up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_mode", b"bound_mode", "busy_metric", b"busy_metric", "combine", b"combine", "down", b"down", "gpu_gate", b"gpu_gate", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "mode", b"mode", "paused", b"paused", "rules", b"rules", "signals", b"signals", "template", b"template", "tick", b"tick", "up", b"up", "warm_spares", b"warm_spares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_mode", b"bound_mode", "busy_metric", b"busy_metric", "capability_sets", b"capability_sets", "combine", b"combine", "down", b"down", "gpu_gate", b"gpu_gate", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "mode", b"mode", "paused", b"paused", "rules", b"rules", "scale_in_order", b"scale_in_order", "signals", b"signals", "template", b"template", "tick", b"tick", "up", b"up", "warm_spares", b"warm_spares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,6 +397,7 @@ class EndpointStatus(_message.Message):
     DRAINING_REPLICAS_FIELD_NUMBER: _builtins.int
     LATEST_DECISION_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
     desired_replicas: _builtins.int
     """Replicas aimed at: what rules, or a person, set last."""
     granted_replicas: _builtins.int
@@ -296,6 +412,10 @@ class EndpointStatus(_message.Message):
     """Decision that speaks for the present: endpoints/{endpoint}/decisions/{decision}."""
     summary: _builtins.str
     """Why it stands as it does, in one line."""
+    @_builtins.property
+    def capability_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___CapabilitySetStatus]:
+        """What has become of each capability set."""
+
     def __init__(
         self,
         *,
@@ -306,14 +426,53 @@ class EndpointStatus(_message.Message):
         draining_replicas: _builtins.int = ...,
         latest_decision: _builtins.str = ...,
         summary: _builtins.str = ...,
+        capability_sets: _abc.Iterable[Global___CapabilitySetStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_replicas", b"desired_replicas", "draining_replicas", b"draining_replicas", "granted_replicas", b"granted_replicas", "latest_decision", b"latest_decision", "ready_replicas", b"ready_replicas", "starting_replicas", b"starting_replicas", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability_sets", b"capability_sets", "desired_replicas", b"desired_replicas", "draining_replicas", b"draining_replicas", "granted_replicas", b"granted_replicas", "latest_decision", b"latest_decision", "ready_replicas", b"ready_replicas", "starting_replicas", b"starting_replicas", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EndpointStatus: _TypeAlias = EndpointStatus  # noqa: Y015
+
+@_typing.final
+class CapabilitySetStatus(_message.Message):
+    """What has become of a capability set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    DESIRED_REPLICAS_FIELD_NUMBER: _builtins.int
+    GRANTED_REPLICAS_FIELD_NUMBER: _builtins.int
+    READY_REPLICAS_FIELD_NUMBER: _builtins.int
+    READY_WORKERS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Id of the set."""
+    desired_replicas: _builtins.int
+    """Groups aimed at."""
+    granted_replicas: _builtins.int
+    """Groups for which GPUs are reserved (all of them where no GPU is needed)."""
+    ready_replicas: _builtins.int
+    """Groups that work."""
+    ready_workers: _builtins.int
+    """Workers in the groups that work."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        desired_replicas: _builtins.int = ...,
+        granted_replicas: _builtins.int = ...,
+        ready_replicas: _builtins.int = ...,
+        ready_workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_replicas", b"desired_replicas", "granted_replicas", b"granted_replicas", "id", b"id", "ready_replicas", b"ready_replicas", "ready_workers", b"ready_workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CapabilitySetStatus: _TypeAlias = CapabilitySetStatus  # noqa: Y015
 
 @_typing.final
 class Endpoint(_message.Message):
@@ -425,6 +584,8 @@ class Replica(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SET_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint}/replicas/{replica}"""
     state: Global___Replica.State.ValueType
@@ -441,6 +602,8 @@ class Replica(_message.Message):
     """Exit code, once it ended and where it is known."""
     reason: _builtins.str
     """Why it stands as it does."""
+    capability_set: _builtins.str
+    """Id of its capability set; empty where its endpoint has none."""
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """UUIDs of its GPUs."""
@@ -452,6 +615,10 @@ class Replica(_message.Message):
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
         """When it ended."""
+
+    @_builtins.property
+    def workers(self) -> _capability_pb2.WorkerGroup:
+        """What it can do: as its adapter reports, else as was asked for; absent where its endpoint has no capability sets."""
 
     def __init__(
         self,
@@ -467,10 +634,12 @@ class Replica(_message.Message):
         reason: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        capability_set: _builtins.str = ...,
+        workers: _capability_pb2.WorkerGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code", "workers", b"workers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "adapter", b"adapter", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code", "gpu_uuids", b"gpu_uuids", "name", b"name", "node", b"node", "pid", b"pid", "reason", b"reason", "reservation", b"reservation", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "adapter", b"adapter", "capability_set", b"capability_set", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code", "gpu_uuids", b"gpu_uuids", "name", b"name", "node", b"node", "pid", b"pid", "reason", b"reason", "reservation", b"reservation", "state", b"state", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
     _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015

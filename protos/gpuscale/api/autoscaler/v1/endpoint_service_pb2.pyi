@@ -286,22 +286,26 @@ class SetReplicasRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     CURRENT_REPLICAS_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SET_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint}"""
     replicas: _builtins.int
     """How many."""
     current_replicas: _builtins.int
     """Only if so many are aimed at now."""
+    capability_set: _builtins.str
+    """Id of the capability set that is meant, with its own bounds; an endpoint that has some needs it."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         replicas: _builtins.int = ...,
         current_replicas: _builtins.int | None = ...,
+        capability_set: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_current_replicas", b"_current_replicas", "current_replicas", b"current_replicas"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_current_replicas", b"_current_replicas", "current_replicas", b"current_replicas", "name", b"name", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_current_replicas", b"_current_replicas", "capability_set", b"capability_set", "current_replicas", b"current_replicas", "name", b"name", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__current_replicas: _TypeAlias = _typing.Literal["current_replicas"]  # noqa: Y015
     _WhichOneofArgType__current_replicas: _TypeAlias = _typing.Literal["_current_replicas", b"_current_replicas"]  # noqa: Y015

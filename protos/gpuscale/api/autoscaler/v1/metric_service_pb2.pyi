@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from gpuscale.api.autoscaler.v1 import capability_pb2 as _capability_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -59,21 +60,27 @@ class ReportMetricsRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint} or endpoints/{endpoint}/replicas/{replica}"""
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricValue]:
-        """The values, one of each metric; others that are known stay."""
+        """The values, one of each metric; others that are known stay. May be empty where tasks are reported."""
+
+    @_builtins.property
+    def tasks(self) -> _capability_pb2.TaskReport:
+        """All tasks of the endpoint, in place of what was reported before; only of an endpoint."""
 
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         values: _abc.Iterable[Global___MetricValue] | None = ...,
+        tasks: _capability_pb2.TaskReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tasks", b"tasks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tasks", b"tasks", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

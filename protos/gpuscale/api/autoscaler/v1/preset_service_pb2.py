@@ -27,7 +27,7 @@ from gpuscale.api.autoscaler.v1 import endpoint_pb2 as gpuscale_dot_api_dot_auto
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/gpuscale/api/autoscaler/v1/preset_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a#gpuscale/api/types/v1/options.proto\"\xf8\x04\n\nPresetWish\x12\x19\n\x06preset\x18\x01 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\xc8\x01\x12)\n\x07watcher\x18\x02 \x01(\tB\x18\xe2\xf9\x18\x14J\x12watchers/{watcher}\x12\x16\n\x06metric\x18\x03 \x01(\tB\x06\xe2\xf9\x18\x02@\x03\x12\x31\n\x0cmin_replicas\x18\x04 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x00\x88\x01\x01\x12\x31\n\x0cmax_replicas\x18\x05 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x01\x88\x01\x01\x12=\n\x08template\x18\x06 \x01(\x0b\x32+.gpuscale.api.autoscaler.v1.ReplicaTemplate\x12*\n\x05slots\x18\x07 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00j\xf8@H\x02\x88\x01\x01\x12?\n\x04goal\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\x12G\n\x0cservice_time\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\x12R\n\nparameters\x18\n \x03(\x0b\x32\x36.gpuscale.api.autoscaler.v1.PresetWish.ParametersEntryB\x06\xe2\xf9\x18\x02\x30@\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_min_replicasB\x0f\n\r_max_replicasB\x08\n\x06_slots\"\xa2\x01\n\x06Preset\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\t\x12\x46\n\nparameters\x18\x03 \x03(\x0b\x32\x32.gpuscale.api.autoscaler.v1.Preset.ParametersEntry\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x14\n\x12ListPresetsRequest\"J\n\x13ListPresetsResponse\x12\x33\n\x07presets\x18\x01 \x03(\x0b\x32\".gpuscale.api.autoscaler.v1.Preset\"S\n\x13RenderPresetRequest\x12<\n\x04wish\x18\x01 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.PresetWishB\x06\xe2\xf9\x18\x02\x08\x01\"m\n\x14RenderPresetResponse\x12\x0e\n\x06preset\x18\x01 \x01(\t\x12\x36\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpec\x12\r\n\x05notes\x18\x03 \x03(\t2\xfe\x01\n\rPresetService\x12t\n\x0bListPresets\x12..gpuscale.api.autoscaler.v1.ListPresetsRequest\x1a/.gpuscale.api.autoscaler.v1.ListPresetsResponse\"\x04\xe8\xf9\x18\x01\x12w\n\x0cRenderPreset\x12/.gpuscale.api.autoscaler.v1.RenderPresetRequest\x1a\x30.gpuscale.api.autoscaler.v1.RenderPresetResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/gpuscale/api/autoscaler/v1/preset_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a#gpuscale/api/types/v1/options.proto\"\xc4\x05\n\nPresetWish\x12\x19\n\x06preset\x18\x01 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\xc8\x01\x12)\n\x07watcher\x18\x02 \x01(\tB\x18\xe2\xf9\x18\x14J\x12watchers/{watcher}\x12\x16\n\x06metric\x18\x03 \x01(\tB\x06\xe2\xf9\x18\x02@\x03\x12\x31\n\x0cmin_replicas\x18\x04 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x00\x88\x01\x01\x12\x31\n\x0cmax_replicas\x18\x05 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x01\x88\x01\x01\x12=\n\x08template\x18\x06 \x01(\x0b\x32+.gpuscale.api.autoscaler.v1.ReplicaTemplate\x12*\n\x05slots\x18\x07 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00j\xf8@H\x02\x88\x01\x01\x12?\n\x04goal\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\x12G\n\x0cservice_time\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\x12R\n\nparameters\x18\n \x03(\x0b\x32\x36.gpuscale.api.autoscaler.v1.PresetWish.ParametersEntryB\x06\xe2\xf9\x18\x02\x30@\x12J\n\x0f\x63\x61pability_sets\x18\x14 \x03(\x0b\x32).gpuscale.api.autoscaler.v1.CapabilitySetB\x06\xe2\xf9\x18\x02\x30@\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_min_replicasB\x0f\n\r_max_replicasB\x08\n\x06_slots\"\xa2\x01\n\x06Preset\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\t\x12\x46\n\nparameters\x18\x03 \x03(\x0b\x32\x32.gpuscale.api.autoscaler.v1.Preset.ParametersEntry\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x14\n\x12ListPresetsRequest\"J\n\x13ListPresetsResponse\x12\x33\n\x07presets\x18\x01 \x03(\x0b\x32\".gpuscale.api.autoscaler.v1.Preset\"S\n\x13RenderPresetRequest\x12<\n\x04wish\x18\x01 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.PresetWishB\x06\xe2\xf9\x18\x02\x08\x01\"m\n\x14RenderPresetResponse\x12\x0e\n\x06preset\x18\x01 \x01(\t\x12\x36\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpec\x12\r\n\x05notes\x18\x03 \x03(\t2\xfe\x01\n\rPresetService\x12t\n\x0bListPresets\x12..gpuscale.api.autoscaler.v1.ListPresetsRequest\x1a/.gpuscale.api.autoscaler.v1.ListPresetsResponse\"\x04\xe8\xf9\x18\x01\x12w\n\x0cRenderPreset\x12/.gpuscale.api.autoscaler.v1.RenderPresetRequest\x1a\x30.gpuscale.api.autoscaler.v1.RenderPresetResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,6 +54,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PRESETWISH'].fields_by_name['service_time']._serialized_options = b'\342\371\030\022\031\000\000\000\000\000\030\365@!\000\000\000\000\000\000\000\000'
   _globals['_PRESETWISH'].fields_by_name['parameters']._loaded_options = None
   _globals['_PRESETWISH'].fields_by_name['parameters']._serialized_options = b'\342\371\030\0020@'
+  _globals['_PRESETWISH'].fields_by_name['capability_sets']._loaded_options = None
+  _globals['_PRESETWISH'].fields_by_name['capability_sets']._serialized_options = b'\342\371\030\0020@'
   _globals['_PRESET_PARAMETERSENTRY']._loaded_options = None
   _globals['_PRESET_PARAMETERSENTRY']._serialized_options = b'8\001'
   _globals['_RENDERPRESETREQUEST'].fields_by_name['wish']._loaded_options = None
@@ -63,21 +65,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PRESETSERVICE'].methods_by_name['RenderPreset']._loaded_options = None
   _globals['_PRESETSERVICE'].methods_by_name['RenderPreset']._serialized_options = b'\350\371\030\001'
   _globals['_PRESETWISH']._serialized_start=192
-  _globals['_PRESETWISH']._serialized_end=824
-  _globals['_PRESETWISH_PARAMETERSENTRY']._serialized_start=731
-  _globals['_PRESETWISH_PARAMETERSENTRY']._serialized_end=780
-  _globals['_PRESET']._serialized_start=827
-  _globals['_PRESET']._serialized_end=989
-  _globals['_PRESET_PARAMETERSENTRY']._serialized_start=940
-  _globals['_PRESET_PARAMETERSENTRY']._serialized_end=989
-  _globals['_LISTPRESETSREQUEST']._serialized_start=991
-  _globals['_LISTPRESETSREQUEST']._serialized_end=1011
-  _globals['_LISTPRESETSRESPONSE']._serialized_start=1013
-  _globals['_LISTPRESETSRESPONSE']._serialized_end=1087
-  _globals['_RENDERPRESETREQUEST']._serialized_start=1089
-  _globals['_RENDERPRESETREQUEST']._serialized_end=1172
-  _globals['_RENDERPRESETRESPONSE']._serialized_start=1174
-  _globals['_RENDERPRESETRESPONSE']._serialized_end=1283
-  _globals['_PRESETSERVICE']._serialized_start=1286
-  _globals['_PRESETSERVICE']._serialized_end=1540
+  _globals['_PRESETWISH']._serialized_end=900
+  _globals['_PRESETWISH_PARAMETERSENTRY']._serialized_start=807
+  _globals['_PRESETWISH_PARAMETERSENTRY']._serialized_end=856
+  _globals['_PRESET']._serialized_start=903
+  _globals['_PRESET']._serialized_end=1065
+  _globals['_PRESET_PARAMETERSENTRY']._serialized_start=1016
+  _globals['_PRESET_PARAMETERSENTRY']._serialized_end=1065
+  _globals['_LISTPRESETSREQUEST']._serialized_start=1067
+  _globals['_LISTPRESETSREQUEST']._serialized_end=1087
+  _globals['_LISTPRESETSRESPONSE']._serialized_start=1089
+  _globals['_LISTPRESETSRESPONSE']._serialized_end=1163
+  _globals['_RENDERPRESETREQUEST']._serialized_start=1165
+  _globals['_RENDERPRESETREQUEST']._serialized_end=1248
+  _globals['_RENDERPRESETRESPONSE']._serialized_start=1250
+  _globals['_RENDERPRESETRESPONSE']._serialized_end=1359
+  _globals['_PRESETSERVICE']._serialized_start=1362
+  _globals['_PRESETSERVICE']._serialized_end=1616
 # @@protoc_insertion_point(module_scope)

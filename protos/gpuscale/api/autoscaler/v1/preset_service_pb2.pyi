@@ -56,6 +56,7 @@ class PresetWish(_message.Message):
     GOAL_FIELD_NUMBER: _builtins.int
     SERVICE_TIME_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
     preset: _builtins.str
     """Name of the preset, or a policy text of OpenGRIS Scaler such as "allocate=capability; scaling=vanilla"."""
     watcher: _builtins.str
@@ -86,6 +87,10 @@ class PresetWish(_message.Message):
     def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """What differs from the original as shipped, by the original's own names; ListPresets has them."""
 
+    @_builtins.property
+    def capability_sets(self) -> _containers.RepeatedCompositeFieldContainer[_endpoint_pb2.CapabilitySet]:
+        """Of opengris_capability: one endpoint for all these sets, by reported tasks, in place of a watcher or metric."""
+
     def __init__(
         self,
         *,
@@ -99,10 +104,11 @@ class PresetWish(_message.Message):
         goal: _duration_pb2.Duration | None = ...,
         service_time: _duration_pb2.Duration | None = ...,
         parameters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        capability_sets: _abc.Iterable[_endpoint_pb2.CapabilitySet] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas", "_min_replicas", b"_min_replicas", "_slots", b"_slots", "goal", b"goal", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "service_time", b"service_time", "slots", b"slots", "template", b"template"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas", "_min_replicas", b"_min_replicas", "_slots", b"_slots", "goal", b"goal", "max_replicas", b"max_replicas", "metric", b"metric", "min_replicas", b"min_replicas", "parameters", b"parameters", "preset", b"preset", "service_time", b"service_time", "slots", b"slots", "template", b"template", "watcher", b"watcher"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas", "_min_replicas", b"_min_replicas", "_slots", b"_slots", "capability_sets", b"capability_sets", "goal", b"goal", "max_replicas", b"max_replicas", "metric", b"metric", "min_replicas", b"min_replicas", "parameters", b"parameters", "preset", b"preset", "service_time", b"service_time", "slots", b"slots", "template", b"template", "watcher", b"watcher"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_replicas: _TypeAlias = _typing.Literal["max_replicas"]  # noqa: Y015
     _WhichOneofArgType__max_replicas: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas"]  # noqa: Y015

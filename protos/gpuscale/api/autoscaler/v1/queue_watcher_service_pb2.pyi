@@ -43,9 +43,7 @@ class QueueWatcherSpec(_message.Message):
     queue: _builtins.str
     """Name of the queue."""
     queue_pattern: _builtins.str
-    """A regular expression that the whole name of a queue must match; needs the management API. It knows characters, `.`,
-    classes, groups and alternatives, and up to three of `*`, `+` and `{m,n}`, none of them after a group.
-    """
+    """A regular expression in RE2's syntax that the whole name of a queue must match; needs the management API."""
     rates: _builtins.bool
     """Whether rates, and the age of the oldest message, are told too; needs the management API."""
     @_builtins.property

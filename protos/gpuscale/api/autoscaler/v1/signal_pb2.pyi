@@ -315,6 +315,25 @@ class WaitingSignal(_message.Message):
 Global___WaitingSignal: _TypeAlias = WaitingSignal  # noqa: Y015
 
 @_typing.final
+class TaskSignal(_message.Message):
+    """Tasks that were reported with MetricService.ReportMetrics for the endpoint, by the capabilities that they need. As one
+    number it is the number of all tasks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskSignal: _TypeAlias = TaskSignal  # noqa: Y015
+
+@_typing.final
 class Signal(_message.Message):
     """A measured input. A signal that is missing or older than max_age holds: its rules neither fire nor allow
     scale-in.
@@ -330,6 +349,7 @@ class Signal(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     PROMETHEUS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
     MAX_AGE_FIELD_NUMBER: _builtins.int
     ACROSS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
@@ -337,6 +357,7 @@ class Signal(_message.Message):
     ON_MISSING_FIELD_NUMBER: _builtins.int
     LAST_TTL_FIELD_NUMBER: _builtins.int
     ACTIVATION_THRESHOLD_FIELD_NUMBER: _builtins.int
+    COUNTS_WORK_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Id that rules name it by."""
     across: Global___Aggregation.ValueType
@@ -347,6 +368,10 @@ class Signal(_message.Message):
     """What it counts as while it cannot be had."""
     activation_threshold: _builtins.float
     """With no replicas, rules are read only while some signal is above its threshold; 0 when absent."""
+    counts_work: _builtins.bool
+    """Its values count work that is left, waiting or in hand. Where min_replicas is 0 the last replica goes only while each
+    of them is freshly 0. A queue always counts work; readings of GPUs and hosts never do.
+    """
     @_builtins.property
     def queue(self) -> Global___QueueSignal:
         """The depth of a broker queue."""
@@ -376,6 +401,10 @@ class Signal(_message.Message):
         """Requests that wait for GPUs."""
 
     @_builtins.property
+    def tasks(self) -> Global___TaskSignal:
+        """Tasks, by the capabilities that they need."""
+
+    @_builtins.property
     def max_age(self) -> _duration_pb2.Duration:
         """Oldest value that counts; 15 s when absent."""
 
@@ -398,6 +427,7 @@ class Signal(_message.Message):
         replicas: Global___ReplicaSignal | None = ...,
         prometheus: Global___PrometheusSignal | None = ...,
         waiting: Global___WaitingSignal | None = ...,
+        tasks: Global___TaskSignal | None = ...,
         max_age: _duration_pb2.Duration | None = ...,
         across: Global___Aggregation.ValueType = ...,
         window: _duration_pb2.Duration | None = ...,
@@ -405,14 +435,15 @@ class Signal(_message.Message):
         on_missing: Global___OnMissing.ValueType = ...,
         last_ttl: _duration_pb2.Duration | None = ...,
         activation_threshold: _builtins.float | None = ...,
+        counts_work: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_activation_threshold", b"_activation_threshold", "activation_threshold", b"activation_threshold", "gpu", b"gpu", "host", b"host", "last_ttl", b"last_ttl", "max_age", b"max_age", "prometheus", b"prometheus", "pushed", b"pushed", "queue", b"queue", "replicas", b"replicas", "source", b"source", "waiting", b"waiting", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_activation_threshold", b"_activation_threshold", "activation_threshold", b"activation_threshold", "gpu", b"gpu", "host", b"host", "last_ttl", b"last_ttl", "max_age", b"max_age", "prometheus", b"prometheus", "pushed", b"pushed", "queue", b"queue", "replicas", b"replicas", "source", b"source", "tasks", b"tasks", "waiting", b"waiting", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_activation_threshold", b"_activation_threshold", "across", b"across", "activation_threshold", b"activation_threshold", "gpu", b"gpu", "host", b"host", "id", b"id", "last_ttl", b"last_ttl", "max_age", b"max_age", "on_missing", b"on_missing", "over_window", b"over_window", "prometheus", b"prometheus", "pushed", b"pushed", "queue", b"queue", "replicas", b"replicas", "source", b"source", "waiting", b"waiting", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_activation_threshold", b"_activation_threshold", "across", b"across", "activation_threshold", b"activation_threshold", "counts_work", b"counts_work", "gpu", b"gpu", "host", b"host", "id", b"id", "last_ttl", b"last_ttl", "max_age", b"max_age", "on_missing", b"on_missing", "over_window", b"over_window", "prometheus", b"prometheus", "pushed", b"pushed", "queue", b"queue", "replicas", b"replicas", "source", b"source", "tasks", b"tasks", "waiting", b"waiting", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__activation_threshold: _TypeAlias = _typing.Literal["activation_threshold"]  # noqa: Y015
     _WhichOneofArgType__activation_threshold: _TypeAlias = _typing.Literal["_activation_threshold", b"_activation_threshold"]  # noqa: Y015
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["queue", "gpu", "host", "pushed", "replicas", "prometheus", "waiting"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["queue", "gpu", "host", "pushed", "replicas", "prometheus", "waiting", "tasks"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__activation_threshold) -> _WhichOneofReturnType__activation_threshold | None: ...

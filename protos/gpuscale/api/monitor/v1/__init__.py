@@ -23,6 +23,7 @@ from gpuscale.api.monitor.v1.fleet_service_pb2 import ListNodesRequest as ListNo
 from gpuscale.api.monitor.v1.fleet_service_pb2 import ListNodesResponse as ListNodesResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2 import Node as Node
 from gpuscale.api.monitor.v1.fleet_service_pb2 import NodeState as NodeState
+from gpuscale.api.monitor.v1.fleet_service_pb2 import Quarantine as Quarantine
 from gpuscale.api.monitor.v1.fleet_service_pb2 import StreamTelemetryRequest as StreamTelemetryRequest
 from gpuscale.api.monitor.v1.fleet_service_pb2 import StreamTelemetryResponse as StreamTelemetryResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2 import WatchNodesRequest as WatchNodesRequest
@@ -79,6 +80,8 @@ from gpuscale.api.monitor.v1.snapshot_delta_pb2 import HostDelta as HostDelta
 from gpuscale.api.monitor.v1.snapshot_delta_pb2 import SnapshotDelta as SnapshotDelta
 from gpuscale.api.monitor.v1.work_service_pb2 import AdmitWorkRequest as AdmitWorkRequest
 from gpuscale.api.monitor.v1.work_service_pb2 import AdmitWorkResponse as AdmitWorkResponse
+from gpuscale.api.monitor.v1.work_service_pb2 import ResetFencesRequest as ResetFencesRequest
+from gpuscale.api.monitor.v1.work_service_pb2 import ResetFencesResponse as ResetFencesResponse
 from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceServicer as WorkServiceServicer
 from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceStub as WorkServiceStub
 from gpuscale.api.monitor.v1.work_service_pb2_grpc import add_WorkServiceServicer_to_server as add_WorkServiceServicer_to_server
@@ -128,6 +131,7 @@ __all__ = [
     "MetricStats",
     "Node",
     "NodeState",
+    "Quarantine",
     "QueryHistoryRequest",
     "QueryHistoryResponse",
     "QueryTrendsRequest",
@@ -141,6 +145,8 @@ __all__ = [
     "ReleaseDriverResponse",
     "ReportedFault",
     "ReportedFaults",
+    "ResetFencesRequest",
+    "ResetFencesResponse",
     "ResumeDriverRequest",
     "ResumeDriverResponse",
     "SnapshotDelta",

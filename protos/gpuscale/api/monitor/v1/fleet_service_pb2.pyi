@@ -188,6 +188,7 @@ class StreamTelemetryResponse(_message.Message):
     REJECTED_COUNT_FIELD_NUMBER: _builtins.int
     REJECTED_REASON_FIELD_NUMBER: _builtins.int
     RESYNC_FIELD_NUMBER: _builtins.int
+    QUARANTINES_FIELD_NUMBER: _builtins.int
     acked_seq: _builtins.int
     """Seq of the last snapshot that was taken in; -1 right after Hello."""
     rejected_count: _builtins.int
@@ -196,6 +197,10 @@ class StreamTelemetryResponse(_message.Message):
     """Why the last one was refused; empty when none was."""
     resync: _builtins.bool
     """True where the next message must be a whole snapshot."""
+    @_builtins.property
+    def quarantines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Quarantine]:
+        """The GPUs of the node that no new work should be placed on, all of them."""
+
     def __init__(
         self,
         *,
@@ -203,14 +208,47 @@ class StreamTelemetryResponse(_message.Message):
         rejected_count: _builtins.int = ...,
         rejected_reason: _builtins.str = ...,
         resync: _builtins.bool = ...,
+        quarantines: _abc.Iterable[Global___Quarantine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_seq", b"acked_seq", "rejected_count", b"rejected_count", "rejected_reason", b"rejected_reason", "resync", b"resync"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_seq", b"acked_seq", "quarantines", b"quarantines", "rejected_count", b"rejected_count", "rejected_reason", b"rejected_reason", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamTelemetryResponse: _TypeAlias = StreamTelemetryResponse  # noqa: Y015
+
+@_typing.final
+class Quarantine(_message.Message):
+    """A GPU that no new work should be placed on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UUID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    uuid: _builtins.str
+    """UUID of the GPU in lower case."""
+    reason: _builtins.str
+    """Why, as the health checks found."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when."""
+
+    def __init__(
+        self,
+        *,
+        uuid: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "start_time", b"start_time", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quarantine: _TypeAlias = Quarantine  # noqa: Y015
 
 @_typing.final
 class ListNodesRequest(_message.Message):
@@ -220,19 +258,23 @@ class ListNodesRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """Most nodes to return; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the page before."""
+    boot_id: _builtins.str
+    """Only nodes whose last snapshot has this Host.boot_id: those that run on one kernel. All when empty."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        boot_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,8 @@ class _HealthCheckEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HealthChe
     """An NVLink is down."""
     HEALTH_CHECK_COLLECTION_STALE: _HealthCheck.ValueType  # 12
     """No fresh snapshot of the node comes in."""
+    HEALTH_CHECK_GPUS_UNREADABLE: _HealthCheck.ValueType  # 13
+    """GPUs of the node cannot be read or identified."""
 
 class HealthCheck(_HealthCheck, metaclass=_HealthCheckEnumTypeWrapper):
     """What was looked at."""
@@ -83,6 +85,8 @@ HEALTH_CHECK_NVLINK_DOWN: HealthCheck.ValueType  # 11
 """An NVLink is down."""
 HEALTH_CHECK_COLLECTION_STALE: HealthCheck.ValueType  # 12
 """No fresh snapshot of the node comes in."""
+HEALTH_CHECK_GPUS_UNREADABLE: HealthCheck.ValueType  # 13
+"""GPUs of the node cannot be read or identified."""
 Global___HealthCheck: _TypeAlias = HealthCheck  # noqa: Y015
 
 class _HealthSeverity:

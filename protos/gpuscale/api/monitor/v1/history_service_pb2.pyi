@@ -292,7 +292,7 @@ class Trend(_message.Message):
     uuid: _builtins.str
     """UUID of the GPU; empty for a node."""
     slope_per_hour: _builtins.float
-    """By how much the metric grows in an hour, by least squares; absent where all samples are of one step."""
+    """By how much the metric grows in an hour, by least squares; absent where the samples reach over less than 5 min."""
     @_builtins.property
     def stats(self) -> _metric_pb2.MetricStats:
         """Figures over the span."""
@@ -324,6 +324,7 @@ class QueryTrendsResponse(_message.Message):
     TRENDS_FIELD_NUMBER: _builtins.int
     START_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    NOT_KEPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def trends(self) -> _containers.RepeatedCompositeFieldContainer[Global___Trend]:
         """Each metric of each node and GPU that has at least one sample."""
@@ -336,16 +337,21 @@ class QueryTrendsResponse(_message.Message):
     def end_time(self) -> _timestamp_pb2.Timestamp:
         """End of the span."""
 
+    @_builtins.property
+    def not_kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Nodes and GPUs of which nothing is kept: nothing was read yet, or the memory for history is used up."""
+
     def __init__(
         self,
         *,
         trends: _abc.Iterable[Global___Trend] | None = ...,
         start_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        not_kept: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time", "trends", b"trends"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "not_kept", b"not_kept", "start_time", b"start_time", "trends", b"trends"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

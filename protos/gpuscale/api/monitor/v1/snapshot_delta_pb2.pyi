@@ -124,6 +124,7 @@ class GpuDelta(_message.Message):
     QUARANTINE_FIELD_NUMBER: _builtins.int
     CLEARED_FIELDS_FIELD_NUMBER: _builtins.int
     READING_FIELD_NUMBER: _builtins.int
+    QUARANTINE_TIME_FIELD_NUMBER: _builtins.int
     place: _builtins.int
     """Place of the GPU in the list of the last whole snapshot, from 0."""
     state: _snapshot_pb2.GpuState.ValueType
@@ -140,6 +141,10 @@ class GpuDelta(_message.Message):
     def reading(self) -> _snapshot_pb2.GpuReading:
         """The readings that changed and are not among the numbers."""
 
+    @_builtins.property
+    def quarantine_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when no new work should be placed on it; comes with `quarantine`."""
+
     def __init__(
         self,
         *,
@@ -148,10 +153,11 @@ class GpuDelta(_message.Message):
         quarantine: _builtins.str | None = ...,
         cleared_fields: _abc.Iterable[_builtins.int] | None = ...,
         reading: _snapshot_pb2.GpuReading | None = ...,
+        quarantine_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_quarantine", b"_quarantine", "quarantine", b"quarantine", "reading", b"reading"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_quarantine", b"_quarantine", "quarantine", b"quarantine", "quarantine_time", b"quarantine_time", "reading", b"reading"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quarantine", b"_quarantine", "cleared_fields", b"cleared_fields", "place", b"place", "quarantine", b"quarantine", "reading", b"reading", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quarantine", b"_quarantine", "cleared_fields", b"cleared_fields", "place", b"place", "quarantine", b"quarantine", "quarantine_time", b"quarantine_time", "reading", b"reading", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__quarantine: _TypeAlias = _typing.Literal["quarantine"]  # noqa: Y015
     _WhichOneofArgType__quarantine: _TypeAlias = _typing.Literal["_quarantine", b"_quarantine"]  # noqa: Y015

@@ -27,10 +27,21 @@ class AdmitWorkRequest(_message.Message):
     GPU_UUIDS_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    PID_NAMESPACE_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
+    LEASE_TOKEN_FIELD_NUMBER: _builtins.int
     fence: _builtins.int
     """Fence of the reservation."""
     pid: _builtins.int
-    """The process that will use the GPUs. It and those that it starts are then shown with the fence."""
+    """The process that will use the GPUs. It and those that it starts are then shown with the reservation."""
+    pid_namespace: _builtins.int
+    """Number of the PID namespace that the pid is of (the inode of /proc/self/ns/pid); the agent's own when absent. Of another
+    one the agent looks for the process; none there: NOT_FOUND, reason PROCESS_NOT_FOUND.
+    """
+    reservation: _builtins.str
+    """reservations/{reservation}"""
+    lease_token: _builtins.str
+    """What came with the grant; an admin may leave it out."""
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """UUIDs of the GPUs."""
@@ -41,14 +52,22 @@ class AdmitWorkRequest(_message.Message):
         gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
         fence: _builtins.int = ...,
         pid: _builtins.int | None = ...,
+        pid_namespace: _builtins.int | None = ...,
+        reservation: _builtins.str = ...,
+        lease_token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_pid", b"_pid", "pid", b"pid"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pid", b"_pid", "_pid_namespace", b"_pid_namespace", "pid", b"pid", "pid_namespace", b"pid_namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pid", b"_pid", "fence", b"fence", "gpu_uuids", b"gpu_uuids", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pid", b"_pid", "_pid_namespace", b"_pid_namespace", "fence", b"fence", "gpu_uuids", b"gpu_uuids", "lease_token", b"lease_token", "pid", b"pid", "pid_namespace", b"pid_namespace", "reservation", b"reservation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pid: _TypeAlias = _typing.Literal["pid"]  # noqa: Y015
     _WhichOneofArgType__pid: _TypeAlias = _typing.Literal["_pid", b"_pid"]  # noqa: Y015
+    _WhichOneofReturnType__pid_namespace: _TypeAlias = _typing.Literal["pid_namespace"]  # noqa: Y015
+    _WhichOneofArgType__pid_namespace: _TypeAlias = _typing.Literal["_pid_namespace", b"_pid_namespace"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pid) -> _WhichOneofReturnType__pid | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pid_namespace) -> _WhichOneofReturnType__pid_namespace | None: ...
 
 Global___AdmitWorkRequest: _TypeAlias = AdmitWorkRequest  # noqa: Y015
 
@@ -68,3 +87,44 @@ class AdmitWorkResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdmitWorkResponse: _TypeAlias = AdmitWorkResponse  # noqa: Y015
+
+@_typing.final
+class ResetFencesRequest(_message.Message):
+    """Asks to forget fences."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPU_UUIDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs of the GPUs."""
+
+    def __init__(
+        self,
+        *,
+        gpu_uuids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuids", b"gpu_uuids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetFencesRequest: _TypeAlias = ResetFencesRequest  # noqa: Y015
+
+@_typing.final
+class ResetFencesResponse(_message.Message):
+    """The fences are forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetFencesResponse: _TypeAlias = ResetFencesResponse  # noqa: Y015

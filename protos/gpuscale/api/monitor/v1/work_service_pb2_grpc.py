@@ -40,6 +40,11 @@ class WorkServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.AdmitWorkRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.AdmitWorkResponse.FromString,
                 _registered_method=True)
+        self.ResetFences = channel.unary_unary(
+                '/gpuscale.api.monitor.v1.WorkService/ResetFences',
+                request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.ResetFencesRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.ResetFencesResponse.FromString,
+                _registered_method=True)
 
 
 class WorkServiceServicer(object):
@@ -47,10 +52,22 @@ class WorkServiceServicer(object):
     """
 
     def AdmitWork(self, request, context):
-        """Admits work on GPUs of this host under the fence of their reservation, and remembers the fence on disk before it
-        answers. Admitting the same again is harmless. FAILED_PRECONDITION with reason FENCE_TOO_LOW where work with a
-        higher fence was admitted on one of the GPUs: the reservation is over, and the work must not start. NOT_FOUND
-        where the host has no such GPU, or no such process. UNAVAILABLE where the fence cannot be written.
+        """Admits work on GPUs of this host for the reservation that holds them, and remembers its fence on disk before it
+        answers. The agent asks the allocator whether that is so (CheckLease): the fence must be the one that was granted, for
+        these GPUs, and its holder proves itself by the lease token, which only an admin may leave out: PERMISSION_DENIED.
+        Admitting the same again is harmless. FAILED_PRECONDITION with reason FENCE_TOO_LOW where work with a higher fence was
+        admitted on one of the GPUs, or as CheckLease says: the reservation is over, and the work must not start; with reason
+        LEASE_NOT_CHECKED where this agent knows no allocator. NOT_FOUND where the host has no such GPU or no such process, or the
+        allocator no such reservation. UNAVAILABLE where the allocator does not answer, or the fence cannot be written.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetFences(self, request, context):
+        """Forgets the highest fence of GPUs of this host, and what was admitted on them: for when the allocator gives lower ones,
+        as after it lost its state. What runs on the GPUs goes on, as of nobody, until it is admitted again. A GPU without a
+        fence is no error. NOT_FOUND where the host has no such GPU. UNAVAILABLE where that cannot be written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -63,6 +80,11 @@ def add_WorkServiceServicer_to_server(servicer, server):
                     servicer.AdmitWork,
                     request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.AdmitWorkRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.AdmitWorkResponse.SerializeToString,
+            ),
+            'ResetFences': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetFences,
+                    request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.ResetFencesRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.ResetFencesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +115,33 @@ class WorkService(object):
             '/gpuscale.api.monitor.v1.WorkService/AdmitWork',
             gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.AdmitWorkRequest.SerializeToString,
             gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.AdmitWorkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetFences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.monitor.v1.WorkService/ResetFences',
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.ResetFencesRequest.SerializeToString,
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_work__service__pb2.ResetFencesResponse.FromString,
             options,
             channel_credentials,
             insecure,

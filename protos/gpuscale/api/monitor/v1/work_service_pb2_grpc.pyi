@@ -34,10 +34,18 @@ class WorkServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkServiceAsyncStub: ...
     AdmitWork: _grpc.UnaryUnaryMultiCallable[_work_service_pb2.AdmitWorkRequest, _work_service_pb2.AdmitWorkResponse]
-    """Admits work on GPUs of this host under the fence of their reservation, and remembers the fence on disk before it
-    answers. Admitting the same again is harmless. FAILED_PRECONDITION with reason FENCE_TOO_LOW where work with a
-    higher fence was admitted on one of the GPUs: the reservation is over, and the work must not start. NOT_FOUND
-    where the host has no such GPU, or no such process. UNAVAILABLE where the fence cannot be written.
+    """Admits work on GPUs of this host for the reservation that holds them, and remembers its fence on disk before it
+    answers. The agent asks the allocator whether that is so (CheckLease): the fence must be the one that was granted, for
+    these GPUs, and its holder proves itself by the lease token, which only an admin may leave out: PERMISSION_DENIED.
+    Admitting the same again is harmless. FAILED_PRECONDITION with reason FENCE_TOO_LOW where work with a higher fence was
+    admitted on one of the GPUs, or as CheckLease says: the reservation is over, and the work must not start; with reason
+    LEASE_NOT_CHECKED where this agent knows no allocator. NOT_FOUND where the host has no such GPU or no such process, or the
+    allocator no such reservation. UNAVAILABLE where the allocator does not answer, or the fence cannot be written.
+    """
+    ResetFences: _grpc.UnaryUnaryMultiCallable[_work_service_pb2.ResetFencesRequest, _work_service_pb2.ResetFencesResponse]
+    """Forgets the highest fence of GPUs of this host, and what was admitted on them: for when the allocator gives lower ones,
+    as after it lost its state. What runs on the GPUs goes on, as of nobody, until it is admitted again. A GPU without a
+    fence is no error. NOT_FOUND where the host has no such GPU. UNAVAILABLE where that cannot be written.
     """
 
 @_typing.type_check_only
@@ -46,10 +54,18 @@ class WorkServiceAsyncStub(WorkServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     AdmitWork: _aio.UnaryUnaryMultiCallable[_work_service_pb2.AdmitWorkRequest, _work_service_pb2.AdmitWorkResponse]  # type: ignore[assignment]
-    """Admits work on GPUs of this host under the fence of their reservation, and remembers the fence on disk before it
-    answers. Admitting the same again is harmless. FAILED_PRECONDITION with reason FENCE_TOO_LOW where work with a
-    higher fence was admitted on one of the GPUs: the reservation is over, and the work must not start. NOT_FOUND
-    where the host has no such GPU, or no such process. UNAVAILABLE where the fence cannot be written.
+    """Admits work on GPUs of this host for the reservation that holds them, and remembers its fence on disk before it
+    answers. The agent asks the allocator whether that is so (CheckLease): the fence must be the one that was granted, for
+    these GPUs, and its holder proves itself by the lease token, which only an admin may leave out: PERMISSION_DENIED.
+    Admitting the same again is harmless. FAILED_PRECONDITION with reason FENCE_TOO_LOW where work with a higher fence was
+    admitted on one of the GPUs, or as CheckLease says: the reservation is over, and the work must not start; with reason
+    LEASE_NOT_CHECKED where this agent knows no allocator. NOT_FOUND where the host has no such GPU or no such process, or the
+    allocator no such reservation. UNAVAILABLE where the allocator does not answer, or the fence cannot be written.
+    """
+    ResetFences: _aio.UnaryUnaryMultiCallable[_work_service_pb2.ResetFencesRequest, _work_service_pb2.ResetFencesResponse]  # type: ignore[assignment]
+    """Forgets the highest fence of GPUs of this host, and what was admitted on them: for when the allocator gives lower ones,
+    as after it lost its state. What runs on the GPUs goes on, as of nobody, until it is admitted again. A GPU without a
+    fence is no error. NOT_FOUND where the host has no such GPU. UNAVAILABLE where that cannot be written.
     """
 
 class WorkServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -61,10 +77,24 @@ class WorkServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _work_service_pb2.AdmitWorkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_work_service_pb2.AdmitWorkResponse, _abc.Awaitable[_work_service_pb2.AdmitWorkResponse]]:
-        """Admits work on GPUs of this host under the fence of their reservation, and remembers the fence on disk before it
-        answers. Admitting the same again is harmless. FAILED_PRECONDITION with reason FENCE_TOO_LOW where work with a
-        higher fence was admitted on one of the GPUs: the reservation is over, and the work must not start. NOT_FOUND
-        where the host has no such GPU, or no such process. UNAVAILABLE where the fence cannot be written.
+        """Admits work on GPUs of this host for the reservation that holds them, and remembers its fence on disk before it
+        answers. The agent asks the allocator whether that is so (CheckLease): the fence must be the one that was granted, for
+        these GPUs, and its holder proves itself by the lease token, which only an admin may leave out: PERMISSION_DENIED.
+        Admitting the same again is harmless. FAILED_PRECONDITION with reason FENCE_TOO_LOW where work with a higher fence was
+        admitted on one of the GPUs, or as CheckLease says: the reservation is over, and the work must not start; with reason
+        LEASE_NOT_CHECKED where this agent knows no allocator. NOT_FOUND where the host has no such GPU or no such process, or the
+        allocator no such reservation. UNAVAILABLE where the allocator does not answer, or the fence cannot be written.
+        """
+
+    @_abc_1.abstractmethod
+    def ResetFences(
+        self,
+        request: _work_service_pb2.ResetFencesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_work_service_pb2.ResetFencesResponse, _abc.Awaitable[_work_service_pb2.ResetFencesResponse]]:
+        """Forgets the highest fence of GPUs of this host, and what was admitted on them: for when the allocator gives lower ones,
+        as after it lost its state. What runs on the GPUs goes on, as of nobody, until it is admitted again. A GPU without a
+        fence is no error. NOT_FOUND where the host has no such GPU. UNAVAILABLE where that cannot be written.
         """
 
 def add_WorkServiceServicer_to_server(servicer: WorkServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

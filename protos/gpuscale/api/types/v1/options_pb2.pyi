@@ -60,31 +60,36 @@ class _TextFormat:
 class _TextFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TextFormat.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TEXT_FORMAT_UNSPECIFIED: _TextFormat.ValueType  # 0
-    """Any text without control characters."""
+    """Any text without control or invisible characters."""
     TEXT_FORMAT_UUID: _TextFormat.ValueType  # 1
     """A UUID in its 36-character form, any case."""
     TEXT_FORMAT_ID: _TextFormat.ValueType  # 2
     """An id: 1-63 characters of a-z, 0-9, '-', '.' and '_', beginning and ending with a letter or digit."""
     TEXT_FORMAT_LABEL: _TextFormat.ValueType  # 3
     """A word chosen by a person or program: 1-253 printable characters without spaces at the ends."""
+    TEXT_FORMAT_DEVICE: _TextFormat.ValueType  # 4
+    """The UUID of a device as its driver writes it: 1-253 of A-Z, a-z, 0-9, '-', '_', '.', ':' and '/'."""
 
 class TextFormat(_TextFormat, metaclass=_TextFormatEnumTypeWrapper):
     """The shape a text must have."""
 
 TEXT_FORMAT_UNSPECIFIED: TextFormat.ValueType  # 0
-"""Any text without control characters."""
+"""Any text without control or invisible characters."""
 TEXT_FORMAT_UUID: TextFormat.ValueType  # 1
 """A UUID in its 36-character form, any case."""
 TEXT_FORMAT_ID: TextFormat.ValueType  # 2
 """An id: 1-63 characters of a-z, 0-9, '-', '.' and '_', beginning and ending with a letter or digit."""
 TEXT_FORMAT_LABEL: TextFormat.ValueType  # 3
 """A word chosen by a person or program: 1-253 printable characters without spaces at the ends."""
+TEXT_FORMAT_DEVICE: TextFormat.ValueType  # 4
+"""The UUID of a device as its driver writes it: 1-253 of A-Z, a-z, 0-9, '-', '_', '.', ':' and '/'."""
 Global___TextFormat: _TypeAlias = TextFormat  # noqa: Y015
 
 @_typing.final
 class FieldRules(_message.Message):
     """What one field may hold. Independently of these, every text is at most 1,024 characters without control
-    characters, every number is finite, every enum value is a defined one, every list has at most 1,000 items,
+    characters and without those that are not seen (of zero width, or turning the direction of the text), every number is
+    finite, every enum value is a defined one (in a list not UNSPECIFIED either), every list has at most 1,000 items,
     and every Duration and Timestamp is within the range protobuf documents.
     """
 

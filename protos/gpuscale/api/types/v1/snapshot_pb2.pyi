@@ -19,6 +19,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class _ReadingStatus:
@@ -197,14 +202,30 @@ class GpuProcess(_message.Message):
     MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
+    HOLDER_UNKNOWN_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     """Process id as the agent's host sees it."""
     memory_used_bytes: _builtins.int
     """Memory of the GPU that it holds; absent where the driver does not tell."""
     command: _builtins.str
     """Name of the program; absent where the agent may not see it."""
-    fence: _builtins.int
-    """Fence of the reservation that it was admitted for on this node; absent of a process that nobody admitted."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def fence(self) -> _builtins.int:
+        """Not set any more: `reservation` says for whom it was admitted."""
+
+    @fence.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def fence(self, value: _builtins.int) -> None:
+        """Not set any more: `reservation` says for whom it was admitted."""
+
+    reservation: _builtins.str
+    """reservations/{reservation}: which it was admitted for on this node; absent of a process that nobody admitted."""
+    holder_unknown: _builtins.bool
+    """Whether the agent cannot tell whose it is: it has another PID namespace than the driver's ids, the process is not there
+    any more and its memory still is, or it runs in a container on which several reservations have work.
+    """
     def __init__(
         self,
         *,
@@ -212,10 +233,12 @@ class GpuProcess(_message.Message):
         memory_used_bytes: _builtins.int | None = ...,
         command: _builtins.str | None = ...,
         fence: _builtins.int | None = ...,
+        reservation: _builtins.str | None = ...,
+        holder_unknown: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "command", b"command", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "command", b"command", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes", "reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "command", b"command", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes", "pid", b"pid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "command", b"command", "fence", b"fence", "holder_unknown", b"holder_unknown", "memory_used_bytes", b"memory_used_bytes", "pid", b"pid", "reservation", b"reservation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__command: _TypeAlias = _typing.Literal["command"]  # noqa: Y015
     _WhichOneofArgType__command: _TypeAlias = _typing.Literal["_command", b"_command"]  # noqa: Y015
@@ -223,12 +246,16 @@ class GpuProcess(_message.Message):
     _WhichOneofArgType__fence: _TypeAlias = _typing.Literal["_fence", b"_fence"]  # noqa: Y015
     _WhichOneofReturnType__memory_used_bytes: _TypeAlias = _typing.Literal["memory_used_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__reservation: _TypeAlias = _typing.Literal["reservation"]  # noqa: Y015
+    _WhichOneofArgType__reservation: _TypeAlias = _typing.Literal["_reservation", b"_reservation"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__command) -> _WhichOneofReturnType__command | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fence) -> _WhichOneofReturnType__fence | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reservation) -> _WhichOneofReturnType__reservation | None: ...
 
 Global___GpuProcess: _TypeAlias = GpuProcess  # noqa: Y015
 
@@ -671,6 +698,7 @@ class Gpu(_message.Message):
     NVLINKS_FIELD_NUMBER: _builtins.int
     QUARANTINE_FIELD_NUMBER: _builtins.int
     GPU_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    QUARANTINE_TIME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}, where {gpu} is the UUID in lower case."""
     uuid: _builtins.str
@@ -703,6 +731,10 @@ class Gpu(_message.Message):
     def nvlinks(self) -> _containers.RepeatedCompositeFieldContainer[Global___NvLinkPeer]:
         """NVLink connections to other GPUs of the node."""
 
+    @_builtins.property
+    def quarantine_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when no new work should be placed on it; absent when all is well."""
+
     def __init__(
         self,
         *,
@@ -720,10 +752,11 @@ class Gpu(_message.Message):
         nvlinks: _abc.Iterable[Global___NvLinkPeer] | None = ...,
         quarantine: _builtins.str = ...,
         gpu_instance_id: _builtins.int | None = ...,
+        quarantine_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "numa_node", b"numa_node", "reading", b"reading"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "numa_node", b"numa_node", "quarantine_time", b"quarantine_time", "reading", b"reading"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "index", b"index", "mig_profile", b"mig_profile", "model", b"model", "name", b"name", "numa_node", b"numa_node", "nvlinks", b"nvlinks", "parent_uuid", b"parent_uuid", "pci_bus_id", b"pci_bus_id", "quarantine", b"quarantine", "reading", b"reading", "simulated", b"simulated", "state", b"state", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "index", b"index", "mig_profile", b"mig_profile", "model", b"model", "name", b"name", "numa_node", b"numa_node", "nvlinks", b"nvlinks", "parent_uuid", b"parent_uuid", "pci_bus_id", b"pci_bus_id", "quarantine", b"quarantine", "quarantine_time", b"quarantine_time", "reading", b"reading", "simulated", b"simulated", "state", b"state", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_instance_id: _TypeAlias = _typing.Literal["gpu_instance_id"]  # noqa: Y015
     _WhichOneofArgType__gpu_instance_id: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id"]  # noqa: Y015
@@ -965,6 +998,7 @@ class Host(_message.Message):
     DRIVER_VERSION_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     PROCESS_IDS_FOREIGN_FIELD_NUMBER: _builtins.int
+    NETWORK_NAMESPACE_FIELD_NUMBER: _builtins.int
     hostname: _builtins.str
     """Name the host calls itself."""
     operating_system: _builtins.str
@@ -975,7 +1009,11 @@ class Host(_message.Message):
     """Version of the GPU driver; empty where there is none."""
     process_ids_foreign: _builtins.bool
     """True where the agent has a PID namespace of its own: the process ids of GPUs are then other ids than those it
-    sees itself, some may be missing, and no process has a command or a fence.
+    sees itself, some may be missing, and no process has a command or a reservation.
+    """
+    network_namespace: _builtins.int
+    """Number of the agent's network namespace (the inode of /proc/self/ns/net); 0 where it is not known. Hosts that share
+    a kernel have the same boot_id and differ in this.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -990,10 +1028,11 @@ class Host(_message.Message):
         driver_version: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         process_ids_foreign: _builtins.bool = ...,
+        network_namespace: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "driver_version", b"driver_version", "hostname", b"hostname", "labels", b"labels", "operating_system", b"operating_system", "process_ids_foreign", b"process_ids_foreign"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "driver_version", b"driver_version", "hostname", b"hostname", "labels", b"labels", "network_namespace", b"network_namespace", "operating_system", b"operating_system", "process_ids_foreign", b"process_ids_foreign"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

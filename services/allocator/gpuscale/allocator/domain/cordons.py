@@ -72,11 +72,13 @@ def spot_of(name: str, field: str = "name") -> Spot:
 def cordoned(before: Cordon | None, asked: Cordon) -> Cordon:
     """The cordon after somebody asked for one where there may be one already.
 
-    It is as old as the first that was asked for, and without a new reason the old one stays. A drain goes on, and of two the earlier deadline holds: a repeated
-    request must not give anybody more time.
+    It is as old as the first that was asked for, and without a new reason the old one stays. A drain goes on as it is, whoever
+    cordons meanwhile; of two drains the earlier deadline holds: a repeated request must not give anybody more time.
     """
     if before is None:
         return asked
+    if before.deadline is not None and asked.deadline is None:
+        return before
     sooner = min((before, asked), key=_deadline)
     return replace(
         asked,

@@ -13,6 +13,7 @@ free on disk as well, and nobody can look up or list what is not on disk yet. Ti
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime
+from itertools import islice
 
 from gpuscale.allocator.domain.deadlines import Deadlines
 from gpuscale.allocator.domain.model import Order, Reservation, ReservedGpu, State, moved
@@ -35,6 +36,7 @@ class Ledger:
         self._reservations: dict[str, Reservation] = {}
         self._live: dict[str, Reservation] = {}
         self._by_request: dict[str, str] = {}
+        self._ended: dict[str, None] = {}
         self._use = Use()
         self._closing: set[str] = set()
         self._granted_at: dict[str, float] = {}
@@ -69,6 +71,19 @@ class Ledger:
         """The reservations that are on disk, oldest first; ended ones only if asked for."""
         kept = self._reservations if ended else self._live
         return (reservation for reservation in kept.values() if reservation.state is not State.PENDING)
+
+    def knows(self, reservation_id: str = "", request_id: str = "") -> bool:
+        """Whether a reservation is here, by its id or by the request that it was granted for."""
+        return reservation_id in self._reservations or request_id in self._by_request
+
+    @property
+    def ended_count(self) -> int:
+        """How many reservations are here that have ended."""
+        return len(self._ended)
+
+    def first_ended(self, limit: int) -> list[Reservation]:
+        """At most `limit` of those that have ended, beginning with those that ended first."""
+        return [self._reservations[key] for key in islice(self._ended, limit)]
 
     def granted_at(self, reservation_id: str) -> float | None:
         """When a live reservation was granted; None of one that the disk held, or that is none."""
@@ -152,7 +167,7 @@ class Ledger:
             NotFoundError: no such reservation.
             FailedPreconditionError: it has ended or is ending, or the fence is another's.
         """
-        found = self._expect_open(self.expect(reservation_id, fence))
+        found = self.expect_open(self.expect(reservation_id, fence))
         lease = found.ttl if ttl is None else ttl
         return self._put(moved(found, ttl=lease, deadline=now + lease))
 
@@ -166,7 +181,7 @@ class Ledger:
             NotFoundError: no such reservation.
             FailedPreconditionError: it has ended or is ending.
         """
-        found = self._expect_open(self.get(reservation_id))
+        found = self.expect_open(self.get(reservation_id))
         if at is not None and found.revoke_at is not None and found.revoke_at <= at:
             return found
         return self._put(moved(found, revoke_at=at, end_reason="" if at is None else reason))
@@ -213,7 +228,7 @@ class Ledger:
             reservation,
             state=state,
             gpus=gpus,
-            deadline=now + retention(reservation.ttl),
+            deadline=now + retention_of(reservation.ttl),
             ended=wall,
             revoke_at=None,
             end_reason=reason or reservation.end_reason,
@@ -258,8 +273,9 @@ class Ledger:
         self._deadlines.add(reservation.id, due_at(reservation))
 
     def forget(self, ended: Reservation) -> None:
-        """Drop the record of an ended reservation; its request id may be used again."""
-        self._drop(ended.id)
+        """Drop the record of an ended reservation, if it is here; on disk it may be kept."""
+        if ended.id in self._reservations:
+            self._drop(ended.id)
 
     def restore(self, reservations: Iterable[Reservation]) -> None:
         """Take in what the disk holds, oldest first.
@@ -268,8 +284,9 @@ class Ledger:
             ValueError: live reservations hold more of a GPU than there is.
         """
         for reservation in reservations:
-            self._fence = max(self._fence, reservation.fence)
-            self._add(reservation)
+            if reservation.id not in self._reservations:
+                self._fence = max(self._fence, reservation.fence)
+                self._add(reservation)
 
     def expect(self, reservation_id: str, fence: int) -> Reservation:
         """Look up a reservation by one who knows its fence.
@@ -288,7 +305,12 @@ class Ledger:
             )
         return found
 
-    def _expect_open(self, found: Reservation) -> Reservation:
+    def expect_open(self, found: Reservation) -> Reservation:
+        """The reservation, which must be held.
+
+        Raises:
+            FailedPreconditionError: it has ended or is ending.
+        """
         if not found.live or found.id in self._closing:
             raise FailedPreconditionError(
                 f"reservation {found.id} has ended ({found.state.value if not found.live else 'ending'})"
@@ -309,6 +331,8 @@ class Ledger:
         self._reservations[reservation.id] = reservation
         if reservation.live:
             self._live[reservation.id] = reservation
+        else:
+            self._ended[reservation.id] = None
         self._deadlines.add(reservation.id, due_at(reservation))
         return reservation
 
@@ -316,6 +340,7 @@ class Ledger:
         dropped = self._reservations.pop(reservation_id)
         del self._by_request[dropped.request_id]
         self._live.pop(reservation_id, None)
+        self._ended.pop(reservation_id, None)
         self._granted_at.pop(reservation_id, None)
         self._use.free(reservation_id)
 
@@ -325,7 +350,7 @@ def activated(granted: Reservation) -> Reservation:
     return granted if granted.state is State.ACTIVE else moved(granted, state=State.ACTIVE)
 
 
-def retention(ttl: float) -> float:
+def retention_of(ttl: float) -> float:
     """Seconds for which an ended reservation is kept, so that a late repetition still meets its request id."""
     return max(RETENTION, 2 * ttl)
 
@@ -342,7 +367,7 @@ def rebased(reservation: Reservation, now: float) -> Reservation:
 
     What is left until it is taken away is counted from its last renewal, which is the latest moment known of that boot.
     """
-    kept = reservation.ttl if reservation.live else retention(reservation.ttl)
+    kept = reservation.ttl if reservation.live else retention_of(reservation.ttl)
     revoke_at = reservation.revoke_at
     if revoke_at is not None:
         revoke_at = now + max(0.0, revoke_at - (reservation.deadline - reservation.ttl))

@@ -27,21 +27,23 @@ WHOLE = 1000
 
 @value(frozen=True, slots=True)
 class GpuProcess:
-    """A process on a GPU. `fence` is that of the reservation it was admitted for; None of an outsider."""
+    """A process on a GPU. `reservation` is the id of the one that it works for; None of an outsider, or where `unknown`."""
 
     pid: int
     memory_bytes: int | None
     command: str
-    fence: int | None
+    reservation: str | None
+    unknown: bool = False
 
 
 @value(frozen=True, slots=True)
 class Gpu:
     """A GPU as last reported.
 
-    `trouble` says why nothing can run on it (such as HUNG, LOST or QUARANTINED) and is empty while it answers; after
-    `fresh_until` its readings are too old to count on. `mig_profile` is empty for a whole GPU; a MIG instance has the
-    UUID of its GPU as `parent`. `nvlinks` counts the NVLink connections to other GPUs by their UUIDs.
+    `trouble` says why nothing can run on it (such as HUNG or LOST) and is empty while it answers; `quarantine` says why,
+    and since when, the health checks want nothing new on one that does. After `fresh_until` its readings are too old to count on. `mig_profile` is empty for a whole GPU; a MIG instance has the
+    UUID of its GPU as `parent`. `processes_known` says whether its processes could be read.
+    `nvlinks` counts the NVLink connections to other GPUs by their UUIDs.
     """
 
     uuid: str
@@ -59,6 +61,8 @@ class Gpu:
     numa_node: int | None = None
     nvlinks: Mapping[str, int] = field(default_factory=dict[str, int])
     processes: tuple[GpuProcess, ...] = ()
+    quarantine: str = ""
+    processes_known: bool = True
 
 
 @value(frozen=True, slots=True)

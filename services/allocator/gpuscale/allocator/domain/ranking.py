@@ -86,7 +86,11 @@ def rank(
         if len(node.gpus) < idleness.gpu_count:
             continue
         online = node.state is NodeState.ONLINE
-        fresh = [gpu for gpu in node.gpus if online and now <= gpu.fresh_until and not gpu.trouble]
+        fresh = [
+            gpu
+            for gpu in node.gpus
+            if online and now <= gpu.fresh_until and not gpu.trouble and not gpu.quarantine
+        ]
         idle = sum(
             1
             for gpu in fresh

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuscale.allocator.domain.model import WHOLE, Gpu, Node, NodeState, Reservation
+from gpuscale.allocator.domain.use import GpuUse, Use
 from gpuscale.allocator.placing.memory import available, unused
 from gpuscale.allocator.placing.row import Row
-from gpuscale.allocator.domain.use import GpuUse, Use
 
 UNKNOWN = int(np.iinfo(np.int64).min)
 """A number that is not known."""
@@ -35,7 +35,7 @@ class Columns:
     """The rows of all nodes given, each of which holds `width` GPUs at most.
 
     `kind` is WHOLE_GPU, PARTED, NO_GPU, or the number of a MIG profile; `model` the number of a product name.
-    `supply` counts the whole GPUs of each model; `cpu_beside_gpus` is the CPU of all nodes that tell it and have whole
+    `unread` marks nodes that cannot read all of their GPUs. `supply` counts the whole GPUs of each model; `cpu_beside_gpus` is the CPU of all nodes that tell it and have whole
     GPUs, `gpus_beside_cpu` how many those are; `layout` counts changes of what
     nodes are made of; `free_milli` of a node counts its whole GPUs that work. `gone` are
     reservations that are thought away, by the GPUs they hold.
@@ -75,6 +75,11 @@ class Columns:
                 self._read.clear()
             row = self._read[at] = Row(self, at)
         return row
+
+    def out_of_use(self, rows: Ints | int) -> Bools:
+        """The GPUs that nothing new may come onto, whoever holds them: they do not work, are quarantined or cordoned."""
+        found: Bools = self.trouble[rows] | self.quarantined[rows] | self.cordoned[rows]
+        return found
 
     def changed_since(self, sequence: int) -> dict[int, set[int] | None] | None:
         """The rows that changed after the change of that number; None where those were too many to tell.
@@ -123,12 +128,14 @@ class Columns:
         self.nodes[row], self.gpus[row] = node, gpus
         count = len(gpus)
         parted = {gpu.parent for gpu in gpus if gpu.parent}
-        self.state[row], self.reported[row], self.gpu_count[row] = _STATES[node.state], node.reported, count
+        self.state[row], self.gpu_count[row] = _STATES[node.state], count
+        self.reported[row], self.unread[row] = node.reported, bool(node.gpu_problem)
         self.cpu[row], self.memory[row] = _number(node.cpu_milli), _number(node.memory_total_bytes)
         self.kind[row] = NO_GPU
         self.kind[row, :count] = [self._kind(gpu, parted) for gpu in gpus]
         self.model[row, :count] = [self.models.setdefault(gpu.model, len(self.models)) for gpu in gpus]
         self.trouble[row, :count] = [bool(gpu.trouble) for gpu in gpus]
+        self.quarantined[row, :count] = [bool(gpu.quarantine) for gpu in gpus]
         self.total[row, :count] = [_number(gpu.memory_total_bytes) for gpu in gpus]
         self._write_cordons(row)
         self._write_freshness(row)
@@ -141,7 +148,7 @@ class Columns:
         self.held[row, :count] = [use.milli for use in uses]
         self.available[row, :count] = [self._available(gpu, use) for gpu, use in zip(gpus, uses, strict=True)]
         self.utilization[row, :count] = [self._utilization(gpu) for gpu in gpus]
-        working = (self.kind[row] == WHOLE_GPU) & ~self.trouble[row] & ~self.cordoned[row]
+        working = (self.kind[row] == WHOLE_GPU) & ~self.out_of_use(row)
         self.free_milli[row] = int((WHOLE - self.held[row])[working].sum())
         self.cpu_free[row], self.memory_free[row] = self._left(row)
         self._touch(row)
@@ -159,7 +166,7 @@ class Columns:
             if (used := self._utilization(gpu)) != row.utilization[column]:
                 self.utilization[at, column] = row.utilization[column] = used
             row.rescore(column)
-            if row.kind[column] == WHOLE_GPU and not row.trouble[column] and not row.cordoned[column]:
+            if row.kind[column] == WHOLE_GPU and not row.out_of_use(column):
                 row.free_milli += before - use.milli
         self.free_milli[at] = row.free_milli
         if (left := self._left(at)) == (row.cpu_free, row.memory_free):
@@ -280,6 +287,7 @@ class Columns:
         shape = (rows, self.width)
         self.state = np.zeros(rows, np.int8)
         self.reported = np.zeros(rows, np.bool_)
+        self.unread = np.zeros(rows, np.bool_)
         self.gpu_count = np.zeros(rows, np.int64)
         self.cpu = np.full(rows, UNKNOWN, np.int64)
         self.memory = np.full(rows, UNKNOWN, np.int64)
@@ -293,6 +301,7 @@ class Columns:
         self.model = np.zeros(shape, np.int32)
         self.fresh_until = np.zeros(shape)
         self.trouble = np.zeros(shape, np.bool_)
+        self.quarantined = np.zeros(shape, np.bool_)
         self.cordoned = np.zeros(shape, np.bool_)
         self.held = np.zeros(shape, np.int64)
         self.total = np.full(shape, UNKNOWN, np.int64)
@@ -318,6 +327,7 @@ def _same_host(old: Node, new: Node) -> bool:
     return (
         old.state is new.state
         and old.reported == new.reported
+        and old.gpu_problem == new.gpu_problem
         and old.cpu_milli == new.cpu_milli
         and old.memory_total_bytes == new.memory_total_bytes
         and old.labels == new.labels
@@ -328,6 +338,7 @@ def _same_gpu(old: Gpu, new: Gpu) -> bool:
     return (
         old.uuid == new.uuid
         and old.trouble == new.trouble
+        and old.quarantine == new.quarantine
         and old.index == new.index
         and old.model == new.model
         and old.memory_total_bytes == new.memory_total_bytes

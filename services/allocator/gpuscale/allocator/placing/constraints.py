@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from gpuscale.allocator.domain.feasibility import ADMITS_ALL_PERCENT, ORDER, Obstacle
 from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Node
+from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import NO_GPU, UNKNOWN, Bools, Columns, Ints, listed
 from gpuscale.allocator.placing.shares import memory_floor, milli_of
-from gpuscale.allocator.domain.use import Use
 
 CODES = {obstacle: code for code, obstacle in enumerate(ORDER, start=1)}
 """The number that stands for an obstacle in an array; 0 is none."""
@@ -103,6 +103,7 @@ class Constraints:
         yield Obstacle.NODE_NOT_ONLINE, state == 2
         yield Obstacle.STALE, (state == 1) | (columns.fresh_until[rows] < now)
         yield Obstacle.GPU_NOT_OK, columns.trouble[rows]
+        yield Obstacle.QUARANTINED, columns.quarantined[rows]
         yield Obstacle.CORDONED, columns.node_cordoned[rows][:, None] | columns.cordoned[rows]
 
     def _of_use(self, rows: Ints) -> Iterator[tuple[Obstacle, Bools]]:

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, Node
+from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import Bools, Columns, Floats
 from gpuscale.allocator.placing.constraints import admitted
 from gpuscale.allocator.placing.demand import Demand, Tariff
 from gpuscale.allocator.placing.fragmentation import AskClass, Typical, typical
 from gpuscale.allocator.placing.members import Members
 from gpuscale.allocator.placing.shapes import Shape, Shapes
-from gpuscale.allocator.domain.use import Use
 
 
 class Index:

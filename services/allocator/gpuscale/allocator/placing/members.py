@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, GpuSet, Policy, ReservedGpu, Score, ScorePart
+from gpuscale.allocator.domain.scoring import scored
 from gpuscale.allocator.placing.columns import Columns, listed
 from gpuscale.allocator.placing.demand import Tariff
 from gpuscale.allocator.placing.fragmentation import Typical
@@ -22,7 +23,6 @@ from gpuscale.allocator.placing.policies import (
 from gpuscale.allocator.placing.row import Row
 from gpuscale.allocator.placing.shapes import Shape
 from gpuscale.allocator.placing.shares import floor_on, memory_on, milli_on
-from gpuscale.allocator.domain.scoring import scored
 
 FGD_NOTE = "score = floor(100 / (1 + exp(-gradient / 1000))), gradient in thousandths of a GPU"
 SHARED = "shared already: scored by the memory that is left"
@@ -63,6 +63,11 @@ class Members:
         """The scores of the GPUs of a row that fit, by their UUIDs."""
         score = self._scoring(shape, row)
         return {one.gpu.uuid: score(one) for one in self._candidates(shape, row)}
+
+    def free(self, shape: Shape, row: int) -> list[ReservedGpu]:
+        """The GPUs of a row that fit, each as if it were taken alone."""
+        score = self._scoring(shape, row)
+        return [self._reserved(shape.ask, row, one, score(one), 0) for one in self._candidates(shape, row)]
 
     def _preferred(self, shape: Shape, at: int) -> Candidate:
         """The first GPU of a row by preference; of equals the one with the lowest index, which comes first."""

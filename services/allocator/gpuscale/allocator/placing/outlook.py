@@ -11,14 +11,14 @@ import numpy as np
 from gpuscale.allocator.domain.feasibility import ORDER, Obstacle
 from gpuscale.allocator.domain.model import Ask, Gpu, Node, Score
 from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import NO_GPU, Bools, listed
 from gpuscale.allocator.placing.constraints import NODE_OBSTACLES
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.memory import outsiders
-from gpuscale.allocator.placing.shapes import Shape
 from gpuscale.allocator.placing.refusal import Refusal
+from gpuscale.allocator.placing.shapes import Shape
 from gpuscale.allocator.placing.survey import Survey
-from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.wording import HELP, WORDS, extent, gpus, mib, names, sentence
 
 MOST_NODES = 100

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from gpuscale.allocator.domain.model import Ask, Node, ReservedGpu
-from gpuscale.allocator.placing.outlook import Outlook, outlook
 from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.demand import Demand
 from gpuscale.allocator.placing.index import Index
-from gpuscale.allocator.placing.scratch import Member, place_gang, without
+from gpuscale.allocator.placing.outlook import Outlook, outlook
 from gpuscale.allocator.placing.refusal import Refusal, refuse, unknown_names
+from gpuscale.allocator.placing.scratch import Member, place_gang, without
 from gpuscale.allocator.placing.survey import Survey
-from gpuscale.allocator.domain.use import Use
 
 
 class Placer:
@@ -98,6 +98,14 @@ class Placer:
         answer = self.place(ask, now, again=True)
         index = self._index
         return outlook(answer, index, self._survey(ask, now), index.shape(ask, now), self._use, now)
+
+    def free(self, ask: Ask, now: float) -> list[ReservedGpu]:
+        """All GPUs that fit, those with the highest score first; of equals in the order of nodes and indices."""
+        index = self._arrange()
+        shape = index.shape(ask, now)
+        rows = np.flatnonzero(index.value(shape) > -np.inf).tolist()
+        found = [gpu for row in rows for gpu in index.members.free(shape, row)]
+        return sorted(found, key=lambda gpu: -gpu.score.total)
 
     def fitting(self, ask: Ask, now: float) -> list[str]:
         """The ids of the nodes that would serve one member, in the order of their ranks."""

@@ -104,7 +104,7 @@ def fragmentation_scores(ask: Ask, columns: Columns, rows: Ints, fits: Bools, no
 def fragmentation_gradients(ask: Ask, columns: Columns, rows: Ints, fits: Bools, now: Typical) -> Floats:
     """How much less of a node is a fragment once the ask is on each GPU of it that fits."""
     cpu = columns.cpu_free[rows]
-    working = (columns.kind[rows] == WHOLE_GPU) & ~columns.trouble[rows] & ~columns.cordoned[rows]
+    working = (columns.kind[rows] == WHOLE_GPU) & ~columns.out_of_use(rows)
     free = np.where(working, WHOLE - columns.held[rows], 0)
     known = np.where(cpu == UNKNOWN, np.iinfo(np.int64).max // 2, cpu)
     wanted = fits if ask.gpu_count else np.ones((len(rows), 1), np.bool_)
@@ -147,7 +147,7 @@ def _left(ask: Ask, known: Facts) -> tuple[Floats, Floats]:
 def _free(columns: Columns, rows: Ints, kind: int) -> Floats:
     free = columns.free_milli[rows]
     if kind != WHOLE_GPU:
-        working = (columns.kind[rows] == kind) & ~columns.trouble[rows] & ~columns.cordoned[rows]
+        working = (columns.kind[rows] == kind) & ~columns.out_of_use(rows)
         free = np.where(working, WHOLE - columns.held[rows], 0).sum(1)
     return free.astype(np.float64)
 

@@ -11,7 +11,18 @@ from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Node, Node
 from gpuscale.allocator.placing import gangs
 from gpuscale.allocator.placing.columns import Ints
 from gpuscale.allocator.placing.survey import NodeSurvey, Survey
-from gpuscale.allocator.placing.wording import FOR_EVER, HELP, WORDS, asked, extent, gpus, mib, names, sentence
+from gpuscale.allocator.placing.wording import (
+    FOR_EVER,
+    HELP,
+    WORDS,
+    asked,
+    extent,
+    gpus,
+    lifting,
+    mib,
+    names,
+    sentence,
+)
 
 
 class RefusalKind(StrEnum):
@@ -72,15 +83,16 @@ def refuse(survey: Survey, placed: int) -> Refusal:
     """Say why none of the nodes serves the ask, of which `placed` members found room. Only when it was not served.
 
     Nodes that were chosen by name and do not report are said as such. An ask that no node could serve with all of
-    its GPUs free is UNSATISFIABLE; any other finds NO_CAPACITY now.
+    its GPUs free is UNSATISFIABLE, unless some node has not said yet which it has, or cannot read them; any other finds
+    NO_CAPACITY now.
     """
-    ask, closest, unreported = survey.ask, survey.closest(), survey.unreported
+    ask, closest, unknown = survey.ask, survey.closest(), _unknown(survey)
     if ask.nodes and survey.unreachable:
         kind, message = RefusalKind.NODE_NOT_ONLINE, _not_online(survey.candidates)
-    elif closest is None or (not unreported and not gangs.suffice(ask, survey.room_ever())):
+    elif closest is None or (not unknown and not gangs.suffice(ask, survey.room_ever())):
         kind, message = RefusalKind.UNSATISFIABLE, _unsatisfiable(survey)
     else:
-        kind, message = RefusalKind.NO_CAPACITY, _no_capacity(closest, unreported, ask, placed)
+        kind, message = RefusalKind.NO_CAPACITY, _no_capacity(closest, unknown, ask, placed)
     obstacles = survey.counts
     metadata = {"gpu_count": str(ask.gpu_count), "min_memory_bytes": str(ask.min_memory_bytes)}
     if ask.member_count > 1:
@@ -136,7 +148,15 @@ def _excluded(survey: Survey) -> str:
     return ", ".join(f"{count} {WORDS[reason]}" for reason, count in counts.most_common())
 
 
-def _no_capacity(closest: NodeSurvey, unreported: Sequence[str], ask: Ask, placed: int) -> str:
+def _unknown(survey: Survey) -> list[str]:
+    """What is not known of the nodes that may have GPUs for the ask, each with its reason."""
+    unreported, unread = survey.unreported, survey.unread
+    said = [f"not heard of since the allocator started: {names(unreported)}"] if unreported else []
+    problems = [f"{node.id} ({node.gpu_problem})" for node in unread]
+    return said + ([f"GPUs cannot be read on {names(problems)}"] if problems else [])
+
+
+def _no_capacity(closest: NodeSurvey, unknown: Sequence[str], ask: Ask, placed: int) -> str:
     """Some node could serve the ask, but not now."""
     said: list[str] = []
     if ask.member_count > 1:
@@ -148,8 +168,7 @@ def _no_capacity(closest: NodeSurvey, unreported: Sequence[str], ask: Ask, place
     if closest.outsiders:
         used = [f"{who} uses {mib(size)}" for who, size in closest.outsiders]
         said.append(f"processes of no reservation there: {names(used)}")
-    if unreported:
-        said.append(f"not heard of since the allocator started: {names(unreported)}")
+    said += unknown
     return f"no room now for {asked(ask)}: {'; '.join(said) or 'no node is free'}. {_advice(closest, ask)}"
 
 
@@ -161,6 +180,12 @@ def _describe(reason: Obstacle, closest: NodeSurvey) -> str:
 def _advice(closest: NodeSurvey, ask: Ask) -> str:
     counts = closest.counts
     advice = [words for reason, words in HELP.items() if counts[reason] and reason not in FOR_EVER]
+    quarantined = [gpu for obstacle, gpu in closest.in_the_way if obstacle is Obstacle.QUARANTINED]
+    if quarantined:
+        lift = HELP[Obstacle.QUARANTINED]
+        advice[advice.index(lift)] = f"{lift} ({lifting(closest.node.id, quarantined)})"
     if 0 < closest.fitting < ask.gpu_count:
         advice.append(f"ask for {gpus(closest.fitting)}")
+    if closest.node.gpu_problem and not closest.node.gpus:
+        advice.append(f"wait until {closest.node.id} can read its GPUs")
     return sentence(", or ".join(advice) or "wait until more nodes report")

@@ -7,11 +7,11 @@ from gpuscale.allocator.domain.cordons import Cordon, Cordons
 from gpuscale.allocator.domain.feasibility import Obstacle
 from gpuscale.allocator.domain.ledger import due_at
 from gpuscale.allocator.domain.model import Ask, Reservation
-from gpuscale.allocator.placing.outlook import NodeOutlook, Outlook
 from gpuscale.allocator.domain.placement import Pick
-from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.memory import outsiders
-from gpuscale.allocator.placing.wording import MOST_NAMES, mib, names, sentence
+from gpuscale.allocator.placing.outlook import NodeOutlook, Outlook
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.placing.wording import MOST_NAMES, lifting, mib, names, sentence
 
 
 def remedies(
@@ -23,6 +23,7 @@ def remedies(
     return [
         *_leases(ask, placer, live, now),
         *_cordons(outlook, cordons),
+        *_quarantines(outlook.nodes[:1]),
         *_outsiders(outlook.nodes[:1], live),
         *outlook.remedies,
     ]
@@ -61,6 +62,14 @@ def _cordons(outlook: Outlook, cordons: Cordons) -> Iterator[str]:
     for name, cordon in list(found.items())[:MOST_NAMES]:
         why = f" ({cordon.reason})" if cordon.reason else ""
         yield f"{name} is cordoned by {cordon.author}{why}: gpuscalectl uncordon {name}"
+
+
+def _quarantines(nearest: Sequence[NodeOutlook]) -> Iterator[str]:
+    """The quarantined GPUs of the nearest node."""
+    for view in nearest:
+        found = [one.gpu for one in view.gpus if one.obstacle is Obstacle.QUARANTINED]
+        for gpu in found[:MOST_NAMES]:
+            yield f"{view.node.id}/{gpu.uuid} is quarantined ({gpu.quarantine}): {lifting(view.node.id, [gpu])}"
 
 
 def _outsiders(nearest: Sequence[NodeOutlook], live: Sequence[Reservation]) -> Iterator[str]:

@@ -29,6 +29,7 @@ class Row:
         "model",
         "node_cordoned",
         "places",
+        "quarantined",
         "state",
         "total",
         "trouble",
@@ -46,6 +47,7 @@ class Row:
         self.model: list[int] = columns.model[row, :count].tolist()
         self.fresh_until: list[float] = columns.fresh_until[row, :count].tolist()
         self.trouble: list[bool] = columns.trouble[row, :count].tolist()
+        self.quarantined: list[bool] = columns.quarantined[row, :count].tolist()
         self.cordoned: list[bool] = columns.cordoned[row, :count].tolist()
         self.held: list[int] = columns.held[row, :count].tolist()
         self.total: list[int] = columns.total[row, :count].tolist()
@@ -58,6 +60,10 @@ class Row:
                 self.places.setdefault(gpu.parent, []).append(column)
         self._weights: Weights | None = None
         self._scores: list[float] = []
+
+    def out_of_use(self, column: int) -> bool:
+        """As `Columns.out_of_use`, of one GPU."""
+        return self.trouble[column] or self.quarantined[column] or self.cordoned[column]
 
     def spread(self, weights: Weights) -> list[float]:
         """The score of each GPU as `policies.spread_scores`; those of the weights that were asked for last are kept."""

@@ -38,6 +38,7 @@ _PROFILE: Final = CODES[Obstacle.MIG_PROFILE_DIFFERS]
 _OFFLINE: Final = CODES[Obstacle.NODE_NOT_ONLINE]
 _STALE: Final = CODES[Obstacle.STALE]
 _TROUBLE: Final = CODES[Obstacle.GPU_NOT_OK]
+_QUARANTINED: Final = CODES[Obstacle.QUARANTINED]
 _CORDONED: Final = CODES[Obstacle.CORDONED]
 _HELD: Final = CODES[Obstacle.HELD]
 _CPU: Final = CODES[Obstacle.CPU_BELOW_MIN]
@@ -79,6 +80,8 @@ def gpu_codes(ask: Ask, row: Row, constraints: Constraints, now: float, columns:
             code = _STALE
         elif row.trouble[column]:
             code = _TROUBLE
+        elif row.quarantined[column]:
+            code = _QUARANTINED
         elif row.node_cordoned or row.cordoned[column]:
             code = _CORDONED
         elif held and held + milli_on(ask, row.total[column]) > WHOLE:
@@ -159,10 +162,8 @@ def _free(row: Row, kind: int) -> float:
     return float(
         sum(
             WHOLE - held
-            for held, one, trouble, cordoned in zip(
-                row.held, row.kind, row.trouble, row.cordoned, strict=True
-            )
-            if one == kind and not trouble and not cordoned
+            for column, (held, one) in enumerate(zip(row.held, row.kind, strict=True))
+            if one == kind and not row.out_of_use(column)
         )
     )
 

@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 import numpy as np
 
 from gpuscale.allocator.domain.model import Ask, GangStrategy, Policy, Reservation, ReservedGpu, State
+from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing import gangs
 from gpuscale.allocator.placing.columns import Floats, Ints
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.shapes import Shape
-from gpuscale.allocator.domain.use import Use
 
 Member = tuple[str, tuple[ReservedGpu, ...]]
 """A node and the GPUs that a member gets there."""

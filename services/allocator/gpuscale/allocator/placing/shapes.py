@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuscale.allocator.domain.model import Ask, Policy
+from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints, listed
 from gpuscale.allocator.placing.constraints import ABSENT, Constraints
 from gpuscale.allocator.placing.demand import Tariff
@@ -18,7 +19,6 @@ from gpuscale.allocator.placing.gangs import could_ever
 from gpuscale.allocator.placing.policies import value
 from gpuscale.allocator.placing.rows import MOST, gpu_codes, node_code, plain
 from gpuscale.allocator.placing.rows import value as row_value
-from gpuscale.allocator.domain.use import Use
 
 _PACK, _FGD = Policy.PACK, Policy.FGD
 MOST_SHAPES = 256

@@ -7,11 +7,11 @@ import numpy as np
 
 from gpuscale.allocator.domain.feasibility import LASTING, ORDER, Obstacle
 from gpuscale.allocator.domain.model import Ask, Gpu, Node, Reservation
+from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import NO_GPU, Bools, Columns, Ints, listed
-from gpuscale.allocator.placing.constraints import ABSENT, selected
+from gpuscale.allocator.placing.constraints import ABSENT, CODES, selected
 from gpuscale.allocator.placing.memory import outsiders
 from gpuscale.allocator.placing.shapes import Shape
-from gpuscale.allocator.domain.use import Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,16 @@ class Survey:
         """The candidates that have not been heard of yet."""
         silent = self._candidates & ~self._columns.reported[: len(self._columns)]
         return [self._columns.nodes[row].id for row in listed(np.flatnonzero(silent))]
+
+    @property
+    def unread(self) -> list[Node]:
+        """The candidates that have been heard of, but cannot read their GPUs, and could serve if they had the right ones."""
+        size = len(self._columns)
+        other = self._shape.node_codes[:size] == CODES[Obstacle.LABELS_DIFFER]
+        blind = self._candidates & self._columns.reported[:size] & self._columns.unread[:size] & ~other
+        return (
+            [self._columns.nodes[row] for row in listed(np.flatnonzero(blind))] if self.ask.gpu_count else []
+        )
 
     @property
     def unreachable(self) -> bool:

@@ -18,6 +18,7 @@ WORDS: Mapping[Obstacle, str] = {
     Obstacle.NODE_NOT_ONLINE: "behind an agent that is not connected",
     Obstacle.STALE: "with readings that are too old",
     Obstacle.GPU_NOT_OK: "that do not answer",
+    Obstacle.QUARANTINED: "quarantined",
     Obstacle.CORDONED: "cordoned",
     Obstacle.NOT_APART: "beside a reservation to stay apart from",
     Obstacle.HELD: "held by other reservations",
@@ -39,6 +40,7 @@ HELP: Mapping[Obstacle, str] = {
     Obstacle.STALE: "see why the node stopped reporting",
     Obstacle.CPU_BELOW_MIN: "ask for less CPU",
     Obstacle.HOST_MEMORY_BELOW_MIN: "ask for less main memory",
+    Obstacle.QUARANTINED: "lift the quarantine",
     Obstacle.CORDONED: "take back the cordon",
     Obstacle.NOT_APART: "allow it beside the others",
     Obstacle.MODEL_DIFFERS: "admit other models",
@@ -110,6 +112,8 @@ def extent(reason: Obstacle, found: Sequence[Gpu]) -> str:
         return f" ({min(gpu.utilization_percent or 0 for gpu in found):g} % at least)"
     if reason is Obstacle.GPU_NOT_OK:
         return f" ({names(sorted({gpu.trouble for gpu in found}))})"
+    if reason is Obstacle.QUARANTINED:
+        return f" ({names(sorted({gpu.quarantine for gpu in found}))})"
     if reason is Obstacle.MODEL_DIFFERS:
         return f" ({names(sorted({gpu.model for gpu in found}))})"
     return ""
@@ -128,3 +132,9 @@ def _what(ask: Ask) -> str:
     if ask.member_count > 1:
         return f"{ask.member_count} x {what} ({ask.gang_strategy.value.replace('_', ' ')})"
     return f"{what} of one node" if ask.gpu_count > 1 else what
+
+
+def lifting(node: str, quarantined: Sequence[Gpu]) -> str:
+    """The command that lifts quarantines of GPUs of a node."""
+    spots = [f"{node}/{gpu.parent or gpu.uuid}" for gpu in quarantined]
+    return f"gpuscalectl clear quarantine {' '.join(sorted(set(spots))[:MOST_NAMES])}"

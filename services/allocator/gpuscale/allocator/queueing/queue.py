@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from gpuscale.allocator.domain.model import Ask, Order
 from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.allocator.queueing import preemption
 from gpuscale.allocator.queueing.backfill import (
     Promise,
@@ -33,7 +34,6 @@ from gpuscale.allocator.queueing.model import (
     Waiter,
     World,
 )
-from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.common.errors import ResourceExhaustedError
 
 BEHIND_OTHERS = Obstacle(

@@ -5,13 +5,18 @@ from typing import TypeAlias
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from gpuscale.allocator.servicers import translate
-from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.allocator.domain.estimate import Wish, estimate
+from gpuscale.allocator.domain.ranking import (
+    IDLE_MEMORY_PERCENT,
+    IDLE_UTILIZATION_PERCENT,
+    Idleness,
+    RankedNode,
+)
 from gpuscale.allocator.placing.outlook import NodeOutlook
-from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZATION_PERCENT, Idleness, RankedNode
-from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.servicers import translate
 from gpuscale.allocator.servicers.translate_ask import to_ask
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.security.auth import current_principal
@@ -23,6 +28,9 @@ _Estimate: TypeAlias = grpc.aio.ServicerContext[
     api.EstimateRequirementsRequest, api.EstimateRequirementsResponse
 ]
 _Rank: TypeAlias = grpc.aio.ServicerContext[api.RankNodesRequest, api.RankNodesResponse]
+_Free: TypeAlias = grpc.aio.ServicerContext[api.RankGpusRequest, api.RankGpusResponse]
+MOST_FREE = 100
+"""Free GPUs in an answer where the request does not say."""
 
 
 class CapacityServicer(api.CapacityServiceServicer):
@@ -36,7 +44,7 @@ class CapacityServicer(api.CapacityServiceServicer):
         self, request: api.CheckAvailabilityRequest, context: _Check
     ) -> api.CheckAvailabilityResponse:
         """Say whether there is room."""
-        found = self._capacity.check(to_ask(request.ask, self._settings), current_principal().name)
+        found = self._capacity.check(to_ask(request.ask, self._settings), current_principal().tenants[0])
         return api.CheckAvailabilityResponse(
             available=found.available,
             message=found.message,
@@ -51,7 +59,7 @@ class CapacityServicer(api.CapacityServiceServicer):
         timeout = wire.optional_seconds(request, "timeout")
         found, waited = await self._capacity.wait(
             to_ask(request.ask, self._settings),
-            current_principal().name,
+            current_principal().tenants[0],
             DEFAULT_TIMEOUT if timeout is None else timeout,
         )
         return api.WaitForAvailabilityResponse(
@@ -65,7 +73,7 @@ class CapacityServicer(api.CapacityServiceServicer):
         self, request: api.ExplainPlacementRequest, context: _Explain
     ) -> api.ExplainPlacementResponse:
         """Say what an ask would find."""
-        found = self._capacity.explain(to_ask(request.ask, self._settings), current_principal().name)
+        found = self._capacity.explain(to_ask(request.ask, self._settings), current_principal().tenants[0])
         return api.ExplainPlacementResponse(
             available=found.answer.available,
             message=found.answer.message,
@@ -113,6 +121,17 @@ class CapacityServicer(api.CapacityServiceServicer):
             fallback=not any(one.sufficient for one in found),
         )
 
+    async def RankGpus(self, request: api.RankGpusRequest, context: _Free) -> api.RankGpusResponse:
+        """List free GPUs by their scores."""
+        asked = api.Ask(min_memory_bytes=0)
+        if request.HasField("ask"):
+            asked.CopyFrom(request.ask)
+        asked.gpu_count = 1
+        asked.ClearField("member_count")
+        found = self._capacity.free(to_ask(asked, self._settings))
+        shown = found[: request.max_count or MOST_FREE]
+        return api.RankGpusResponse(gpus=map(translate.from_gpu, shown), free_count=len(found))
+
 
 def _to_wish(request: api.EstimateRequirementsRequest) -> Wish:
     return Wish(
@@ -136,6 +155,7 @@ def _from_outlook(one: NodeOutlook) -> api.NodeOutlook:
         gpus=[
             api.GpuOutlook(
                 name=names.gpu_name(one.node.id, gpu.gpu.uuid),
+                uuid=gpu.gpu.uuid,
                 obstacle=gpu.obstacle or "",
                 message=gpu.message,
                 score=None if gpu.score is None else translate.from_score(gpu.score),

@@ -5,13 +5,13 @@ from typing import TypeAlias
 
 import grpc
 
-from gpuscale.allocator.servicers import translate
 from gpuscale.allocator.domain.cordons import Cordon, spot_of
+from gpuscale.allocator.servicers import translate
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
-from gpuscale.common.security.auth import current_principal
 from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.security.auth import current_principal
 
 _Cordon: TypeAlias = grpc.aio.ServicerContext[api.CordonNodeRequest, api.CordonNodeResponse]
 _Uncordon: TypeAlias = grpc.aio.ServicerContext[api.UncordonNodeRequest, api.UncordonNodeResponse]
@@ -28,6 +28,9 @@ class NodeServicer(api.NodeServiceServicer):
 
     async def CordonNode(self, request: api.CordonNodeRequest, context: _Cordon) -> api.CordonNodeResponse:
         """Let nothing new onto a node or GPU."""
+        if request.validate_only:
+            self._maintenance.expect_known(spot_of(request.name))
+            return api.CordonNodeResponse(cordon=self._existing(request.name))
         cordon = await self._maintenance.cordon(
             spot_of(request.name), reason=request.reason, author=current_principal().name
         )
@@ -37,11 +40,17 @@ class NodeServicer(api.NodeServiceServicer):
         self, request: api.UncordonNodeRequest, context: _Uncordon
     ) -> api.UncordonNodeResponse:
         """Lift a cordon."""
-        await self._maintenance.uncordon(spot_of(request.name))
+        if request.validate_only:
+            self._maintenance.expect_liftable(spot_of(request.name), current_principal())
+            return api.UncordonNodeResponse()
+        await self._maintenance.uncordon(spot_of(request.name), current_principal())
         return api.UncordonNodeResponse()
 
     async def DrainNode(self, request: api.DrainNodeRequest, context: _Drain) -> api.DrainNodeResponse:
         """Have everything leave a node or GPU."""
+        if request.validate_only:
+            self._maintenance.expect_known(spot_of(request.name))
+            return api.DrainNodeResponse(cordon=self._existing(request.name))
         cordon, leaving = await self._maintenance.drain(
             spot_of(request.name),
             reason=request.reason,
@@ -63,6 +72,10 @@ class NodeServicer(api.NodeServiceServicer):
         return api.ListCordonsResponse(
             cordons=[self._message(one, now, wall) for one in cordons], next_page_token=token
         )
+
+    def _existing(self, name: str) -> api.Cordon | None:
+        found = self._maintenance.cordons.get(spot_of(name))
+        return None if found is None else self._message(found, self._clock.now(), self._clock.wall())
 
     def _message(self, cordon: Cordon, now: float, wall: datetime) -> api.Cordon:
         there = self._maintenance.reservations(cordon.spot)

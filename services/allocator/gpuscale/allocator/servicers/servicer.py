@@ -6,17 +6,19 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from gpuscale.allocator.servicers import translate
-from gpuscale.allocator.usecases.leases import Leases
+from gpuscale.allocator.domain.lease_tokens import LeaseTokens
 from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.servicers import translate
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import Reserving
-from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import wire
-from gpuscale.common.security.auth import current_principal
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.rpc.validation import validate
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.security.auth import current_principal
+from gpuscale.common.security.principal import Role
 
 _Reserve: TypeAlias = grpc.aio.ServicerContext[api.ReserveRequest, api.ReserveResponse]
 _ReserveAndWatch: TypeAlias = grpc.aio.ServicerContext[
@@ -27,6 +29,7 @@ _Renew: TypeAlias = grpc.aio.ServicerContext[api.RenewReservationRequest, api.Re
 _KeepAlive: TypeAlias = grpc.aio.ServicerContext[api.KeepAliveRequest, api.KeepAliveResponse]
 _Release: TypeAlias = grpc.aio.ServicerContext[api.ReleaseReservationRequest, api.ReleaseReservationResponse]
 _BatchRelease: TypeAlias = grpc.aio.ServicerContext[api.BatchReleaseRequest, api.BatchReleaseResponse]
+_Check: TypeAlias = grpc.aio.ServicerContext[api.CheckLeaseRequest, api.CheckLeaseResponse]
 _Get: TypeAlias = grpc.aio.ServicerContext[api.GetReservationRequest, api.GetReservationResponse]
 _List: TypeAlias = grpc.aio.ServicerContext[api.ListReservationsRequest, api.ListReservationsResponse]
 _Watch: TypeAlias = grpc.aio.ServicerContext[api.WatchReservationsRequest, api.WatchReservationsResponse]
@@ -51,7 +54,9 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         records: Records,
         settings: AllocatorSettings,
         clock: Clock,
+        tokens: LeaseTokens,
     ) -> None:
+        self._tokens = tokens
         self._reserving = reserving
         self._leases = leases
         self._records = records
@@ -60,21 +65,21 @@ class AllocatorServicer(api.AllocatorServiceServicer):
 
     async def Reserve(self, request: api.ReserveRequest, context: _Reserve) -> api.ReserveResponse:
         """Grant GPUs."""
-        order = translate.to_order(request, current_principal().name, self._settings)
+        order = translate.to_order(request, current_principal(), self._settings)
         granted = await self._reserving.reserve(order, wire.optional_seconds(request, "wait") or 0.0)
-        return self._put(api.ReserveResponse(), granted)
+        return self._put(api.ReserveResponse(lease_token=self._tokens.of(granted)), granted)
 
     async def ReserveAndWatch(
         self, request: api.ReserveAndWatchRequest, context: _ReserveAndWatch
     ) -> AsyncIterator[api.ReserveAndWatchResponse]:
         """Grant GPUs, and tell the place in the queue meanwhile."""
-        order = translate.to_order(request.reserve, current_principal().name, self._settings, "reserve.")
+        order = translate.to_order(request.reserve, current_principal(), self._settings, "reserve.")
         since = self._clock.now()
         wait = wire.optional_seconds(request.reserve, "wait") or 0.0
         async with aclosing(self._reserving.reserve_and_watch(order, wait)) as news:
             async for one in news:
                 if isinstance(one, Reservation):
-                    yield self._put(api.ReserveAndWatchResponse(), one)
+                    yield self._put(api.ReserveAndWatchResponse(lease_token=self._tokens.of(one)), one)
                 else:
                     place = translate.from_place(one, self._clock.now(), since)
                     yield api.ReserveAndWatchResponse(waiting=place)
@@ -83,9 +88,9 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         self, request: api.BatchReserveRequest, context: _BatchReserve
     ) -> api.BatchReserveResponse:
         """Grant several requests, all or none."""
-        orders = translate.to_orders(request, current_principal().name, self._settings)
+        orders = translate.to_orders(request, current_principal(), self._settings)
         granted = await self._reserving.reserve_all(orders)
-        return self._add(api.BatchReserveResponse(), granted)
+        return self._add(api.BatchReserveResponse(lease_tokens=map(self._tokens.of, granted)), granted)
 
     async def RenewReservation(
         self, request: api.RenewReservationRequest, context: _Renew
@@ -122,18 +127,27 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         released = await self._leases.release(leases, current_principal())
         return self._add(api.BatchReleaseResponse(), released)
 
+    async def CheckLease(self, request: api.CheckLeaseRequest, context: _Check) -> api.CheckLeaseResponse:
+        """Say whether a lease holds GPUs."""
+        lease, caller = translate.to_lease(request), current_principal()
+        self._leases.check(lease, request.node, request.gpu_uuids, request.lease_token, caller)
+        return api.CheckLeaseResponse()
+
     async def GetReservation(
         self, request: api.GetReservationRequest, context: _Get
     ) -> api.GetReservationResponse:
         """Look one up."""
-        found = self._records.get(translate.reservation_id(request.name))
-        return api.GetReservationResponse(reservation=self._report(found))
+        found = await self._records.get(translate.reservation_id(request.name))
+        own = found.live and found.owner == current_principal().name
+        return api.GetReservationResponse(
+            reservation=self._report(found), lease_token=self._tokens.of(found) if own else ""
+        )
 
     async def ListReservations(
         self, request: api.ListReservationsRequest, context: _List
     ) -> api.ListReservationsResponse:
         """List a page of them."""
-        reservations, token = self._records.list_reservations(
+        reservations, token = await self._records.list_reservations(
             holder=request.holder,
             ended=request.show_ended,
             page_size=request.page_size,
@@ -165,6 +179,9 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         return answer
 
     def _report(self, reservation: Reservation) -> api.Reservation:
-        """The message of a reservation with what its holder makes of it."""
-        usage = self._records.usage(reservation)
-        return translate.from_reservation(reservation, self._clock.now(), self._clock.wall(), usage)
+        """The message of a reservation with what its holder makes of it; its fence is for its owner and for admins."""
+        usage, caller = self._records.usage(reservation), current_principal()
+        message = translate.from_reservation(reservation, self._clock.now(), self._clock.wall(), usage)
+        if reservation.owner != caller.name and caller.role < Role.ADMIN:
+            message.ClearField("fence")
+        return message

@@ -7,15 +7,16 @@ from typing import TypeAlias
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.allocator.usecases.leases import Lease, Renewal
 from gpuscale.allocator.domain.model import Order, Reservation, ReservedGpu, Score, State
 from gpuscale.allocator.queueing.model import Place
-from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.servicers.translate_ask import POLICIES, to_ask
-from gpuscale.allocator.usage import Usage
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.usecases.leases import Lease, Renewal
+from gpuscale.allocator.usecases.usage import Usage
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common import names, wire
-from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.errors import InvalidArgumentError, PermissionDeniedError
+from gpuscale.common.security.auth import Principal, Role
 
 _NANOS = 1_000_000_000
 _REMEMBERED = 4096
@@ -33,16 +34,21 @@ _POLICIES = {policy: number for number, policy in POLICIES.items()}
 
 
 def to_order(
-    request: allocator_api.ReserveRequest, owner: str, defaults: AllocatorSettings, path: str = ""
+    request: allocator_api.ReserveRequest, caller: Principal, defaults: AllocatorSettings, path: str = ""
 ) -> Order:
-    """The order of a valid request; what it leaves open is filled in from the settings.
+    """The order of a valid request; what it leaves open is filled in from the settings, and the tenant from the caller.
 
     The fingerprint covers every field but the request id, as the caller sent them, and the caller. `path` leads to the
     request where it is part of another message, such as `requests[3].`.
 
     Raises:
         InvalidArgumentError: parts of it contradict each other.
+        PermissionDeniedError: the caller may not use the tenant's quota (OTHER_TENANT), or not ask for the priority
+            (PRIORITY_TOO_HIGH).
     """
+    tenant, owner = request.tenant or caller.tenants[0], caller.name
+    if caller.role < Role.ADMIN:
+        _check_limits(caller, tenant, request.priority, path)
     if request.may_preempt and not wire.optional_seconds(request, "wait"):
         raise InvalidArgumentError("may_preempt needs a wait", field=f"{path}may_preempt")
     request_id = request.request_id
@@ -58,33 +64,55 @@ def to_order(
         ttl=defaults.default_ttl_seconds if ttl is None else ttl,
         labels=dict(request.labels) if request.labels else {},
         ask=to_ask(request.ask, defaults, f"{path}ask."),
-        tenant=request.tenant or owner,
+        tenant=tenant,
         priority=request.priority,
         preemptible=request.preemptible,
         may_preempt=request.may_preempt,
     )
 
 
+def _check_limits(caller: Principal, tenant: str, priority: int, path: str) -> None:
+    if tenant not in caller.tenants:
+        field, may = f"{path}tenant", ", ".join(caller.tenants)
+        raise PermissionDeniedError(
+            f"{field}: {caller.name} may not use the quota of {tenant}, only of: {may}. On the server's host:"
+            f" gpuscalectl token limit {caller.name} --tenant {tenant}",
+            reason="OTHER_TENANT",
+            metadata={"field": field, "tenant": tenant},
+        )
+    most = caller.limits.max_priority
+    if priority > most:
+        field = f"{path}priority"
+        raise PermissionDeniedError(
+            f"{field}: {caller.name} may ask for {most} at most. On the server's host:"
+            f" gpuscalectl token limit {caller.name} --max-priority {priority}",
+            reason="PRIORITY_TOO_HIGH",
+            metadata={"field": field, "max_priority": str(most)},
+        )
+
+
 def to_orders(
-    request: allocator_api.BatchReserveRequest, owner: str, defaults: AllocatorSettings
+    request: allocator_api.BatchReserveRequest, caller: Principal, defaults: AllocatorSettings
 ) -> list[Order]:
     """The orders of a valid batch.
 
     Raises:
         InvalidArgumentError: one of them waits, or contradicts itself.
+        PermissionDeniedError: as `to_order`.
     """
     for index, one in enumerate(request.requests):
         if wire.optional_seconds(one, "wait"):
             raise InvalidArgumentError("a batch does not wait", field=f"requests[{index}].wait")
     return [
-        to_order(one, owner, defaults, f"requests[{index}].") for index, one in enumerate(request.requests)
+        to_order(one, caller, defaults, f"requests[{index}].") for index, one in enumerate(request.requests)
     ]
 
 
 def to_lease(
     message: allocator_api.LeaseRenewal
     | allocator_api.RenewReservationRequest
-    | allocator_api.ReleaseReservationRequest,
+    | allocator_api.ReleaseReservationRequest
+    | allocator_api.CheckLeaseRequest,
 ) -> Lease:
     """The lease that a message names."""
     return Lease(reservation_id(message.name), message.fence)
@@ -217,6 +245,7 @@ def _from_usage(usage: Usage) -> allocator_api.ReservationUsage:
             memory_used_bytes=one.memory_used_bytes,
             utilization_percent=one.utilization_percent,
             outsider_pids=one.outsiders,
+            quarantine=one.quarantine,
         )
         for uuid, one in usage.gpus.items()
     )

@@ -1,5 +1,6 @@
 """Translate what is asked for: from the contract's `Ask` to the allocator's."""
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +11,8 @@ from gpuscale.common import names
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 
 _MIB = 1024 * 1024
+_GB = 10**9
+_MIG_MEMORY = re.compile(r"\.(\d{1,6})gb", re.IGNORECASE)
 
 POLICIES = {
     allocator_api.PlacementPolicy.PLACEMENT_POLICY_SPREAD: Policy.SPREAD,
@@ -68,7 +71,11 @@ def _translated(request: allocator_api.Ask, defaults: AllocatorSettings, path: s
             if request.HasField("max_utilization_percent")
             else defaults.default_max_utilization_percent
         ),
-        allow_unknown_utilization=request.allow_unknown_utilization,
+        allow_unknown_utilization=(
+            request.allow_unknown_utilization
+            if request.HasField("allow_unknown_utilization")
+            else request.mig_profile != ""
+        ),
         policy=POLICIES.get(request.policy, Policy(defaults.default_policy)),
         weights=Weights(
             weights.memory if weights.HasField("memory") else defaults.memory_weight,
@@ -99,7 +106,9 @@ def _min_memory(request: allocator_api.Ask, defaults: AllocatorSettings) -> int:
         return request.gpu_memory_bytes
     if request.HasField("gpu_milli") and request.gpu_milli < WHOLE:
         return 0  # the memory that goes with the share has to be free, and no more
-    return defaults.default_min_memory_mib * _MIB
+    usual = defaults.default_min_memory_mib * _MIB
+    named = _MIG_MEMORY.search(request.mig_profile)
+    return usual if named is None else min(usual, int(named.group(1)) * _GB * 9 // 10)
 
 
 def _nodes(resources: Sequence[str]) -> frozenset[str]:

@@ -12,15 +12,15 @@ from contextlib import suppress
 from enum import Enum
 from typing import NoReturn
 
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.state.crowd import Crowd
 from gpuscale.allocator.domain.ledger import Ledger, activated
 from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.domain.values import value
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.state.crowd import Crowd
 from gpuscale.allocator.state.outcome import Outcome
 from gpuscale.allocator.state.store import AllocatorStore
-from gpuscale.allocator.domain.values import value
-from gpuscale.common.runtime import failpoints
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.runtime import failpoints
 
 MAX_GROUP = 256
 """Most changes in one transaction."""
@@ -119,7 +119,14 @@ class Commits:
     async def _write(self, group: Sequence[_Unit]) -> None:
         """Write a group in one transaction; if the state refuses something in it, each unit in one of its own."""
         group = [unit for unit in group if not await self._failed_at_point(unit)]
+        if self._store.short:
+            group = self._refuse([unit for unit in group if unit.kind is _Kind.GRANT], group, _no_room())
         error = await self._save(group)
+        if error is not None and error.reason == "REQUEST_ENDED":
+            known = error.metadata["request_ids"].split(",")
+            ended = [unit for unit in group if any(one.request_id in known for one in unit.reservations)]
+            group = self._refuse([unit for unit in ended if unit.kind is _Kind.GRANT], group, error)
+            error = await self._save(group)
         if error is not None and error.reason == "STATE_CONFLICT" and len(group) > 1:
             for unit in group:
                 self._settle(unit, await self._save([unit]))
@@ -129,6 +136,14 @@ class Commits:
                 self._settle(unit, error)
         if ends := [unit for unit in group if unit.kind is _Kind.END]:
             self._changes.room({gpu.node for unit in ends for one in unit.reservations for gpu in one.gpus})
+
+    def _refuse(
+        self, refused: Sequence[_Unit], group: Sequence[_Unit], error: UnavailableError
+    ) -> list[_Unit]:
+        """Take units back that are not to be written; the others of the group."""
+        for unit in refused:
+            self._settle(unit, error)
+        return [unit for unit in group if unit not in refused]
 
     async def _failed_at_point(self, unit: _Unit) -> bool:
         try:
@@ -179,6 +194,12 @@ class Commits:
             case _Kind.CHANGE:
                 for before, after in zip(unit.before, unit.reservations, strict=True):
                     self._ledger.undo(before, after)
+
+
+def _no_room() -> UnavailableError:
+    return UnavailableError(
+        "the disk of the state is full: what room is left is for the ends of reservations", reason="DISK_FULL"
+    )
 
 
 def _size(units: Sequence[_Unit]) -> int:

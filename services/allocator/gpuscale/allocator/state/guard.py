@@ -10,12 +10,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+from gpuscale.allocator.state.disk_room import Room
 from gpuscale.allocator.state.sealing import is_whole, is_whole_reservation
 from gpuscale.allocator.state.witness import Witness
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.store.sqlite_store import check
 
 SEALED_SINCE = 3
 """The first schema version whose rows have checksums."""
+UNCHECKED = frozenset({"ended"})
+"""Tables that are too large to be looked at in whole at each start; each row is when it is read."""
 LAST_WRITE = "write"
 """The counter that keeps the number of the last write that was not one of reservations."""
 
@@ -41,8 +45,16 @@ class Numbering:
         self._number += 1
         return self._number
 
+    @property
+    def short(self) -> bool:
+        """Whether the disk lacks the room that is kept for ends of reservations."""
+        return False
+
     def wrote(self, number: int) -> None:
         """The rows of a write are in the transaction that is open, and its number with them."""
+
+    def accepted(self) -> None:
+        """All that was read is as it was acknowledged."""
 
 
 class StateGuard(Numbering):
@@ -51,12 +63,23 @@ class StateGuard(Numbering):
     def __init__(self, database: Path) -> None:
         super().__init__(0)
         self._witness = Witness(database)
+        self._room = Room(database)
         self._staged = 0
 
     @property
     def witness(self) -> Witness:
         """The file beside the database."""
         return self._witness
+
+    @property
+    def short(self) -> bool:
+        """Whether the disk lacks the room that is kept for ends of reservations."""
+        return self._room.short
+
+    def close(self) -> None:
+        """Close what is open beside the database; after that."""
+        self._witness.close()
+        self._room.close()
 
     def inspect(self, connection: sqlite3.Connection, version: int) -> None:
         """Read everything once.
@@ -66,13 +89,14 @@ class StateGuard(Numbering):
             sqlite3.DatabaseError: an index and its table disagree.
         """
         if version >= SEALED_SINCE:
-            problem: str = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
-            if problem != "ok":
-                raise sqlite3.DatabaseError(" ".join(problem.split()))
+            check(connection, "integrity_check", UNCHECKED)
             for query, whole in _ROWS.items():
                 _check_rows(connection, query, whole)
             self._number = _last_write(connection)
         self._witness.check_after(self._number)
+
+    def accepted(self) -> None:
+        """Write the witness: before, it is left as it was, as the database is."""
         self._witness.open(self._number)
 
     def wrote(self, number: int) -> None:
@@ -84,6 +108,7 @@ class StateGuard(Numbering):
         if committed and self._staged:
             self._witness.put(self._staged)
         self._staged = 0
+        self._room.look()
 
 
 def _check_rows(connection: sqlite3.Connection, query: str, whole: _IsWhole) -> None:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pydantic_core import to_json
-from sqlalchemy import JSON, Connection, Index, Row, event, text
+from sqlalchemy import JSON, Connection, Index, event, text
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
@@ -14,25 +14,33 @@ from gpuscale.allocator.domain import model
 from gpuscale.allocator.state import sealing
 from gpuscale.common.store.columns import Whole
 
-VERSION = 3
+VERSION = 4
 FENCE = "fence"
 """The counter that keeps the highest fence when records are forgotten."""
+LEASE_KEY = "lease_key"
+"""The counters that keep the key of lease tokens are named so, with their number behind."""
+ROWS = "rows"
+"""The counter of the rows of reservations and holds: one that was deleted by hand is missed at the next start."""
+
+ENDED_RECORDS = "ended_records"
+ENDED_BYTES = "ended_bytes"
+"""The counters of the rows of `Ended`."""
 
 
 class Table(SQLModel, registry=registry()):
     """A table of this state, apart from those of other services in the process."""
 
 
-class Reservation(Table, table=True):
-    """A reservation, live or ended.
+class _Record(Table):
+    """What is stored of a reservation.
 
     `deadline_seconds` and `revoke_seconds` are of CLOCK_BOOTTIME and mean something only within `boot_id`; `create_time`
     and `end_time` are seconds since 1970. `write_number` is that of the write that made the row what it is
     (`gpuscale.allocator.state.witness`); the sums are those of `gpuscale.allocator.state.sealing`.
     """
 
-    id: str = Field(primary_key=True)
-    fence: int = Field(unique=True, sa_type=Whole)
+    id: str
+    fence: int = Field(sa_type=Whole)
     request_id: str = Field(unique=True)
     fingerprint: str
     holder: str
@@ -57,6 +65,24 @@ class Reservation(Table, table=True):
     write_number: int = Field(default=0, sa_type=Whole)
     lasting_sum: int = Field(default=0, sa_type=Whole)
     life_sum: int = Field(default=0, sa_type=Whole)
+
+
+class Reservation(_Record, table=True):
+    """A reservation that lives, or ended not long ago."""
+
+    id: str = Field(primary_key=True)
+    fence: int = Field(unique=True, sa_type=Whole)
+
+
+class Ended(_Record, table=True):
+    """A reservation that ended, and is not in memory any more. `gpuscale.allocator.state.ended_store` moves it here."""
+
+    __table_args__ = (
+        Index("ended_by_deadline", "boot_id", "deadline_seconds"),
+        Index("ended_by_holder", "holder", "fence"),
+    )
+
+    fence: int = Field(primary_key=True, sa_type=Whole, sa_column_kwargs={"autoincrement": False})
 
 
 class Hold(Table, table=True):
@@ -114,7 +140,10 @@ class Rank(Table, table=True):
 
 
 class Counter(Table, table=True):
-    """A number that must not go back."""
+    """A number that must not go back; and the parts of the key of lease tokens, which must not be lost.
+
+    As counters they need no other version of the schema.
+    """
 
     name: str = Field(primary_key=True)
     value: int = Field(sa_type=Whole)
@@ -191,8 +220,8 @@ def to_holds(reservation: model.Reservation) -> Sequence[dict[str, object]]:
     ]
 
 
-def from_row(row: Row[Any]) -> model.Reservation:
-    """The reservation of a row of `Reservation`, as the database returns it."""
+def from_row(row: Any) -> model.Reservation:
+    """The reservation of a row of `Reservation` or `Ended`; its lists and mappings are no JSON any more."""
     return model.Reservation(
         id=row.id,
         fence=row.fence,

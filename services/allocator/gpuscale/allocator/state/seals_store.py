@@ -26,7 +26,7 @@ def check_seals(connection: Connection, tables: Iterable[Table]) -> None:
             whole = is_whole
         else:
             continue
-        for row in connection.execute(select(*map(_as_sealed, table.columns))).mappings():
+        for row in connection.execute(select(*map(as_sealed, table.columns))).mappings():
             if not whole(dict(row)):
                 key = ", ".join(str(row[column.name]) for column in table.primary_key)
                 raise FailedPreconditionError(
@@ -36,8 +36,8 @@ def check_seals(connection: Connection, tables: Iterable[Table]) -> None:
                 )
 
 
-def _as_sealed(column: Column[Any]) -> ColumnElement[Any]:
-    """A column with its values as `sealing` knows them: JSON as the text that was written, truth as a number."""
+def as_sealed(column: Column[Any]) -> ColumnElement[Any]:
+    """A column, with its values as `sealing` knows them: JSON as the text that was written, truth as a number."""
     if isinstance(column.type, JSON):
         return cast(column, Text).label(column.name)
     if isinstance(column.type, Boolean):

@@ -5,6 +5,7 @@ it refuses a second grant for one request.
 """
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,15 +26,21 @@ from sqlalchemy import (
     update,
 )
 
-from gpuscale.allocator.state import schema_store as schema
-from gpuscale.allocator.state.guard import LAST_WRITE, Numbering, StateGuard
+from gpuscale.allocator.domain.lease_tokens import KEY_PARTS
 from gpuscale.allocator.domain.model import Reservation, State
+from gpuscale.allocator.state import schema_store as schema
+from gpuscale.allocator.state.guard import LAST_WRITE, UNCHECKED, Numbering, StateGuard
 from gpuscale.allocator.state.sealing import LIFE, sealed
 from gpuscale.allocator.state.seals_store import check_seals
-from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
-from gpuscale.common.store.prepared import Prepared
+from gpuscale.common.errors import (
+    AbortedError,
+    FailedPreconditionError,
+    GpuscaleError,
+    UnavailableError,
+)
 from gpuscale.common.runtime.revisions import revisions
 from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.store.prepared import Prepared
 from gpuscale.common.store.store import Store
 from gpuscale.common.store.term import Term
 
@@ -41,13 +48,14 @@ SERVICE = "allocator"
 """Its threads, its failpoints, and its schema in PostgreSQL are named so."""
 T = TypeVar("T")
 
-MIGRATIONS = revisions("gpuscale.allocator.migrations", 2, 3)
+MIGRATIONS = revisions("gpuscale.allocator.state.migrations", 2, 3, 4)
 """By the version that they start from."""
 _TABLES = schema.Table.metadata.tables
 _RESERVATION = _TABLES["reservation"]
 _HOLD = _TABLES["hold"]
 _RANK = _TABLES["rank"]
 _COUNTER = _TABLES["counter"]
+_ENDED = _TABLES["ended"]
 
 _CHANGING = (*(column for column in LIFE if column != "id"), "life_sum")
 _ACTIVE: ColumnElement[str] = literal_column(f"'{State.ACTIVE.value}'")
@@ -68,6 +76,8 @@ _CHANGE_GPUS = Prepared(
 )
 _FORGET = Prepared(delete(_RESERVATION).where(_RESERVATION.c.id == bindparam("key")))
 _COUNT = Prepared.replacing(_COUNTER)
+_COUNTED = Prepared(select(_COUNTER.c.value).where(_COUNTER.c.name == bindparam("name")))
+_KNOWN = Prepared(select(_ENDED.c.request_id).where(_ENDED.c.request_id == bindparam("request_id")))
 _PUT_RANKS = Prepared.replacing(_RANK)
 
 
@@ -104,26 +114,60 @@ class AllocatorStore:
         """Read what else is kept in the file. Raises as `Store.read` does."""
         return await self._store.read(work)
 
-    async def change(self, work: Callable[[Connection], None]) -> None:
-        """Write what else is kept in the file. Raises as `Store.write` does."""
+    async def change(self, work: Callable[[Connection], None], *, fence: int = 0) -> None:
+        """Write what else is kept in the file, and that a fence was given if one is named. Raises as `Store.write` does."""
 
         def numbered(connection: Connection) -> None:
             number = self._guard.next()
             work(connection)
+            if fence:
+                _COUNT.run(connection, [sealed({"name": schema.FENCE, "value": fence})])
             self._note(connection, number)
             self._guard.wrote(number)
 
         await self._store.write(numbered)
 
+    @property
+    def short(self) -> bool:
+        """Whether the disk lacks the room that is kept for ends of reservations: nothing is granted then."""
+        return self._guard.short
+
+    async def look_for_room(self) -> bool:
+        """Look again whether the disk is `short`. Raises as `Store.write` does."""
+        await self._store.write(lambda _: None)
+        return self._guard.short
+
     async def load(self) -> Saved:
-        """Read everything.
+        """Read everything but what `ended_store` keeps, and begin to write down what is acknowledged.
 
         Raises:
             FailedPreconditionError: STATE_INCONSISTENT, the holds are not those of the live reservations; or the file
                 is damaged.
             UnavailableError: the file cannot be read now.
         """
-        return await self._store.read(_load)
+        saved = await self._store.read(_load)
+        self._guard.accepted()
+        return saved
+
+    async def lease_key(self) -> Sequence[int]:
+        """The key of lease tokens; made and written where there is none yet.
+
+        Raises:
+            UnavailableError: it cannot be read or written.
+        """
+        names = [f"{schema.LEASE_KEY}_{number}" for number in range(KEY_PARTS)]
+
+        def look(connection: Connection) -> list[int]:
+            kept = select(_COUNTER.c.name, _COUNTER.c.value).where(_COUNTER.c.name.in_(names))
+            found: dict[str, int] = {row.name: row.value for row in connection.execute(kept)}
+            return [found[name] for name in names if name in found]
+
+        key = await self.read(look)
+        if len(key) < KEY_PARTS:
+            key = [secrets.randbits(63) for _ in names]
+            rows = [sealed({"name": name, "value": part}) for name, part in zip(names, key, strict=True)]
+            await self.change(lambda connection: _put_counters(connection, rows))
+        return key
 
     async def save(self, added: Sequence[Reservation], changed: Sequence[Reservation]) -> None:
         """Write new reservations with their holds, and what changed in the life of others, in one transaction.
@@ -131,22 +175,28 @@ class AllocatorStore:
         Those that have ended give their GPUs back.
 
         Raises:
-            UnavailableError: also with reason STATE_CONFLICT, if the state refuses one of them: then none is written.
+            UnavailableError: also with reason STATE_CONFLICT, if the state refuses one of them, or REQUEST_ENDED with
+                their `request_ids`, if what was granted for a request has ended: then none is written.
         """
 
         def work(connection: Connection) -> None:
             number = self._guard.next()
+            written = 0
             if added:
+                _require_new(connection, added)
                 _ADD.run(connection, [schema.to_row(one, self._boot_id, number) for one in added])
-                _HOLD_GPUS.run(connection, [hold for one in added for hold in schema.to_holds(one)])
+                holds = [hold for one in added for hold in schema.to_holds(one)]
+                _HOLD_GPUS.run(connection, holds)
+                written += len(added) + len(holds)
             if changed:
                 rows = [schema.to_changes(one, self._boot_id, number) for one in changed]
                 if _CHANGE.run(connection, rows) < len(changed) and not added:
                     self._note(connection, number)  # no row may have it: they had ended
             if ended := [{"key": one.id} for one in changed if not one.live]:
-                _FREE_GPUS.run(connection, ended)
+                written -= _FREE_GPUS.run(connection, ended)
             if lost := [one for one in changed if one.state is State.LOST]:
                 _CHANGE_GPUS.run(connection, [schema.to_lost(one) for one in lost])
+            count(connection, {schema.ROWS: written})
             self._guard.wrote(number)
 
         await self._write(work)
@@ -157,7 +207,7 @@ class AllocatorStore:
         def work(connection: Connection) -> None:
             number = self._guard.next()
             _COUNT.run(connection, [sealed({"name": schema.FENCE, "value": fence})])
-            _FORGET.run(connection, [{"key": one.id} for one in ended])
+            count(connection, {schema.ROWS: -_FORGET.run(connection, [{"key": one.id} for one in ended])})
             self._note(connection, number)
             self._guard.wrote(number)
 
@@ -191,8 +241,38 @@ class AllocatorStore:
             raise
         except GpuscaleError as error:
             raise UnavailableError(
-                error.message, reason=error.reason, retry_after=error.retry_after
+                error.message, reason=error.reason, metadata=error.metadata, retry_after=error.retry_after
             ) from error
+
+
+def _put_counters(connection: Connection, rows: Sequence[dict[str, object]]) -> None:
+    _COUNT.run(connection, rows)
+
+
+def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:
+    """Add to counters, inside the transaction that is open; returns their values."""
+    values: dict[str, int] = {}
+    for name, change in changes.items():
+        found = _COUNTED.first(connection, {"name": name})
+        values[name] = change + (int(str(found[0])) if found else 0)
+        if change:
+            _COUNT.run(connection, [sealed({"name": name, "value": values[name]})])
+    return values
+
+
+def _require_new(connection: Connection, added: Sequence[Reservation]) -> None:
+    """Check that no reservation that has ended was granted for one of the requests.
+
+    Raises:
+        AbortedError: REQUEST_ENDED, with the `request_ids` of those for which one was.
+    """
+    known = [one.request_id for one in added if _KNOWN.first(connection, {"request_id": one.request_id})]
+    if known:
+        raise AbortedError(
+            "what was granted for the request has ended",
+            reason="REQUEST_ENDED",
+            metadata={"request_ids": ",".join(known)},
+        )
 
 
 @asynccontextmanager
@@ -213,12 +293,13 @@ async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]
         version=schema.VERSION,
         migrations=MIGRATIONS,
         guard=guard,
+        unchecked=UNCHECKED,
     )
     try:
         async with opening as store:
             yield AllocatorStore(store, guard, boot_id)
     finally:
-        guard.witness.close()
+        guard.close()
 
 
 @asynccontextmanager
@@ -233,7 +314,8 @@ async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGe
 
     backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)
     async with Store.on(backend, name=SERVICE) as store:
-        await store.read(partial(check_seals, tables=schema.Table.metadata.sorted_tables))
+        tables = [table for table in schema.Table.metadata.sorted_tables if table.name not in UNCHECKED]
+        await store.read(partial(check_seals, tables=tables))
         yield AllocatorStore(store, Numbering(await store.read(_last_write)), boot_id)
 
 
@@ -249,10 +331,26 @@ def _load(connection: Connection) -> Saved:
     rows = connection.execute(select(_RESERVATION).order_by(_RESERVATION.c.fence))
     reservations = [(schema.from_row(row), row.boot_id) for row in rows]
     _check_holds([reservation for reservation, _ in reservations], connection)
+    _check_rows(connection)
     kept = select(_COUNTER.c.value).where(_COUNTER.c.name == schema.FENCE)
     fence: int | None = connection.execute(kept).scalar()
     ranks = {row["node"]: row["rank"] for row in connection.execute(select(_RANK)).mappings()}
     return Saved(reservations, fence or 0, ranks)
+
+
+def _check_rows(connection: Connection) -> None:
+    """As many rows must be there as were written: what was deleted by hand may have been a grant."""
+    names = {schema.ROWS: (_RESERVATION, _HOLD), schema.ENDED_RECORDS: (_ENDED,)}
+    for name, tables in names.items():
+        found = sum(connection.execute(select(func.count()).select_from(one)).scalar_one() for one in tables)
+        kept = connection.execute(select(_COUNTER.c.value).where(_COUNTER.c.name == name)).scalar() or 0
+        if found != kept:
+            what = " and ".join(table.name for table in tables)
+            raise FailedPreconditionError(
+                f"the state has {found} rows of {what}, and {kept} were written; nothing is granted on such a state, and"
+                " it was left as it was: restore a copy",
+                reason="STATE_INCONSISTENT",
+            )
 
 
 def _check_holds(reservations: Sequence[Reservation], connection: Connection) -> None:

@@ -80,7 +80,6 @@ class Witness:
 
     def open(self, number: int) -> None:
         """Begin to write down what is committed from now on."""
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         self._write(Seen(number, _salt(self._wal)))
 
     def put(self, number: int) -> None:
@@ -100,6 +99,8 @@ class Witness:
     def _write(self, seen: Seen) -> None:
         body = _RECORD.pack(seen.number, seen.salt, 0)
         try:
+            if self._file < 0:
+                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             os.pwrite(self._file, _RECORD.pack(seen.number, seen.salt, crc32(body)), 0)
         except OSError as error:
             if not self._failing:

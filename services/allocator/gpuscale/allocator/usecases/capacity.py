@@ -7,22 +7,22 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Order, ReservedGpu
-from gpuscale.allocator.placing.outlook import Outlook
 from gpuscale.allocator.domain.placement import Pick
-from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.queueing.model import Obstacle
-from gpuscale.allocator.usecases.waiting import Waiting
 from gpuscale.allocator.domain.ranking import Idleness, RankedNode, rank
+from gpuscale.allocator.placing.outlook import Outlook
+from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import NOT_FOUND, Refusal, RefusalKind
 from gpuscale.allocator.placing.remedies import remedies
+from gpuscale.allocator.queueing.model import Obstacle
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.telemetry import FleetFollower
 from gpuscale.allocator.usecases.view import FleetView
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.allocator.usecases.waiting import Waiting
 from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
+from gpuscale.common.runtime.clock import Clock
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a wait lasts where it does not say: the seed's."""
@@ -86,16 +86,16 @@ class Capacity:
         self._change = asyncio.Event()
         changes.on_room(self._changed)
 
-    def check(self, ask: Ask, caller: str) -> Answer:
-        """Whether the caller would be granted the ask now; those who wait in the queue come first."""
+    def check(self, ask: Ask, tenant: str) -> Answer:
+        """Whether the tenant would be granted the ask now; those who wait in the queue come first."""
         self._expect_telemetry()
         now = self._clock.now()
         found: Pick | Refusal | Obstacle = self._placer.place(ask, now, again=True)
         if isinstance(found, Pick):
-            found = self._waiting.look(_as_order(ask, caller), now)
+            found = self._waiting.look(_as_order(ask, tenant), now)
         return _answer(found)
 
-    async def wait(self, ask: Ask, caller: str, seconds: float) -> tuple[Answer, float]:
+    async def wait(self, ask: Ask, tenant: str, seconds: float) -> tuple[Answer, float]:
         """Look until the ask could be granted or so many seconds are over; the last answer, and how long it took.
 
         Raises:
@@ -103,7 +103,7 @@ class Capacity:
         """
         loop = asyncio.get_running_loop()
         began, change = loop.time(), self._change
-        answer = self.check(ask, caller)
+        answer = self.check(ask, tenant)
         if self._waits >= MOST_WAITS:
             raise ResourceExhaustedError(
                 f"{MOST_WAITS} calls wait for room already, which is as many as may; stand in the queue with Reserve",
@@ -116,7 +116,7 @@ class Capacity:
                 while not (answer.available or answer.final):
                     await change.wait()
                     change = self._change  # before the look: what changes after it is not missed
-                    answer = self.check(ask, caller)
+                    answer = self.check(ask, tenant)
                     await asyncio.sleep(0 if answer.available else LOOK_GAP)
         except TimeoutError:
             pass  # the last answer stands: nothing has changed since
@@ -124,9 +124,9 @@ class Capacity:
             self._waits -= 1
         return answer, loop.time() - began
 
-    def explain(self, ask: Ask, caller: str) -> Explanation:
+    def explain(self, ask: Ask, tenant: str) -> Explanation:
         """What each constraint does to the ask, what the nearest nodes are like, and what would help."""
-        answer = self.check(ask, caller)
+        answer = self.check(ask, tenant)
         now = self._clock.now()
         outlook = self._placer.explain(ask, now)
         held = [one for one in self._ledger.reservations(ended=False) if not self._ledger.closing(one.id)]
@@ -148,6 +148,13 @@ class Capacity:
             cordoned=lambda node, uuid: cordons.covering(node, uuid, parents.get(uuid, "")) is not None,
             now=self._clock.now(),
         )
+
+    def free(self, ask: Ask) -> list[ReservedGpu]:
+        """The GPUs that one like the ask could be granted now, best first."""
+        self._expect_telemetry()
+        now = self._clock.now()
+        _answer(self._placer.place(ask, now, again=True))  # raises where a node was never seen
+        return self._placer.free(ask, now)
 
     def _changed(self, nodes: Collection[str] | None) -> None:
         """Room may have come: whoever waits looks again."""
@@ -182,8 +189,8 @@ def _answer(found: Pick | Refusal | Obstacle) -> Answer:
     return Answer(found.message, reason=found.kind, final=found.kind is RefusalKind.UNSATISFIABLE)
 
 
-def _as_order(ask: Ask, caller: str) -> Order:
-    """What the caller would order, for a look at the queue."""
+def _as_order(ask: Ask, tenant: str) -> Order:
+    """What the tenant would order, for a look at the queue."""
     return Order(
-        request_id="", fingerprint="", holder=caller, owner=caller, ttl=0.0, labels={}, ask=ask, tenant=caller
+        request_id="", fingerprint="", holder=tenant, owner=tenant, ttl=0.0, labels={}, ask=ask, tenant=tenant
     )

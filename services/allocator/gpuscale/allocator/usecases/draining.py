@@ -8,21 +8,21 @@ run out. Whatever is interrupted on the way, `resume` makes good when the alloca
 import asyncio
 from collections.abc import Iterable
 
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.state.commits import Commits
-from gpuscale.allocator.state.cordon_store import CordonStore
 from gpuscale.allocator.domain.cordons import Cordon, Cordons, Spot, cordoned
-from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Node, Reservation
 from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.state.commits import Commits
+from gpuscale.allocator.state.cordon_store import CordonStore
+from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.view import FleetView
-from gpuscale.allocator.whole import whole
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import GpuscaleError, NotFoundError
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.paging import page
+from gpuscale.common.runtime.uninterrupted import uninterrupted
+from gpuscale.common.security.auth import Principal, Role, require
 
 DEFAULT_GRACE = 600.0
 """Seconds that holders have to leave where a drain does not say."""
@@ -35,7 +35,6 @@ class Maintenance:
 
     Args:
         placer: is told what is cordoned.
-        tasks: the scope that changes live in: a caller who gives up neither undoes nor halves one.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Maintenance:
         leases: Leases,
         changes: Changes,
         clock: Clock,
-        tasks: TaskScope,
     ) -> None:
         self._ledger = ledger
         self._view = view
@@ -59,7 +57,6 @@ class Maintenance:
         self._leases = leases
         self._changes = changes
         self._clock = clock
-        self._tasks = tasks
         self._cordons = Cordons()
         self._turn = asyncio.Lock()
 
@@ -87,6 +84,7 @@ class Maintenance:
         for cordon in draining:
             await self._tell(cordon)
 
+    @uninterrupted
     async def cordon(self, spot: Spot, *, reason: str, author: str) -> Cordon:
         """Let nothing new onto a node or GPU. A drain that is under way there goes on.
 
@@ -95,8 +93,9 @@ class Maintenance:
             UnavailableError: the state cannot be written; the cordon is as before then.
         """
         asked = Cordon(spot, reason, author, self._clock.wall())
-        return await whole(self._tasks, "cordon", self._put(asked))
+        return await self._put(asked)
 
+    @uninterrupted
     async def drain(
         self, spot: Spot, *, reason: str, author: str, grace: float | None = None
     ) -> tuple[Cordon, list[Reservation]]:
@@ -111,20 +110,45 @@ class Maintenance:
         """
         seconds = DEFAULT_GRACE if grace is None else grace
         asked = Cordon(spot, reason, author, self._clock.wall(), self._clock.now() + seconds, seconds)
-        cordon = await whole(self._tasks, "drain", self._drain(asked))
+        cordon = await self._put(asked)
+        await self._tell(cordon)
         return cordon, self.reservations(spot)
 
-    async def uncordon(self, spot: Spot) -> None:
+    @uninterrupted
+    async def uncordon(self, spot: Spot, caller: Principal) -> None:
         """Lift a cordon, and with it its drain: what it was to take away may stay, if nothing else drains it.
 
         Raises:
             NotFoundError: the node was never seen.
+            PermissionDeniedError: it drains, and the caller may not drain (reason ROLE_TOO_LOW).
             UnavailableError: the state cannot be written; the cordon stands then. Its holders may have been told that
                 they can stay: repeat the call.
         """
-        if self._cordons.get(spot) is None:  # one of a node that was forgotten can be lifted
+        self.expect_liftable(spot, caller)
+        await self._lift(spot, caller)
+
+    def expect_known(self, spot: Spot) -> None:
+        """Check that a node or GPU can be cordoned or drained.
+
+        Raises:
+            NotFoundError: the node or GPU was never seen.
+        """
+        self._expect_node(spot)
+        if self._cordons.get(spot) is None:  # a cordon may outlive its GPU
+            self._expect_gpu(spot)
+
+    def expect_liftable(self, spot: Spot, caller: Principal) -> None:
+        """Check that a cordon can be lifted; one of a node that was forgotten can.
+
+        Raises:
+            NotFoundError: there is no cordon, and the node was never seen.
+            PermissionDeniedError: it drains, and the caller may not drain (reason ROLE_TOO_LOW).
+        """
+        found = self._cordons.get(spot)
+        if found is None:
             self._expect_node(spot)
-        await whole(self._tasks, "uncordon", self._lift(spot))
+        elif found.deadline is not None:  # what it takes a role to do, it takes that role to undo
+            require(caller, Role.ADMIN, f"{spot.name} is drained by {found.author}: lifting that")
 
     def list_cordons(self, *, page_size: int, page_token: str) -> tuple[list[Cordon], str]:
         """A page of cordons, by name, and the token of the next page.
@@ -145,11 +169,9 @@ class Maintenance:
 
     async def _put(self, asked: Cordon) -> Cordon:
         """Set a cordon in memory, at once, and on disk; as before if it cannot be written."""
-        self._expect_node(asked.spot)
         async with self._turn:
+            self.expect_known(asked.spot)
             before = self._cordons.get(asked.spot)
-            if before is None:
-                self._expect_gpu(asked.spot)
             after = cordoned(before, asked)
             self._cordons.put(after)
             self._placer.set_cordons(self._cordons.marks())
@@ -161,17 +183,13 @@ class Maintenance:
         _log.info("cordoned", spot=after.spot.name, drains=after.deadline is not None)
         return after
 
-    async def _drain(self, asked: Cordon) -> Cordon:
-        cordon = await self._put(asked)
-        await self._tell(cordon)
-        return cordon
-
-    async def _lift(self, spot: Spot) -> None:
+    async def _lift(self, spot: Spot, caller: Principal) -> None:
         """Lift a cordon: holders first, so that after a crash in between the drain goes on as a whole."""
         async with self._turn:
             before = self._cordons.get(spot)
             if before is None:
                 return
+            self.expect_liftable(spot, caller)  # it may drain since
             await self._reprieve(before)
             await self._store.remove(spot)
             self._cordons.remove(spot)

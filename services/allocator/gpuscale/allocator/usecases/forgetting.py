@@ -14,8 +14,8 @@ from gpuscale.allocator.domain.model import Node
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.allocator.usecases.view import FleetView
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 
 PERIOD = 0.5

@@ -2,18 +2,20 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from gpuscale.allocator.state.commits import Commits
+from gpuscale.allocator.domain.lease_tokens import LeaseTokens
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation, State
-from gpuscale.allocator.state.outcome import Outcome
 from gpuscale.allocator.domain.values import value
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.allocator.state.archive import Archive
+from gpuscale.allocator.state.commits import Commits
+from gpuscale.allocator.state.outcome import Outcome
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
     NotFoundError,
     PermissionDeniedError,
 )
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.principal import Principal, Role
 
 
@@ -37,9 +39,13 @@ class Renewal:
 class Leases:
     """Every method raises errors of `gpuscale.common.errors`, as the contract says."""
 
-    def __init__(self, *, ledger: Ledger, commits: Commits, clock: Clock) -> None:
+    def __init__(
+        self, *, ledger: Ledger, commits: Commits, archive: Archive, clock: Clock, tokens: LeaseTokens
+    ) -> None:
         self._ledger = ledger
+        self._tokens = tokens
         self._commits = commits
+        self._archive = archive
         self._clock = clock
 
     async def renew(self, lease: Lease, ttl: float | None, caller: Principal) -> Reservation:
@@ -51,6 +57,7 @@ class Leases:
             FailedPreconditionError: it has ended, or the fence is not its own.
             UnavailableError: the state cannot be written; the lease runs on as before.
         """
+        await self._archive.recall(ids=[lease.id])
         before = self._owned(lease.id, caller)
         after = self._ledger.renew(lease.id, lease.fence, ttl, self._clock.now())
         await _written(self._commits.change([before], [after]))
@@ -62,6 +69,7 @@ class Leases:
         One that cannot be renewed does not keep the others from it.
         """
         wanted = dict.fromkeys((*leases, *self._of_holder(holder, caller)))
+        await self._archive.recall(ids=[lease.id for lease in wanted])
         before: list[Reservation] = []
         after: list[Reservation] = []
         refused: dict[Lease, GpuscaleError] = {}
@@ -76,6 +84,35 @@ class Leases:
         failure = await self._commits.change(before, after) if after else None
         return [self._renewal(lease, refused.get(lease) or failure) for lease in wanted]
 
+    def check(self, lease: Lease, node: str, uuids: Iterable[str], token: str, caller: Principal) -> None:
+        """Say whether a lease holds GPUs of a node now; with a token, whether it is the one of that lease.
+
+        Raises:
+            NotFoundError: no such reservation.
+            PermissionDeniedError: an agent asks about another node, or the token is another's.
+            FailedPreconditionError: it has ended, the fence is not its own, or it does not hold one of the GPUs.
+        """
+        if caller.role is Role.AGENT and caller.name != node:
+            raise PermissionDeniedError(
+                f"agent {caller.name} may only ask about the node of that name, not {node}",
+                reason="OTHER_NODE",
+            )
+        found = self._ledger.expect_open(self._ledger.expect(lease.id, lease.fence))
+        if token and not self._tokens.proves(token, found):
+            raise PermissionDeniedError(
+                f"that is not the lease token of reservation {lease.id}",
+                reason="LEASE_TOKEN_INVALID",
+                metadata={"reservation": lease.id},
+            )
+        held = {gpu.uuid for gpu in found.gpus if gpu.node == node and not gpu.lost}
+        for uuid in uuids:
+            if uuid not in held:
+                raise FailedPreconditionError(
+                    f"reservation {lease.id} does not hold GPU {uuid} of nodes/{node}",
+                    reason="GPU_NOT_HELD",
+                    metadata={"reservation": lease.id, "gpu": uuid},
+                )
+
     async def release(self, leases: Sequence[Lease], caller: Principal) -> Sequence[Reservation]:
         """Give the GPUs back, of all or of none; what has ended is returned unchanged.
 
@@ -85,6 +122,7 @@ class Leases:
             FailedPreconditionError: the fence is not its own.
             UnavailableError: the state cannot be written; the reservations live on.
         """
+        await self._archive.recall(ids=[lease.id for lease in leases])
         for lease in leases:
             self._owned(lease.id, caller)
         await self._commits.wait(*(lease.id for lease in leases))

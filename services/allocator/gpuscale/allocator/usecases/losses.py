@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Node
 from gpuscale.allocator.domain.vanishing import Vanishing
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 
 PERIOD = 0.5

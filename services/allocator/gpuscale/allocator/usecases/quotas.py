@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from gpuscale.allocator.state.changes import Changes
 from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.state.changes import Changes
 from gpuscale.allocator.state.quota_store import QuotaStore
-from gpuscale.allocator.whole import whole
 from gpuscale.common.errors import NotFoundError
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.paging import page
+from gpuscale.common.runtime.uninterrupted import uninterrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,6 @@ class Quotas:
     """The quotas of tenants.
 
     Args:
-        tasks: the scope that changes live in: a caller who gives up neither undoes nor halves one.
         held: thousandths of GPUs by the tenants that hold any.
     """
 
@@ -33,13 +31,11 @@ class Quotas:
         self,
         store: QuotaStore,
         changes: Changes,
-        tasks: TaskScope,
         *,
         held: Callable[[], Mapping[str, int]],
     ) -> None:
         self._store = store
         self._changes = changes
-        self._tasks = tasks
         self._held = held
         self._waiting: Callable[[], Mapping[str, int]] = dict
         self._quotas: dict[str, Quota] = {}
@@ -60,15 +56,19 @@ class Quotas:
         """The quota of a tenant; one without a limit, of weight 1, where none was set."""
         return self._quotas.get(tenant) or Quota(tenant)
 
+    @uninterrupted
     async def set(self, quota: Quota) -> Standing:
         """Set a quota, in place of what the tenant had; a limit below what it holds ends nothing.
 
         Raises:
             UnavailableError: it cannot be written; nothing has changed.
         """
-        await whole(self._tasks, "set a quota", self._set(quota))
+        await self._store.save(quota)
+        self._quotas[quota.tenant] = quota
+        self._changes.room(())
         return self._standing(quota.tenant, self._waiting())
 
+    @uninterrupted
     async def delete(self, tenant: str) -> None:
         """Remove a quota.
 
@@ -80,7 +80,9 @@ class Quotas:
             raise NotFoundError(
                 f"tenant {tenant} has no quota", reason="QUOTA_NOT_FOUND", metadata={"tenant": tenant}
             )
-        await whole(self._tasks, "delete a quota", self._delete(tenant))
+        await self._store.remove(tenant)
+        self._quotas.pop(tenant, None)
+        self._changes.room(())
 
     def list_quotas(self, *, page_size: int, page_token: str) -> tuple[list[Standing], str]:
         """A page of tenants that have a quota, hold or wait for something, by name, and the token of the next page.
@@ -96,16 +98,6 @@ class Quotas:
             page_size=page_size,
             page_token=page_token,
         )
-
-    async def _set(self, quota: Quota) -> None:
-        await self._store.save(quota)
-        self._quotas[quota.tenant] = quota
-        self._changes.room(())
-
-    async def _delete(self, tenant: str) -> None:
-        await self._store.remove(tenant)
-        self._quotas.pop(tenant, None)
-        self._changes.room(())
 
     def _standing(self, tenant: str, waiting: Mapping[str, int]) -> Standing:
         return Standing(self.get(tenant), self._held().get(tenant, 0), waiting.get(tenant, 0))

@@ -3,13 +3,14 @@
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from gpuscale.allocator.state.changes import Changes
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.usage import Usage, usage_of
+from gpuscale.allocator.state.archive import Archive
+from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.usecases.usage import Usage, usage_of
 from gpuscale.allocator.usecases.view import FleetView
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.paging import page
+from gpuscale.common.runtime.paging import last_key, page, page_limit
 
 CHUNK = 500
 """Most reservations in one message of a watch."""
@@ -26,21 +27,25 @@ class News:
 class Records:
     """What is known of reservations. Errors are those of `gpuscale.common.errors`, as the contract says."""
 
-    def __init__(self, *, ledger: Ledger, view: FleetView, changes: Changes, clock: Clock) -> None:
+    def __init__(
+        self, *, ledger: Ledger, archive: Archive, view: FleetView, changes: Changes, clock: Clock
+    ) -> None:
         self._ledger = ledger
+        self._archive = archive
         self._view = view
         self._changes = changes
         self._clock = clock
 
-    def get(self, reservation_id: str) -> Reservation:
+    async def get(self, reservation_id: str) -> Reservation:
         """Look up a reservation.
 
         Raises:
             NotFoundError: no such reservation.
         """
+        await self._archive.recall(ids=[reservation_id])
         return self._ledger.get(reservation_id)
 
-    def list_reservations(
+    async def list_reservations(
         self, *, holder: str, ended: bool, page_size: int, page_token: str
     ) -> tuple[list[Reservation], str]:
         """A page of reservations, oldest first, and the token of the next page; all holders' if `holder` is empty.
@@ -49,8 +54,14 @@ class Records:
             InvalidArgumentError: the token is not one of this list.
         """
         kept = self._ledger.reservations(ended=ended)
-        wanted = [one for one in kept if not holder or one.holder == holder]
-        return page(wanted, key=_age_key, page_size=page_size, page_token=page_token)
+        wanted = {one.id: one for one in kept if not holder or one.holder == holder}
+        if ended:  # looked up after what is in memory: what moves meanwhile is in both
+            after = last_key(page_token)
+            most = page_limit(page_size) + 1
+            old = await self._archive.page(after=int(after) if after else 0, holder=holder, most=most)
+            wanted = {one.id: one for one in old} | wanted
+        found = sorted(wanted.values(), key=_age_key)
+        return page(found, key=_age_key, page_size=page_size, page_token=page_token)
 
     async def watch(self, holder: str) -> AsyncIterator[News]:
         """All live reservations of a holder, or of all, and then those that change, for ever."""

@@ -7,18 +7,17 @@ get one GPU. The answer leaves only when the change is on disk.
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from gpuscale.allocator.state.commits import Commits
-from gpuscale.allocator.usecases.holding import Holding
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Order, Reservation
 from gpuscale.allocator.domain.placement import Pick
-from gpuscale.allocator.queueing.model import Obstacle, Place, Reason
-from gpuscale.allocator.usecases.waiting import Waiting
 from gpuscale.allocator.placing.refusal import NOT_FOUND, Refusal, RefusalKind
+from gpuscale.allocator.queueing.model import Obstacle, Place, Reason
+from gpuscale.allocator.state.archive import Archive
+from gpuscale.allocator.state.commits import Commits
+from gpuscale.allocator.usecases.holding import Holding
 from gpuscale.allocator.usecases.telemetry import FleetFollower
 from gpuscale.allocator.usecases.view import FleetView
-from gpuscale.common.runtime import failpoints
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.allocator.usecases.waiting import Waiting
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
@@ -26,6 +25,8 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime.clock import Clock
 
 _RETRY_TELEMETRY = 1.0
 _RETRY_EMPTY = 5.0
@@ -44,6 +45,7 @@ class Reserving:
         view: FleetView,
         follower: FleetFollower,
         commits: Commits,
+        archive: Archive,
         clock: Clock,
     ) -> None:
         self._ledger = ledger
@@ -52,6 +54,7 @@ class Reserving:
         self._view = view
         self._follower = follower
         self._commits = commits
+        self._archive = archive
         self._clock = clock
 
     async def reserve(self, order: Order, wait: float = 0.0) -> Reservation:
@@ -65,10 +68,10 @@ class Reserving:
                 wait WAIT_TIMEOUT; QUEUE_FULL.
             UnavailableError: NO_TELEMETRY, or the state cannot be written; nothing was granted then.
         """
-        granted = self._begin(order, wait)
+        granted = await self._begin(order, wait)
         if granted is None:
             granted = await self._waiting.wait(order, wait)
-        return (await self._answers([granted]))[0]
+        return (await self._answers([granted], [order]))[0]
 
     async def reserve_and_watch(self, order: Order, wait: float) -> AsyncGenerator[Place | Reservation]:
         """As `reserve`, and tell the place in the queue meanwhile; the reservation is the last item.
@@ -76,7 +79,7 @@ class Reserving:
         Raises:
             GpuscaleError: as `reserve`.
         """
-        granted = self._begin(order, wait)
+        granted = await self._begin(order, wait)
         if granted is None:
             async with aclosing(self._waiting.watch(order, wait)) as news:
                 async for one in news:
@@ -85,7 +88,7 @@ class Reserving:
                     else:
                         granted = one
         if granted is not None:
-            yield (await self._answers([granted]))[0]
+            yield (await self._answers([granted], [order]))[0]
 
     async def reserve_all(self, orders: Sequence[Order]) -> Sequence[Reservation]:
         """Grant several orders, all or none, in one transaction; each sees what those before it were granted.
@@ -93,6 +96,7 @@ class Reserving:
         Raises:
             GpuscaleError: as `reserve`, for the first order that is refused; nothing was granted then.
         """
+        await self._archive.recall(requests=[order.request_id for order in orders])
         found: list[Reservation] = []
         granted: list[Reservation] = []
         try:
@@ -108,7 +112,7 @@ class Reserving:
             raise
         if granted:
             self._commits.grant(granted)
-        return await self._answers([one.id for one in found])
+        return await self._answers([one.id for one in found], orders)
 
     def grant(self, order: Order) -> Reservation:
         """Choose GPUs and hold them; PENDING until `Commits.grant` has brought it to disk.
@@ -122,8 +126,11 @@ class Reserving:
             raise self._refused(found)
         return self._hold(order, found)
 
-    def _begin(self, order: Order, wait: float) -> str | None:
+    async def _begin(self, order: Order, wait: float) -> str | None:
         """The id of what is granted, or was before, at once; None if the request is to wait.
+
+        Whether the archive has what was granted before is asked only where nothing is granted: a grant finds out when it
+        is written.
 
         Raises:
             GpuscaleError: as `reserve`.
@@ -138,6 +145,10 @@ class Reserving:
             granted = self._hold(order, found)
             self._commits.grant([granted])
             return granted.id
+        await self._archive.recall(requests=[order.request_id])
+        known = self._ledger.replay(order.request_id, order.fingerprint)
+        if known is not None:
+            return known.id
         if wait > 0 and _may_pass(found):
             return None
         raise self._refused(found)
@@ -152,13 +163,19 @@ class Reserving:
             raise self._no_telemetry()
         return self._waiting.look(order, self._clock.now())
 
-    async def _answers(self, ids: Sequence[str]) -> Sequence[Reservation]:
-        """The reservations, once they are on disk.
+    async def _answers(self, ids: Sequence[str], orders: Sequence[Order]) -> Sequence[Reservation]:
+        """The reservations, once they are on disk; where what was granted for a request has ended, that.
 
         Raises:
+            AlreadyExistsError: the request id was used with other arguments.
             UnavailableError: the state cannot be written; nothing was granted then.
         """
         error = await self._commits.wait(*ids)
+        if error is not None and error.reason == "REQUEST_ENDED":
+            await self._archive.recall(requests=[order.request_id for order in orders])
+            known = [self._ledger.replay(order.request_id, order.fingerprint) for order in orders]
+            ids = [one.id for one in known if one is not None]
+            error = error if len(ids) < len(orders) else None
         if error is not None:
             raise error
         await failpoints.hit_async("allocator.reserve.before_reply")

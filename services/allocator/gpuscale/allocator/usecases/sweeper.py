@@ -8,12 +8,12 @@ it ends anything (etcd#15247 and #12528 ended live leases for want of that).
 import asyncio
 from typing import NoReturn
 
-from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation, State
+from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.state.store import AllocatorStore
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 
 TICK = 0.5

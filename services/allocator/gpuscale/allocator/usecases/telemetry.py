@@ -15,18 +15,16 @@ from gpuscale.allocator.usecases.view import FleetView
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import names, wire
+from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.rpc.status import rpc_errors
 
 FRESH_PERIODS = 3
 """Periods for which a reading counts (DESIGN: older than three is STALE)."""
 DEFAULT_PERIOD = 1.0
 """Seconds between two snapshots of an agent that does not say."""
-QUARANTINED = "QUARANTINED"
-"""Trouble of a GPU that answers, but on which the health checks want no new work."""
 _RETRY_CAP = 5.0
 
 _NODE_STATES = {
@@ -136,7 +134,10 @@ def _ids_of(node_names: Iterable[str]) -> list[str]:
 
 
 def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | None:
-    """The node of a message that arrived at `now`; None if its name is none."""
+    """The node of a message that arrived at `now`; None if its name is none.
+
+    The fleet tells of a node as soon as its agent has connected, before the first snapshot: such a node has not reported.
+    """
     ids = names.match(names.NODE, message.name)
     if ids is None:
         return None
@@ -157,6 +158,7 @@ def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | No
         labels=dict(snapshot.host.labels),
         cpu_milli=host.cpu_count * WHOLE if host.cpu_count else None,
         memory_total_bytes=host.memory_total_bytes or None,
+        reported=message.HasField("snapshot"),
         gpu_problem=snapshot.gpu_problem,
     )
 
@@ -180,6 +182,8 @@ def _gpu(message: types_api.Gpu, fresh_until: float) -> Gpu:
         numa_node=message.numa_node if message.HasField("numa_node") else None,
         nvlinks={peer.uuid: peer.link_count for peer in message.nvlinks},
         processes=tuple(_process(one) for one in reading.processes),
+        quarantine=_quarantine(message),
+        processes_known=all(one.field != "processes" for one in reading.absent_readings),
     )
 
 
@@ -188,13 +192,25 @@ def _process(message: types_api.GpuProcess) -> GpuProcess:
         pid=message.pid,
         memory_bytes=message.memory_used_bytes if message.HasField("memory_used_bytes") else None,
         command=message.command,
-        fence=message.fence if message.HasField("fence") else None,
+        reservation=_reservation_id(message.reservation),
+        unknown=message.holder_unknown,
     )
+
+
+def _reservation_id(name: str) -> str | None:
+    ids = names.match(names.RESERVATION, name)
+    return None if ids is None else ids["reservation"]
+
+
+def _quarantine(message: types_api.Gpu) -> str:
+    if not message.HasField("quarantine_time"):
+        return message.quarantine
+    return f"{message.quarantine}, since {wire.to_datetime(message.quarantine_time):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _trouble(message: types_api.Gpu) -> str:
     if message.state in _ANSWERING:
-        return QUARANTINED if message.quarantine else ""
+        return ""
     if message.state not in types_api.GpuState.values():
         return f"STATE_{message.state}"
     return types_api.GpuState.Name(message.state).removeprefix("GPU_STATE_")

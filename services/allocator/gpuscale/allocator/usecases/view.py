@@ -74,11 +74,20 @@ class FleetView:
         return self._ranks.pop(node)
 
     def apply(self, nodes: Iterable[Node], *, full: bool) -> Sequence[Node]:
-        """Take in nodes as they are now, and return all that changed; `full` says that the fleet knows no others."""
-        reported = {node.id: node for node in nodes}
+        """Take in nodes as they are now, and return all that changed; `full` says that the fleet knows no others.
+
+        A node that a restarted fleet has no snapshot of yet keeps the GPUs that it had.
+        """
+        reported = {node.id: self._remembered(node) for node in nodes}
         if full:
             self._complete = True
             for node in self._nodes.values():
                 reported.setdefault(node.id, replace(node, state=NodeState.OFFLINE))
         self._nodes.update(reported)
         return tuple(reported.values())
+
+    def _remembered(self, node: Node) -> Node:
+        known = self._nodes.get(node.id)
+        if node.reported or known is None or known.forgotten:
+            return node
+        return replace(known, state=node.state)

@@ -10,17 +10,17 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from gpuscale.allocator.state.commits import Commits
-from gpuscale.allocator.usecases.holding import Holding
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Order
 from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.allocator.queueing.forecast import MOST_FORESEEN
 from gpuscale.allocator.queueing.model import Grant, Obstacle, Place, Revoke, Step, Waiter
 from gpuscale.allocator.queueing.queue import Queue
-from gpuscale.allocator.placing.refusal import Refusal
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.allocator.state.commits import Commits
+from gpuscale.allocator.usecases.holding import Holding
 from gpuscale.common.errors import AlreadyExistsError, GpuscaleError, ResourceExhaustedError
+from gpuscale.common.runtime.clock import Clock
 
 MOST_CALLS = 256
 """Most unary calls that wait at once: half of those that the server handles, so that GPUs can still be released."""

@@ -6,10 +6,10 @@ from gpuscale.allocator.domain.ledger import Ledger, due_at
 from gpuscale.allocator.domain.model import Ask, Reservation, State
 from gpuscale.allocator.domain.placement import Pick
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.queueing.model import Lease, Quota
 from gpuscale.allocator.placing.refusal import Refusal
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.allocator.queueing.model import Lease, Quota
 from gpuscale.common.errors import NotFoundError
+from gpuscale.common.runtime.clock import Clock
 
 
 class AllocatorWorld:

@@ -4,14 +4,13 @@ A lease may end between the grant and the start (the adapter slept, or lost its 
 else's by then. The agent remembers the highest fence of each GPU and refuses a lower one.
 """
 
-from collections.abc import Sequence
-
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.autoscaler.adapters.templates import Launch, ReplicaOrder
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
-from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.logs import get_logger
 
 TIMEOUT = 3.0
 """Seconds for the agent's answer; a start waits for no longer."""
@@ -31,27 +30,45 @@ class Admission:
         self._stub = None if agent is None else monitor_api.WorkServiceStub(agent)
         self._required = required
 
-    async def refusal(self, gpu_uuids: Sequence[str], fence: int, pid: int | None = None) -> str:
-        """Why work must not run on these GPUs under this fence; empty where it may, or where it needs none.
+    async def refusal(self, work: ReplicaOrder | Launch, pid: int | None = None) -> str:
+        """Why work must not run on its GPUs; empty where it may, or where it needs none.
 
         Args:
-            gpu_uuids: the GPUs.
-            fence: of the reservation that holds them.
-            pid: the process that works, once it runs: the agent then shows it with the fence.
+            work: names the GPUs and the reservation that holds them, with the token that proves it.
+            pid: the process that works, once it runs: the agent then shows it with the reservation.
         """
-        if not gpu_uuids:
+        if not work.gpu_uuids:
             return ""
         if self._stub is None:
             return "the node's agent must admit it, and agent_address is not set" if self._required else ""
-        request = monitor_api.AdmitWorkRequest(gpu_uuids=gpu_uuids, fence=fence, pid=pid)
+        request = monitor_api.AdmitWorkRequest(
+            gpu_uuids=work.gpu_uuids,
+            fence=work.fence,
+            reservation=work.reservation,
+            lease_token=work.lease_token,
+            pid=pid,
+        )
         try:
             with rpc_errors():
                 await self._stub.AdmitWork(request, timeout=TIMEOUT)
-        except (FailedPreconditionError, NotFoundError) as error:
-            # The worker may have ended by itself meanwhile, which others notice; no GPU and an old fence are final.
-            return "" if error.reason == "PROCESS_NOT_FOUND" else f"the node's agent refuses: {error.message}"
         except GpuscaleError as error:
+            if error.reason == "PROCESS_NOT_FOUND":
+                return ""  # it has ended by itself meanwhile, which others notice
+            if _is_final(error):
+                return f"the node's agent refuses: {error.message}"
             if self._required and pid is None:
-                return f"the node's agent does not answer, and must admit it: {error.message}"
-            _log.warning("the agent did not admit work", fence=fence, reason=error.reason, why=error.message)
+                return f"the node's agent must admit it, and does not: {error.message}"
+            _log.warning(
+                "the agent did not admit work",
+                reservation=work.reservation,
+                reason=error.reason,
+                why=error.message,
+            )
         return ""
+
+
+def _is_final(error: GpuscaleError) -> bool:
+    """Whether the lease does not hold the GPUs, or is not ours; else nobody could say."""
+    if isinstance(error, FailedPreconditionError | NotFoundError):
+        return error.reason != "LEASE_NOT_CHECKED"
+    return error.reason == "LEASE_TOKEN_INVALID"

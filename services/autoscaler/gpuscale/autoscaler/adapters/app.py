@@ -12,13 +12,14 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.connection import AutoscalerConnection
 from gpuscale.autoscaler.adapters.journal import Journal
+from gpuscale.autoscaler.adapters.process import WorkerUser
 from gpuscale.autoscaler.adapters.replica import Workshop
 from gpuscale.autoscaler.adapters.replica_logs import ReplicaLogs
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
 from gpuscale.autoscaler.adapters.supervisor import Supervisor
+from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.lifecycle import TaskScope
-from gpuscale.common.rpc.server import Registration
 
 KIND = "process"
 STOP_GRACE = 5.0
@@ -38,7 +39,7 @@ async def open_process_adapter(
     `settings.data_dir` and owns the channels; `agent` leads to the node's agent, which admits work on its GPUs.
 
     Raises:
-        FailedPreconditionError: what was started before cannot be read.
+        FailedPreconditionError: what was started before cannot be read, or nothing can be started as the user of workers.
     """
     changed = asyncio.Event()
     workshop = Workshop(
@@ -49,6 +50,7 @@ async def open_process_adapter(
         clock=clock,
         admission=Admission(agent, required=settings.require_admission),
         changed=changed.set,
+        user=await asyncio.to_thread(WorkerUser.of, settings.worker_user),
     )
     templates = {name: table.template(name) for name, table in settings.templates.items()}
     register = api.Register(
@@ -64,6 +66,7 @@ async def open_process_adapter(
             probes=any(template.probe for template in templates.values()),
             logs=True,
         ),
+        workers={name: one.to_wire() for name, one in settings.workers.items()},
     )
     async with TaskScope() as tasks:
         supervisor = Supervisor(templates, workshop, tasks, max_replicas=settings.max_replicas)

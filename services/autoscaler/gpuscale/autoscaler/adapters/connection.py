@@ -11,11 +11,9 @@ import grpc
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
-from gpuscale.autoscaler.loop.asked_logs import MOST_AT_ONCE, LogPart
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
+from gpuscale.autoscaler.loop.asked_logs import MOST_AT_ONCE, LogPart
 from gpuscale.common import names, wire
-from gpuscale.common.runtime.backoff import Backoff
-from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.errors import (
     AbortedError,
     FailedPreconditionError,
@@ -25,8 +23,10 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.logs import get_logger
 
 REPORT_PERIOD = 5.0
 MAX_REASON = 1024
@@ -101,6 +101,7 @@ class AutoscalerConnection:
         self._read_log = read_log
         # Over a stream that takes nothing the oldest go: nobody waits for more answers than that.
         self._log_parts: deque[api.LogPart] = deque(maxlen=MOST_AT_ONCE)
+        self._templates: dict[str, str] = {}
         self._revision = 0
         self._backoff = Backoff(initial=0.5, cap=10.0)
 
@@ -191,6 +192,7 @@ class AutoscalerConnection:
         self._backoff.reset()
         if self._revision == 0:
             _log.info("connected to the autoscaler", adapter=self._register.adapter)
+        self._templates = {item.replica: item.template for item in answer.replicas if item.capability_set}
         self._replicas.apply([desired for item in answer.replicas if (desired := to_desired(item))])
         self._revision = answer.revision
         self._changed.set()
@@ -201,6 +203,10 @@ class AutoscalerConnection:
         if reports is None:
             return None
         replicas = [to_wire(name, report) for name, report in reports.items()]
+        for one in replicas:
+            template = self._templates.get(one.replica, "")
+            if template in self._register.workers:
+                one.workers.CopyFrom(self._register.workers[template])
         return api.Report(revision=self._revision, replicas=replicas)
 
 
@@ -217,6 +223,9 @@ def to_desired(item: api.DesiredReplica) -> Desired | None:
         gpu_uuids=tuple(item.gpu_uuids),
         gpu_count=item.gpu_count,
         fence=item.fence,
+        reservation=item.reservation,
+        lease_token=item.lease_token,
+        capabilities=dict(item.capabilities),
     )
     return Desired(order, _GOALS[item.goal], item.template, wire.optional_seconds(item, "drain_timeout"))
 

@@ -48,7 +48,7 @@ class Journal:
         path = self._path(record.replica)
         beside = path.with_name(f"{path.name}.new")
         data = _RECORD.dump_json(record)
-        with beside.open("wb") as file:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -6,10 +6,11 @@ from contextlib import AsyncExitStack
 
 from gpuscale.autoscaler.adapters.app import open_process_adapter
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
+from gpuscale.common.config.program import run_program
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lock import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.config.program import run_program
+from gpuscale.common.secrets import hide_memory
 
 PROGRAM = "gpuscale-adapter"
 DESCRIPTION = "Starts and stops replicas as processes of this host."
@@ -28,6 +29,7 @@ async def serve(settings: AdapterSettings, stop: asyncio.Event) -> None:
     Raises:
         GpuscaleError: the data directory, or what stands in it, cannot be used.
     """
+    hide_memory()
     with DirectoryLock(settings.data_dir):
         async with AsyncExitStack() as stack:
             autoscaler = await stack.enter_async_context(settings.open_channel(settings.autoscaler_address))

@@ -1,7 +1,7 @@
 """Asks a replica whether it is well, in one of three ways. See `health`."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -13,18 +13,21 @@ _END_SECONDS = 1.0
 _WELL = range(200, 400)
 
 
-async def ask(probe: Probe, env: Mapping[str, str]) -> str:
+async def ask(
+    probe: Probe, env: Mapping[str, str], become: Callable[[tuple[str, ...]], tuple[str, ...]]
+) -> str:
     """Ask once, for as long as the probe may take; returns why the replica is not well, or nothing.
 
     Args:
         probe: how.
         env: the whole environment of a program that is run for it.
+        become: makes of that program's command one that runs it as the user of replicas.
     """
     try:
         async with asyncio.timeout(probe.timing.timeout):
             match probe.kind:
                 case ProbeKind.EXEC:
-                    return await _run(probe.target, env)
+                    return await _run(become(probe.target), env)
                 case ProbeKind.TCP:
                     return await _connect(probe.target[0])
                 case ProbeKind.HTTP:

@@ -6,17 +6,75 @@ of the adapter started is watched just as its own. Only of a child is the exit c
 
 import asyncio
 import os
+import pwd
+import shutil
 import signal
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from gpuscale.autoscaler.adapters.procfs import identify
 from gpuscale.autoscaler.adapters.records import ProcessId
 from gpuscale.autoscaler.adapters.templates import Launch
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.secrets import environment
 
 _LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUser:
+    """Whom workers run as.
+
+    Attributes:
+        uid: the user; None for the adapter's own.
+        home: its home directory.
+        prefix: what a command begins with to be run as that user, without any capability of the adapter.
+    """
+
+    uid: int | None = None
+    home: str = ""
+    prefix: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """The user of that name; the adapter's own where it is empty.
+
+        Raises:
+            FailedPreconditionError: there is none, or the adapter may not start programs as another user (WORKER_USER).
+        """
+        if not name:
+            return cls()
+        try:
+            entry = pwd.getpwnam(name)
+        except KeyError:
+            raise FailedPreconditionError(
+                f"worker_user: there is no user {name}", reason="WORKER_USER"
+            ) from None
+        setpriv = shutil.which("setpriv") or "/usr/bin/setpriv"
+        become = (f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--init-groups", "--no-new-privs")
+        user = cls(
+            entry.pw_uid, entry.pw_dir, (setpriv, *become, "--inh-caps=-all", "--ambient-caps=-all", "--")
+        )
+        tried = subprocess.run(user.command(("/bin/true",)), capture_output=True, timeout=10, check=False)
+        if tried.returncode:
+            raise FailedPreconditionError(
+                f"worker_user: cannot start programs as {name}, which needs CAP_SETUID, CAP_SETGID, CAP_KILL and"
+                f" CAP_SYS_PTRACE: {tried.stderr.decode(errors='replace').strip()}",
+                reason="WORKER_USER",
+            )
+        return user
+
+    def command(self, argv: tuple[str, ...]) -> tuple[str, ...]:
+        """The command that runs `argv` as this user."""
+        return (*self.prefix, *argv)
+
+    def environment(self) -> Mapping[str, str]:
+        """The adapter's own environment, with the home of this user."""
+        return environment() if self.uid is None else {**environment(), "HOME": self.home}
 
 
 class WorkerProcess:
@@ -36,13 +94,13 @@ class WorkerProcess:
         self._loop.add_reader(descriptor, self._on_end)
 
     @classmethod
-    async def start(cls, launch: Launch, log: Path) -> Self:
+    async def start(cls, launch: Launch, log: Path, user: WorkerUser) -> Self:
         """Start a process that leads its own session, with no input and its output appended to the log.
 
         Raises:
             OSError: the log, the working directory or the program cannot be used.
         """
-        child, process = await asyncio.to_thread(_spawn, launch, log)
+        child, process = await asyncio.to_thread(_spawn, launch, log, user)
         return cls(process, os.pidfd_open(child.pid), child)
 
     @classmethod
@@ -78,12 +136,13 @@ class WorkerProcess:
             self.ended.set_result(code)
 
 
-def _spawn(launch: Launch, log: Path) -> tuple[subprocess.Popen[bytes], ProcessId]:
-    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _spawn(launch: Launch, log: Path, user: WorkerUser) -> tuple[subprocess.Popen[bytes], ProcessId]:
+    for folder in (log.parent.parent, log.parent):  # `parents` would make the first for all to read
+        folder.mkdir(mode=0o700, exist_ok=True)
     output = os.open(log, _LOG_FLAGS, 0o600)
     try:
         child = subprocess.Popen(
-            launch.argv,
+            user.command(launch.argv),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

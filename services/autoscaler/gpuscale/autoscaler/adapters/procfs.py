@@ -33,15 +33,20 @@ def identify(pid: int) -> ProcessId | None:
     return stat.id if stat else None
 
 
-def find_leader(replica: str) -> ProcessId | None:
-    """The main process of a replica by its environment: the oldest that leads a session of its own."""
+def find_leader(replica: str, user: int | None = None) -> ProcessId | None:
+    """The main process of a replica by its environment: the oldest that leads a session of its own.
+
+    `user` is whom replicas run as, here and below; None for the user of this process.
+    """
     leaders = [
-        stat.id for stat in _stats() if stat.session == stat.id.pid and _has_variable(stat.id.pid, replica)
+        stat.id
+        for stat in _stats(user)
+        if stat.session == stat.id.pid and _has_variable(stat.id.pid, replica)
     ]
     return min(leaders, key=lambda leader: leader.start_ticks, default=None)
 
 
-def members(replica: str, leader: ProcessId) -> list[ProcessId]:
+def members(replica: str, leader: ProcessId, user: int | None = None) -> list[ProcessId]:
     """What a replica left behind when its main process ended: its session, and whatever has its variable.
 
     A session keeps its number, so that no new process gets it as a pid, for as long as one of its members lives: if
@@ -51,21 +56,21 @@ def members(replica: str, leader: ProcessId) -> list[ProcessId]:
     session_may_live = leader.pid > 1 and identify(leader.pid) in {None, leader}
     return [
         stat.id
-        for stat in _stats()
+        for stat in _stats(user)
         if stat.state not in _ZOMBIES
         and stat.id.start_ticks >= leader.start_ticks
         and ((session_may_live and stat.session == leader.pid) or _has_variable(stat.id.pid, replica))
     ]
 
 
-def kill_members(replica: str, leader: ProcessId) -> int:
+def kill_members(replica: str, leader: ProcessId, user: int | None = None) -> int:
     """Kill what a replica left behind, and what that starts meanwhile; returns how many those were.
 
     The main process must have ended.
     """
     killed: set[ProcessId] = set()
     for _ in range(_ROUNDS):
-        left = members(replica, leader)
+        left = members(replica, leader, user)
         if not left:
             break
         killed.update(left)
@@ -91,9 +96,9 @@ def _kill_and_wait(processes: list[ProcessId]) -> None:
             os.close(descriptor)
 
 
-def _stats() -> Iterator[_Stat]:
-    """Every process of this user."""
-    user = os.geteuid()
+def _stats(user: int | None) -> Iterator[_Stat]:
+    """Every process of that user."""
+    user = os.geteuid() if user is None else user
     for entry in os.scandir(_PROC):
         if entry.name.isdecimal():
             with suppress(OSError):

@@ -11,7 +11,6 @@ there: it adopts the process, and never starts a second one.
 """
 
 import asyncio
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.health import Health, Probe, Verdict
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.probing import ask
-from gpuscale.autoscaler.adapters.process import WorkerProcess
+from gpuscale.autoscaler.adapters.process import WorkerProcess, WorkerUser
 from gpuscale.autoscaler.adapters.records import Phase, ProcessId, Record
 from gpuscale.autoscaler.adapters.replica_logs import ReplicaLogs
 from gpuscale.autoscaler.adapters.templates import Launch, probe_environment
@@ -46,6 +45,7 @@ class Workshop:
         clock: seconds since boot, and the boot's id.
         admission: asked before anything is started on GPUs.
         changed: called after every change that is to be reported.
+        user: whom replicas run as.
     """
 
     journal: Journal
@@ -53,6 +53,7 @@ class Workshop:
     clock: Clock
     admission: Admission
     changed: Callable[[], None]
+    user: WorkerUser
 
 
 class LocalReplica:
@@ -105,14 +106,16 @@ class LocalReplica:
         try:
             await asyncio.to_thread(self._workshop.journal.write, self._record)
             await failpoints.hit_async("adapter.start.after_intent")
-            refusal = await self._workshop.admission.refusal(launch.gpu_uuids, launch.fence)
+            refusal = await self._workshop.admission.refusal(launch)
             if self._stop_asked:
                 await self._end(failed=False, reason="it was asked to stop before it was started")
                 return
             if refusal:
                 await self._end(failed=True, reason=refusal)
                 return
-            process = await WorkerProcess.start(launch, self._workshop.logs.path(replica))
+            process = await WorkerProcess.start(
+                launch, self._workshop.logs.path(replica), self._workshop.user
+            )
         except OSError as error:
             await self._end(failed=True, reason=f"cannot be started: {error.strerror or error}")
             return
@@ -120,9 +123,7 @@ class LocalReplica:
         _log.info("replica started", replica=replica, pid=process.id.pid, argv=list(launch.argv))
         await self._save(replace(self._record, phase=Phase.RUNNING, process=process.id))
         await failpoints.hit_async("adapter.start.after_record")
-        self._given_up = await self._workshop.admission.refusal(
-            launch.gpu_uuids, launch.fence, process.id.pid
-        )
+        self._given_up = await self._workshop.admission.refusal(launch, process.id.pid)
         await self._live(process)
 
     async def adopt(self) -> None:
@@ -130,7 +131,7 @@ class LocalReplica:
         record = self._record
         process = record.process if record.boot_id == self._workshop.clock.boot_id else None
         if record.phase is Phase.INTENT and record.boot_id == self._workshop.clock.boot_id:
-            process = await asyncio.to_thread(procfs.find_leader, record.replica)
+            process = await asyncio.to_thread(procfs.find_leader, record.replica, self._workshop.user.uid)
         adopted = await WorkerProcess.adopt(process) if process else None
         if process is None or adopted is None:
             await self._end_unseen(process)
@@ -186,7 +187,10 @@ class LocalReplica:
 
     async def _ask(self, probe: Probe, over: Callable[[], bool]) -> str:
         """Ask once; cut short where it is over meanwhile."""
-        asking = asyncio.ensure_future(ask(probe, probe_environment(self._record.replica, os.environ)))
+        user = self._workshop.user
+        asking = asyncio.ensure_future(
+            ask(probe, probe_environment(self._record.replica, user.environment()), user.command)
+        )
         asking.add_done_callback(lambda _: self._wake.set())
         try:
             await self._until(lambda: over() or asking.done())
@@ -263,7 +267,9 @@ class LocalReplica:
         await self._end(failed=self._record.asked_to_stop_at is None, reason=reason)
 
     async def _clean_up(self, process: ProcessId) -> None:
-        killed = await asyncio.to_thread(procfs.kill_members, self._record.replica, process)
+        killed = await asyncio.to_thread(
+            procfs.kill_members, self._record.replica, process, self._workshop.user.uid
+        )
         if killed:
             _log.warning("killed what a replica left behind", replica=self._record.replica, processes=killed)
 

@@ -2,10 +2,11 @@
 
 import socket
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.health import ProbeKind, Timing
 from gpuscale.autoscaler.adapters.replica_logs import KEPT_SECONDS
 from gpuscale.autoscaler.adapters.templates import (
@@ -15,8 +16,8 @@ from gpuscale.autoscaler.adapters.templates import (
     parse_address,
     parse_command,
 )
-from gpuscale.common.names import is_id, to_id
 from gpuscale.common.config.settings import ProgramSettings, UpstreamSettings
+from gpuscale.common.names import is_id, to_id
 
 _DEFAULT = Timing()
 
@@ -100,6 +101,21 @@ class TemplateSettings(BaseModel):
         return Template(name, parse_command(self.command), self.working_dir, self.env, self.pass_env, probe)
 
 
+class WorkersSettings(BaseModel):
+    """One table [workers.TEMPLATE]: what the workers can do that replicas of a template bring."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    capabilities: dict[str, Annotated[int, Field(ge=-1, le=2**62)]]
+    """By name, with how much of each; -1 is without bound."""
+    count: int = Field(0, ge=0, le=1_000_000)
+    """Workers of each replica; as many as the capability set says when 0."""
+
+    def to_wire(self) -> api.WorkerGroup:
+        """As the autoscaler is told."""
+        return api.WorkerGroup(capabilities=self.capabilities, workers=self.count)
+
+
 class AdapterSettings(UpstreamSettings, ProgramSettings):
     """What the process adapter is told before it starts; the upstream is the autoscaler."""
 
@@ -112,6 +128,7 @@ class AdapterSettings(UpstreamSettings, ProgramSettings):
     node: str = Field(to_id(socket.gethostname()), description="id of the node whose GPUs its replicas use")
     data_dir: Path = Field(description="directory of what it started, and of the logs; one adapter each")
     max_replicas: int = Field(0, ge=0, le=100_000, description="most replicas to run; 0 for no limit")
+    worker_user: str = Field("", description="user that replicas run as; the adapter's own when empty")
     replica_log_max_bytes: int = Field(
         16 * 1024 * 1024,
         ge=4096,
@@ -130,6 +147,11 @@ class AdapterSettings(UpstreamSettings, ProgramSettings):
     )
     templates: dict[str, TemplateSettings] = Field(
         default_factory=dict[str, TemplateSettings], description="command templates by name"
+    )
+
+    workers: dict[str, WorkersSettings] = Field(
+        default_factory=dict[str, WorkersSettings],
+        description="what the workers of a command template can do, by the name of the template",
     )
 
     @model_validator(mode="after")

@@ -1,7 +1,6 @@
 """All replicas of one adapter: what should run, what does, and the way from one to the other."""
 
 import asyncio
-import os
 import sys
 from collections.abc import Iterable, Mapping
 
@@ -96,7 +95,9 @@ class Supervisor:
     def _start(self, desired: Desired) -> None:
         order = desired.order
         try:
-            prepared = launch(self._template(desired.template), order, sys.executable, os.environ)
+            prepared = launch(
+                self._template(desired.template), order, sys.executable, self._workshop.user.environment()
+            )
             self._check_room()
         except LaunchRefusedError as error:
             self._add(self._ended(order.replica, str(error), failed=True))

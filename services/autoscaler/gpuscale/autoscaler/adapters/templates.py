@@ -12,17 +12,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpuscale.autoscaler.adapters.health import Probe, ProbeKind, Timing
+from gpuscale.autoscaler.domain.model import ANY
 from gpuscale.common.names import is_id
 
-BUILTIN = frozenset({"python", "replica", "endpoint", "gpu_uuids", "gpu_count"})
+BUILTIN = frozenset({"python", "replica", "endpoint", "gpu_uuids", "gpu_count", "capabilities"})
 INHERITED = ("PATH", "HOME", "LANG")
 """What every replica gets of the adapter's own environment."""
 PYTHON = "{python}"
 MAX_VALUE_LENGTH = 1024
 
-_OWN_VARIABLE = re.compile(r"GPUSCALE_(REPLICA|ENDPOINT|GPU_UUIDS|FENCE)|CUDA_VISIBLE_DEVICES")
+_OWN_VARIABLE = re.compile(
+    r"GPUSCALE_(REPLICA|ENDPOINT|GPU_UUIDS|FENCE|RESERVATION|CAPABILITIES)|CUDA_VISIBLE_DEVICES"
+)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PIECE = re.compile(r"\{\{|\}\}|\{(?P<name>[^{}:]*)(?::(?P<kind>[^{}]*))?\}|(?P<stray>[{}])|[^{}]+")
+_INTERPRETER = re.compile(
+    r"(.*/)?((a|ba|da|fi|k|mk|pdk|tc|c|z)?sh|busybox|python[0-9.]*|perl|ruby|node|php|lua)"
+)
+_SCRIPT_FLAG = re.compile(r"-[A-Za-z]*[cer]|--(command|eval|print)")
+"""What the interpreters' scripts come after: -c, -ec, -e, -r."""
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
@@ -79,6 +87,9 @@ class ReplicaOrder:
         gpu_uuids: its GPUs, where they are reserved.
         gpu_count: how many it needs.
         fence: of the reservation that holds them; 0 where it needs none.
+        reservation: its name; empty where it needs none.
+        lease_token: what came with the grant.
+        capabilities: what its workers are to have, where its endpoint has capability sets.
     """
 
     replica: str
@@ -87,6 +98,17 @@ class ReplicaOrder:
     gpu_uuids: tuple[str, ...] = ()
     gpu_count: int = 0
     fence: int = 0
+    reservation: str = ""
+    lease_token: str = field(default="", repr=False)
+    capabilities: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def capability_text(self) -> str:
+        """As workers of OpenGRIS Scaler take them: gpu=2,high_memory."""
+        return ",".join(
+            name if amount == ANY else f"{name}={amount}"
+            for name, amount in sorted(self.capabilities.items())
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +120,8 @@ class Launch:
     working_dir: Path | None
     gpu_uuids: tuple[str, ...] = ()
     fence: int = 0
+    reservation: str = ""
+    lease_token: str = field(default="", repr=False)
     probe: Probe | None = None
 
 
@@ -120,7 +144,8 @@ def parse_command(command: Iterable[str]) -> tuple[tuple[str | Placeholder, ...]
     """The arguments of a command, split into texts and placeholders.
 
     Raises:
-        ValueError: no program, a program that is neither absolute nor {python}, or a brace that stands alone.
+        ValueError: no program, a program that is neither absolute nor {python}, a brace that stands alone, or a value that
+            would be run as a script.
     """
     arguments = list(command)
     if not arguments:
@@ -135,12 +160,14 @@ def parse_arguments(arguments: Iterable[str]) -> tuple[tuple[str | Placeholder, 
     """Arguments of a program that stands elsewhere, split into texts and placeholders; none is fine.
 
     Raises:
-        ValueError: a NUL character, or a brace that stands alone.
+        ValueError: a NUL character, a brace that stands alone, or a value that would be run as a script.
     """
     listed = list(arguments)
     if any("\0" in argument for argument in listed):
         raise ValueError("must not hold NUL characters")
-    return tuple(_parse(argument) for argument in listed)
+    parsed = tuple(_parse(argument) for argument in listed)
+    _check_scripts(listed, parsed)
+    return parsed
 
 
 def check_environment(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
@@ -178,6 +205,8 @@ def launch(template: Template, order: ReplicaOrder, python: str, environment: Ma
         working_dir=template.working_dir,
         gpu_uuids=order.gpu_uuids,
         fence=order.fence,
+        reservation=order.reservation,
+        lease_token=order.lease_token,
         probe=_probe(template, values),
     )
 
@@ -224,6 +253,22 @@ def _parse(argument: str) -> tuple[str | Placeholder, ...]:
     return tuple(parts)
 
 
+def _check_scripts(listed: list[str], parsed: tuple[tuple[str | Placeholder, ...], ...]) -> None:
+    """Refuse a placeholder within a script: whoever may set a parameter would write a part of the program."""
+    interpreted = False
+    for place, argument in enumerate(listed):
+        if not (interpreted and _SCRIPT_FLAG.fullmatch(argument)):
+            interpreted = interpreted or argument == PYTHON or bool(_INTERPRETER.fullmatch(argument))
+            continue
+        script = next((at for at in range(place + 1, len(listed)) if not listed[at].startswith("-")), place)
+        for part in parsed[script]:
+            if isinstance(part, Placeholder) and not part.integer and part.name not in BUILTIN:
+                raise ValueError(
+                    f"has {{{part.name}}} within a script, where its value would be run: give it as an argument after the"
+                    f' script, such as ["/bin/sh", "-c", "run \\"$1\\"", "sh", "{{{part.name}}}"]'
+                )
+
+
 def _values(
     template: str, arguments: Iterable[tuple[str | Placeholder, ...]], order: ReplicaOrder, python: str
 ) -> dict[str, str]:
@@ -246,6 +291,7 @@ def _values(
         "endpoint": order.endpoint,
         "gpu_uuids": ",".join(order.gpu_uuids),
         "gpu_count": str(order.gpu_count or len(order.gpu_uuids)),
+        "capabilities": order.capability_text,
     }
 
 
@@ -279,6 +325,7 @@ def _environment(template: Template, order: ReplicaOrder, environment: Mapping[s
                 f"template {template.name} hands on {name}, which the adapter's environment does not have"
             )
     gpu_uuids = ",".join(order.gpu_uuids)
+    able = {"GPUSCALE_CAPABILITIES": order.capability_text} if order.capabilities else {}
     return {
         **{name: environment[name] for name in (*INHERITED, *template.pass_env) if name in environment},
         **template.env,
@@ -288,4 +335,6 @@ def _environment(template: Template, order: ReplicaOrder, environment: Mapping[s
         "GPUSCALE_FENCE": str(order.fence),
         "GPUSCALE_GPU_UUIDS": gpu_uuids,
         "GPUSCALE_REPLICA": order.replica,
+        "GPUSCALE_RESERVATION": order.reservation,
+        **able,
     }

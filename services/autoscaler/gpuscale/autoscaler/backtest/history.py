@@ -7,7 +7,7 @@ there, and what is in hand leaves after its service time (Little's law), which f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 
 from gpuscale.autoscaler.backtest.trace import MOST_REQUESTS, Request
@@ -18,6 +18,8 @@ KEPT = 2_880
 """Readings that are kept of an endpoint: those of a day."""
 LONGEST_GAP = 10 * SPACING
 """What came in a longer time without a reading nobody knows: it is left out."""
+LONGEST_HELD = 3_600.0
+"""Readings that stay the same are kept once in this time, and when they change."""
 UNKNOWN = -1.0
 """In place of a rate that nobody told."""
 
@@ -30,7 +32,8 @@ class NoWorkloadError(Exception):
 class Reading:
     """All queues of an endpoint at a moment: messages ready and in hand, and how many a second came and were delivered.
 
-    `at`: seconds since 1970, which mean the same after a restart.
+    `at`: seconds since 1970, which mean the same after a restart. `since`: all readings from then on were the same; None
+    where that is not known of any before it.
     """
 
     at: float
@@ -38,6 +41,19 @@ class Reading:
     unacked: float
     published: float = UNKNOWN
     delivered: float = UNKNOWN
+    since: float | None = None
+
+    @property
+    def weight(self) -> float:
+        """Readings that it stands for."""
+        return 1.0 if self.since is None else (self.at - self.since) / SPACING
+
+    def goes_on_from(self, before: Reading) -> bool:
+        """Whether it is the same as the one before it, which is not too long ago to know of the time between."""
+        return (
+            replace(self, at=before.at, since=before.since) == before
+            and 0 <= self.at - before.at <= LONGEST_GAP
+        )
 
 
 def workload(readings: Sequence[Reading], service: float | None = None) -> list[Request]:
@@ -64,8 +80,8 @@ def workload(readings: Sequence[Reading], service: float | None = None) -> list[
 def _learnt(readings: Sequence[Reading]) -> float:
     """Messages in hand by messages delivered a second."""
     told = [one for one in readings if one.delivered >= 0]
-    delivered = sum(one.delivered for one in told)
-    busy = sum(one.unacked for one in told)
+    delivered = sum(one.delivered * one.weight for one in told)
+    busy = sum(one.unacked * one.weight for one in told)
     if delivered <= 0 or busy <= 0:
         raise NoWorkloadError("its watchers tell no rates, so the time of a request has to be stated")
     return busy / delivered
@@ -77,7 +93,8 @@ def _requests(readings: Sequence[Reading], service: float) -> Iterator[Request]:
         yield Request(0.0, service)
     for one, other in pairwise(readings):
         gap = other.at - one.at
-        if gap > LONGEST_GAP:
+        held = other.since is not None and other.since <= one.at
+        if gap > LONGEST_GAP and not held:
             begin += gap
             continue
         came = _arrived(one, other, gap, service)

@@ -14,7 +14,7 @@ from gpuscale.autoscaler.backtest.report import Report
 from gpuscale.autoscaler.backtest.simulate import Replay, StoppedError
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Pool, Setting
-from gpuscale.autoscaler.model import EndpointSpec
+from gpuscale.autoscaler.domain.model import EndpointSpec
 
 
 @dataclass(frozen=True, slots=True)

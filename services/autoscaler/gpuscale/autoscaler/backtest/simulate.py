@@ -10,9 +10,16 @@ from gpuscale.autoscaler.backtest.report import Moment, Report, Timeline, measur
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Pool, Setting, World
 from gpuscale.autoscaler.domain.engine import evaluate
-from gpuscale.autoscaler.model import EndpointSpec, HostSignal, PushedSignal, QueueCount, QueueSignal, Signal
+from gpuscale.autoscaler.domain.model import (
+    EndpointSpec,
+    HostSignal,
+    PushedSignal,
+    QueueCount,
+    QueueSignal,
+    Signal,
+)
 from gpuscale.autoscaler.domain.policies.outcome import Inputs
-from gpuscale.autoscaler.remembered import Remembered
+from gpuscale.autoscaler.domain.remembered import Remembered
 from gpuscale.autoscaler.domain.signals import Sample
 
 ARRIVAL_RATE = "arrival_rate"
@@ -138,6 +145,7 @@ class Replay:
             last_changes=self._changes,
             bursts=self._past.bursts,
             startup=self._start_up,
+            gpu_limit=world.gpu_limit(self._spec.max_replicas),
         )
         result = evaluate(self._spec, inputs, self._past.memory)
         self._past = replace(self._past, memory=result.memory, bursts=result.bursts)

@@ -87,6 +87,10 @@ class Pool:
         self._held += gpus
         return True
 
+    def free(self) -> int | None:
+        """How many are free; None where there is no bound."""
+        return None if self._most is None else self._most - self._held
+
     def give(self, gpus: int) -> None:
         """Let some go."""
         self._held -= gpus
@@ -145,6 +149,11 @@ class World:
     def settled(self) -> bool:
         """Whether nothing waits and nothing is in hand."""
         return not self._queue and self.in_hand == 0
+
+    def gpu_limit(self, unbounded: int) -> int:
+        """Most replicas that there are GPUs for, those that hold some included."""
+        free = self._pool.free()
+        return unbounded if free is None else self.granted + max(0, free) // self.setting.gpus_each
 
     def arrive(self, request: Request) -> None:
         """A request comes, at its time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpuscale.autoscaler.model import Code, Stage, Step
+from gpuscale.autoscaler.domain.model import Code, Stage, Step
 from gpuscale.autoscaler.domain.policies.outcome import RuleOutcome, Vote
 from gpuscale.autoscaler.domain.policies.targets import LARGEST_COUNT
 from gpuscale.autoscaler.domain.rules import Combine

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpuscale.autoscaler.model import Code, Decision, Endpoint, Evaluation, Stage, Step
+from gpuscale.autoscaler.domain.model import Code, Decision, Endpoint, Evaluation, Stage, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ def compose(endpoint: Endpoint, evaluation: Evaluation, outcome: Outcome) -> Dec
         steps=steps,
         limited_by=limit,
         summary=_summary(evaluation, outcome.granted, steps, limit),
+        sets=evaluation.sets,
     )
 
 
@@ -56,7 +57,10 @@ def sameness(decision: Decision) -> str:
         decision.etag,
         f"{decision.before}>{decision.wanted}>{decision.granted}",
         *(f"{one.signal}={one.status.value}" for one in decision.observations),
-        *(f"{s.stage.name}:{s.rule}:{s.code}:{s.before}>{s.after}" for s in decision.steps),
+        *(
+            f"{s.stage.name}:{s.rule}{s.capability_set and '/' + s.capability_set}:{s.code}:{s.before}>{s.after}"
+            for s in decision.steps
+        ),
     ]
     return "\n".join(parts)
 
@@ -64,6 +68,10 @@ def sameness(decision: Decision) -> str:
 def _summary(evaluation: Evaluation, granted: int, steps: Sequence[Step], limit: Code | None) -> str:
     before, wanted = evaluation.before, evaluation.wanted
     line = f"stays at {wanted}" if wanted == before else f"from {before} to {wanted}"
+    if moved := [one for one in evaluation.sets.items() if one[1].before != one[1].wanted]:
+        line = ", ".join(f"{name} from {count.before} to {count.wanted}" for name, count in moved)
+        if limit is not None and (fired := _deciding(steps)):
+            line += f" ({fired.text})"
     if granted < wanted and limit in LIMITING:
         line += f", {granted} granted"
     reason = next((step for step in reversed(steps) if step.code is limit), None) or _deciding(steps)

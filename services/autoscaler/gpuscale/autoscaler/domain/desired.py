@@ -32,6 +32,10 @@ class DesiredReplica:
     fence: int = 0
     drain_timeout: float | None = None
     gpu_count: int = 0
+    reservation: str = ""
+    lease_token: str = field(default="", repr=False)
+    capability_set: str = ""
+    capabilities: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def desired_state(
@@ -76,5 +80,9 @@ def _line(name: str, replica: Replica) -> DesiredReplica:
         gpu_uuids=lease.gpu_uuids if lease else (),
         gpu_count=template.gpu_count,
         fence=lease.fence if lease else 0,
+        reservation=lease.reservation if lease else "",
+        lease_token=lease.token if lease else "",
         drain_timeout=HURRIED_DRAIN if replica.hurry else template.drain_timeout,
+        capability_set=replica.group.set,
+        capabilities=replica.group.asked.capabilities,
     )

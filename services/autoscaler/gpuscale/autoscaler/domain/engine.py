@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gpuscale.autoscaler.domain.capability_engine import evaluate_sets
 from gpuscale.autoscaler.domain.combine import Combined, combine
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     ASKS_FOR_ROOM,
     Code,
     EndpointSpec,
@@ -20,7 +21,6 @@ from gpuscale.autoscaler.model import (
     GpuGate,
     Observation,
     ObservationStatus,
-    QueueSignal,
     Signal,
     Stage,
     Step,
@@ -52,6 +52,8 @@ def evaluate(
         unknown_replicas: live replicas whose adapter has not been heard of.
     """
     memory = Memory(inputs.now) if memory is None else memory
+    if spec.capability_sets:
+        return Result(evaluate_sets(spec, inputs, unknown_replicas), memory, inputs.bursts)
     before = inputs.before
     working = inputs if spec.paused else replace(inputs, before=max(0, before - spec.warm_spares))
     asleep = None if spec.paused else _asleep(spec, working)
@@ -85,9 +87,11 @@ def evaluate(
     return Result(evaluation, kept, bursts)
 
 
-def order(before: int, replicas: int, who: str) -> Evaluation:
+def order(before: int, replicas: int, who: str, capability_set: str = "") -> Evaluation:
     """A person's order of `replicas`, which the caller has checked against min and max."""
-    step = Step(Stage.MANUAL, Code.SET, before, replicas, f"set to {replicas} by {who}")
+    what = f"{capability_set} set" if capability_set else "set"
+    text = f"{what} to {replicas} by {who}"
+    step = Step(Stage.MANUAL, Code.SET, before, replicas, text, capability_set=capability_set)
     return Evaluation(before, replicas, (), (step,))
 
 
@@ -153,14 +157,14 @@ def _gate(spec: EndpointSpec, code: Code, before: int, asked: int, limit: int, t
 def _zero_gate(
     spec: EndpointSpec, before: int, after: int, observations: Mapping[str, Observation]
 ) -> tuple[int, Step | None]:
-    """Rules lead to zero only where every queue is freshly proven empty: nothing waiting, nothing in hand.
+    """Rules lead to zero only while every signal that counts work is freshly 0: nothing waits, nothing is in hand.
 
-    Signals that count no work, such as a temperature, prove nothing and are not asked.
+    Signals that count no work, such as a temperature, are not asked.
     """
     if after > 0 or before <= 0 or spec.min_replicas > 0:
         return after, None
-    queues = [signal.id for signal in spec.signals if isinstance(signal.source, QueueSignal)]
-    doubtful = [name for name in queues if name not in observations or not observations[name].proven_empty]
+    counting = [signal.id for signal in spec.signals if signal.proves]
+    doubtful = [name for name in counting if name not in observations or not observations[name].proven_empty]
     if not doubtful:
         return after, None
     text = f"kept at 1: not proven that no work is left ({', '.join(doubtful)})"

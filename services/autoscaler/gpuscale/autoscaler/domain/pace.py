@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gpuscale.autoscaler.model import Code, Stage, Step
+from gpuscale.autoscaler.domain.model import Code, Stage, Step
 from gpuscale.autoscaler.domain.rules import LONGEST_LEARNT, Pace, RateLimit
 
 REGRET_SECONDS = 1800.0

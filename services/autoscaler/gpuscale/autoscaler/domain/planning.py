@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
 
-from gpuscale.autoscaler.model import ReplicaTemplate
+from gpuscale.autoscaler.domain.model import (
+    Amounts,
+    Endpoint,
+    EndpointSpec,
+    ReplicaTemplate,
+    ScaleInOrder,
+    SetState,
+    WorkerGroup,
+    covers,
+    in_words,
+)
 from gpuscale.autoscaler.domain.replicas import Goal, Moment, Replica, ReplicaState
 
 MAX_PENDING = 32
 """Replicas of one endpoint that wait for GPUs or an adapter at a time; more would wait behind them anyway."""
 FIRST_BACK_OFF = 1.0
 LONGEST_BACK_OFF = 60.0
+BELIEVED = 600.0
+"""Seconds for which a group that could do other than was asked for tells of its set after it has ended."""
 HEALTHY = 60.0
 """Seconds of being ready after which a failure begins a new count."""
 
@@ -37,14 +49,16 @@ def plan(
     wanted: int,
     replicas: Iterable[Replica],
     silent: Collection[str],
-    template: ReplicaTemplate | None = None,
+    spec: EndpointSpec | None = None,
     busy: Mapping[str, float] | None = None,
 ) -> Plan:
     """Compare the replicas aimed at with the number wanted.
 
     Victims, in this order: those that nobody was told of, the last tier, starting, leaving by themselves, the least busy,
-    newest. `silent` holds the ids of adapters that have not been heard of; `template` has the tiers; `busy` tells how busy
-    replicas are, by id: one that it does not know may be as busy as any.
+    newest. With OLDEST_FIRST, as OpenGRIS Scaler has it: those that nobody was told of, the last tier, the least busy (the
+    starting and leaving have nothing in hand), the first that was started. `silent` holds the ids of adapters that have
+    not been heard of; `spec` has tiers and order; `busy` tells how busy replicas are, by id: one that it does not know may
+    be as busy as any.
     """
     aimed_at = [replica for replica in replicas if replica.aimed_at]
     pending = [replica for replica in aimed_at if replica.state is ReplicaState.PENDING]
@@ -56,8 +70,52 @@ def plan(
     known = heard if wanted else [replica for replica in aimed_at if replica.adapter]
     cancelled = _newest_first(pending)[:excess]
     spare = min(excess - len(cancelled), max(0, len(known) - wanted))
-    stopped = _victims(known, template, busy or {})[:spare]
+    stopped = _victims(known, spec, busy or {})[:spare]
     return Plan(stop=(*cancelled, *stopped), held=excess - len(cancelled) - spare)
+
+
+def plan_sets(
+    targets: Mapping[str, int],
+    replicas: Iterable[Replica],
+    silent: Collection[str],
+    spec: EndpointSpec,
+    busy: Mapping[str, float] | None = None,
+) -> dict[str, Plan]:
+    """The plan of each capability set, by its id: of `targets`, and of those that only replicas still belong to."""
+    own: dict[str, list[Replica]] = {one: [] for one in targets}
+    for replica in replicas:
+        own.setdefault(replica.group.set, []).append(replica)
+    return {
+        one: plan(targets.get(one, 0), members, silent, spec.of_set(one), busy)
+        for one, members in own.items()
+    }
+
+
+def set_states(
+    endpoint: Endpoint, kept: Sequence[Replica], now: float, busy: Mapping[str, float]
+) -> dict[str, SetState]:
+    """What is known of each capability set of an endpoint; `kept` are its replicas, ended ones included."""
+    spec, targets = endpoint.spec, endpoint.targets
+    found: dict[str, SetState] = {}
+    for one in spec.capability_sets:
+        own = [replica for replica in kept if replica.group.set == one.id]
+        aimed = [replica for replica in own if replica.aimed_at]
+        pending = [replica for replica in aimed if replica.state is ReplicaState.PENDING]
+        told = [replica for replica in aimed if replica.state is not ReplicaState.PENDING]
+        order = (*_newest_first(pending), *_victims(told, spec.of_set(one.id), busy))
+        groups = tuple(replica.group.actual for replica in order)
+        found[one.id] = SetState(targets[one.id], groups, _reported(own, one.capabilities, now))
+    return found
+
+
+def _reported(replicas: Iterable[Replica], asked: Amounts, now: float) -> Amounts | None:
+    """What the newest group that was asked for this reports instead: for a while also after it has ended."""
+    for replica in _newest_first(replicas):
+        told = replica.group.reported
+        recent = not replica.ended or (replica.ended_at is not None and now - replica.ended_at < BELIEVED)
+        if told is not None and recent and replica.group.asked.capabilities == asked:
+            return None if told.capabilities == asked else told.capabilities
+    return None
 
 
 def _newest_first(replicas: Iterable[Replica]) -> list[Replica]:
@@ -68,14 +126,19 @@ _STOPS_FIRST = {ReplicaState.STARTING: 0, ReplicaState.DRAINING: 1}
 
 
 def _victims(
-    replicas: Iterable[Replica], template: ReplicaTemplate | None, busy: Mapping[str, float]
+    replicas: Iterable[Replica], spec: EndpointSpec | None, busy: Mapping[str, float]
 ) -> list[Replica]:
-    def order(replica: Replica) -> tuple[int, int, float]:
-        tier = 0 if template is None else template.tier(replica.adapter)
-        behind = -tier if tier is not None else -max(1, len(template.tiers if template else ()))
-        return behind, _STOPS_FIRST.get(replica.state, 2), busy.get(replica.id, math.inf)
+    oldest_first = spec is not None and spec.scale_in_order is ScaleInOrder.OLDEST_FIRST
 
-    return sorted(_newest_first(replicas), key=order)
+    def order(replica: Replica) -> tuple[int, int, float]:
+        tier = 0 if spec is None else spec.template.tier(replica.adapter)
+        behind = -tier if tier is not None else -max(1, len(spec.template.tiers if spec else ()))
+        state = _STOPS_FIRST.get(replica.state, len(_STOPS_FIRST))
+        in_hand = 0.0 if replica.state in _STOPS_FIRST else busy.get(replica.id, math.inf)
+        return behind, 0 if oldest_first else state, in_hand
+
+    newest = _newest_first(replicas)
+    return sorted(reversed(newest) if oldest_first else newest, key=order)
 
 
 def crash_delay(replicas: Iterable[Replica], now: float) -> float:
@@ -134,7 +197,10 @@ DEFAULT_CAPABILITIES = Capabilities()
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What an adapter said of itself, and whether it is heard of now (`live`). `max_replicas` 0: no limit."""
+    """What an adapter said of itself, and whether it is heard of now (`live`). `max_replicas` 0: no limit.
+
+    `workers`: what the workers of its templates can do, of those that it says it of.
+    """
 
     id: str
     kind: str
@@ -143,6 +209,11 @@ class AdapterFacts:
     max_replicas: int
     live: bool
     capabilities: Capabilities = DEFAULT_CAPABILITIES
+    workers: Mapping[str, WorkerGroup] = field(default_factory=dict[str, WorkerGroup])
+
+    def offers(self, template: str, needs: Amounts) -> bool:
+        """Whether workers of a template of its can do this, as far as it says what they can."""
+        return template not in self.workers or covers(self.workers[template].capabilities, needs)
 
     def serves(self, template: ReplicaTemplate) -> bool:
         """Whether it has the GPUs that a replica needs: those of its node, or its engine's own."""
@@ -157,10 +228,11 @@ def candidates(
     adapters: Sequence[AdapterFacts],
     loads: Mapping[str, int],
     own: Mapping[str, int] = NO_LOADS,
+    needs: Amounts = NO_LOADS,
 ) -> list[AdapterFacts]:
     """Adapters that can run a replica of `template`, by tier, the one with the fewest replicas first, then by id.
 
-    `loads` holds the replicas of each adapter, `own` those of the endpoint alone. GPUs need an adapter that is bound to a
+    `loads` holds the replicas of each adapter, `own` those of the endpoint alone; `needs`: what its workers must have. GPUs need an adapter that is bound to a
     node, or whose engine gives them out.
     """
     most = {tier.adapter: tier.max_replicas for tier in template.tiers}
@@ -172,6 +244,7 @@ def candidates(
         and template.template in adapter.templates
         and places[adapter.id] is not None
         and adapter.serves(template)
+        and adapter.offers(template.template, needs)
         and _room(adapter.max_replicas, loads.get(adapter.id, 0))
         and _room(most.get(adapter.id, 0), own.get(adapter.id, 0))
     ]
@@ -198,7 +271,7 @@ def by_tier(template: ReplicaTemplate, able: Iterable[AdapterFacts]) -> list[lis
     return [list(group) for _, group in groupby(able, key=lambda adapter: template.tier(adapter.id))]
 
 
-def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> str:
+def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts], needs: Amounts = NO_LOADS) -> str:
     """Why no adapter can run a replica of `template`, in words."""
     named = [adapter for adapter in adapters if template.tier(adapter.id) is not None]
     live = [adapter for adapter in named if adapter.live]
@@ -210,6 +283,8 @@ def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> str:
         return f"no adapter that is connected has the template {template.template}"
     if not any(adapter.serves(template) for adapter in able):
         return f"no adapter with the template {template.template} is bound to a node, whose GPUs it could use"
+    if not any(adapter.offers(template.template, needs) for adapter in able):
+        return f"no adapter with the template {template.template} offers {in_words(needs)}"
     return f"the adapters with the template {template.template} run as many replicas as they may"
 
 

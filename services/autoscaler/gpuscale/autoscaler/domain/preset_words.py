@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from gpuscale.autoscaler.model import EndpointSpec
+from gpuscale.autoscaler.domain.model import EndpointSpec
 from gpuscale.autoscaler.domain.presets import PRESETS, Wish
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 

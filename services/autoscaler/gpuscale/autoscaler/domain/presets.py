@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
+    CapabilitySet,
     EndpointSpec,
+    GpuGate,
     HostSignal,
     PushedSignal,
     QueueCount,
     QueueSignal,
     ReplicaTemplate,
+    ScaleInOrder,
     Signal,
+    TaskSignal,
 )
 from gpuscale.autoscaler.domain.rules import (
     BoundMode,
@@ -53,6 +57,7 @@ class Wish:
         service_time: seconds that one piece takes; None where nobody knows.
         metric: a metric reported for the endpoint that counts the work, in place of the watcher.
         parameters: what differs from the original as shipped, by the original's own names (`preset_words.PARAMETERS`).
+        capability_sets: of opengris_capability, in place of watcher and metric: all sets of one endpoint.
     """
 
     watcher: str
@@ -64,6 +69,7 @@ class Wish:
     service_time: float | None = None
     metric: str = ""
     parameters: Mapping[str, float] = field(default_factory=dict[str, float])
+    capability_sets: tuple[CapabilitySet, ...] = ()
 
     def stated(self, name: str, default: float) -> float:
         """A parameter, or what holds where it is not stated."""
@@ -74,6 +80,9 @@ WAITING = "waiting"
 BUSY = "busy"
 ALL = "all"
 ARRIVING = "arriving"
+TASKS = "tasks"
+QUEUED_TASKS = "queued_tasks"
+"""What workers of OpenGRIS Scaler say of themselves: the tasks that each has in its queue."""
 KEPT = Pace(200.0, startups=10.0)
 """Our own: longer, up to ten start-up times, while what was given up is needed again."""
 HPA_UP = Pace(0.0, (RateLimit(15.0, replicas=4), RateLimit(15.0, percent=100.0)))
@@ -83,8 +92,9 @@ HPA_DOWN = Pace(300.0, (RateLimit(15.0, percent=100.0),))
 
 
 def _work(wish: Wish, name: str, count: QueueCount) -> Signal:
-    source = PushedSignal(wish.metric) if wish.metric else QueueSignal(wish.watcher, count)
-    return Signal(name, source)
+    if wish.metric:
+        return Signal(name, PushedSignal(wish.metric), counts_work=True)
+    return Signal(name, QueueSignal(wish.watcher, count))
 
 
 def _spec(wish: Wish, tick: float, signals: tuple[Signal, ...], *rules: Rule) -> EndpointSpec:
@@ -127,20 +137,21 @@ def gpuscale(wish: Wish) -> EndpointSpec:
 
 
 def distributedfunsearch(wish: Wish) -> EndpointSpec:
-    """DistributedFunSearch's samplers: one more above 50 waiting where a host has 30 GiB free, one fewer at 0."""
+    """DistributedFunSearch's samplers: one more above 50 waiting where a GPU and 30 GiB of a host are free, one fewer at 0."""
     threshold = wish.stated("sampler_scale_up_threshold", 50.0)
     memory = wish.stated("min_system_memory_gib", 30.0)
     gate = f"memory >= {memory * GIB:.0f}"
     signal = Signal("memory", HostSignal("memory_available_bytes"), across=Aggregation.MAX)
     spec = _funsearch(wish, threshold, gate, (signal,))
-    template = replace(
-        wish.template,
-        min_memory_bytes=round(wish.stated("min_gpu_memory_gib", 20.0) * GIB),
-        max_utilization_percent=wish.stated("max_gpu_utilization", 50.0),
-    )
-    return _funsearch_bounds(
-        wish, "samplers", replace(spec, template=template if template.gpu_count else wish.template)
-    )
+    if wish.template.gpu_count:
+        template = wish.template
+        memory_gib, utilization = "min_gpu_memory_gib", "max_gpu_utilization"
+        if template.ask is None or memory_gib in wish.parameters:
+            template = replace(template, min_memory_bytes=round(wish.stated(memory_gib, 20.0) * GIB))
+        if template.ask is None or utilization in wish.parameters:
+            template = replace(template, max_utilization_percent=wish.stated(utilization, 50.0))
+        spec = replace(spec, template=template, gpu_gate=GpuGate.CAP)
+    return _funsearch_bounds(wish, "samplers", spec)
 
 
 def distributedfunsearch_evaluators(wish: Wish) -> EndpointSpec:
@@ -194,14 +205,31 @@ def backend_ai(wish: Wish) -> EndpointSpec:
 
 def opengris_vanilla(wish: Wish) -> EndpointSpec:
     """OpenGRIS vanilla: one more above 10 tasks a worker, one fewer below 1, every 2 s."""
-    kind = RatioRule(wish.stated("upper_task_ratio", 10.0), wish.stated("lower_task_ratio", 1.0))
-    return _one(wish, 2.0, QueueCount.TOTAL, kind)
+    return _opengris(wish, RatioRule(*_ratios(wish, 10.0, 1.0)))
 
 
 def opengris_capability(wish: Wish) -> EndpointSpec:
-    """OpenGRIS capability, one set: one more above 5 tasks a worker, one fewer below 0.5, never the last with work."""
-    upper, lower = wish.stated("upper_task_ratio", 5.0), wish.stated("lower_task_ratio", 0.5)
-    return _one(wish, 2.0, QueueCount.TOTAL, RatioRule(upper, lower, guarded=True))
+    """OpenGRIS capability: one more above 5 tasks a worker, one fewer below 0.5, never the last with work; each set by itself."""
+    kind = RatioRule(*_ratios(wish, 5.0, 0.5), guarded=True)
+    spec = _opengris(wish, kind)
+    if not wish.capability_sets:
+        return spec
+    return replace(
+        spec,
+        signals=(Signal(TASKS, TaskSignal()),),
+        rules=(replace(spec.rules[0], signal=TASKS),),
+        capability_sets=wish.capability_sets,
+    )
+
+
+def _ratios(wish: Wish, upper: float, lower: float) -> tuple[float, float]:
+    return wish.stated("upper_task_ratio", upper), wish.stated("lower_task_ratio", lower)
+
+
+def _opengris(wish: Wish, kind: RatioRule) -> EndpointSpec:
+    """Those with the fewest queued tasks go first, and of them the one that was started first."""
+    spec = _one(wish, 2.0, QueueCount.TOTAL, kind)
+    return replace(spec, busy_metric=QUEUED_TASKS, scale_in_order=ScaleInOrder.OLDEST_FIRST)
 
 
 def opengris_fixed_elastic(wish: Wish) -> EndpointSpec:

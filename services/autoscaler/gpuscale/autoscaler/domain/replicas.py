@@ -12,11 +12,11 @@ the adapter is silent and never stored. The intent, with the id of its Reserve r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 
-from gpuscale.autoscaler.model import ReplicaTemplate
+from gpuscale.autoscaler.domain.model import NO_GROUP, GroupOfReplica, ReplicaTemplate, WorkerGroup
 
 
 class ReplicaState(Enum):
@@ -43,11 +43,15 @@ class Goal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The reservation that holds a replica's GPUs: `reservations/{reservation}`, its fence and its GPUs by UUID."""
+    """The reservation that holds a replica's GPUs: `reservations/{reservation}`, its fence and its GPUs by UUID.
+
+    The token came with the grant and is for the agent that admits the replica.
+    """
 
     reservation: str
     fence: int
     gpu_uuids: tuple[str, ...]
+    token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Replica:
         hurry: it lost its GPUs and must leave them at once.
         ready_at: when it was first ready, in seconds since boot.
         ended_at: when it ended, in seconds since boot; None after a reboot too.
+        group: its capability set, and what its workers can do.
     """
 
     endpoint: str
@@ -87,6 +92,7 @@ class Replica:
     ready_at: float | None = None
     ended_at: float | None = None
     end_time: datetime | None = None
+    group: GroupOfReplica = NO_GROUP
 
     @property
     def ended(self) -> bool:
@@ -115,12 +121,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica as its adapter sees it."""
+    """A replica as its adapter sees it; `workers`: what they can do, where it knows."""
 
     state: ReplicaState
     pid: int = 0
     exit_code: int | None = None
     reason: str = ""
+    workers: WorkerGroup | None = None
 
 
 def assigned(replica: Replica, adapter: str, node: str, lease: Lease | None) -> Replica:
@@ -163,7 +170,10 @@ def reported(replica: Replica, report: ReplicaReport, at: Moment) -> Replica:
     because the adapter itself was told to end, has not. One that should stop stays DRAINING until it has ended, even if
     its adapter has not heard of that yet.
     """
-    seen = replace(replica, pid=report.pid, exit_code=report.exit_code)
+    group = replica.group
+    if report.workers is not None:
+        group = replace(group, reported=report.workers)
+    seen = replace(replica, pid=report.pid, exit_code=report.exit_code, group=group)
     if report.state in ENDED:
         if replica.goal is Goal.STOP:
             return ended(seen, report.state, report.reason or replica.reason, at)

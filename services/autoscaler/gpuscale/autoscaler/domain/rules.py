@@ -1,7 +1,7 @@
 """Scaling rules as immutable values, and how they work together.
 
 Durations are seconds. None means "not stated": the property beside it says what holds then. docs/autoscaling.md says
-what each kind does, and `gpuscale.autoscaler.policies` does it.
+what each kind does, and `gpuscale.autoscaler.domain.policies` does it.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 import math
 from dataclasses import dataclass, replace
 
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     Observation,
     ObservationStatus,
     OnMissing,
     QueueCount,
     QueueSignal,
     Signal,
+    TaskReport,
 )
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.domain.series import LARGEST, Aggregation, Series, aggregate
@@ -29,6 +30,7 @@ class Sample:
         problem: why there are none; empty where there are.
         silent_count: how many of the sources said nothing.
         proven_empty: it shows that no work is left, waiting or in hand.
+        tasks: of a signal of tasks, what they need.
     """
 
     values: tuple[float, ...] = ()
@@ -36,6 +38,7 @@ class Sample:
     problem: str = ""
     silent_count: int = 0
     proven_empty: bool = False
+    tasks: TaskReport | None = None
 
     def joined(self, how: Aggregation) -> float:
         """Its values as one; the first that is no number, or too large for one, which aggregation could hide."""
@@ -107,6 +110,7 @@ def observe(signal: Signal, sample: Sample, now: float, history: Series | None =
         silent_count=sample.silent_count if signal.on_missing in _MINDS_SILENCE else 0,
         told_count=len(sample.values),
         across=signal.across,
+        tasks=sample.tasks,
     )
 
 

@@ -6,14 +6,23 @@ A stated value becomes a sample of its signal, and is judged as any other: by it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from gpuscale.autoscaler.model import EndpointSpec, ObservationStatus, QueueCount, QueueSignal, Signal
+from gpuscale.autoscaler.domain.model import (
+    NO_SETS,
+    EndpointSpec,
+    ObservationStatus,
+    QueueCount,
+    QueueSignal,
+    SetState,
+    Signal,
+    TaskReport,
+)
 from gpuscale.autoscaler.domain.pace import Memory
 from gpuscale.autoscaler.domain.policies.outcome import Inputs
-from gpuscale.autoscaler.remembered import Remembered, kept_seconds
+from gpuscale.autoscaler.domain.remembered import Remembered, kept_seconds
 from gpuscale.autoscaler.domain.replicas import Moment
 from gpuscale.autoscaler.domain.series import LARGEST, Series, series_of
 from gpuscale.autoscaler.domain.signals import Sample, observe
@@ -34,6 +43,7 @@ class StatedSignal:
         points: earlier values with their ages; where there are none, it has always shown its value.
         silent_count: sources that said nothing.
         proven_empty: whether it shows that no work is left; None where that follows from the counts.
+        tasks: of a signal of tasks, what they need.
     """
 
     value: float | None = None
@@ -42,6 +52,7 @@ class StatedSignal:
     points: tuple[tuple[float, float], ...] = ()
     silent_count: int = 0
     proven_empty: bool | None = None
+    tasks: TaskReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,7 @@ class Stated:
     startup: float | None = None
     wall: datetime | None = None
     gpu_limit: int | None = None
+    sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,7 @@ class Live:
     last_changes: Mapping[str, float] = field(default_factory=dict[str, float])
     startup: float | None = None
     gpu_limit: int | None = None
+    sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
 
 
 def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Question:
@@ -89,6 +102,7 @@ def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Ques
         signal.id: observe(signal, samples[signal.id], at.now, series.get(signal.id))
         for signal in spec.signals
     }
+    sets = {**live.sets, **stated.sets}
     before = live.before if stated.before is None else stated.before
     ready = live.ready if stated.before is None else before
     memory = live.past.memory if stated.memory is None else stated.memory
@@ -103,6 +117,7 @@ def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Ques
         bursts=live.past.bursts,
         startup=live.startup if stated.startup is None else stated.startup,
         gpu_limit=live.gpu_limit if stated.gpu_limit is None else stated.gpu_limit,
+        sets={one.id: found for one in spec.capability_sets if (found := sets.get(one.id)) is not None},
     )
     unknown = live.unknown if stated.unknown is None else stated.unknown
     return Question(spec, inputs, Memory(at.now) if memory is None else memory, unknown)
@@ -121,7 +136,10 @@ def _sample(signal: Signal, stated: StatedSignal, now: float, *, proven_empty: b
             pass
     if stated.value is None:
         return Sample(problem="it is stated to be missing")
-    return Sample((stated.value,), at, silent_count=stated.silent_count, proven_empty=proven_empty)
+    empty = proven_empty or (stated.tasks is not None and not stated.tasks.total)
+    return Sample(
+        (stated.value,), at, silent_count=stated.silent_count, proven_empty=empty, tasks=stated.tasks
+    )
 
 
 def _series(stated: StatedSignal, now: float, keep: float) -> Series:
@@ -136,8 +154,8 @@ def _series(stated: StatedSignal, now: float, keep: float) -> Series:
     return series_of(past)
 
 
-def _emptied(signals: Iterable[Signal], stated: Mapping[str, StatedSignal]) -> set[str]:
-    """Ids of the signals that show that no work is left: as stated, or since all that their queue holds is stated as 0."""
+def _emptied(signals: Sequence[Signal], stated: Mapping[str, StatedSignal]) -> set[str]:
+    """Ids of the signals that show that no work is left: as stated, or since all that they count is stated as 0."""
     zero: dict[str, set[QueueCount]] = {}
     queues = {one.id: one.source for one in signals if isinstance(one.source, QueueSignal)}
     for name, source in queues.items():
@@ -146,6 +164,10 @@ def _emptied(signals: Iterable[Signal], stated: Mapping[str, StatedSignal]) -> s
     whole = {QueueCount.READY, QueueCount.UNACKED}
     empty = {watcher for watcher, counts in zero.items() if QueueCount.TOTAL in counts or whole <= counts}
     found = {name for name, source in queues.items() if source.watcher in empty}
+    counting = {one.id for one in signals if one.counts_work}
+    found |= {
+        name for name in counting & stated.keys() if stated[name].value == 0 and not stated[name].silent_count
+    }
     return {name for name, one in stated.items() if _told(one.proven_empty, name in found)}
 
 

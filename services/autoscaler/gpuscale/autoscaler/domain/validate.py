@@ -12,9 +12,18 @@ from itertools import combinations
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from gpuscale.autoscaler.domain.metric_names import GPU_METRICS, HOST_METRICS
-from gpuscale.autoscaler.model import EndpointSpec, GpuSignal, HostSignal, ReplicaTemplate, Signal
+from gpuscale.autoscaler.domain.model import (
+    ASKS_FOR_ROOM,
+    EndpointSpec,
+    GpuSignal,
+    HostSignal,
+    ReplicaTemplate,
+    Signal,
+    TaskSignal,
+)
 from gpuscale.autoscaler.domain.policies import formula
 from gpuscale.autoscaler.domain.rules import (
+    UNPACED,
     WITHOUT_SIGNAL,
     BandRule,
     Comparator,
@@ -36,7 +45,9 @@ SPEC = "endpoint.spec"
 def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
     """The fields at fault, by paths that begin with `path`; empty when the spec is sound."""
     found = list(_crossed(path, spec.min_replicas, spec.max_replicas))
-    if not spec.template.template:
+    if not spec.template.template and not (
+        spec.capability_sets and all(one.template for one in spec.capability_sets)
+    ):
         found.append(FieldViolation(f"{path}.template.template", "must be set"))
     found += _tiers(f"{path}.template", spec.template)
     if spec.warm_spares > spec.max_replicas:
@@ -49,6 +60,8 @@ def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
     for index, rule in enumerate(spec.rules):
         found += _rule(f"{path}.rules[{index}]", rule, signals)
     found += _contradictions(f"{path}.rules", spec.rules)
+    if spec.capability_sets:
+        found += _sets(path, spec)
     found += [*_pace(f"{path}.up", spec.up), *_pace(f"{path}.down", spec.down)]
     return found
 
@@ -56,6 +69,39 @@ def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
 def _crossed(path: str, least: int | None, most: int | None) -> Iterator[FieldViolation]:
     if least is not None and most is not None and least > most:
         yield FieldViolation(f"{path}.max_replicas", "must be at least min_replicas")
+
+
+def _sets(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
+    """What is wrong with capability sets: only a ratio of tasks to workers is reckoned for each set by itself."""
+    sets = spec.capability_sets
+    yield from _repeated(f"{path}.capability_sets", [one.id for one in sets])
+    for index, one in enumerate(sets):
+        where = f"{path}.capability_sets[{index}]"
+        yield from _crossed(where, one.min_replicas, one.max_replicas)
+        if one.template is not None:
+            if not one.template.template:
+                yield FieldViolation(f"{where}.template.template", "must be set")
+            yield from _tiers(f"{where}.template", one.template)
+    if sum(one.min_replicas for one in sets) > spec.max_replicas:
+        yield FieldViolation(
+            f"{path}.max_replicas", "must be at least the min_replicas of all capability_sets"
+        )
+    tasks = {one.id for one in spec.signals if isinstance(one.source, TaskSignal)}
+    for index, rule in enumerate(spec.rules):
+        if not isinstance(rule.kind, RatioRule) or rule.kind.proportional_down or rule.signal not in tasks:
+            text = "must be a ratio on a signal of tasks, one step at a time, beside capability_sets"
+            yield FieldViolation(f"{path}.rules[{index}].ratio", text)
+    if len(spec.rules) > 1:
+        yield FieldViolation(f"{path}.rules[1]", "must be left out: beside capability_sets there is one rule")
+    unused = (
+        ("warm_spares", spec.warm_spares),
+        ("up", spec.up != UNPACED),
+        ("down", spec.down != UNPACED),
+        ("gpu_gate", spec.gpu_gate in ASKS_FOR_ROOM),
+    )
+    for name, stated in unused:
+        if stated:
+            yield FieldViolation(f"{path}.{name}", "must be left out beside capability_sets")
 
 
 def _tiers(path: str, template: ReplicaTemplate) -> Iterator[FieldViolation]:
@@ -76,6 +122,10 @@ def _repeated(path: str, ids: Sequence[str]) -> Iterator[FieldViolation]:
 
 
 def _metric(path: str, signal: Signal) -> Iterator[FieldViolation]:
+    if signal.counts_work and isinstance(signal.source, GpuSignal | HostSignal):
+        yield FieldViolation(
+            f"{path}.counts_work", "must be left out: readings of GPUs and hosts count no work"
+        )
     match signal.source:
         case GpuSignal(metric) if metric not in GPU_METRICS:
             yield FieldViolation(f"{path}.gpu.metric", _unknown_metric("GPUs", metric, GPU_METRICS))

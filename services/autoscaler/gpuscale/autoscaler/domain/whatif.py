@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from gpuscale.autoscaler.domain.engine import Result, evaluate
-from gpuscale.autoscaler.model import Code, EndpointSpec, Stage, Step
+from gpuscale.autoscaler.domain.model import Code, EndpointSpec, Stage, Step
 from gpuscale.autoscaler.domain.pace import Memory, regrets
 from gpuscale.autoscaler.domain.policies.outcome import Inputs
 from gpuscale.autoscaler.domain.rules import ForecastRule, Pace, Rule, ScalingMode, ScheduleRule
@@ -135,11 +135,14 @@ def _without_bound(question: Question, code: Code) -> tuple[Question, str] | Non
             return replace(question, inputs=inputs), "it were proven that no work is left"
         case Code.CLAMPED_TO_MAX | Code.ABOVE_MAX | Code.SKIPPED_AT_MAX:
             text = f"max_replicas were not {spec.max_replicas}"
-            return replace(question, spec=replace(spec, max_replicas=NO_BOUND)), text
+            text = "no max_replicas bounded it, of all sets or of one" if spec.capability_sets else text
+            sets = tuple(replace(one, max_replicas=NO_BOUND) for one in spec.capability_sets)
+            return replace(question, spec=replace(spec, max_replicas=NO_BOUND, capability_sets=sets)), text
         case Code.CLAMPED_TO_MIN | Code.BELOW_MIN | Code.SKIPPED_AT_MIN:
-            return replace(
-                question, spec=replace(spec, min_replicas=0)
-            ), f"min_replicas were not {spec.min_replicas}"
+            sets = tuple(replace(one, min_replicas=0) for one in spec.capability_sets)
+            text = f"min_replicas were not {spec.min_replicas}"
+            text = "no min_replicas bounded it, of all sets or of one" if spec.capability_sets else text
+            return replace(question, spec=replace(spec, min_replicas=0, capability_sets=sets)), text
         case _:
             return None
 
@@ -203,7 +206,11 @@ def _next_change(question: Question, result: Result) -> NextChange | None:
     now, evaluation = question.inputs.now, result.evaluation
     changes = {**question.inputs.last_changes, **dict.fromkeys(evaluation.effective, now)}
     inputs = replace(question.inputs, before=evaluation.wanted, last_changes=changes, bursts=result.bursts)
-    after = replace(question, inputs=inputs, memory=result.memory)
+    sets = {
+        one: replace(state, before=evaluation.sets[one].wanted if one in evaluation.sets else state.before)
+        for one, state in inputs.sets.items()
+    }
+    after = replace(question, inputs=replace(inputs, sets=sets), memory=result.memory)
     for wait in _waits(after)[:MOST_MOMENTS]:
         wanted = asked(_aged(after, wait + _ROUNDING)).evaluation.wanted
         if wanted != evaluation.wanted:

@@ -9,14 +9,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gpuscale.autoscaler.state import replica_store
-from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.model import Code, Stage
+from gpuscale.autoscaler.domain.model import Code, Stage
 from gpuscale.autoscaler.domain.planning import AdapterFacts, by_tier, candidates, nobody
 from gpuscale.autoscaler.domain.replicas import Goal, Lease, Moment, Replica, ReplicaState, assigned, ended
+from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.loop.reservations import Grant, Reservations
+from gpuscale.autoscaler.state import replica_store
 from gpuscale.autoscaler.state.store import Connection
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -27,6 +26,7 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
 )
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.store.store import Store
 
@@ -88,14 +88,17 @@ class Actor:
         """
         pending = [one for one in replicas if one.state is ReplicaState.PENDING]
         told: set[str] = set()
+        refused: dict[str, Refusal] = {}  # by capability set: one that waits for GPUs holds up no other
         try:
             for replica in sorted(pending, key=lambda one: not one.nodes):
+                if replica.group.set in refused:
+                    continue
                 refusal = await self._act_on(replica, told)
                 if refusal is not None:
-                    return refusal
+                    refused[replica.group.set] = refusal
         finally:
             await self._hub.refresh(told)
-        return None
+        return next(iter(refused.values()), None)
 
     async def _act_on(self, replica: Replica, told: set[str]) -> Refusal | None:
         if replica.template.gpu_count == 0:
@@ -172,7 +175,7 @@ class Actor:
 
     def _nobody(self, replica: Replica) -> Refusal:
         facts = [one for one in self._hub.facts() if one.node not in self._unknown_nodes]
-        text = nobody(replica.template, facts)
+        text = nobody(replica.template, facts, replica.group.asked.capabilities)
         if self._unknown_nodes:
             text += (
                 f" (but for nodes that the allocator does not know: {', '.join(sorted(self._unknown_nodes))})"
@@ -211,7 +214,7 @@ def _able(connection: Connection, replica: Replica, adapters: Collection[Adapter
     """The adapters that can run it, in the order in which they are tried."""
     loads = replica_store.loads(connection)
     own = Counter(one.adapter for one in replica_store.replicas(connection, replica.endpoint) if one.adapter)
-    return candidates(replica.template, list(adapters), loads, own)
+    return candidates(replica.template, list(adapters), loads, own, replica.group.asked.capabilities)
 
 
 def _assign(

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 
-from gpuscale.autoscaler.loop.asked_logs import AskedLogs, LogPart, LogQuestion
 from gpuscale.autoscaler.domain.desired import DesiredReplica, stopped
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import ReplicaReport
+from gpuscale.autoscaler.loop.asked_logs import AskedLogs, LogPart, LogQuestion
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 
 RESEND = 2.0

@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 
-from gpuscale.autoscaler.state import replica_store
-from gpuscale.autoscaler.loop.adapter_session import AdapterSession
-from gpuscale.autoscaler.loop.asked_logs import LogPart
 from gpuscale.autoscaler.domain.desired import desired_state, unknown_to
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import (
@@ -23,12 +20,16 @@ from gpuscale.autoscaler.domain.replicas import (
     ended,
     reported,
 )
-from gpuscale.autoscaler.state.store import Connection
+from gpuscale.autoscaler.loop.adapter_session import AdapterSession
+from gpuscale.autoscaler.loop.asked_logs import LogPart
 from gpuscale.autoscaler.loop.wakes import Wakes
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.autoscaler.state import replica_store
+from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import AbortedError, FailedPreconditionError, NotFoundError, UnavailableError
-from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.names import adapter_name, replica_name
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.uninterrupted import uninterrupted
 from gpuscale.common.store.store import Store
 
 SILENT = 15.0
@@ -106,6 +107,7 @@ class AdapterHub:
             _log.info("adapter disconnected", adapter=adapter)
             self._wakes.call_all()
 
+    @uninterrupted
     async def report(
         self, session: AdapterSession, revision: int, reports: Mapping[str, ReplicaReport]
     ) -> None:
@@ -153,6 +155,7 @@ class AdapterHub:
             return False
         return self._clock.now() - self._seen[adapter].now <= SILENT
 
+    @uninterrupted
     async def forget(self, adapter: str) -> list[str]:
         """Give an adapter up that never comes back: its replicas end without its word; returns their names.
 

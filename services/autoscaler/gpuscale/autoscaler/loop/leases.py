@@ -6,18 +6,18 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from gpuscale.autoscaler.state import replica_store
-from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.domain.replicas import Lease, Moment, Replica, asked_to_stop
+from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.loop.reservations import Reservations
-from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.loop.wakes import Wakes
+from gpuscale.autoscaler.state import replica_store
+from gpuscale.autoscaler.state.store import Connection
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
+from gpuscale.common.names import replica_name
 from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
 from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.names import replica_name
 from gpuscale.common.store.store import Store
 
 CONCURRENT = 16

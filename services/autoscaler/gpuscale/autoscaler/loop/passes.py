@@ -10,17 +10,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from gpuscale.autoscaler import decision_log, decision_store
-from gpuscale.autoscaler.state import history_store, replica_store, store
 from gpuscale.autoscaler.domain.decisions import Outcome, afterwards, compose
-from gpuscale.autoscaler.model import Code, Endpoint, Evaluation, Observation, Stage, Step
+from gpuscale.autoscaler.domain.model import (
+    NO_GROUP,
+    Code,
+    Endpoint,
+    Evaluation,
+    GroupOfReplica,
+    Observation,
+    Stage,
+    Step,
+    WorkerGroup,
+)
 from gpuscale.autoscaler.domain.pace import Memory
-from gpuscale.autoscaler.domain.planning import Plan, crash_delay, plan, startup_seconds
+from gpuscale.autoscaler.domain.planning import Plan, crash_delay, plan_sets, set_states, startup_seconds
 from gpuscale.autoscaler.domain.policies.outcome import Inputs
-from gpuscale.autoscaler.remembered import Remembered
+from gpuscale.autoscaler.domain.remembered import Remembered
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState, asked_to_stop
-from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.domain.whatif import Question, asked
+from gpuscale.autoscaler.state import decision_log, decision_store, history_store, replica_store, store
+from gpuscale.autoscaler.state.decision_log import Recorded, Repetition
+from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.names import adapter_name
 
 _ID_LENGTH = 12
@@ -38,7 +48,8 @@ class Facts:
         evaluate: whether rules are read, or only the number wanted is acted on.
         busy: how busy replicas are, by id, as far as they say so.
         room: how many more replicas there are GPUs for; None where nobody asked, or knows.
-        etag: of the spec that the readings were gathered for.
+        endpoint: as it was when the readings were gathered; None where it was not there.
+        repeated: its last decision, where more is known of it than is on disk.
     """
 
     at: Moment
@@ -46,9 +57,10 @@ class Facts:
     observations: Mapping[str, Observation]
     past: Remembered
     evaluate: bool
-    etag: str
+    endpoint: Endpoint | None
     busy: Mapping[str, float]
     room: int | None = None
+    repeated: Repetition | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,7 @@ class Pass:
         live: replicas that have not ended, with those that were just decided.
         told: ids of adapters whose replicas were asked to stop.
         delay: seconds for which no replacement starts.
-        decision: id of the decision that was stored with it, if one was; it is complete unless replicas are pending.
+        recorded: the decision that was recorded with it, if one was; it is complete unless replicas are pending.
         owing: whether reservations of replicas that ended are still to be released.
         past: what is to be remembered of the endpoint.
         question: what the evaluation went by.
@@ -76,7 +88,7 @@ class Pass:
     live: tuple[Replica, ...]
     told: frozenset[str]
     delay: float
-    decision: int | None
+    recorded: Recorded | None
     owing: bool
     past: Remembered
     question: Question | None = None
@@ -84,7 +96,7 @@ class Pass:
 
 def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | None:
     """Evaluate, plan and write; None where the endpoint is gone, or goes now that its last replica has."""
-    endpoint = store.endpoint(connection, endpoint_id)
+    endpoint = store.endpoint(connection, endpoint_id, facts.endpoint)
     if endpoint is None:
         return None
     kept = replica_store.replicas(connection, endpoint_id, show_ended=True)
@@ -99,38 +111,54 @@ def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | N
     question = _question(connection, endpoint, kept, silent, facts)
     result = asked(question) if question else None
     evaluation = result.evaluation if result else None
-    if evaluation is not None and evaluation.wanted != endpoint.desired:
-        endpoint = replace(endpoint, desired=evaluation.wanted)
+    moved = evaluation is not None and _moved(endpoint, evaluation)
+    if evaluation is not None and moved:
+        endpoint = replace(endpoint, desired=evaluation.wanted, sets=_wanted(evaluation))
         store.save_endpoint(connection, endpoint)
         store.save_rule_changes(connection, endpoint_id, evaluation.effective, facts.at.now)
-    delay = crash_delay(kept, facts.at.now)
-    planned = plan(endpoint.desired, rows, silent, endpoint.spec.template, facts.busy)
-    steps = _steps(rows, planned, silent, delay)
-    live = _carry_out(connection, endpoint, rows, planned, delay, facts.at)
+    plans = plan_sets(endpoint.targets, rows, silent, endpoint.spec, facts.busy)
+    delays = {one: _delay(kept, one, facts.at.now) for one, planned in plans.items() if planned.start}
+    steps = _steps(rows, plans, silent, delays)
+    live = _carry_out(connection, endpoint, rows, plans, delays, facts.at)
     granted = sum(one.granted for one in live)
-    changed = (
-        planned.stop
-        or (planned.start and not delay)
-        or (evaluation and evaluation.wanted != evaluation.before)
-    )
+    stops = [victim for planned in plans.values() for victim in planned.stop]
+    changed = stops or not all(delays.values()) or moved
     noted = None
     if changed or (evaluation and not any(one.state is ReplicaState.PENDING for one in live)):
         outcome = Outcome(granted, steps)
         decision = compose(endpoint, evaluation, outcome) if evaluation else afterwards(endpoint, outcome)
-        noted = decision_log.record(connection, decision, facts.at.wall, question)
+        noted = decision_log.record(
+            connection, decision, facts.at.wall, question, before=facts.repeated, quiet=not changed
+        )
     return Pass(
         endpoint=endpoint,
         evaluation=evaluation,
         granted=granted,
         steps=steps,
         live=live,
-        told=frozenset(one.adapter for one in planned.stop if one.adapter),
-        delay=delay if planned.start else 0.0,
-        decision=noted,
+        told=frozenset(one.adapter for one in stops if one.adapter),
+        delay=min(filter(None, delays.values()), default=0.0),
+        recorded=noted,
         owing=any(one.owes_release for one in kept),
         past=replace(facts.past, memory=result.memory, bursts=result.bursts) if result else facts.past,
         question=question,
     )
+
+
+def _moved(endpoint: Endpoint, evaluation: Evaluation) -> bool:
+    """Whether an evaluation aims at another count, of all replicas or of a capability set."""
+    if endpoint.spec.capability_sets:
+        return evaluation.wanted != endpoint.desired or _wanted(evaluation) != endpoint.targets
+    return evaluation.wanted != endpoint.desired
+
+
+def _wanted(evaluation: Evaluation) -> dict[str, int]:
+    return {one: count.wanted for one, count in evaluation.sets.items()}
+
+
+def _delay(kept: Sequence[Replica], set_id: str, now: float) -> float:
+    """Seconds until one of a capability set may start: those of another set have failures of their own."""
+    return crash_delay((one for one in kept if one.group.set == set_id), now)
 
 
 def _question(
@@ -140,7 +168,8 @@ def _question(
 
     A spec that changed since its signals were read waits for the pass that this change asks for.
     """
-    if not facts.evaluate or endpoint.deleting or endpoint.etag != facts.etag:
+    gathered_for = facts.endpoint.etag if facts.endpoint else None
+    if not facts.evaluate or endpoint.deleting or endpoint.etag != gathered_for:
         return None
     rows = [one for one in kept if not one.ended]
     inputs = Inputs(
@@ -153,6 +182,7 @@ def _question(
         last_changes=store.rule_changes(connection, endpoint.id),
         bursts=facts.past.bursts,
         startup=startup_seconds(kept, facts.at),
+        sets=set_states(endpoint, kept, facts.at.now, facts.busy),
         gpu_limit=None if facts.room is None else sum(one.granted for one in rows) + facts.room,
     )
     unknown = sum(1 for one in rows if one.adapter in silent)
@@ -170,7 +200,8 @@ def _renounced(
     reason = "its endpoint has another template by now"
     after: list[Replica] = []
     for one in kept:
-        if one.state is ReplicaState.PENDING and one.template != endpoint.spec.started_from:
+        spec = endpoint.spec.of_set(one.group.set)
+        if one.state is ReplicaState.PENDING and one.template != spec.started_from:
             after.append(asked_to_stop(one, reason, at))
             replica_store.save_replica(connection, after[-1])
         else:
@@ -182,49 +213,80 @@ def _carry_out(
     connection: Connection,
     endpoint: Endpoint,
     rows: Sequence[Replica],
-    planned: Plan,
-    delay: float,
+    plans: Mapping[str, Plan],
+    delays: Mapping[str, float],
     at: Moment,
 ) -> tuple[Replica, ...]:
     """Write the intents; returns the replicas that have not ended after that."""
-    reason = "its endpoint is deleted" if endpoint.deleting else f"{endpoint.desired} replicas are wanted"
-    stopped = {one.id: asked_to_stop(one, reason, at) for one in planned.stop}
+    stopped: dict[str, Replica] = {}
+    for set_id, planned in plans.items():
+        wanted = f"{endpoint.targets.get(set_id, 0)} {set_id or 'replicas'} are wanted"
+        reason = "its endpoint is deleted" if endpoint.deleting else wanted
+        stopped |= {one.id: asked_to_stop(one, reason, at) for one in planned.stop}
     replica_store.save_replicas(connection, stopped.values())
-    started = [_decided(endpoint, at) for _ in range(0 if delay else planned.start)]
+    started = [
+        _decided(endpoint, set_id, at)
+        for set_id, delay in delays.items()
+        if not delay
+        for _ in range(plans[set_id].start)
+    ]
     for one in started:
         replica_store.add_replica(connection, one)
     left = (stopped.get(one.id, one) for one in rows)
     return (*(one for one in left if not one.ended), *started)
 
 
-def _decided(endpoint: Endpoint, at: Moment) -> Replica:
+def _decided(endpoint: Endpoint, set_id: str, at: Moment) -> Replica:
     request_id = str(uuid4())
+    asked = next((one for one in endpoint.spec.capability_sets if one.id == set_id), None)
+    group = NO_GROUP
+    if asked is not None:
+        group = GroupOfReplica(set_id, WorkerGroup(asked.capabilities, asked.workers))
     return Replica(
-        endpoint.id, request_id.replace("-", "")[:_ID_LENGTH], request_id, endpoint.spec.started_from, at.wall
+        endpoint.id,
+        request_id.replace("-", "")[:_ID_LENGTH],
+        request_id,
+        endpoint.spec.of_set(set_id).started_from,
+        at.wall,
+        group=group,
     )
 
 
-def _steps(rows: Sequence[Replica], planned: Plan, silent: frozenset[str], delay: float) -> tuple[Step, ...]:
+def _steps(
+    rows: Sequence[Replica],
+    plans: Mapping[str, Plan],
+    silent: frozenset[str],
+    delays: Mapping[str, float],
+) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    if silent:
+        count = sum(one.aimed_at for one in rows)
+        lost = sum(1 for one in rows if one.adapter in silent)
+        text = f"{lost} replicas have not been heard of (adapters: {', '.join(sorted(silent))}); nothing takes their place"
+        steps.append(Step(Stage.ACT, Code.ADAPTER_LOST, count, count, text))
+    for set_id, planned in plans.items():
+        own = [one for one in rows if one.group.set == set_id]
+        steps += _steps_of_set(set_id, own, planned, delays.get(set_id, 0.0))
+    return tuple(steps)
+
+
+def _steps_of_set(set_id: str, rows: Sequence[Replica], planned: Plan, delay: float) -> list[Step]:
     count = sum(one.aimed_at for one in rows)
     steps: list[Step] = []
 
     def add(code: Code, after: int, text: str) -> None:
-        steps.append(Step(Stage.ACT, code, count, after, text))
+        steps.append(Step(Stage.ACT, code, count, after, text, capability_set=set_id))
 
-    if silent:
-        lost = sum(1 for one in rows if one.adapter in silent)
-        text = f"{lost} replicas have not been heard of (adapters: {', '.join(sorted(silent))}); nothing takes their place"
-        add(Code.ADAPTER_LOST, count, text)
     if planned.start and delay:
         add(Code.BACK_OFF, count, f"replicas ended by themselves: the next one starts in {delay:.1f} s")
     elif planned.start:
-        add(Code.START, count + planned.start, f"starts {planned.start} more")
+        add(Code.START, count + planned.start, f"starts {planned.start} more {set_id}".rstrip())
     if planned.stop:
         victims = ", ".join(
             f"{one.id} on {adapter_name(one.adapter)}" if one.adapter else one.id for one in planned.stop
         )
         add(Code.STOP, count - len(planned.stop), f"asked to finish and stop: {victims}")
-    return tuple(steps)
+    return steps
 
 
 def _remove(connection: Connection, endpoint_id: str) -> None:

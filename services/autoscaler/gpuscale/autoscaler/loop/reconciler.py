@@ -6,30 +6,30 @@ again later, and stops no other.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from gpuscale.autoscaler import decision_log
-from gpuscale.autoscaler.state import replica_store, store
-from gpuscale.autoscaler.loop.acting import AGAIN, RETRY, Actor, Refusal
-from gpuscale.autoscaler.state.decision_file import DecisionFile
 from gpuscale.autoscaler.domain.decisions import Outcome, afterwards, compose, sameness
+from gpuscale.autoscaler.domain.model import Code, Decision, Endpoint, Observation, Stage, Step
+from gpuscale.autoscaler.domain.remembered import Remembered, Samples, noted
+from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
+from gpuscale.autoscaler.loop.acting import AGAIN, RETRY, Actor, Refusal
 from gpuscale.autoscaler.loop.followers import Followers
-from gpuscale.autoscaler.signals.histories import Histories
 from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.loop.leases import LeaseKeeper
-from gpuscale.autoscaler.model import Code, Decision, Endpoint, Observation, Stage, Step
 from gpuscale.autoscaler.loop.passes import Facts, Pass, run_pass
-from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
-from gpuscale.autoscaler.remembered import Remembered
-from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
-from gpuscale.autoscaler.signals.sources import SignalSources
-from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.loop.wakes import Wake, Wakes
+from gpuscale.autoscaler.signals.histories import Histories
+from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
+from gpuscale.autoscaler.signals.sources import SignalSources
+from gpuscale.autoscaler.state import decision_log, replica_store, store
+from gpuscale.autoscaler.state.decision_file import DecisionFile
+from gpuscale.autoscaler.state.decision_log import Repetitions
+from gpuscale.autoscaler.state.store import Connection
+from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.store.store import Store
@@ -53,6 +53,7 @@ class Rooms:
     followers: Followers
     file: DecisionFile
     histories: Histories
+    repetitions: Repetitions
 
 
 class Reconciler:
@@ -68,6 +69,11 @@ class Reconciler:
         """What is remembered of an endpoint; nothing before its first look."""
         loop = self._loops.get(endpoint_id)
         return loop.past if loop is not None else Remembered()
+
+    def samples(self, endpoint_id: str) -> Mapping[str, Samples]:
+        """What each signal of an endpoint showed at its evaluations, by id; nothing before the first."""
+        loop = self._loops.get(endpoint_id)
+        return loop.samples if loop is not None else {}
 
     async def run(self) -> None:
         """Begin with the stored endpoints; never ends."""
@@ -98,6 +104,7 @@ class Reconciler:
                 continue
             self._rooms.sources.forget(endpoint_id)
             self._rooms.histories.forget(endpoint_id)
+            self._rooms.repetitions.forget(endpoint_id)
             if not wake.called:
                 del self._loops[endpoint_id]
                 self._rooms.uses.set(endpoint_id, frozenset())
@@ -120,6 +127,7 @@ class EndpointLoop:
 
     def __init__(self, endpoint_id: str, rooms: Rooms) -> None:
         self.waiting = False
+        self.samples: Mapping[str, Samples] = {}
         self._id = endpoint_id
         self._rooms = rooms
         self._evaluation_due = 0.0
@@ -129,6 +137,7 @@ class EndpointLoop:
         self._last_written = ""
         self._granted = 0, 0.0
         self._wanted: int | None = None
+        self._endpoint: Endpoint | None = None
 
     @property
     def past(self) -> Remembered:
@@ -146,7 +155,9 @@ class EndpointLoop:
         """
         rooms = self._rooms
         self._asked = self._asked or evaluate or rooms.clock.now() >= self._evaluation_due
-        facts = self._facts(*await rooms.store.read(partial(_found, endpoint_id=self._id)))
+        found = partial(_found, endpoint_id=self._id, known=self._endpoint)
+        self._endpoint, replicas = await rooms.store.read(found)
+        facts = self._facts(self._endpoint, replicas)
         passed = await rooms.store.write(partial(run_pass, endpoint_id=self._id, facts=facts))
         self._tell(passed.endpoint.desired if passed else None)
         if passed is None:
@@ -157,6 +168,7 @@ class EndpointLoop:
         await rooms.histories.note(self._id, spec, facts.at)
         if passed.evaluation is not None:
             self._asked, self._evaluation_due = False, facts.at.now + spec.period
+            self.samples = noted(self.samples, passed.evaluation.observations, facts.at.wall.timestamp())
         await rooms.hub.refresh(passed.told)
         if not any(one.state is ReplicaState.PENDING for one in passed.live):
             if passed.owing:
@@ -196,9 +208,10 @@ class EndpointLoop:
             observations=observations,
             past=self._past,
             evaluate=self._asked,
-            etag=endpoint.etag if endpoint else "",
+            endpoint=endpoint,
             busy=rooms.sources.busy(endpoint) if endpoint else {},
             room=room,
+            repeated=rooms.repetitions.of(self._id),
         )
 
     async def _note(
@@ -210,25 +223,36 @@ class EndpointLoop:
         news, last, self._last_news = sameness(decision), self._last_news, sameness(decision)
         if passed.evaluation is not None:
             decision = compose(passed.endpoint, passed.evaluation, outcome)
-        elif passed.decision is None and (news == last or not (outcome.steps or self.waiting)):
+        elif passed.recorded is None and (news == last or not (outcome.steps or self.waiting)):
             return after
         await self._record(passed, decision, complete=after is passed.live)
         return after
 
     async def _record(self, passed: Pass, decision: Decision, *, complete: bool) -> None:
         """Store a decision, or complete the one that the pass stored; what is news goes to the file too."""
-        decision_id, wall = passed.decision, self._rooms.clock.wall()
-        if decision_id is None:
-            added = partial(decision_log.record, decision=decision, wall=wall, question=passed.question)
-            decision_id = await self._rooms.store.write(added)
+        rooms, recorded, wall = self._rooms, passed.recorded, self._rooms.clock.wall()
+        if recorded is None:
+            added = partial(
+                decision_log.record,
+                decision=decision,
+                wall=wall,
+                question=passed.question,
+                before=rooms.repetitions.of(self._id),
+                quiet=True,
+            )
+            recorded = await rooms.store.write(added)
         elif not complete:
             amended = partial(
-                decision_log.amend, decision_id=decision_id, decision=decision, question=passed.question
+                decision_log.amend,
+                decision_id=recorded.times.decision,
+                decision=decision,
+                question=passed.question,
             )
-            await self._rooms.store.write(amended)
+            await rooms.store.write(amended)
+        rooms.repetitions.note(recorded, decision, wall, passed.question)
         if sameness(decision) != self._last_written:
             self._last_written = sameness(decision)
-            self._rooms.file.put(decision_log.shown(decision, decision_id, wall))
+            self._rooms.file.put(decision_log.shown(decision, recorded.times.decision, wall))
 
     def _pause(self, passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) -> float:
         """Seconds until the next look; few where more replicas are to be decided than may wait at a time."""
@@ -245,9 +269,11 @@ class EndpointLoop:
         return min(pauses)
 
 
-def _found(connection: Connection, endpoint_id: str) -> tuple[Endpoint | None, Sequence[Replica]]:
+def _found(
+    connection: Connection, endpoint_id: str, known: Endpoint | None
+) -> tuple[Endpoint | None, Sequence[Replica]]:
     """The endpoint, and those of its replicas that have not ended."""
-    return store.endpoint(connection, endpoint_id), replica_store.replicas(connection, endpoint_id)
+    return store.endpoint(connection, endpoint_id, known), replica_store.replicas(connection, endpoint_id)
 
 
 def _outcome(passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) -> Outcome:

@@ -6,9 +6,10 @@ import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.domain.replicas import Lease, Replica
-from gpuscale.common.rpc.channel import RPC_TIMEOUT
+from gpuscale.autoscaler.wire.translate import ask_to_wire
 from gpuscale.common.errors import NotFoundError
-from gpuscale.common.names import endpoint_name, node_name, replica_name
+from gpuscale.common.names import endpoint_name, replica_name
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import to_duration
 
@@ -44,12 +45,7 @@ class Reservations:
         request = allocator_api.ReserveRequest(
             request_id=replica.request_id,
             holder=replica_name(replica.endpoint, replica.id),
-            ask=allocator_api.Ask(
-                gpu_count=template.gpu_count,
-                min_memory_bytes=template.min_memory_bytes,
-                max_utilization_percent=template.max_utilization_percent,
-                nodes=[node_name(node) for node in replica.nodes],
-            ),
+            ask=ask_to_wire(template, replica.nodes),
             ttl=to_duration(template.ttl),
             labels={"endpoint": endpoint_name(replica.endpoint)},
         )
@@ -58,7 +54,8 @@ class Reservations:
         granted = answer.reservation
         if granted.state != allocator_api.Reservation.STATE_ACTIVE:
             return None
-        lease = Lease(granted.name, granted.fence, tuple(gpu.uuid for gpu in granted.gpus))
+        uuids = tuple(gpu.uuid for gpu in granted.gpus)
+        lease = Lease(granted.name, granted.fence, uuids, answer.lease_token)
         return Grant(lease, granted.gpus[0].node)
 
     async def renew(self, lease: Lease) -> None:

@@ -6,24 +6,25 @@ from typing import TypeAlias
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.loop.adapter_session import AdapterSession
-from gpuscale.autoscaler.loop.asked_logs import LogPart, LogQuestion
-from gpuscale.autoscaler.domain.desired import DesiredReplica
-from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterView
+from gpuscale.autoscaler.domain.desired import DesiredReplica, Order
 from gpuscale.autoscaler.domain.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
-from gpuscale.common.security.auth import Principal, Role, current_principal
+from gpuscale.autoscaler.loop.adapter_session import AdapterSession
+from gpuscale.autoscaler.loop.asked_logs import LogPart, LogQuestion
+from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterView
+from gpuscale.autoscaler.wire.translate_capabilities import group_from_wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
     InvalidArgumentError,
     PermissionDeniedError,
 )
+from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name, parse
+from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.runtime.lifecycle import TaskScope
-from gpuscale.common.names import ADAPTER, adapter_name, parse
 from gpuscale.common.runtime.paging import page
-from gpuscale.common.rpc.validation import validate
+from gpuscale.common.security.auth import Principal, Role, current_principal
 from gpuscale.common.wire import to_duration, to_timestamp
 
 _Connect: TypeAlias = grpc.aio.ServicerContext[api.ConnectRequest, api.ConnectResponse]
@@ -118,6 +119,9 @@ def _register(message: api.ConnectRequest, caller: Principal) -> AdapterFacts:
         wire.max_replicas,
         live=False,
         capabilities=_capabilities(wire),
+        workers={
+            name: group_from_wire(one, f"register.workers[{name}]") for name, one in wire.workers.items()
+        },
     )
 
 
@@ -138,7 +142,8 @@ def _reports(wire: api.Report) -> Mapping[str, ReplicaReport]:
         if one.replica in reports:
             raise InvalidArgumentError("must be reported once", field=f"{field}.replica")
         exit_code = one.exit_code if one.HasField("exit_code") else None
-        reports[one.replica] = ReplicaReport(_REPORTED[one.state], one.pid, exit_code, one.reason)
+        workers = group_from_wire(one.workers, f"{field}.workers") if one.HasField("workers") else None
+        reports[one.replica] = ReplicaReport(_REPORTED[one.state], one.pid, exit_code, one.reason, workers)
     return reports
 
 
@@ -151,7 +156,26 @@ def _question(one: LogQuestion) -> api.ConnectResponse:
 
 
 def _desired(revision: int, lines: Sequence[DesiredReplica]) -> api.ConnectResponse:
-    return api.ConnectResponse(revision=revision, replicas=[_line(line) for line in lines])
+    return api.ConnectResponse(
+        revision=revision, replicas=[_line(line) for line in lines], capability_sets=_counts(lines)
+    )
+
+
+def _counts(lines: Sequence[DesiredReplica]) -> list[api.DesiredCapabilitySet]:
+    """How many groups of each capability set are to run; those that asked for other capabilities are counted apart."""
+    found: dict[tuple[str, ...], api.DesiredCapabilitySet] = {}
+    for line in lines:
+        if line.capability_set:
+            endpoint = endpoint_name(parse(REPLICA, line.replica)["endpoint"])
+            key = (endpoint, line.capability_set, repr(sorted(line.capabilities.items())))
+            one = found.setdefault(
+                key,
+                api.DesiredCapabilitySet(
+                    endpoint=endpoint, capability_set=line.capability_set, capabilities=line.capabilities
+                ),
+            )
+            one.replicas += line.order is Order.RUN
+    return list(found.values())
 
 
 def _line(line: DesiredReplica) -> api.DesiredReplica:
@@ -163,7 +187,11 @@ def _line(line: DesiredReplica) -> api.DesiredReplica:
         gpu_uuids=line.gpu_uuids,
         gpu_count=line.gpu_count,
         fence=line.fence,
+        reservation=line.reservation,
+        lease_token=line.lease_token,
         drain_timeout=None if line.drain_timeout is None else to_duration(line.drain_timeout),
+        capability_set=line.capability_set,
+        capabilities=line.capabilities,
     )
 
 

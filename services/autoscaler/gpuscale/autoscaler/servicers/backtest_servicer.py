@@ -8,15 +8,15 @@ from typing import TypeAlias
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.servicers import endpoint_changes
 from gpuscale.autoscaler.backtest.report import oracle_gpu_hours
 from gpuscale.autoscaler.backtest.trace import Request
+from gpuscale.autoscaler.servicers import endpoint_changes
 from gpuscale.autoscaler.servicers.backtests import LONGEST_RUN, Runs
-from gpuscale.autoscaler.signals.histories import Histories
 from gpuscale.autoscaler.servicers.translate_backtest import job_from_wire, report_to_wire
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.autoscaler.signals.histories import Histories
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import ENDPOINT, parse
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import optional_seconds
 

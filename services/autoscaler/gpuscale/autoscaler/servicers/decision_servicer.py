@@ -6,16 +6,17 @@ from typing import TypeAlias
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.decision_log import DecisionLog, to_wire
 from gpuscale.autoscaler.servicers.evaluations import Evaluations
+from gpuscale.autoscaler.servicers.verifying import verified
+from gpuscale.autoscaler.state.decision_log import DecisionLog, to_wire
 from gpuscale.autoscaler.wire.translate import spec_from_wire
 from gpuscale.autoscaler.wire.translate_evaluate import stated_from_wire
-from gpuscale.autoscaler.servicers.verifying import verified
 from gpuscale.common.names import DECISION, ENDPOINT, parse
 
 _Get: TypeAlias = grpc.aio.ServicerContext[api.GetDecisionRequest, api.GetDecisionResponse]
 _List: TypeAlias = grpc.aio.ServicerContext[api.ListDecisionsRequest, api.ListDecisionsResponse]
 _Verify: TypeAlias = grpc.aio.ServicerContext[api.VerifyDecisionRequest, api.VerifyDecisionResponse]
+_Signals: TypeAlias = grpc.aio.ServicerContext[api.QuerySignalsRequest, api.QuerySignalsResponse]
 _Evaluate: TypeAlias = grpc.aio.ServicerContext[api.EvaluateRequest, api.EvaluateResponse]
 
 
@@ -47,6 +48,12 @@ class DecisionServicer(api.DecisionServiceServicer):
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
         stored, token = await self._log.list(endpoint, request.page_size, request.page_token)
         return api.ListDecisionsResponse(decisions=[to_wire(one) for one in stored], next_page_token=token)
+
+    async def QuerySignals(
+        self, request: api.QuerySignalsRequest, context: _Signals
+    ) -> api.QuerySignalsResponse:
+        """Return what the signals of an endpoint showed."""
+        return await self._evaluations.signals(parse(ENDPOINT, request.name)["endpoint"])
 
     async def Evaluate(self, request: api.EvaluateRequest, context: _Evaluate) -> api.EvaluateResponse:
         """Say what an evaluation would come to."""

@@ -3,16 +3,16 @@
 from dataclasses import replace
 from datetime import datetime
 
-from gpuscale.autoscaler import decision_log
-from gpuscale.autoscaler.state import replica_store, store
 from gpuscale.autoscaler.domain.decisions import Outcome, compose
 from gpuscale.autoscaler.domain.engine import order
-from gpuscale.autoscaler.model import Endpoint
+from gpuscale.autoscaler.domain.model import Endpoint
+from gpuscale.autoscaler.state import decision_log, replica_store, store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import (
     AbortedError,
     AlreadyExistsError,
     FailedPreconditionError,
+    InvalidArgumentError,
     NotFoundError,
     OutOfRangeError,
 )
@@ -71,7 +71,7 @@ def update(connection: Connection, after: Endpoint, etag: str) -> None:
     now = find(connection, after.id)
     require_etag(now, etag)
     require_kept(now)
-    store.save_endpoint(connection, replace(after, desired=now.desired))
+    store.save_endpoint(connection, replace(after, desired=now.desired, sets=now.sets))
 
 
 def delete(connection: Connection, endpoint_id: str, etag: str) -> None:
@@ -98,32 +98,55 @@ def require_kept(endpoint: Endpoint) -> None:
 
 
 def set_replicas(
-    connection: Connection, endpoint_id: str, replicas: int, current: int | None, who: str, wall: datetime
+    connection: Connection,
+    endpoint_id: str,
+    replicas: int,
+    current: int | None,
+    who: str,
+    wall: datetime,
+    set_id: str = "",
 ) -> Endpoint:
-    """Store a person's order with its decision."""
+    """Store a person's order, of one capability set where there are some, with its decision."""
     before = find(connection, endpoint_id)
     require_kept(before)
-    require_room(before, replicas, current)
-    after = replace(before, desired=replicas)
+    require_set(before, set_id)
+    require_room(before, replicas, current, set_id)
+    sets = {**before.targets, set_id: replicas} if set_id else {}
+    after = replace(before, desired=sum(sets.values()) if set_id else replicas, sets=sets)
     store.save_endpoint(connection, after)
     live = replica_store.replicas(connection, endpoint_id)
-    granted = sum(one.granted for one in live) if after.spec.template.gpu_count else replicas
-    decision = compose(after, order(before.desired, replicas, who), Outcome(granted))
+    own = [one for one in live if one.group.set == set_id]
+    needs_gpus = after.spec.of_set(set_id).template.gpu_count
+    granted = sum(one.granted for one in own) if needs_gpus else replicas
+    decision = compose(after, order(before.targets[set_id], replicas, who, set_id), Outcome(granted))
     decision_log.record(connection, decision, wall)
     return after
 
 
-def require_room(endpoint: Endpoint, replicas: int, current: int | None) -> None:
-    """FailedPreconditionError from another count than `current`, OutOfRangeError outside of min and max."""
-    spec, name = endpoint.spec, endpoint_name(endpoint.id)
-    if current is not None and current != endpoint.desired:
-        raise FailedPreconditionError(
-            f"{name} aims at {endpoint.desired} replicas, not {current}",
-            reason="OTHER_CURRENT_REPLICAS",
-            metadata={"name": name, "current_replicas": str(endpoint.desired)},
+def require_set(endpoint: Endpoint, set_id: str) -> None:
+    """InvalidArgumentError unless the set is one of the endpoint's, or it has none and none is named."""
+    if set_id not in endpoint.targets:
+        known = ", ".join(one.id for one in endpoint.spec.capability_sets)
+        what = (
+            f"must be one of {known}" if known else f"must be left out: {endpoint_name(endpoint.id)} has none"
         )
-    if not spec.min_replicas <= replicas <= spec.max_replicas:
+        raise InvalidArgumentError(f"capability_set {what}", field="capability_set")
+
+
+def require_room(endpoint: Endpoint, replicas: int, current: int | None, set_id: str = "") -> None:
+    """FailedPreconditionError from another count than `current`, OutOfRangeError outside of min and max."""
+    spec, name, aimed = endpoint.spec.of_set(set_id), endpoint_name(endpoint.id), endpoint.targets[set_id]
+    what = f"{set_id} replicas" if set_id else "replicas"
+    if current is not None and current != aimed:
+        raise FailedPreconditionError(
+            f"{name} aims at {aimed} {what}, not {current}",
+            reason="OTHER_CURRENT_REPLICAS",
+            metadata={"name": name, "current_replicas": str(aimed)},
+        )
+    others = sum(endpoint.targets.values()) - aimed
+    most = min(spec.max_replicas, endpoint.spec.max_replicas - others) if set_id else spec.max_replicas
+    if not spec.min_replicas <= replicas <= most:
         raise OutOfRangeError(
-            f"{name} may have {spec.min_replicas} to {spec.max_replicas} replicas",
-            metadata={"name": name, "min": str(spec.min_replicas), "max": str(spec.max_replicas)},
+            f"{name} may have {spec.min_replicas} to {most} {what}",
+            metadata={"name": name, "min": str(spec.min_replicas), "max": str(most)},
         )

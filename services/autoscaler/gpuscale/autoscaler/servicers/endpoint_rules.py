@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gpuscale.autoscaler.servicers import endpoint_changes
-from gpuscale.autoscaler.state import store
-from gpuscale.autoscaler.servicers.endpoints import Endpoints
-from gpuscale.autoscaler.model import Endpoint, EndpointSpec
+from gpuscale.autoscaler.domain.model import Endpoint, EndpointSpec
 from gpuscale.autoscaler.domain.policies.apply import in_order
 from gpuscale.autoscaler.domain.rules import Rule
-from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.domain.validate import SPEC
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.autoscaler.servicers import endpoint_changes
+from gpuscale.autoscaler.servicers.endpoints import Endpoints
+from gpuscale.autoscaler.state import store
+from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import rule_name
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.paging import page
 from gpuscale.common.store.store import Store
 

@@ -6,13 +6,13 @@ from typing import TypeAlias
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain.model import EndpointSpec
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.servicers.log_reading import LogReading
-from gpuscale.autoscaler.model import EndpointSpec
 from gpuscale.autoscaler.wire.translate import merged, spec_from_wire
 from gpuscale.autoscaler.wire.translate_state import endpoint_to_wire, replica_to_wire
-from gpuscale.common.security.auth import current_principal
 from gpuscale.common.names import ENDPOINT, REPLICA, parse
+from gpuscale.common.security.auth import current_principal
 from gpuscale.common.wire import fingerprint
 
 _Create: TypeAlias = grpc.aio.ServicerContext[api.CreateEndpointRequest, api.CreateEndpointResponse]
@@ -86,6 +86,7 @@ class EndpointServicer(api.EndpointServiceServicer):
             request.replicas,
             current=request.current_replicas if request.HasField("current_replicas") else None,
             who=current_principal().name,
+            capability_set=request.capability_set,
         )
         return api.SetReplicasResponse(endpoint=endpoint_to_wire(view))
 

@@ -7,24 +7,25 @@ from functools import partial
 from typing import TypeVar
 from uuid import uuid4
 
-from gpuscale.autoscaler import decision_log, decision_store
-from gpuscale.autoscaler.servicers import endpoint_changes
-from gpuscale.autoscaler.state import replica_store, store
-from gpuscale.autoscaler.state.decision_file import DecisionFile
-from gpuscale.autoscaler.decision_store import StoredDecision
+from gpuscale.autoscaler.domain.model import Endpoint, EndpointSpec
+from gpuscale.autoscaler.domain.replicas import Replica
+from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.autoscaler.loop.followers import Followers
 from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.model import Endpoint, EndpointSpec
+from gpuscale.autoscaler.loop.wakes import Wakes
+from gpuscale.autoscaler.servicers import endpoint_changes
 from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
-from gpuscale.autoscaler.domain.replicas import Replica
+from gpuscale.autoscaler.state import decision_log, decision_store, replica_store, store
+from gpuscale.autoscaler.state.decision_file import DecisionFile
+from gpuscale.autoscaler.state.decision_log import Repetitions
+from gpuscale.autoscaler.state.decision_store import StoredDecision
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.translate_state import EndpointView
-from gpuscale.autoscaler.domain.validate import violations
-from gpuscale.autoscaler.loop.wakes import Wakes
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.names import watcher_name
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.paging import page
+from gpuscale.common.runtime.uninterrupted import uninterrupted
 from gpuscale.common.store.store import Store
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ class Endpoints:
         uses: told which watchers they read.
         followers: told at once, where the reconciler may be busy.
         file: gets the decisions that are people's orders.
+        repetitions: knows more of last decisions than is on disk.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class Endpoints:
         uses: WatcherUses,
         followers: Followers,
         file: DecisionFile,
+        repetitions: Repetitions,
     ) -> None:
         self._store = store
         self._file = file
+        self._repetitions = repetitions
         self._clock = clock
         self._watcher_exists = watcher_exists
         self._prometheus = prometheus
@@ -69,6 +73,7 @@ class Endpoints:
         self._followers = followers
         self._changing = asyncio.Lock()
 
+    @uninterrupted
     async def create(
         self, endpoint_id: str, spec: EndpointSpec, *, request_id: str, fingerprint: str, validate_only: bool
     ) -> EndpointView:
@@ -80,7 +85,7 @@ class Endpoints:
             FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist.
         """
         wall = self._clock.wall()
-        made = Endpoint(endpoint_id, spec, _new_etag(), spec.min_replicas, wall, wall)
+        made = Endpoint(endpoint_id, spec, _new_etag(), spec.least, wall, wall)
         work = partial(endpoint_changes.create, made=made, request_id=request_id, fingerprint=fingerprint)
         async with self._changing:
             known = await self._store.read(
@@ -95,6 +100,7 @@ class Endpoints:
             await self._write_spec(made, work)
         return await self._view(made)
 
+    @uninterrupted
     async def update(
         self,
         endpoint_id: str,
@@ -123,6 +129,7 @@ class Endpoints:
             await self._write_spec(after, partial(endpoint_changes.update, after=after, etag=before.etag))
         return await self._view(after)
 
+    @uninterrupted
     async def delete(self, endpoint_id: str, *, etag: str) -> None:
         """Let all replicas finish and stop, and remove the endpoint after them.
 
@@ -133,14 +140,16 @@ class Endpoints:
         work = partial(endpoint_changes.delete, endpoint_id=endpoint_id, etag=etag)
         await self._write(endpoint_id, work)
 
+    @uninterrupted
     async def set_replicas(
-        self, endpoint_id: str, replicas: int, *, current: int | None, who: str
+        self, endpoint_id: str, replicas: int, *, current: int | None, who: str, capability_set: str = ""
     ) -> EndpointView:
-        """Aim at so many from now on; rules go on from there.
+        """Aim at so many from now on, of one capability set where there are some; rules go on from there.
 
         Raises:
             NotFoundError: no such endpoint.
             OutOfRangeError: outside of its min and max.
+            InvalidArgumentError: it has capability sets, and none of them is named.
             FailedPreconditionError: another number than `current` is aimed at, or the endpoint is being deleted.
         """
         work = partial(
@@ -150,6 +159,7 @@ class Endpoints:
             current=current,
             who=who,
             wall=self._clock.wall(),
+            set_id=capability_set,
         )
         after = await self._write(endpoint_id, work)
         ordered = await self._store.read(partial(decision_store.latest, endpoint=endpoint_id))
@@ -219,12 +229,11 @@ class Endpoints:
         self._uses.set(endpoint.id, endpoint.spec.watchers)
 
     async def _write(self, endpoint_id: str, work: Callable[[Connection], T], *, evaluate: bool = False) -> T:
-        """Store a change and call the reconciler, also where the caller has gone: what it began is done all the same."""
-        try:
-            return await self._store.write(work)
-        finally:
-            self._wakes.call(endpoint_id, evaluate=evaluate)
-            self._followers.tell(endpoint_id)
+        """Store a change and call the reconciler."""
+        changed = await self._store.write(work)
+        self._wakes.call(endpoint_id, evaluate=evaluate)
+        self._followers.tell(endpoint_id)
+        return changed
 
     async def _view(self, endpoint: Endpoint) -> EndpointView:
         [view] = await self._views([endpoint])
@@ -246,7 +255,7 @@ class Endpoints:
         silent = {one.adapter for one in replicas if one.adapter and not self._hub.live(one.adapter)}
         if latest is None:
             return EndpointView(endpoint, replicas, silent)
-        decision = decision_log.to_wire(latest)
+        decision = decision_log.to_wire(self._repetitions.shown(latest))
         return EndpointView(endpoint, replicas, silent, decision.name, decision.summary)
 
 

@@ -1,27 +1,27 @@
 """Evaluations that are only asked about: nothing is stored, and nothing is changed."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.servicers import endpoint_changes
-from gpuscale.autoscaler.state import replica_store, store
 from gpuscale.autoscaler.domain.decisions import Outcome, compose
-from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.model import Endpoint, EndpointSpec
-from gpuscale.autoscaler.domain.planning import startup_seconds
-from gpuscale.autoscaler.remembered import Remembered
+from gpuscale.autoscaler.domain.model import Endpoint, EndpointSpec
+from gpuscale.autoscaler.domain.planning import set_states, startup_seconds
+from gpuscale.autoscaler.domain.remembered import Remembered, Samples
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
-from gpuscale.autoscaler.signals.sources import SignalSources
 from gpuscale.autoscaler.domain.stating import Live, Stated, question, replaced_spec
-from gpuscale.autoscaler.state.store import Connection
-from gpuscale.autoscaler.wire.translate_evaluate import response_to_wire
-from gpuscale.autoscaler.wire.translate_state import decision_body
 from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.autoscaler.domain.whatif import answer
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.autoscaler.loop.hub import AdapterHub
+from gpuscale.autoscaler.servicers import endpoint_changes
+from gpuscale.autoscaler.signals.sources import SignalSources
+from gpuscale.autoscaler.state import replica_store, store
+from gpuscale.autoscaler.state.store import Connection
+from gpuscale.autoscaler.wire.translate_evaluate import response_to_wire
+from gpuscale.autoscaler.wire.translate_state import decision_body, sample_to_wire
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.store.store import Store
 
 
@@ -34,6 +34,7 @@ class Evaluations:
         sources: what signals show.
         hub: tells which adapters are heard of.
         past: what is remembered of an endpoint, by its id; nothing before its first evaluation.
+        samples: what each signal of an endpoint showed at its evaluations, by the id of the endpoint.
     """
 
     def __init__(
@@ -44,12 +45,28 @@ class Evaluations:
         sources: SignalSources,
         hub: AdapterHub,
         past: Callable[[str], Remembered],
+        samples: Callable[[str], Mapping[str, Samples]],
     ) -> None:
         self._store = store
         self._clock = clock
         self._sources = sources
         self._hub = hub
         self._past = past
+        self._samples = samples
+
+    async def signals(self, endpoint_id: str) -> api.QuerySignalsResponse:
+        """What the signals of an endpoint showed.
+
+        Raises:
+            NotFoundError: no such endpoint.
+        """
+        await self._store.read(partial(endpoint_changes.find, endpoint_id=endpoint_id))
+        return api.QuerySignalsResponse(
+            signals=[
+                api.SignalHistory(signal=signal, samples=[sample_to_wire(one) for one in shown])
+                for signal, shown in self._samples(endpoint_id).items()
+            ]
+        )
 
     async def evaluate(
         self,
@@ -99,6 +116,7 @@ class Evaluations:
             last_changes=changes,
             startup=startup_seconds(kept, at),
             gpu_limit=self._gpu_limit(spec or endpoint.spec, rows),
+            sets=set_states(endpoint, kept, at.now, self._sources.busy(endpoint)),
         )
         granted = sum(one.granted for one in rows)
         if spec is None:

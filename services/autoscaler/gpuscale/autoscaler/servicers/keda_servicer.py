@@ -12,9 +12,9 @@ from typing import Final, TypeAlias, TypeVar
 import grpc
 
 from gpuscale.api import externalscaler as api
-from gpuscale.autoscaler.state import store
+from gpuscale.autoscaler.domain.model import Endpoint
 from gpuscale.autoscaler.loop.followers import Followers
-from gpuscale.autoscaler.model import Endpoint
+from gpuscale.autoscaler.state import store
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.names import endpoint_name, is_id
 from gpuscale.common.rpc.server import Registration

@@ -3,9 +3,9 @@
 from functools import partial
 from typing import Final
 
-from gpuscale.autoscaler.state import replica_store
 from gpuscale.autoscaler.loop.asked_logs import LogPart
 from gpuscale.autoscaler.loop.hub import AdapterHub
+from gpuscale.autoscaler.state import replica_store
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
 from gpuscale.common.names import replica_name
 from gpuscale.common.store.store import Store

@@ -6,16 +6,17 @@ from typing import TypeAlias
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.state import replica_store, store
-from gpuscale.autoscaler.signals.reported import ReportedMetrics, Subject, Value
 from gpuscale.autoscaler.domain.replicas import Replica
-from gpuscale.common.security.auth import Principal, Role, current_principal
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.autoscaler.signals.reported import ReportedMetrics, Subject, Value
+from gpuscale.autoscaler.state import replica_store, store
+from gpuscale.autoscaler.wire.translate_capabilities import tasks_from_wire
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from gpuscale.common.names import ENDPOINT, REPLICA, endpoint_name, match, replica_name
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.paging import page
+from gpuscale.common.security.auth import Principal, Role, current_principal
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import optional_seconds, to_duration
+from gpuscale.common.wire import optional_seconds, seconds, to_duration
 
 _Report: TypeAlias = grpc.aio.ServicerContext[api.ReportMetricsRequest, api.ReportMetricsResponse]
 _List: TypeAlias = grpc.aio.ServicerContext[api.ListMetricsRequest, api.ListMetricsResponse]
@@ -35,9 +36,16 @@ class MetricServicer(api.MetricServiceServicer):
         """Take in values of an endpoint or replica."""
         subject = _subject(request.name, "name")
         now = self._clock.now()
+        if not request.values and not request.HasField("tasks"):
+            raise InvalidArgumentError("values must be set, or tasks", field="values")
         values = _values(request, now)
+        if request.HasField("tasks") and subject[1]:
+            raise InvalidArgumentError("tasks are those of an endpoint, not of a replica", field="tasks")
+        tasks = tasks_from_wire(request.tasks, "tasks")
         await self._check(subject, request.name, current_principal())
         self._metrics.report(subject, values, now)
+        if request.HasField("tasks"):
+            self._metrics.report_tasks(subject[0], tasks, now - seconds(request.tasks.age))
         return api.ReportMetricsResponse()
 
     async def ListMetrics(self, request: api.ListMetricsRequest, context: _List) -> api.ListMetricsResponse:

@@ -5,7 +5,7 @@ from typing import TypeAlias
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.model import ReplicaTemplate
+from gpuscale.autoscaler.domain.model import ReplicaTemplate
 from gpuscale.autoscaler.domain.preset_words import PARAMETERS, about
 from gpuscale.autoscaler.domain.presets import PRESETS, Wish
 from gpuscale.autoscaler.wire.translate import spec_to_wire

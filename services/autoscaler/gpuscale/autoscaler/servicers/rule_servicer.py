@@ -7,13 +7,13 @@ import grpc
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain.rules import Rule
 from gpuscale.autoscaler.servicers.endpoint_rules import EndpointRules, RuleView
 from gpuscale.autoscaler.wire.masks import taken
-from gpuscale.autoscaler.domain.rules import Rule
 from gpuscale.autoscaler.wire.translate_rules import rule_from_wire, rule_to_wire
-from gpuscale.common.rpc import validation
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import ENDPOINT, RULE, parse, rule_name
+from gpuscale.common.rpc import validation
 from gpuscale.common.wire import to_duration
 
 _Create: TypeAlias = grpc.aio.ServicerContext[api.CreateRuleRequest, api.CreateRuleResponse]

@@ -14,12 +14,12 @@ from gpuscale.autoscaler.backtest.shared import Part
 from gpuscale.autoscaler.backtest.simulate import LONGEST_TAIL, MOST_EVALUATIONS
 from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Setting
-from gpuscale.autoscaler.servicers.backtests import Job
-from gpuscale.autoscaler.model import EndpointSpec, ReplicaTemplate
+from gpuscale.autoscaler.domain.model import EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.domain.presets import Wish
+from gpuscale.autoscaler.domain.validate import violations
+from gpuscale.autoscaler.servicers.backtests import Job
 from gpuscale.autoscaler.wire.translate import spec_from_wire, spec_to_wire
 from gpuscale.autoscaler.wire.translate_presets import DEFAULT_BOUNDS, render
-from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.wire import optional_seconds, to_datetime
 
@@ -135,6 +135,10 @@ def _spec(wire: api.BacktestPolicy, path: str, default: Wish) -> EndpointSpec:
                 spec = replace(spec, template=replace(spec.template, template=_TEMPLATE.template))
             if found := violations(spec, f"{path}.spec"):
                 raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+            if spec.capability_sets:
+                text = "cannot be backtested: no workload says what its requests need"
+                field = f"{path}.spec.capability_sets"
+                raise InvalidArgumentError(f"{field} {text}", field=field)
             return spec
         case None:
             raise InvalidArgumentError(f"{path}.spec must be set, or preset", field=f"{path}.spec")

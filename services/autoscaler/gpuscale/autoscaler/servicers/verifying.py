@@ -42,6 +42,7 @@ def _differences(stored: api.Decision, again: api.Decision) -> Iterator[str]:
         yield f"before was {stored.before} and is {again.before}"
     if stored.wanted != again.wanted:
         yield f"wanted was {stored.wanted} and is {again.wanted}"
+    yield from _unlike("capability set", stored.capability_sets, again.capability_sets)
     yield from _unlike("observation", stored.observations, again.observations)
     evaluated, afterwards = stored.steps[: len(again.steps)], stored.steps[len(again.steps) :]
     yield from _unlike("step", evaluated, again.steps)

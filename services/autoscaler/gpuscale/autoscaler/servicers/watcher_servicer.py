@@ -14,8 +14,8 @@ from gpuscale.autoscaler.domain.queues import (
 )
 from gpuscale.autoscaler.signals.queues.watchers import QueueWatchers
 from gpuscale.common import names, wire
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.runtime.clock import Clock
 
 _Status = api.QueueWatcherStatus
 _STATES = {

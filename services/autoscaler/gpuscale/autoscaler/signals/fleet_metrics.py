@@ -11,15 +11,15 @@ from typing import NoReturn
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.autoscaler.signals.fleet_readings import SILENT, HeldNode, Told
-from gpuscale.autoscaler.model import GpuSignal, HostSignal
+from gpuscale.autoscaler.domain.model import GpuSignal, HostSignal
 from gpuscale.autoscaler.domain.signals import Sample
+from gpuscale.autoscaler.signals.fleet_readings import SILENT, HeldNode, Told
 from gpuscale.common import names, wire
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.rpc.status import rpc_errors
 
 LEAST_INTERVAL = 0.5
 """Seconds between two messages of the fleet; signals need no more."""

@@ -5,14 +5,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 
+from gpuscale.autoscaler.domain.queues import QueueReading
 from gpuscale.autoscaler.signals.fleet_metrics import FleetMetrics
 from gpuscale.autoscaler.signals.polling import Poller
 from gpuscale.autoscaler.signals.prometheus import PrometheusServer, PrometheusSettings
 from gpuscale.autoscaler.signals.reported import ReportedMetrics
 from gpuscale.autoscaler.signals.room import Room
-from gpuscale.autoscaler.signals.waiting import WaitingRequests
-from gpuscale.autoscaler.domain.queues import QueueReading
 from gpuscale.autoscaler.signals.sources import SignalSources
+from gpuscale.autoscaler.signals.waiting import WaitingRequests
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.lifecycle import TaskScope
 

@@ -21,8 +21,8 @@ from typing import Literal, Self
 import httpx
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, field_validator, model_validator
 
-from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
 from gpuscale.autoscaler.domain.signals import Sample
+from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from gpuscale.autoscaler.domain.model import TaskReport
 from gpuscale.autoscaler.domain.signals import Sample
 from gpuscale.common.errors import ResourceExhaustedError
 
@@ -37,6 +38,7 @@ class ReportedMetrics:
 
     def __init__(self) -> None:
         self._values: dict[str, dict[str, dict[str, Value]]] = {}
+        self._tasks: dict[str, tuple[TaskReport, float]] = {}
 
     def report(self, subject: Subject, values: Mapping[str, Value], now: float) -> None:
         """Take in values; one that is older than the one known is left out.
@@ -56,6 +58,25 @@ class ReportedMetrics:
                 raise _full(f"metrics of more than {MAX_SOURCES} endpoints and replicas are not kept")
         self._values.setdefault(endpoint, {})[replica] = kept | newer
 
+    def report_tasks(self, endpoint: str, tasks: TaskReport, at: float) -> None:
+        """Take in all tasks of an endpoint, counted at `at`, unless something newer is known.
+
+        Raises:
+            ResourceExhaustedError: those of too many endpoints are kept.
+        """
+        known = self._tasks.get(endpoint)
+        if known is None and len(self._tasks) >= MAX_SOURCES:
+            raise _full(f"tasks of more than {MAX_SOURCES} endpoints are not kept")
+        if known is None or known[1] < at:
+            self._tasks[endpoint] = tasks, at
+
+    def tasks_of(self, endpoint: str) -> Sample:
+        """What was reported of the tasks of an endpoint."""
+        if endpoint not in self._tasks:
+            return Sample(problem="nobody has reported tasks")
+        tasks, at = self._tasks[endpoint]
+        return Sample((float(tasks.total),), at, proven_empty=not tasks.total, tasks=tasks)
+
     def keep(self, endpoint: str, replicas: Collection[str]) -> None:
         """Forget the replicas of an endpoint but for these."""
         known = self._values.get(endpoint, {})
@@ -65,9 +86,10 @@ class ReportedMetrics:
     def forget(self, endpoint: str) -> None:
         """Forget an endpoint and its replicas."""
         self._values.pop(endpoint, None)
+        self._tasks.pop(endpoint, None)
 
     def of_endpoint(self, endpoint: str, metric: str) -> Sample:
-        """What was reported for the endpoint as a whole; a metric that counts work proves with 0 that none is left."""
+        """What was reported for the endpoint as a whole."""
         found = self._values.get(endpoint, {}).get("", {}).get(metric)
         if found is None:
             return Sample(problem=f"nobody has reported {metric}")
@@ -88,7 +110,9 @@ class ReportedMetrics:
             return Sample(
                 problem=f"none of {len(replicas)} replicas has reported {metric}", silent_count=silent
             )
-        return Sample(tuple(one.value for one in told), min(one.at for one in told), silent_count=silent)
+        values = tuple(one.value for one in told)
+        empty = not silent and not any(values)
+        return Sample(values, min(one.at for one in told), silent_count=silent, proven_empty=empty)
 
     def by_replica(self, endpoint: str, metric: str, now: float, oldest: float) -> dict[str, float]:
         """What each replica of an endpoint reported in the last `oldest` seconds, by its id."""

@@ -7,32 +7,26 @@ from dataclasses import dataclass
 import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.autoscaler.domain.model import DEFAULT_MAX_AGE, ReplicaTemplate
 from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
-from gpuscale.autoscaler.model import DEFAULT_MAX_AGE, ReplicaTemplate
-from gpuscale.common.rpc.channel import RPC_TIMEOUT
+from gpuscale.autoscaler.wire.translate import ask_to_wire
 from gpuscale.common.errors import GpuscaleError
-from gpuscale.common.names import node_name
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The GPUs that a replica needs, and the ids of the nodes that they may be on."""
+    """The ask of a replica, as the contract encodes it, and how many GPUs it is for."""
 
     gpu_count: int
-    min_memory_bytes: int | None
-    max_utilization_percent: float | None
-    nodes: tuple[str, ...]
+    ask: bytes
 
 
 def shape_of(template: ReplicaTemplate, nodes: set[str]) -> Shape:
     """What a replica of a template needs, on some nodes."""
-    return Shape(
-        template.gpu_count,
-        template.min_memory_bytes,
-        template.max_utilization_percent,
-        tuple(sorted(nodes)),
-    )
+    ask = ask_to_wire(template, sorted(nodes))
+    return Shape(template.gpu_count, ask.SerializeToString(deterministic=True))
 
 
 class Room:
@@ -47,12 +41,7 @@ class Room:
         Raises:
             NoAnswerError: the allocator does not tell.
         """
-        ask = allocator_api.Ask(
-            gpu_count=shape.gpu_count,
-            min_memory_bytes=shape.min_memory_bytes,
-            max_utilization_percent=shape.max_utilization_percent,
-            nodes=[node_name(node) for node in shape.nodes],
-        )
+        ask = allocator_api.Ask.FromString(shape.ask)
         try:
             with rpc_errors():
                 found = await self._stub.ExplainPlacement(

@@ -3,13 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuscale.autoscaler.signals.fleet_metrics import FleetMetrics
-from gpuscale.autoscaler.signals.polling import Poller
-from gpuscale.autoscaler.signals.prometheus import Values, prometheus_sample
-from gpuscale.autoscaler.signals.reported import ReportedMetrics
-from gpuscale.autoscaler.signals.room import Shape, room_of, shape_of
-from gpuscale.autoscaler.signals.waiting import Counts, waiting_sample
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     ASKS_FOR_ROOM,
     DEFAULT_MAX_AGE,
     Endpoint,
@@ -21,12 +15,19 @@ from gpuscale.autoscaler.model import (
     QueueSignal,
     ReplicaSignal,
     Signal,
+    TaskSignal,
     WaitingSignal,
 )
 from gpuscale.autoscaler.domain.planning import AdapterFacts, gpus_elsewhere, nodes_of
 from gpuscale.autoscaler.domain.queues import QueueReading
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState
 from gpuscale.autoscaler.domain.signals import Sample, queue_sample
+from gpuscale.autoscaler.signals.fleet_metrics import FleetMetrics
+from gpuscale.autoscaler.signals.polling import Poller
+from gpuscale.autoscaler.signals.prometheus import Values, prometheus_sample
+from gpuscale.autoscaler.signals.reported import ReportedMetrics
+from gpuscale.autoscaler.signals.room import Shape, room_of, shape_of
+from gpuscale.autoscaler.signals.waiting import Counts, waiting_sample
 from gpuscale.common.runtime.clock import Clock
 
 
@@ -114,6 +115,8 @@ class SignalSources:
                 if server not in self.prometheus:
                     return Sample(problem=f"the settings name no prometheus {server!r}")
                 return prometheus_sample(self.prometheus[server].ask(query, _often(signal, tick)))
+            case TaskSignal():
+                return self.reported.tasks_of(endpoint)
             case WaitingSignal() as source:
                 return waiting_sample(source, self.waiting.ask(None, _often(signal, tick)))
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
-from gpuscale.autoscaler.model import WaitingSignal
+from gpuscale.autoscaler.domain.model import WaitingSignal
 from gpuscale.autoscaler.domain.signals import Sample
-from gpuscale.common.rpc.channel import RPC_TIMEOUT
+from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
 from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 
 PAGE = 1_000
@@ -51,4 +51,4 @@ def waiting_sample(source: WaitingSignal, answer: Answer[Counts]) -> Sample:
     if answer.value is None:
         return Sample(at=answer.at, problem=answer.problem)
     count = answer.value.get(source.tenant, 0) if source.tenant else sum(answer.value.values())
-    return Sample((float(count),), answer.at)
+    return Sample((float(count),), answer.at, proven_empty=count == 0)

@@ -1,0 +1,4 @@
+"""What is on disk: endpoints, replicas, decisions, watchers, what was learnt.
+
+Begin with `store`.
+"""

@@ -7,6 +7,7 @@ and said in the log: the store has every decision all the same.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -60,7 +61,8 @@ class DecisionFile:
         text = "".join(_line(decision) for decision in decisions)
         if path.exists() and path.stat().st_size + len(text) > self._most:
             path.replace(path.with_name(f"{path.name}.1"))
-        with path.open("a", encoding="utf-8") as file:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
             file.write(text)
 
     def _dropped(self, why: str) -> None:

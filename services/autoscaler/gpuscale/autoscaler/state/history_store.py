@@ -1,5 +1,8 @@
 """What the queues of endpoints were like, on disk: a day of each, in as many rows as a day has readings. See `store`."""
 
+from collections.abc import Iterable
+from dataclasses import asdict
+
 from sqlmodel import Field, SQLModel, col, delete, insert, select
 
 from gpuscale.autoscaler.backtest import history
@@ -18,24 +21,16 @@ class ReadingRow(SQLModel, table=True):
     unacked: float
     published: float
     delivered: float
+    since: float | None = None
 
 
-def keep(connection: Connection, endpoint: str, reading: Reading) -> None:
-    """Keep a reading of an endpoint."""
-    place = int(reading.at // history.SPACING) % history.KEPT
-    same = (col(ReadingRow.endpoint) == endpoint, col(ReadingRow.place) == place)
-    connection.execute(delete(ReadingRow).where(*same))
-    connection.execute(
-        insert(ReadingRow).values(
-            endpoint=endpoint,
-            place=place,
-            at=reading.at,
-            ready=reading.ready,
-            unacked=reading.unacked,
-            published=reading.published,
-            delivered=reading.delivered,
-        )
-    )
+def keep(connection: Connection, readings: Iterable[tuple[str, Reading]]) -> None:
+    """Keep readings of endpoints, by id."""
+    for endpoint, one in readings:
+        place = int(one.at // history.SPACING) % history.KEPT
+        same = (col(ReadingRow.endpoint) == endpoint, col(ReadingRow.place) == place)
+        connection.execute(delete(ReadingRow).where(*same))
+        connection.execute(insert(ReadingRow).values(endpoint=endpoint, place=place, **asdict(one)))
 
 
 def readings(connection: Connection, endpoint: str, since: float, until: float) -> list[Reading]:
@@ -44,7 +39,8 @@ def readings(connection: Connection, endpoint: str, since: float, until: float) 
     own = select(ReadingRow).where(col(ReadingRow.endpoint) == endpoint, at >= since, at <= until)
     rows = connection.execute(own.order_by(at)).mappings()
     return [
-        Reading(row["at"], row["ready"], row["unacked"], row["published"], row["delivered"]) for row in rows
+        Reading(row["at"], row["ready"], row["unacked"], row["published"], row["delivered"], row["since"])
+        for row in rows
     ]
 
 

@@ -1,15 +1,18 @@
 """Replicas on disk: the intent rows that stand before every action outside. See `store`."""
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, RowMapping
 from sqlmodel import Field, SQLModel, col, delete, func, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.autoscaler.domain.model import NO_GROUP, GroupOfReplica, ReplicaTemplate
 from gpuscale.autoscaler.domain.replicas import Goal, Lease, Replica, ReplicaState
 from gpuscale.autoscaler.state.store import Connection, moment
 from gpuscale.autoscaler.wire.translate import template_from_wire, template_to_wire
+from gpuscale.autoscaler.wire.translate_capabilities import group_from_wire, group_to_wire, groups_from_wire
 from gpuscale.common.store.columns import Whole
 
 KEPT: Final = 100
@@ -34,6 +37,7 @@ class ReplicaRow(SQLModel, table=True):
     reservation: str
     fence: int = Field(sa_type=Whole)
     gpu_uuids: str
+    lease_token: str = ""
     ended: bool = Field(index=True)
     owes_release: bool = Field(index=True)
     hurry: bool
@@ -43,6 +47,7 @@ class ReplicaRow(SQLModel, table=True):
     ready_at: float | None = None
     ended_at: float | None = None
     end_time: float | None = None
+    worker_group: bytes = b""
 
 
 def _read(connection: Connection, *where: ColumnElement[bool]) -> list[Replica]:
@@ -139,6 +144,7 @@ def _values(one: Replica) -> Mapping[str, Any]:
         "reservation": lease.reservation,
         "fence": lease.fence,
         "gpu_uuids": _SEPARATOR.join(lease.gpu_uuids),
+        "lease_token": lease.token,
         "ended": one.ended,
         "owes_release": one.owes_release,
         "hurry": one.hurry,
@@ -148,16 +154,42 @@ def _values(one: Replica) -> Mapping[str, Any]:
         "ready_at": one.ready_at,
         "ended_at": one.ended_at,
         "end_time": None if one.end_time is None else one.end_time.timestamp(),
+        "worker_group": _group_bytes(one.group),
     }
 
 
+@lru_cache(maxsize=1_024)
+def _template(stored: bytes) -> ReplicaTemplate:
+    """Replicas of an endpoint mostly have the same one."""
+    return template_from_wire(autoscaler_api.ReplicaTemplate.FromString(stored))
+
+
+def _group_bytes(group: GroupOfReplica) -> bytes:
+    """As the parts of a message that say it; empty where its endpoint has no capability sets."""
+    if not group.set:
+        return b""
+    wire = autoscaler_api.DecisionInputs.CapabilitySet(id=group.set, groups=[group_to_wire(group.asked)])
+    if group.reported is not None:
+        wire.reported.CopyFrom(group_to_wire(group.reported))
+    return wire.SerializeToString(deterministic=True)
+
+
+def _group(stored: bytes) -> GroupOfReplica:
+    if not stored:
+        return NO_GROUP
+    wire = autoscaler_api.DecisionInputs.CapabilitySet.FromString(stored)
+    [asked] = groups_from_wire(wire.groups, "groups")
+    reported = group_from_wire(wire.reported, "reported") if wire.HasField("reported") else None
+    return GroupOfReplica(wire.id, asked, reported)
+
+
 def _replica(row: RowMapping) -> Replica:
-    lease = Lease(row["reservation"], row["fence"], tuple(row["gpu_uuids"].split()))
+    lease = Lease(row["reservation"], row["fence"], tuple(row["gpu_uuids"].split()), row["lease_token"])
     return Replica(
         endpoint=row["endpoint"],
         id=row["id"],
         request_id=row["request_id"],
-        template=template_from_wire(autoscaler_api.ReplicaTemplate.FromString(row["template"])),
+        template=_template(row["template"]),
         create_time=moment(row["create_time"]),
         state=ReplicaState(row["state"]),
         goal=Goal(row["goal"]),
@@ -173,4 +205,5 @@ def _replica(row: RowMapping) -> Replica:
         ready_at=row["ready_at"],
         ended_at=row["ended_at"],
         end_time=None if row["end_time"] is None else moment(row["end_time"]),
+        group=_group(row["worker_group"]),
     )

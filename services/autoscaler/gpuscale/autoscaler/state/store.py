@@ -4,6 +4,7 @@
 are stored as messages of the contract, whose rules of compatibility are known.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias
@@ -13,25 +14,25 @@ from sqlalchemy import RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.autoscaler.model import Endpoint, EndpointSpec
+from gpuscale.autoscaler.domain.model import Endpoint, EndpointSpec
 from gpuscale.autoscaler.wire.translate import spec_from_wire, spec_to_wire
-from gpuscale.common.store.columns import Whole
 from gpuscale.common.runtime.revisions import revisions
+from gpuscale.common.store.columns import Whole
 
 Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""
 METADATA: Final = SQLModel.metadata
 """The tables of every store module that has been imported."""
-VERSION: Final = 3
+VERSION: Final = 6
 """Version of the schema of all tables of the autoscaler."""
-MIGRATIONS: Final = revisions("gpuscale.autoscaler.migrations", 2, 3)
+MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6)
 """By the version that they start from."""
 REQUEST_KEPT_SECONDS: Final = 24 * 3600.0
 """For so long the same request id returns the same answer."""
 
 
 class EndpointRow(SQLModel, table=True):
-    """An endpoint; times in seconds since 1970."""
+    """An endpoint; times in seconds since 1970, `sets` is JSON: groups aimed at by capability set."""
 
     id: str = Field(primary_key=True)
     spec: bytes
@@ -40,6 +41,7 @@ class EndpointRow(SQLModel, table=True):
     create_time: float
     update_time: float
     deleting: bool
+    sets: str = ""
 
 
 class RuleChangeRow(SQLModel, table=True):
@@ -89,14 +91,14 @@ def endpoints(connection: Connection) -> list[Endpoint]:
     return sorted((_endpoint(row) for row in rows), key=lambda one: one.id)
 
 
-def endpoint(connection: Connection, endpoint_id: str) -> Endpoint | None:
-    """One endpoint, if there is one of that id."""
+def endpoint(connection: Connection, endpoint_id: str, known: Endpoint | None = None) -> Endpoint | None:
+    """One endpoint, if there is one of that id; its spec is not read again where `known` has the same etag."""
     row = (
         connection.execute(select(EndpointRow).where(col(EndpointRow.id) == endpoint_id))
         .mappings()
         .one_or_none()
     )
-    return None if row is None else _endpoint(row)
+    return None if row is None else _endpoint(row, known)
 
 
 def save_endpoint(connection: Connection, one: Endpoint) -> None:
@@ -110,6 +112,7 @@ def save_endpoint(connection: Connection, one: Endpoint) -> None:
         "create_time": one.create_time.timestamp(),
         "update_time": one.update_time.timestamp(),
         "deleting": one.deleting,
+        "sets": json.dumps(dict(one.sets)) if one.sets else "",
     }
     connection.execute(insert(EndpointRow).values(values))
 
@@ -173,13 +176,14 @@ def _spec_bytes(spec: EndpointSpec) -> bytes:
     return spec_to_wire(spec).SerializeToString(deterministic=True)
 
 
-def _endpoint(row: RowMapping) -> Endpoint:
+def _endpoint(row: RowMapping, known: Endpoint | None = None) -> Endpoint:
     return Endpoint(
         id=row["id"],
-        spec=_spec(row["spec"]),
+        spec=known.spec if known is not None and known.etag == row["etag"] else _spec(row["spec"]),
         etag=row["etag"],
         desired=row["desired"],
         create_time=moment(row["create_time"]),
         update_time=moment(row["update_time"]),
         deleting=row["deleting"],
+        sets=json.loads(row["sets"]) if row["sets"] else {},
     )

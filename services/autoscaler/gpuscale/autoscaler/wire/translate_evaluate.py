@@ -3,10 +3,11 @@
 from collections.abc import Collection
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.model import EndpointSpec, ObservationStatus
+from gpuscale.autoscaler.domain.model import EndpointSpec, ObservationStatus, SetState
 from gpuscale.autoscaler.domain.pace import Memory
 from gpuscale.autoscaler.domain.stating import ALWAYS, Stated, StatedSignal
 from gpuscale.autoscaler.domain.whatif import Answer
+from gpuscale.autoscaler.wire.translate_capabilities import groups_from_wire, tasks_from_wire
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.wire import optional_seconds, seconds, to_datetime, to_duration
 
@@ -23,7 +24,7 @@ def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) 
     known = {one.id for one in spec.signals}
     for index, one in enumerate(wire.signals):
         _require(one.signal, known - signals.keys(), f"signals[{index}].signal", "signal")
-        signals[one.signal] = _signal(one)
+        signals[one.signal] = _signal(one, f"signals[{index}]")
     past = wire.past if wire.HasField("past") else None
     return Stated(
         signals,
@@ -35,7 +36,18 @@ def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) 
         optional_seconds(wire, "startup"),
         to_datetime(wire.time) if wire.HasField("time") else None,
         wire.gpu_limit if wire.HasField("gpu_limit") else None,
+        _sets(wire, spec),
     )
+
+
+def _sets(wire: api.EvaluateRequest, spec: EndpointSpec) -> dict[str, SetState]:
+    found: dict[str, SetState] = {}
+    known = {one.id for one in spec.capability_sets}
+    for index, one in enumerate(wire.capability_sets):
+        field = f"capability_sets[{index}]"
+        _require(one.id, known - found.keys(), f"{field}.id", "capability set")
+        found[one.id] = SetState(one.before, groups_from_wire(one.groups, f"{field}.groups"))
+    return found
 
 
 def response_to_wire(found: Answer, decision: api.Decision) -> api.EvaluateResponse:
@@ -54,14 +66,17 @@ def response_to_wire(found: Answer, decision: api.Decision) -> api.EvaluateRespo
     )
 
 
-def _signal(wire: api.StatedSignal) -> StatedSignal:
+def _signal(wire: api.StatedSignal, path: str) -> StatedSignal:
+    tasks = tasks_from_wire(wire.tasks, f"{path}.tasks") if wire.HasField("tasks") else None
+    value = wire.value if wire.HasField("value") else None
     return StatedSignal(
-        wire.value if wire.HasField("value") else None,
+        value if tasks is None else float(tasks.total),
         seconds(wire.age),
         _STATUSES.get(wire.status, ObservationStatus.OK),
         tuple((seconds(point.age), point.value) for point in wire.points),
         wire.silent_count,
         wire.proven_empty if wire.HasField("proven_empty") else None,
+        tasks,
     )
 
 

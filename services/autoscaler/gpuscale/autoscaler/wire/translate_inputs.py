@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.model import Observation, ObservationStatus
+from gpuscale.autoscaler.domain.model import Observation, ObservationStatus
 from gpuscale.autoscaler.domain.pace import Memory
 from gpuscale.autoscaler.domain.policies.outcome import Burst, Inputs
 from gpuscale.autoscaler.domain.series import Aggregation, Series
-from gpuscale.autoscaler.wire.translate import spec_from_wire, spec_to_wire
-from gpuscale.autoscaler.wire.translate_state import observation_to_wire
 from gpuscale.autoscaler.domain.whatif import Question
+from gpuscale.autoscaler.wire.translate import spec_from_wire, spec_to_wire
+from gpuscale.autoscaler.wire.translate_capabilities import (
+    set_state_from_wire,
+    set_state_to_wire,
+    tasks_from_wire,
+)
+from gpuscale.autoscaler.wire.translate_state import observation_to_wire
 from gpuscale.common.wire import to_datetime, to_timestamp
 
 _STATUSES = {api.Observation.Status.Value(f"STATUS_{one.value}"): one for one in ObservationStatus}
@@ -47,6 +52,7 @@ def question_to_wire(question: Question) -> api.DecisionInputs:
         asked=_counts_to_wire(memory.asked),
         changes=_counts_to_wire(memory.changes),
         gpu_limit=inputs.gpu_limit,
+        capability_sets=[set_state_to_wire(name, one) for name, one in inputs.sets.items()],
     )
 
 
@@ -63,6 +69,7 @@ def question_from_wire(wire: api.DecisionInputs) -> Question:
         bursts={one.rule: Burst(one.over_at, one.peak) for one in wire.bursts},
         startup=wire.startup if wire.HasField("startup") else None,
         gpu_limit=wire.gpu_limit if wire.HasField("gpu_limit") else None,
+        sets={one.id: set_state_from_wire(one) for one in wire.capability_sets},
     )
     memory = Memory(wire.since, _counts(wire.asked), _counts(wire.changes))
     return Question(spec_from_wire(wire.spec, "spec"), inputs, memory, wire.unknown_replicas)
@@ -100,6 +107,9 @@ def _observation(wire: _Signal) -> Observation:
         silent_count=wire.silent_count,
         told_count=wire.told_count,
         across=_AGGREGATIONS[wire.across],
+        tasks=tasks_from_wire(wire.observation.tasks, "tasks")
+        if wire.observation.HasField("tasks")
+        else None,
     )
 
 

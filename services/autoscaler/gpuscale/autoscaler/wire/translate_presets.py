@@ -4,19 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.model import EndpointSpec
+from gpuscale.autoscaler.domain.model import EndpointSpec
 from gpuscale.autoscaler.domain.preset_words import expand, named
 from gpuscale.autoscaler.domain.presets import Wish
-from gpuscale.autoscaler.wire.translate import spec_to_wire, template_from_wire
 from gpuscale.autoscaler.domain.validate import violations
-from gpuscale.common.rpc import validation
+from gpuscale.autoscaler.wire.translate import set_from_wire, spec_to_wire, template_from_wire
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 from gpuscale.common.names import WATCHER, parse
+from gpuscale.common.rpc import validation
 from gpuscale.common.wire import optional_seconds
 
 DEFAULT_BOUNDS = (1, 16)
 WITHOUT_WORK = frozenset({"opengris_no"})
 """Presets that look at nothing."""
+WITH_SETS = "opengris_capability"
+"""The preset that scales capability sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,9 @@ def wish_from_wire(wire: api.PresetWish, path: str, default: Wish) -> Wish:
         service_time=default.service_time if service is None else service,
         metric=wire.metric,
         parameters=_parameters(wire.parameters),
+        capability_sets=tuple(
+            set_from_wire(one, f"{path}.capability_sets[{i}]") for i, one in enumerate(wire.capability_sets)
+        ),
     )
 
 
@@ -59,7 +64,13 @@ def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
     """
     preset = named(wire.preset, f"{path}.preset")
     wish = wish_from_wire(wire, path, default)
-    if not (wish.watcher or wish.metric) and preset.name not in WITHOUT_WORK:
+    if wish.capability_sets and preset.name != WITH_SETS:
+        text = f"are of {WITH_SETS} alone"
+        raise InvalidArgumentError(f"{path}.capability_sets {text}", field=f"{path}.capability_sets")
+    if wish.capability_sets and (wire.watcher or wire.metric):
+        text = "count reported tasks: leave watcher and metric out"
+        raise InvalidArgumentError(f"{path}.capability_sets {text}", field=f"{path}.capability_sets")
+    if not (wish.watcher or wish.metric or wish.capability_sets) and preset.name not in WITHOUT_WORK:
         raise InvalidArgumentError(f"{path}.watcher must be set, or metric", field=f"{path}.watcher")
     spec = expand(preset.name, wish, f"{path}.parameters")
     wrong = [*validation.violations(spec_to_wire(spec)), *_without_root(violations(spec, ""))]
@@ -74,7 +85,7 @@ def _wished(one: FieldViolation, path: str) -> FieldViolation:
     field, description = one
     if field.endswith(".service_time"):
         return FieldViolation(f"{path}.service_time", description)
-    if field.startswith(("template", "min_replicas", "max_replicas")):
+    if field.startswith(("template", "min_replicas", "max_replicas", "capability_sets")):
         return FieldViolation(f"{path}.{field}", description)
     return FieldViolation(f"{path}.parameters", f"lead to {field}, which {description}")
 

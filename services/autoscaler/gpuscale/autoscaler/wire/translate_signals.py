@@ -1,7 +1,7 @@
 """Signals between the wire and the model. What is absent on one side is absent on the other."""
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.model import (
+from gpuscale.autoscaler.domain.model import (
     DEFAULT_LAST_TTL,
     GpuSignal,
     HostSignal,
@@ -13,6 +13,7 @@ from gpuscale.autoscaler.model import (
     ReplicaSignal,
     Signal,
     Source,
+    TaskSignal,
     WaitingSignal,
 )
 from gpuscale.autoscaler.domain.series import Aggregation
@@ -41,12 +42,13 @@ def signal_from_wire(wire: api.Signal, path: str) -> Signal:
         on_missing=_ON_MISSING.get(wire.on_missing, OnMissing.HOLD),
         last_ttl=DEFAULT_LAST_TTL if ttl is None else ttl,
         activation_threshold=wire.activation_threshold,
+        counts_work=wire.counts_work,
     )
 
 
 def signal_to_wire(signal: Signal) -> api.Signal:
     """The message of a signal; defaults are left out."""
-    wire = api.Signal(id=signal.id)
+    wire = api.Signal(id=signal.id, counts_work=signal.counts_work)
     if signal.max_age is not None:
         wire.max_age.CopyFrom(to_duration(signal.max_age))
     if signal.across is not Aggregation.AVG:
@@ -77,6 +79,8 @@ def _source_from_wire(wire: api.Signal, path: str) -> Source:
             return ReplicaSignal(wire.replicas.metric)
         case "prometheus":
             return PrometheusSignal(wire.prometheus.server, wire.prometheus.query)
+        case "tasks":
+            return TaskSignal()
         case "waiting":
             return WaitingSignal(wire.waiting.tenant)
         case _:
@@ -107,5 +111,7 @@ def _source_to_wire(source: Source, wire: api.Signal) -> None:
             wire.replicas.CopyFrom(api.ReplicaSignal(metric=metric))
         case PrometheusSignal(server, query):
             wire.prometheus.CopyFrom(api.PrometheusSignal(server=server, query=query))
+        case TaskSignal():
+            wire.tasks.SetInParent()
         case WaitingSignal(tenant):
             wire.waiting.CopyFrom(api.WaitingSignal(tenant=tenant))

@@ -1,12 +1,15 @@
 """What has become of endpoints, as messages: status, replicas and decisions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.autoscaler.model import Decision, Endpoint, Evaluation, Observation, Step
+from gpuscale.autoscaler.domain.model import Decision, Endpoint, Evaluation, Observation, SetCount, Step
+from gpuscale.autoscaler.domain.remembered import Shown
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState, shown_state
 from gpuscale.autoscaler.wire.translate import spec_to_wire
+from gpuscale.autoscaler.wire.translate_capabilities import group_to_wire, tasks_to_wire
 from gpuscale.common.names import adapter_name, endpoint_name, replica_name
 from gpuscale.common.wire import to_duration, to_timestamp
 
@@ -59,6 +62,19 @@ def _status(view: EndpointView) -> autoscaler_api.EndpointStatus:
         draining_replicas=shown.count(ReplicaState.DRAINING),
         latest_decision=view.latest,
         summary=summary,
+        capability_sets=[_set_status(view, one.id) for one in view.endpoint.spec.capability_sets],
+    )
+
+
+def _set_status(view: EndpointView, set_id: str) -> autoscaler_api.CapabilitySetStatus:
+    own = [replica for replica in view.replicas if replica.group.set == set_id]
+    ready = [one for one in own if shown_state(one, one.adapter in view.silent) is ReplicaState.READY]
+    return autoscaler_api.CapabilitySetStatus(
+        id=set_id,
+        desired_replicas=view.endpoint.targets[set_id],
+        granted_replicas=sum(one.granted for one in own),
+        ready_replicas=len(ready),
+        ready_workers=sum(one.group.actual.workers for one in ready),
     )
 
 
@@ -76,6 +92,9 @@ def replica_to_wire(replica: Replica, *, silent: bool) -> autoscaler_api.Replica
         create_time=to_timestamp(replica.create_time),
         end_time=None if replica.end_time is None else to_timestamp(replica.end_time),
     )
+    if replica.group.set:
+        wire.capability_set = replica.group.set
+        wire.workers.CopyFrom(group_to_wire(replica.group.actual))
     if state is ReplicaState.UNKNOWN:
         wire.reason = "its adapter has not been heard of"
     if replica.lease is not None:
@@ -93,6 +112,7 @@ def decision_body(decision: Decision) -> autoscaler_api.Decision:
         wanted=decision.wanted,
         granted=decision.granted,
         limited_by=decision.limited_by or "",
+        capability_sets=_set_counts(decision.sets),
         summary=decision.summary,
         etag=decision.etag,
     )
@@ -106,7 +126,15 @@ def evaluation_to_wire(evaluation: Evaluation) -> autoscaler_api.Decision:
         before=evaluation.before,
         wanted=evaluation.wanted,
         limited_by=evaluation.limited_by or "",
+        capability_sets=_set_counts(evaluation.sets),
     )
+
+
+def _set_counts(sets: Mapping[str, SetCount]) -> list[autoscaler_api.CapabilitySetCount]:
+    return [
+        autoscaler_api.CapabilitySetCount(id=one, before=count.before, wanted=count.wanted)
+        for one, count in sets.items()
+    ]
 
 
 def observation_to_wire(one: Observation) -> autoscaler_api.Observation:
@@ -117,6 +145,17 @@ def observation_to_wire(one: Observation) -> autoscaler_api.Observation:
         age=None if one.age is None else to_duration(one.age),
         status=autoscaler_api.Observation.Status.Value(f"STATUS_{one.status.value}"),
         detail=one.detail,
+        tasks=None if one.tasks is None else tasks_to_wire(one.tasks),
+    )
+
+
+def sample_to_wire(one: Shown) -> autoscaler_api.SignalSample:
+    """The message of what a signal showed at evaluations in a row."""
+    return autoscaler_api.SignalSample(
+        start_time=to_timestamp(datetime.fromtimestamp(one.first, UTC)),
+        end_time=to_timestamp(datetime.fromtimestamp(one.last, UTC)),
+        value=one.value,
+        status=autoscaler_api.Observation.Status.Value(f"STATUS_{one.status.value}"),
     )
 
 
@@ -128,4 +167,5 @@ def _step(one: Step) -> autoscaler_api.DecisionStep:
         after=one.after,
         code=one.code,
         text=one.text,
+        capability_set=one.capability_set,
     )

@@ -6,11 +6,13 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Protocol, TypeVar
 
+from gpuscale.common.config.settings import DatabaseSettings, ProgramSettings, load
+from gpuscale.common.config.sources import secret_variables
+from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime import logs
 from gpuscale.common.runtime.lifecycle import run
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.rpc.server import Registration, Server
-from gpuscale.common.config.settings import DatabaseSettings, ProgramSettings, load
+from gpuscale.common.secrets import take_variables
 from gpuscale.common.store.term import Term
 
 _log = get_logger(__name__)
@@ -41,6 +43,7 @@ def run_program(
     """
     settings = load(settings_type, argv, program=program, description=description)
     logs.configure(settings.log_level, settings.log_format)
+    take_variables(secret_variables(settings))
     return run(partial(serve, settings), program=program, quiet=quiet)
 
 
@@ -81,8 +84,8 @@ async def serve_stateful(
                 await stop.wait()
         return
     settings.require_driver()
-    from gpuscale.common.store.leadership import Candidate
     from gpuscale.common.rpc.standby import serve_by_turns
+    from gpuscale.common.store.leadership import Candidate
 
     _log.info("standing by", address=address, database=str(settings.database))
     candidate = Candidate(settings.database, settings.section, settings.advertise_address or address)

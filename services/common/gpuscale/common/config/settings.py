@@ -13,15 +13,15 @@ from typing import Self
 import grpc
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
-from gpuscale.common.security.audit import AuditOptions
-from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.config.sources import Settings, load, load_table, read_config
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.diagnosis import PATIENCE, explained
-from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
-from gpuscale.common.runtime.logs import Format, Level
-from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.rpc.server import ServerOptions
-from gpuscale.common.config.sources import Settings, load, load_table, read_config
+from gpuscale.common.runtime.logs import Format, Level
+from gpuscale.common.secrets import SecretUrl, read_secret
+from gpuscale.common.security.audit import AuditOptions
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.security.tls import ServerTls
 
 __all__ = [
@@ -83,8 +83,8 @@ class ServerSettings(ProgramSettings):
             audit=AuditOptions(self.audit_file, self.audit_max_mib << 20) if self.audit_file else None,
         )
 
-    def authenticator(self) -> Authenticator:
-        """Who is let in.
+    def authenticator(self, internal_token: SecretStr | None = None) -> Authenticator:
+        """Who is let in; `internal_token` is for the parts of this process.
 
         Raises:
             FailedPreconditionError: the tokens file cannot be used.
@@ -93,6 +93,7 @@ class ServerSettings(ProgramSettings):
             tokens_file=self.tokens_file,
             accept_certificates=self.tls_client_ca_file is not None,
             insecure_allow_remote=self.insecure_allow_remote,
+            internal_token=internal_token,
         )
 
 
@@ -132,10 +133,7 @@ class DatabaseSettings(Settings):
             return None if value == "" else value
         if value:
             raise ValueError("goes without database_file")
-        try:
-            return file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read database_file {file}: {type(error).__name__}") from error
+        return read_secret(file, "database_file")
 
     @field_validator("database")
     @classmethod
@@ -180,9 +178,6 @@ class UpstreamSettings(Settings):
         if self.token_file is None:
             return None
         try:
-            return SecretStr(self.token_file.read_text(encoding="utf-8").strip())
-        except (OSError, UnicodeDecodeError) as error:
-            raise FailedPreconditionError(
-                f"cannot read the token file {self.token_file}: {type(error).__name__}",
-                reason="TOKEN_FILE",
-            ) from error
+            return SecretStr(read_secret(self.token_file, "the token file"))
+        except ValueError as error:
+            raise FailedPreconditionError(str(error), reason="TOKEN_FILE") from None

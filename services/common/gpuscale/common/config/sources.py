@@ -42,9 +42,12 @@ TABLES = frozenset(
         "slurm_templates",
         "templates",
         "up",
+        "workers",
     }
 )
 
+_MISSPELT = 0.9
+"""Likeness, by difflib, from which on a variable is taken for one that was misspelt."""
 _URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*:[^/\s]*@", re.IGNORECASE)
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _Kind = Literal["switch", "list", "table", "secret", "value"]
@@ -107,6 +110,51 @@ def load_table(
         raise InvalidArgumentError(_describe(error, settings_type.section, origins)) from None
 
 
+def refuse_unused(
+    settings_type: type[Settings], config: Mapping[str, object], unused: Mapping[str, str]
+) -> None:
+    """Refuse what the environment or the tables of a whole file set, although nothing would read it.
+
+    Args:
+        settings_type: whose fields they are.
+        config: the tables.
+        unused: what to do instead, by field.
+
+    Raises:
+        InvalidArgumentError: such a field is set; names it and where it stands. Or a variable or key is unknown.
+    """
+    for origin, field, _ in (
+        *_from_file(settings_type, config),
+        *_from_environment(settings_type, os.environ),
+    ):
+        if field in unused:
+            raise InvalidArgumentError(f"{origin} is not used here: {unused[field]}")
+
+
+def secret_variables(*settings: Settings) -> set[str]:
+    """The variables that hold secrets: those of secret fields, those that tables name, and URLs with a password."""
+    names = {
+        f"{PREFIX}{one.section}_{field}".upper()
+        for one in settings
+        for field, kind in _kinds(type(one)).items()
+        if kind == "secret"
+    }
+    for one in settings:
+        names.update(_named_variables(one.model_dump()))
+    return names | {name for name, text in os.environ.items() if _URL_WITH_PASSWORD.match(text)}
+
+
+def _named_variables(value: object) -> Iterator[str]:
+    """The values of keys that name variables: `amqp_url_env = "NAME"`, `pass_env = ["NAME"]`."""
+    if not _is_table(value):
+        return
+    for key, item in value.items():
+        if key == "pass_env" or key.endswith("_env"):
+            yield from _texts(item)
+        else:
+            yield from _named_variables(item)
+
+
 def read_config(path: Path) -> dict[str, object]:
     """The tables of a TOML file.
 
@@ -158,8 +206,18 @@ def _from_environment(
         if variable in known:
             name, kind = known[variable]
             yield variable, name, _items(text) if kind == "list" else text
-        elif variable.startswith(prefix):
+        elif variable.startswith(prefix) or _is_misspelt(variable, known):
             raise InvalidArgumentError(_unknown("environment variable", variable, known))
+
+
+def _is_misspelt(variable: str, known: Iterable[str]) -> bool:
+    """Whether it is nearly one of these. Users may have variables of their own that begin with GPUSCALE_."""
+    name = variable.removeprefix(PREFIX)
+    if name == variable or any(name.startswith(f"{table.upper()}_") for table in TABLES):
+        return False
+    import difflib
+
+    return bool(difflib.get_close_matches(variable, list(known), n=1, cutoff=_MISSPELT))
 
 
 def _items(text: str) -> list[str]:
@@ -254,5 +312,5 @@ def _is_table(value: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(value, Mapping)
 
 
-def _is_list(value: object) -> TypeGuard[list[object]]:
-    return isinstance(value, list)
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, (list, tuple))

@@ -13,11 +13,12 @@ import grpc
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import DecodeError, Message
 
-from gpuscale.common.security.audit import AuditLog
 from gpuscale.common.errors import ResourceExhaustedError
+from gpuscale.common.rpc.rate_limits import RateLimits
+from gpuscale.common.runtime.connections import Connections
+from gpuscale.common.security.audit import AuditLog
 from gpuscale.common.security.methods import MethodInfo
 from gpuscale.common.security.principal import Principal, Role
-from gpuscale.common.rpc.rate_limits import RateLimits
 
 LONGEST_RESOURCE: Final = 256
 """Characters of a name that the audit log keeps."""
@@ -26,9 +27,10 @@ _NAMES: Final = ("name", "parent", "node", "holder", "tenant")
 
 
 class CallMeter:
-    """Counts of calls, by method and status."""
+    """Counts of calls, by method and status, and of connections."""
 
     def __init__(self) -> None:
+        self.connections = Connections()
         self.open = 0
         self.ended: Counter[tuple[str, str]] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)

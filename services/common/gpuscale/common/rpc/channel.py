@@ -3,9 +3,13 @@
 A channel reconnects by itself, 0.5 s after the first failure and at most every 10 s, each time with 20 % of jitter (gRPC
 core adds it). It has connections of its own, so that closing one channel never hurts another. Several addresses, with
 commas between, are one service: calls go to the one that leads (`gpuscale.common.rpc.following`).
+
+The usual variables of a proxy (`https_proxy` and its kin) count for nothing. The variable GPUSCALE_HTTP_PROXY, a URL
+http://HOST:PORT, names a proxy that tunnels connections with TLS; those without TLS never go through one.
 """
 
 import ipaddress
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +21,13 @@ from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc.following import split_addresses
 from gpuscale.common.rpc.following_channel import FollowingChannel
 from gpuscale.common.rpc.following_sync import SyncFollowingChannel
-from gpuscale.common.rpc.limits import CHANNEL_ARGUMENTS, channel_arguments
+from gpuscale.common.rpc.limits import CHANNEL_ARGUMENTS, ChannelArguments, channel_arguments
 from gpuscale.common.rpc.token_metadata import SyncTokenChannel, TokenChannel
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
 
+PROXY_VARIABLE: Final = "GPUSCALE_HTTP_PROXY"
 RPC_TIMEOUT: Final = 10.0
 """Seconds that a unary call gets where nothing else is said; pass it as `timeout`."""
 
@@ -57,7 +62,9 @@ def open_channel(
         return FollowingChannel(addresses, [open_channel(one, tls=tls, token=token) for one in addresses])
     plain_token = _reveal(token, address, tls)
     if tls is not None:
-        return grpc.aio.secure_channel(address, _credentials(tls, plain_token), options=CHANNEL_ARGUMENTS)
+        return grpc.aio.secure_channel(
+            address, _credentials(tls, plain_token), options=_tunnelled(CHANNEL_ARGUMENTS)
+        )
     channel = grpc.aio.insecure_channel(address, options=CHANNEL_ARGUMENTS)
     return channel if plain_token is None else TokenChannel(channel, plain_token)
 
@@ -79,15 +86,24 @@ def open_sync_channel(
     plain_token = _reveal(token, address, tls)
     arguments = channel_arguments(dial_timeout)
     if tls is not None:
-        return grpc.secure_channel(address, _credentials(tls, plain_token), options=arguments)
+        return grpc.secure_channel(address, _credentials(tls, plain_token), options=_tunnelled(arguments))
     channel = grpc.insecure_channel(address, options=arguments)
     return channel if plain_token is None else SyncTokenChannel(channel, plain_token)
+
+
+def _tunnelled(arguments: ChannelArguments) -> ChannelArguments:
+    """The arguments with the proxy that was asked for, if one was."""
+    proxy = os.environ.get(PROXY_VARIABLE)
+    if not proxy:
+        return arguments
+    others = tuple(pair for pair in arguments if pair[0] != "grpc.enable_http_proxy")
+    return (*others, ("grpc.http_proxy", proxy))
 
 
 def _reveal(token: "SecretStr | None", address: str, tls: ClientTls | None) -> str | None:
     if token is None:
         return None
-    if tls is None and not _is_local(address):
+    if tls is None and not is_local(address):
         raise FailedPreconditionError(
             f"a token would travel to {address} in plain text: configure TLS", reason="INSECURE_TRANSPORT"
         )
@@ -99,7 +115,7 @@ def _reveal(token: "SecretStr | None", address: str, tls: ClientTls | None) -> s
     return secret
 
 
-def _is_local(address: str) -> bool:
+def is_local(address: str) -> bool:
     """Whether an address is surely on this host."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True

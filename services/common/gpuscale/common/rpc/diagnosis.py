@@ -1,17 +1,17 @@
-"""Why nothing answers: gRPC says UNAVAILABLE whatever is wrong with TLS, so a handshake of our own finds out.
+"""Why nothing answers, in words: gRPC says UNAVAILABLE whatever is wrong with TLS, so a handshake of our own finds out.
 
 Nothing is sent but the handshake, and never a token. The codes of verification are OpenSSL's (`x509_vfy.h`).
 """
 
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gpuscale.common.security.certificate_dates import shake_hands
-from gpuscale.common.rpc.channel import ClientTls
 from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.rpc.channel import ClientTls
+from gpuscale.common.security.certificate_dates import shake_hands
 
 PATIENCE = 2.0
 """Most seconds for each step."""
@@ -78,8 +78,56 @@ _NOT_TLS = _Cause(
 _TLS = _Cause(reason="TLS_SERVER", text="{address} speaks TLS: name its authority with --ca-file")
 
 
+_CONNECTING = ("failed to connect to all addresses", "dns resolution failed", "errors resolving ")
+_UNREACHED: Sequence[tuple[str, str]] = (
+    ("connection refused", "connection refused"),
+    ("resol", "no host has that name"),
+    ("lookup", "no host has that name"),
+    ("http/2", "what listens there speaks no gRPC"),
+    ("reset", "it closes the connection at once"),
+    ("broken pipe", "it closes the connection at once"),
+    ("closed", "it closes the connection at once"),
+    ("unreachable", "no route to it"),
+    ("no route", "no route to it"),
+    ("no such file", "there is no such socket"),
+    ("permission denied", "its socket is not for this user"),
+    ("timed out", "it did not answer in time"),
+    ("timeout", "it did not answer in time"),
+)
+"""What gRPC's words on a connection that was not made have in them, in lower case, and what that is."""
+_LOST = (
+    "socket closed",
+    "connection reset",
+    "broken pipe",
+    "goaway",
+    "ping timeout",
+    "keepalive",
+    "endpoint closing",
+    "transport closed",
+    "cancelling all calls",
+)
+"""What gRPC's words on a connection that was lost have in them, in lower case."""
+
+
+def worded(address: str, error: UnavailableError) -> UnavailableError:
+    """The error in our words where it is gRPC's own: nothing is there (NO_ANSWER), or the connection was lost."""
+    said = error.message.lower()
+    why = next((words for sign, words in _UNREACHED if sign in said), "no connection")
+    if said.startswith(_CONNECTING):
+        text = f"nothing answers at {address} ({why})"
+        return UnavailableError(text, reason="NO_ANSWER", metadata={"address": address})
+    if said.startswith("received http2 header with status"):
+        return UnavailableError(f"no gpuscale server answers behind {address}: {error.message}")
+    if any(sign in said for sign in _LOST):
+        return UnavailableError(
+            f"the connection to {address} was lost during the call, which may have been done",
+            metadata={"address": address},
+        )
+    return error
+
+
 def explained(address: str, tls: ClientTls | None, error: UnavailableError, limit: float) -> GpuscaleError:
-    """The error with the cause, where gRPC gave none and one can be found; else the error as it is. Blocks for seconds.
+    """The error with its cause in words, as far as it can be found out. Blocks for seconds.
 
     Args:
         address: where nothing answers.
@@ -87,11 +135,17 @@ def explained(address: str, tls: ClientTls | None, error: UnavailableError, limi
         error: what was said.
         limit: seconds that it may take: what is left of the time of the call.
     """
-    if error.reason != UnavailableError.default_reason or address.startswith("unix"):
+    if error.reason != UnavailableError.default_reason:  # a service that is there gives a reason of its own
         return error
+    found = error if address.startswith("unix") else _diagnosed(address, tls, error, limit)
+    return worded(address, error) if found is error else found
+
+
+def _diagnosed(address: str, tls: ClientTls | None, error: UnavailableError, limit: float) -> GpuscaleError:
+    """The error with what is wrong with TLS; the error itself where nothing is found."""
     if "," in address:  # the first of them at which anything can be found out
         each = address.split(",")
-        causes = (explained(one.strip(), tls, error, limit / len(each)) for one in each)
+        causes = (_diagnosed(one.strip(), tls, error, limit / len(each)) for one in each)
         return next((cause for cause in causes if cause is not error), error)
     patience = min(PATIENCE, limit / STEPS)
     if patience < LEAST:

@@ -1,7 +1,7 @@
 """Checks of single values: one compiled function for each kind of field and its rules.
 
-The defaults are those that options.proto states for every field: texts of at most 1,024 characters without control
-characters, finite numbers, defined enum values, and Duration and Timestamp within the range protobuf documents.
+The defaults are those that options.proto states for every field: texts of at most 1,024 characters without control or
+invisible characters, finite numbers, defined enum values, and Duration and Timestamp within the range protobuf documents.
 """
 
 import math
@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from typing import Any, Final
+from unicodedata import category
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -34,6 +35,9 @@ _MAX_NANOS: Final = 999_999_999
 _LARGEST: Final = sys.float_info.max
 
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_INVISIBLE: Final = frozenset({"Cf", "Zl", "Zp"})
+"""Unicode categories of zero-width and direction-turning characters: what is shown would not be what is stored."""
+_DEVICE: Final = re.compile(r"[A-Za-z0-9._:/-]{1,253}")
 _UUID: Final = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _INTEGERS: Final = frozenset(
     (
@@ -91,8 +95,11 @@ def _text_check(rules: options_pb2.FieldRules) -> ValueCheck:
     def text_problem(value: str) -> str | None:
         if len(value) > longest:
             return f"must have at most {longest} characters"
-        if not value.isprintable() and _CONTROL.search(value):
-            return "must not hold control characters"
+        if not value.isprintable():
+            if _CONTROL.search(value):
+                return "must not hold control characters"
+            if any(category(character) in _INVISIBLE for character in value):
+                return "must not hold invisible characters"
         return None if shape is None else shape(value)
 
     return text_problem
@@ -127,11 +134,18 @@ def _label_problem(value: str) -> str | None:
     return f"must be 1-{MAX_LABEL_LENGTH} printable characters without spaces at the ends"
 
 
+def _device_problem(value: str) -> str | None:
+    if _DEVICE.fullmatch(value):
+        return None
+    return "must be a UUID of a GPU: 1-253 of A-Z, a-z, 0-9, '-', '_', '.', ':' and '/'"
+
+
 _SHAPES: Final[dict[int, ValueCheck | None]] = {
     options_pb2.TEXT_FORMAT_UNSPECIFIED: None,
     options_pb2.TEXT_FORMAT_UUID: _uuid_problem,
     options_pb2.TEXT_FORMAT_ID: _id_problem,
     options_pb2.TEXT_FORMAT_LABEL: _label_problem,
+    options_pb2.TEXT_FORMAT_DEVICE: _device_problem,
 }
 
 
@@ -174,6 +188,12 @@ def _float_check(rules: options_pb2.FieldRules) -> ValueCheck:
 def _enum_check(enum: EnumDescriptor) -> ValueCheck:
     defined = frozenset(enum.values_by_number)
     return lambda value: None if value in defined else f"must be a value of {enum.name}"
+
+
+def stated_check(enum: EnumDescriptor) -> ValueCheck:
+    """The check of an item of a list of enum values: there, 0 does not stand for what was left out."""
+    defined = frozenset(enum.values_by_number) - {0}
+    return lambda value: None if value in defined else f"must be a value of {enum.name}, and not UNSPECIFIED"
 
 
 def _duration_check(rules: options_pb2.FieldRules) -> ValueCheck:

@@ -11,7 +11,6 @@ from typing import Final
 
 import grpc
 
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.errors import (
     DeadlineExceededError,
     GpuscaleError,
@@ -19,31 +18,56 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 from gpuscale.common.rpc.status import DETAILS_KEY, from_rpc_error
+from gpuscale.common.runtime.backoff import Backoff
 
 NOT_LEADER: Final = "NOT_LEADER"
 """Reason with which a standby turns calls away; its metadata `leader` is the leader's address, where known."""
 PATIENCE: Final = 10.0
 """Seconds for which a call without a deadline looks for the leader."""
 
+_OTHER_WAYS: Final = ("unix:", "unix-abstract:", "dns:///", "ipv4:", "ipv6:")
+_USUAL_PORT: Final = 7070
+_HIGHEST_PORT: Final = 65_535
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 1.0
 # What gRPC core says of a call that it never gave to a connection. Where it says it in other words one day, the caller
 # gets the error and calls again.
-_NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed")
+_NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving ")
 
 
 def split_addresses(text: str) -> tuple[str, ...]:
     """The addresses of `HOST:PORT,HOST:PORT`; of a single one, that one.
 
     Raises:
-        InvalidArgumentError: one of several is empty, or stands there twice.
+        InvalidArgumentError: one is no address, or of several one is empty or stands there twice.
     """
     addresses = tuple(one.strip() for one in text.split(","))
     if len(addresses) > 1 and ("" in addresses or len(set(addresses)) < len(addresses)):
         raise InvalidArgumentError(
             f"{text!r} must name different addresses, with commas between", field="address"
         )
+    for one in addresses:
+        problem = _problem(one)
+        if problem:
+            raise InvalidArgumentError(f"the address {one!r} {problem}")
     return addresses
+
+
+def _problem(address: str) -> str:
+    """What is wrong with an address to connect to; empty where nothing is."""
+    if address.startswith(_OTHER_WAYS):
+        return ""
+    scheme, found, rest = address.partition("://")
+    if found:
+        return f"has {scheme}:// before it: write {rest.rstrip('/')}"
+    host, colon, port = address.rpartition(":")
+    if not colon or address.endswith("]"):
+        return f"has no port: write HOST:PORT, such as {address or '127.0.0.1'}:{_USUAL_PORT}"
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        return f"is ambiguous: write an IPv6 address in brackets, such as [::1]:{_USUAL_PORT}"
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= _HIGHEST_PORT):
+        return f"has the port {port!r}: a port is a number from 1 to {_HIGHEST_PORT}"
+    return "" if host else f"has no host: write HOST:PORT, such as 127.0.0.1:{port}"
 
 
 class Leader:

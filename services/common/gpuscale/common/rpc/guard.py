@@ -5,29 +5,32 @@ import inspect
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Generator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from gpuscale.common.security.auth import Authenticator, require
-from gpuscale.common.rpc.call_watching import CallWatcher
-from gpuscale.common.rpc.calls import OpenCalls
 from gpuscale.common.errors import (
     DeadlineExceededError,
     GpuscaleError,
     InternalError,
     InvalidArgumentError,
     PermissionDeniedError,
+    UnauthenticatedError,
     UnimplementedError,
 )
-from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.security.methods import MethodInfo
-from gpuscale.common.security.principal import Principal, find_principal, set_principal
+from gpuscale.common.rpc.call_watching import CallWatcher
+from gpuscale.common.rpc.calls import OpenCalls
 from gpuscale.common.rpc.status import to_rpc_status
 from gpuscale.common.rpc.validation import validate
+from gpuscale.common.runtime.connections import Connections
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.uninterrupted import begin_call
+from gpuscale.common.security.auth import Authenticator, require
+from gpuscale.common.security.methods import MethodInfo
+from gpuscale.common.security.principal import Principal, find_principal, set_principal
 
 RECHECK_PERIOD = 60.0
 """Seconds between two looks at the token of an open stream."""
@@ -49,6 +52,7 @@ class GuardSettings:
     calls: OpenCalls
     default_deadline: float
     watcher: CallWatcher | None = None
+    connections: Connections = field(default_factory=Connections)
 
 
 class Guard:
@@ -112,6 +116,7 @@ class Guard:
     async def _answer(self, request: Any, context: _Context) -> Any:
         """Do the work of a call; if it fails, end the call with the status that says why."""
         task = _current_task()
+        begin_call()
         try:
             return await self._work(request, context, task, self._admit(context))
         except asyncio.CancelledError:
@@ -140,10 +145,15 @@ class Guard:
         principal = None
         if info.role is not None:
             principal = self._settings.authenticator.identify(context)
+            self._settings.connections.vouch(context.peer())
             set_principal(principal)
             require(principal, info.role)
             if self._settings.watcher is not None and not again:
                 self._settings.watcher.admit(principal)
+        else:  # a connection for health checks alone lasts, too, if it shows who makes them
+            with suppress(UnauthenticatedError):
+                self._settings.authenticator.identify(context)
+                self._settings.connections.vouch(context.peer())
         remaining = _time_remaining(context)
         if remaining is not None and remaining <= 0:
             raise DeadlineExceededError("the deadline passed before the call was begun")

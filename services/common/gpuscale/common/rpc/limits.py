@@ -8,7 +8,7 @@ agents come back at once: core's default refuses calls at random from about 1,00
 
 from typing import Final
 
-ChannelArguments = tuple[tuple[str, int], ...]
+ChannelArguments = tuple[tuple[str, int | str], ...]
 
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_METADATA_BYTES: Final = 16 * 1024
@@ -36,6 +36,7 @@ SERVER_ARGUMENTS: Final[ChannelArguments] = (
 
 CHANNEL_ARGUMENTS: Final[ChannelArguments] = (
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),  # calls bear tokens: they go through no proxy that just happens to be set
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),

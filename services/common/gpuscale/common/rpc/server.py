@@ -9,18 +9,19 @@ from typing import Final, Self
 
 import grpc
 
-from gpuscale.common.security.audit import AuditLog, AuditOptions
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.security.bind import ListenAddress, bind_error, check_exposure, parse_listen
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.rpc.call_watching import CallMeter, CallWatcher
 from gpuscale.common.rpc.calls import OpenCalls
-from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.rpc.guard import GuardSettings
 from gpuscale.common.rpc.handlers import HandlerCollector, add_reflection
 from gpuscale.common.rpc.health import Health
 from gpuscale.common.rpc.interceptor import GuardInterceptor
 from gpuscale.common.rpc.limits import SERVER_ARGUMENTS
 from gpuscale.common.rpc.rate_limits import RateLimits
+from gpuscale.common.runtime.connections import Connections
+from gpuscale.common.security.audit import AuditLog, AuditOptions
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.security.bind import ListenAddress, bind_error, check_exposure, parse_listen
 from gpuscale.common.security.tls import ServerTls, server_credentials
 
 HEALTH_NOTICE: Final = 0.1
@@ -45,7 +46,7 @@ class ServerOptions:
         listen: HOST:PORT; port 0 takes a free one. Other hosts than loopback need TLS.
         tls: certificate files; None for plain text.
         insecure_allow_remote: serve other hosts in plain text all the same.
-        unix_socket: additionally listen there; whoever can open it is admin, so its directory must be private.
+        unix_socket: additionally listen there, for whoever has the authenticator's `internal_token`.
         reflection: let tools ask for the contract.
         max_concurrent_unary: unary calls handled at once; further ones are answered RESOURCE_EXHAUSTED.
         default_deadline: seconds for unary calls that come without a deadline.
@@ -80,7 +81,12 @@ class Server:
         self._audit = None if options.audit is None else AuditLog(options.audit)
         self._calls = OpenCalls(options.max_concurrent_unary)
         watcher = _watcher(options.calls_per_second, self._audit, meter)
-        settings = GuardSettings(authenticator, self._calls, options.default_deadline, watcher)
+        self._connections = meter.connections if meter is not None else Connections()
+        self._port = 0
+        self._watch: asyncio.Task[None] | None = None
+        settings = GuardSettings(
+            authenticator, self._calls, options.default_deadline, watcher, self._connections
+        )
         self._server = grpc.aio.server(
             interceptors=[GuardInterceptor(settings)], options=list(SERVER_ARGUMENTS)
         )
@@ -126,6 +132,7 @@ class Server:
             raise bind_error(address) from error
         if self._options.unix_socket is not None:
             self._bind_socket(self._options.unix_socket)
+        self._port = port
         return str(ListenAddress(address.host, port))
 
     async def start(self) -> None:
@@ -140,6 +147,7 @@ class Server:
             add_reflection(self._handlers, self._services)
         await self._health.report(self._services, serving=self._serving)
         await self._server.start()
+        self._watch = asyncio.create_task(self._connections.watch(self._port), name="watch connections")
 
     async def report(self, *, serving: bool) -> None:
         """Tell health checks whether the services are served: they are, unless this said otherwise, before `start` too."""
@@ -169,6 +177,9 @@ class Server:
             await asyncio.wait(calls.public, timeout=HEALTH_NOTICE)
         calls.end(calls.public, error)
         await self._server.stop(HARD_STOP)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
         if self._audit is not None:
             await asyncio.to_thread(self._audit.close)
 

@@ -6,11 +6,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import NoReturn
 
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.store.leadership import LOOK_PERIOD, Candidate
-from gpuscale.common.runtime.lifecycle import TaskScope
-from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.rpc.stage import Stage
+from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.store.leadership import LOOK_PERIOD, Candidate
 from gpuscale.common.store.term import Term
 
 Opening = Callable[[Term], AbstractAsyncContextManager[Sequence[Registration]]]

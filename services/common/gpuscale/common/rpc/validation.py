@@ -18,7 +18,14 @@ from google.protobuf.message import Message
 
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
-from gpuscale.common.rpc.field_checks import NOT_SET, ValueCheck, number_range, plain_length, value_check
+from gpuscale.common.rpc.field_checks import (
+    NOT_SET,
+    ValueCheck,
+    number_range,
+    plain_length,
+    stated_check,
+    value_check,
+)
 
 MAX_VIOLATIONS: Final = 16
 """So many are reported at most, so that an error fits into gRPC's trailing metadata."""
@@ -229,6 +236,8 @@ def _list_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> _PartC
     max_items = rules.max_items if rules.HasField("max_items") else MAX_ITEMS
     unique = rules.unique
     item_check = _single_check(field, rules)
+    if field.enum_type is not None:
+        item_check = _describing(stated_check(field.enum_type))
 
     def items(values: Any) -> _Problems:
         if len(values) > max_items:

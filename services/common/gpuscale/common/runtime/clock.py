@@ -29,11 +29,31 @@ class Clock(Protocol):
         ...
 
 
+def read_boot_id() -> str:
+    """The kernel's id of the current boot.
+
+    Raises:
+        OSError: this is no Linux.
+    """
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def network_namespace(proc: Path = Path("/proc")) -> int:
+    """Number of this process's network namespace; 0 where it is not known.
+
+    Hosts that are namespaces on one kernel share its `boot_id`, and differ in this.
+    """
+    try:
+        return (proc / "self/ns/net").stat().st_ino
+    except OSError:
+        return 0
+
+
 class SystemClock:
     """The clock of this host."""
 
     def __init__(self) -> None:
-        self._boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
+        self._boot_id = read_boot_id()
 
     @property
     def boot_id(self) -> str:

@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeGuard, TypeVar
 
 from gpuscale.common.errors import GpuscaleError, InternalError
+from gpuscale.common.runtime.connections import raise_descriptor_limit
 from gpuscale.common.runtime.logs import get_logger
 
 STOP_WARNING_SECONDS = 8.0
@@ -123,6 +124,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
 
     `quiet` says that it wakes up a few times a second only: uvloop would save no CPU then, and costs 2 MB of memory.
     """
+    raise_descriptor_limit()
     # What the imports made lives as long as the program: the collector need not look at it again and again.
     gc.freeze()
     with asyncio.Runner(loop_factory=asyncio.new_event_loop if quiet else _loop_factory()) as runner:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,7 +20,7 @@ class DirectoryLock:
 
     Raises:
         FailedPreconditionError: on entering; DIRECTORY_LOCKED where another program holds it, DIRECTORY_UNUSABLE
-            where the directory cannot be made or written to.
+            where the directory cannot be made or written to, or where other users may change what is in it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,6 +30,7 @@ class DirectoryLock:
     def __enter__(self) -> Self:
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(self._path)
             descriptor = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise FailedPreconditionError(
@@ -55,3 +57,17 @@ class DirectoryLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _check_private(path: Path) -> None:
+    """Refuse a directory in which others could put, or take away, what is trusted here."""
+    status = path.stat()
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise FailedPreconditionError(
+            f"other users may write to the directory {path}: chmod go-w {path}", reason="DIRECTORY_UNUSABLE"
+        )
+    if status.st_uid not in {os.geteuid(), 0}:
+        raise FailedPreconditionError(
+            f"the directory {path} belongs to another user: chown it, or choose another",
+            reason="DIRECTORY_UNUSABLE",
+        )

@@ -39,13 +39,22 @@ def page(
     Raises:
         InvalidArgumentError: a negative size, or a token that this function did not make for this direction.
     """
-    if page_size < 0:
-        raise InvalidArgumentError("page_size must not be negative", field="page_size")
-    size = min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+    size = page_limit(page_size)
     start = _start(items, key, _decode(page_token, descending), descending) if page_token else 0
     end = start + size
     token = _encode(key(items[end - 1]), descending) if end < len(items) else ""
     return list(items[start:end]), token
+
+
+def page_limit(page_size: int) -> int:
+    """How many items a page has at most.
+
+    Raises:
+        InvalidArgumentError: a negative size.
+    """
+    if page_size < 0:
+        raise InvalidArgumentError("page_size must not be negative", field="page_size")
+    return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
 def last_key(page_token: str, *, descending: bool = False) -> str:

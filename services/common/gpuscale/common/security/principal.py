@@ -18,6 +18,20 @@ class Role(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """What a caller that is no admin may ask of the queue.
+
+    Attributes:
+        tenants: whose quotas it may use, the one first that a request without a tenant counts against; its own name alone
+            where there are none.
+        max_priority: the highest priority that it may ask for.
+    """
+
+    tenants: tuple[str, ...] = ()
+    max_priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Principal:
     """An authenticated caller.
 
@@ -26,15 +40,24 @@ class Principal:
             a server that was told to trust its network.
         role: what it may do.
         kind: how it was recognised.
+        limits: what it may ask of the queue, unless it is an admin.
     """
 
     name: str
     role: Role
     kind: Literal["local", "token", "certificate", "anonymous"]
+    limits: Limits = Limits()
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Whose quotas it may use; an admin may use those of all others too."""
+        return self.limits.tenants or (self.name,)
 
 
 LOCAL = Principal("local", Role.ADMIN, "local")
 ANONYMOUS = Principal("anonymous", Role.ADMIN, "anonymous")
+RESERVED_NAMES = frozenset({LOCAL.name, ANONYMOUS.name})
+"""Names that no token and no certificate may have: its bearer would own what callers without one made."""
 
 _current: ContextVar[Principal] = ContextVar("gpuscale_principal")
 

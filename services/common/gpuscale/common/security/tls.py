@@ -10,9 +10,9 @@ from typing import Any
 
 import grpc
 
-from gpuscale.common.security.certificate_dates import end_of
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.security.certificate_dates import end_of
 
 SOON = timedelta(days=14)
 """A certificate that ends within this is warned of, at each start and each change."""

@@ -4,6 +4,11 @@
     role = "operator"          # viewer, agent, operator or admin
     sha256 = "9f86d081..."     # `printf %s "$TOKEN" | sha256sum`
     expires = 2027-01-01T00:00:00Z  # optional, with its time zone
+    tenants = ["ml", "vision"] # optional: whose quotas it may use, in place of its own
+    max_priority = 10          # optional: the highest priority that it may ask for, in place of 0
+
+    [certificates.bob]         # the same two, of the caller whom a client certificate names
+    tenants = ["ml"]
 
 A token is 256 random bits or more, so that its plain digest tells nothing. The file is read again within a second of a
 change; one that cannot be used leaves the tokens in force as they were.
@@ -13,16 +18,25 @@ import hashlib
 import hmac
 import time
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 
 from gpuscale.common.errors import FailedPreconditionError, UnauthenticatedError
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.security.principal import Principal, Role
+from gpuscale.common.security.principal import RESERVED_NAMES, Limits, Principal, Role
 
 CHECK_PERIOD: Final = 1.0
 """Seconds between two looks at the file."""
@@ -34,14 +48,36 @@ def _role(name: object) -> object:
     return Role[name.upper()] if isinstance(name, str) and name.upper() in Role.__members__ else name
 
 
-class _Token(BaseModel, frozen=True, extra="forbid"):
+_Tenant = Annotated[str, StringConstraints(min_length=1, max_length=253, strip_whitespace=True)]
+
+
+class _Limits(BaseModel, frozen=True, extra="forbid"):
+    tenants: tuple[_Tenant, ...] = Field((), max_length=1000)
+    max_priority: int = Field(0, ge=-1000, le=1000)
+
+    def limits(self) -> Limits:
+        """As a caller has them."""
+        return Limits(self.tenants, self.max_priority)
+
+
+class _Token(_Limits, frozen=True, extra="forbid"):
     role: Annotated[Role, BeforeValidator(_role)]
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
     expires: AwareDatetime | None = None
 
 
+def _free(name: str) -> str:
+    if name in RESERVED_NAMES:
+        raise ValueError(f"{name} stands for callers without a token; give it another name")
+    return name
+
+
+_Name = Annotated[str, AfterValidator(_free)]
+
+
 class _Tokens(BaseModel, frozen=True, extra="forbid"):
-    tokens: dict[str, _Token]
+    tokens: dict[_Name, _Token]
+    certificates: dict[_Name, _Limits] = Field(default_factory=dict[_Name, _Limits])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +99,7 @@ class TokenFile:
         self._next_check = time.monotonic() + CHECK_PERIOD
         try:
             self._seen = self._signature()
-            self._entries = self._read()
+            self._entries, self._certificates = self._read()
         except (OSError, ValueError) as error:
             message = f"{path} cannot be used as tokens file: {_cause(error)}"
             raise FailedPreconditionError(message, reason="TOKENS_FILE") from error
@@ -83,6 +119,11 @@ class TokenFile:
                 return entry.principal
         raise UnauthenticatedError("the token is not known here", reason="TOKEN_INVALID")
 
+    def limits_of_certificate(self, name: str) -> Limits:
+        """What the caller may ask of the queue whom a client certificate names."""
+        self._refresh()
+        return self._certificates.get(name, Limits())
+
     def _refresh(self) -> None:
         now = time.monotonic()
         if now < self._next_check:
@@ -93,7 +134,7 @@ class TokenFile:
             if signature == self._seen:
                 return
             self._seen = signature
-            self._entries = self._read()
+            self._entries, self._certificates = self._read()
         except (OSError, ValueError) as error:
             _log.warning(
                 "changed tokens file cannot be used, the old tokens stay",
@@ -107,12 +148,13 @@ class TokenFile:
         stat = self._path.stat()
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
-    def _read(self) -> tuple[_Entry, ...]:
+    def _read(self) -> tuple[tuple[_Entry, ...], Mapping[str, Limits]]:
         found = _Tokens.model_validate(tomllib.loads(self._path.read_text(encoding="utf-8")))
-        return tuple(
-            _Entry(Principal(name, token.role, "token"), token.sha256, token.expires)
+        entries = tuple(
+            _Entry(Principal(name, token.role, "token", token.limits()), token.sha256, token.expires)
             for name, token in found.tokens.items()
         )
+        return entries, {name: one.limits() for name, one in found.certificates.items()}
 
 
 def _cause(error: OSError | ValueError) -> str:

@@ -17,10 +17,11 @@ from typing import Final
 import psycopg
 from psycopg.rows import TupleRow
 
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.postgres import (
     LEASE,
     connect_error,
@@ -30,7 +31,6 @@ from gpuscale.common.store.postgres import (
     store_application,
     too_old,
 )
-from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.term import Term, now
 
 LOOK_PERIOD: Final = 0.2

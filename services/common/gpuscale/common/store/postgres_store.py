@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError
 
 from gpuscale.common.errors import FailedPreconditionError, InternalError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.postgres import (
     LEASE,
     Driver,
@@ -26,7 +27,6 @@ from gpuscale.common.store.postgres import (
     raw,
     store_application,
 )
-from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.store_backend import Migrations
 from gpuscale.common.store.term import Term
 

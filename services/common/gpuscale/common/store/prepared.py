@@ -47,11 +47,33 @@ class Prepared:
             return self._run_sqlite(driver, rows)
         return self._run_postgresql(connection, rows)
 
-    def _run_sqlite(self, driver: sqlite3.Connection, rows: Sequence[Mapping[str, object]]) -> int:
+    def first(self, connection: Connection, row: Mapping[str, object]) -> Sequence[object] | None:
+        """Execute a query and return its first row, inside the transaction that is open; None where it finds nothing."""
+        driver = connection.connection.driver_connection
+        if isinstance(driver, sqlite3.Connection):
+            text, values = self._of_sqlite()
+            found: Sequence[object] | None = driver.execute(text, values(row)).fetchone()
+            return found
+        from gpuscale.common.store.postgres import raw
+
+        with raw(connection).cursor() as cursor:
+            return cursor.execute(self._of_postgresql(connection).encode(), row).fetchone()
+
+    def _of_sqlite(self) -> "tuple[str, _Values]":
         if self._sqlite is None:
             compiled = self._build("sqlite").compile(dialect=sqlite.dialect(paramstyle="qmark"))
             self._sqlite = str(compiled), _in_order(compiled)
-        text, values = self._sqlite
+        return self._sqlite
+
+    def _of_postgresql(self, connection: Connection) -> str:
+        if not self._postgresql:
+            compiled = self._build("postgresql").compile(dialect=connection.dialect)
+            self._truths = _truths(compiled)
+            self._postgresql = str(compiled)
+        return self._postgresql
+
+    def _run_sqlite(self, driver: sqlite3.Connection, rows: Sequence[Mapping[str, object]]) -> int:
+        text, values = self._of_sqlite()
         try:  # the driver would look up each parameter of each row by its name
             return driver.executemany(text, map(values, rows)).rowcount
         except sqlite3.IntegrityError as error:
@@ -60,15 +82,12 @@ class Prepared:
     def _run_postgresql(self, connection: Connection, rows: Sequence[Mapping[str, object]]) -> int:
         from gpuscale.common.store.postgres import IntegrityError, raw  # its driver is an extra
 
-        if not self._postgresql:
-            compiled = self._build("postgresql").compile(dialect=connection.dialect)
-            self._truths = _truths(compiled)
-            self._postgresql = str(compiled)
+        text = self._of_postgresql(connection)
         truths = self._truths
         given = [{**row, **{name: bool(row[name]) for name in truths}} for row in rows] if truths else rows
         try:
             with raw(connection).cursor() as cursor:
-                cursor.executemany(self._postgresql.encode(), given)
+                cursor.executemany(text.encode(), given)
                 return cursor.rowcount
         except IntegrityError as error:
             raise _refusal(error) from error

@@ -17,15 +17,24 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.store.store_backend import Migrations
 
 BUSY_TIMEOUT_SECONDS = 5.0
+SMALL_FILE = 16 << 20
+"""Bytes up to which a file is checked in whole at each start."""
 _FULL = 2
+MOST_FREE_PAGES = 1024
+"""Pages of 4 KiB that a file keeps for what is written next."""
+_VACUUM_PAGES = 64
 _WAL_RESET_FIXED = (3, 51, 3)
 _WRITER_PRAGMAS = (
+    "temp_store=MEMORY",  # a disk that is full must not fail what needs no room on it
     "journal_mode=WAL",
     "synchronous=FULL",
     "foreign_keys=ON",
     "cell_size_check=ON",
     "mmap_size=0",
 )
+_NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL",)
+"""Of a new file; it would write to one that there is. Pages that are free go back to the disk, a few at a time."""
+_WRITE = "BEGIN IMMEDIATE"
 _READER_PRAGMAS = ("query_only=ON", "cell_size_check=ON", "mmap_size=0")
 
 _log = get_logger(__name__)
@@ -57,6 +66,7 @@ class Sqlite:
         version: of the schema; a file of another version is refused, unless it is earlier and
         migrations: lead from it to this one, each from the version that is its key to the next.
         guard: looks at the file before it is used, and is told of every transaction that ended.
+        unchecked: tables that are not looked at in whole in a file of more than `SMALL_FILE`.
     """
 
     path: Path
@@ -64,6 +74,7 @@ class Sqlite:
     version: int
     migrations: Migrations
     guard: Guard | None = None
+    unchecked: frozenset[str] = frozenset()
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
@@ -72,7 +83,7 @@ class Sqlite:
 
     def writer(self) -> AbstractContextManager[Connection]:
         """See `writer`."""
-        return writer(self.path, self.metadata, self.version, self.migrations, self.guard)
+        return writer(self)
 
     def reader(self) -> AbstractContextManager[Connection]:
         """See `reader`."""
@@ -101,9 +112,7 @@ class Sqlite:
 
 
 @contextmanager
-def writer(
-    path: Path, metadata: MetaData, version: int, migrations: Migrations, guard: Guard | None = None
-) -> Generator[Connection]:
+def writer(of: Sqlite) -> Generator[Connection]:
     """The connection that writes and checkpoints; only the calling thread may use it.
 
     Makes the file (mode 0600, its directory 0700) and the tables if they are missing. A file that exists is checked
@@ -111,21 +120,24 @@ def writer(
 
     Raises:
         FailedPreconditionError: STATE_UNREADABLE for a file that is damaged, not ours, or out of reach, STATE_VERSION for
-            one of a schema version that no migration starts from, or what `guard` raises. The file stays as it is.
+            one of a schema version that no migration starts from, or what its guard raises. The file stays as it is.
         UnavailableError: as `failure` says.
     """
+    path, version = of.path, of.version
     with _state_errors(path):
         _create(path)
-        found = _check(path, version, migrations, guard)
-        connection = _connect(path, _WRITER_PRAGMAS, "BEGIN IMMEDIATE")
+        found = _check(of)
+        connection = _connect(
+            path, (*_NEW_PRAGMAS, *_WRITER_PRAGMAS) if not found else _WRITER_PRAGMAS, _WRITE
+        )
     with closing(connection):
         with _state_errors(path):
             _require_durability(connection)
             if found != version:
                 with connection.begin():
                     for step in range(found or version, version):
-                        migrations[step](connection)
-                    metadata.create_all(connection)
+                        of.migrations[step](connection)
+                    of.metadata.create_all(connection)
                     connection.exec_driver_sql(f"PRAGMA user_version={version}")
         if sqlite3.sqlite_version_info < _WAL_RESET_FIXED:
             _log.debug(
@@ -171,6 +183,16 @@ def raw(connection: Connection) -> sqlite3.Connection:
     if not isinstance(driver, sqlite3.Connection):
         raise TypeError("not a connection of a store")
     return driver
+
+
+def give_back(connection: Connection) -> None:
+    """Give pages of the file that are free back to the disk, a few at a time; in PostgreSQL the server sees to that."""
+    driver = connection.connection.driver_connection
+    if isinstance(driver, sqlite3.Connection):
+        free: int = driver.execute("PRAGMA freelist_count").fetchone()[0]
+        for _ in range(min(free - MOST_FREE_PAGES, _VACUUM_PAGES)):
+            # One at a time: the driver does not step a pragma that has no columns to its end.
+            driver.execute("PRAGMA incremental_vacuum(1)").close()
 
 
 def failure(error: Exception) -> Exception:
@@ -221,15 +243,33 @@ def _create(path: Path) -> None:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
 
 
-def _check(path: Path, version: int, migrations: Migrations, guard: Guard | None) -> int:
-    """Look at the file without changing it; its version, 0 while it is without tables, as after a crash at its making."""
-    uri = f"file:{quote(str(path))}?mode=ro"
-    with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_SECONDS)) as connection:
-        problem: str = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-        found: int = connection.execute("PRAGMA user_version").fetchone()[0]
-        tables: int = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+def check(connection: sqlite3.Connection, pragma: str, unchecked: frozenset[str]) -> None:
+    """Have SQLite look at a file; without the tables that are not checked where it is a large one.
+
+    Raises:
+        sqlite3.DatabaseError: it is damaged.
+    """
+    [pages], [size] = (
+        connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
+    )
+    asked = ["1"]
+    if unchecked and pages * size > SMALL_FILE:
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        asked = [f"'{name}'" for (name,) in tables if name not in unchecked]
+    for one in asked:
+        problem: str = connection.execute(f"PRAGMA {pragma}({one})").fetchone()[0]
         if problem != "ok":
             raise sqlite3.DatabaseError(" ".join(problem.split()))
+
+
+def _check(of: Sqlite) -> int:
+    """Look at the file without changing it; its version, 0 while it is without tables, as after a crash at its making."""
+    path, version, migrations = of.path, of.version, of.migrations
+    uri = f"file:{quote(str(path))}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_SECONDS)) as connection:
+        check(connection, "quick_check", of.unchecked)
+        found: int = connection.execute("PRAGMA user_version").fetchone()[0]
+        tables: int = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         fresh = found == 0 and tables == 0
         known = found <= version and all(step in migrations for step in range(found, version))
         if not known and not fresh:
@@ -239,8 +279,8 @@ def _check(path: Path, version: int, migrations: Migrations, guard: Guard | None
                 reason="STATE_VERSION",
                 metadata={"found": str(found), "wanted": str(version)},
             )
-        if guard is not None:
-            guard.inspect(connection, found)
+        if of.guard is not None:
+            of.guard.inspect(connection, found)
     return found
 
 

@@ -19,8 +19,9 @@ from typing import Final, Generic, Protocol, Self, TypeVar
 
 from sqlalchemy import Connection, MetaData
 
-from gpuscale.common.runtime import failpoints
 from gpuscale.common.errors import GpuscaleError, InternalError, ResourceExhaustedError, UnavailableError
+from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime.uninterrupted import require_uninterrupted
 from gpuscale.common.store.sqlite_store import Guard, Sqlite
 from gpuscale.common.store.store_backend import Backend, Migrations
 
@@ -50,6 +51,7 @@ class Store:
         version: int,
         migrations: Migrations = NO_MIGRATIONS,
         guard: Guard | None = None,
+        unchecked: frozenset[str] = frozenset(),
     ) -> AsyncGenerator[Self]:
         """Open the file, or make it with the tables of `metadata`; close it after all that was submitted is done.
 
@@ -60,12 +62,14 @@ class Store:
             version: of the schema; a file of another version is refused, unless it is earlier and
             migrations: lead from it to this one, each from the version that is its key to the next.
             guard: looks at the file before it is used, and is told of every transaction that ended.
+            unchecked: tables that are not looked at in whole in a file of more than 16 MiB.
 
         Raises:
             FailedPreconditionError: STATE_UNREADABLE or STATE_VERSION, or what the guard raises; the file stays as it is.
             UnavailableError: STATE_UNAVAILABLE or DISK_FULL.
         """
-        async with cls.on(Sqlite(Path(path), metadata, version, migrations, guard), name=name) as store:
+        backend = Sqlite(Path(path), metadata, version, migrations, guard, unchecked)
+        async with cls.on(backend, name=name) as store:
             yield store
 
     @classmethod
@@ -83,14 +87,17 @@ class Store:
         """Run `work` in the writer's thread and return its value once it is on disk.
 
         Works run one after another in the order of submission. A work that raises is undone alone and its error is
-        raised here. A work must not commit or roll back. A caller that is cancelled does not undo its work.
+        raised here. A work must not commit or roll back. A caller that is cancelled does not undo its work: within a
+        call, only a use case that is `uninterrupted` may write.
 
         Raises:
+            InternalError: it is not.
             UnavailableError: DISK_FULL, STATE_UNAVAILABLE (after an error of the device nobody can tell whether the
                 write will be there after a restart) or STORE_CLOSED.
             FailedPreconditionError: STATE_UNREADABLE, the file was found damaged.
             ResourceExhaustedError: STORE_BUSY, too many works wait.
         """
+        require_uninterrupted()
         return await self._writer.submit(work)
 
     async def read(self, work: Callable[[Connection], T]) -> T:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpuscale.cli.commands.change import Yes, confirm
-from gpuscale.cli.grammar.exit_codes import ExitCode
 from gpuscale.cli.console.output import Format, dump_yaml, to_dict, write_lines
 from gpuscale.cli.console.session import Session, note, session_of
+from gpuscale.cli.grammar.exit_codes import ExitCode
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -55,11 +55,9 @@ def apply(
     yes: Yes = False,
 ) -> None:
     """Create or change queue watchers and endpoints until they are as the files say."""
-    from gpuscale.cli.manifests.documents import planning
+    from gpuscale.cli.manifests import planning
 
     wanted = _read_all(file)
-    if prune and not wanted:
-        raise InvalidArgumentError("the files name nothing, and --prune would delete everything")
     session = session_of(context)
     if dry_run is DryRun.CLIENT:
         if session.output.human:
@@ -69,41 +67,23 @@ def apply(
     with session.connect() as client:
         steps = planning.plan(client, wanted, prune=prune)
         _tell_plan(session, steps)
+        for line in planning.unserved(client, steps):
+            note(f"warning: {line}")
         doomed = [step.name for step in steps if step.action is planning.Action.DELETE]
         if doomed and dry_run is None:
             confirm(", ".join(doomed), yes=yes)
-        if dry_run is None:
-            _rehearse(client, steps)
         _write(session, _taken(session, client, steps, dry_run=dry_run is not None))
-    if not steps:
-        note("nothing to apply")
-
-
-def _rehearse(client: "Client", steps: "Sequence[Step]") -> None:
-    """Let the server check all steps before the first is taken, so that what it refuses in one does not leave half of them.
-
-    Raises:
-        GpuscaleError: it refuses one; nothing was done.
-    """
-    from gpuscale.cli.manifests.documents import planning
-
-    changing = [step for step in steps if step.action is not planning.Action.KEEP]
-    if len(changing) > 1:
-        new = planning.coming(steps)
-        for step in changing:
-            planning.rehearse(client, step, new)
 
 
 def _taken(session: Session, client: "Client", steps: "Sequence[Step]", *, dry_run: bool) -> "list[Resource]":
     """Take the steps; each is said at once, so that what was done is known when a later one fails."""
-    from gpuscale.cli.manifests.documents import planning
+    from gpuscale.cli.manifests import planning
 
     done: list[Resource] = []
-    new = planning.coming(steps)
     for step in steps:
-        after, action = planning.rehearse(client, step, new) if dry_run else planning.take(client, step)
-        done.append(after)
-        said = f"{after.name} {action}{' (dry run)' if dry_run else ''}"
+        after, action = (step.after or step.before, step.action) if dry_run else planning.take(client, step)
+        done += [] if after is None else [after]
+        said = f"{step.name} {action}{' (dry run)' if dry_run else ''}"
         (write_lines if session.output.human else _notes)([said])
     return done
 
@@ -129,7 +109,7 @@ _SIGNS = {"created": "+", "configured": "~", "deleted": "-"}
 
 def _tell_plan(session: Session, steps: "Sequence[Step]") -> None:
     """Say what is about to be done, to a person."""
-    from gpuscale.cli.manifests.documents import planning
+    from gpuscale.cli.manifests import planning
 
     changing = [step for step in steps if step.action is not planning.Action.KEEP]
     if not session.output.human or not changing:
@@ -138,28 +118,25 @@ def _tell_plan(session: Session, steps: "Sequence[Step]") -> None:
     note("plan: " + ", ".join(f"{count} {action}" for action, count in counts.items() if count))
     for step in changing:
         note(f"  {_SIGNS[step.action]} {step.name}")
-        if step.action is planning.Action.CONFIGURE and step.wanted is not None:
-            for line in planning.changes(step.before, step.wanted.resource):
+        if step.action is planning.Action.CONFIGURE:
+            for line in planning.changes(step.before, step.after):
                 note(f"      {line}")
 
 
 def diff(context: typer.Context, file: Files, prune: Prune = False) -> None:
     """Say what apply would change; nothing is changed. Exit code 0 where nothing would, 1 where something would."""
-    from gpuscale.cli.manifests.documents import planning
     from gpuscale.cli.console.faults import report
+    from gpuscale.cli.manifests import planning
 
     session = session_of(context)
     try:
         wanted = _read_all(file)
         with session.connect() as client:
             steps = planning.plan(client, wanted, prune=prune)
-            new = planning.coming(steps)
-            changing = (step for step in steps if step.action is not planning.Action.KEEP)
-            found = [(step, _after(client, step, new)) for step in changing]
     except GpuscaleError as error:
         # 1 says that something differs.
         raise typer.Exit(max(report(error), ExitCode.USAGE)) from error
-    differing = [(step, lines) for step, after in found if (lines := _diff_lines(step, after))]
+    differing = [(step, lines) for step in steps if (lines := _diff_lines(step))]
     if session.output.human:
         write_lines([line for _, lines in differing for line in lines])
     else:
@@ -171,19 +148,12 @@ def diff(context: typer.Context, file: Files, prune: Prune = False) -> None:
         raise typer.Exit(DIFFERS)
 
 
-def _after(client: "Client", step: "Step", new: frozenset[str]) -> "Resource | None":
-    """The resource as the server would have it then."""
-    from gpuscale.cli.manifests.documents import planning
-
-    return None if step.wanted is None else planning.rehearse(client, step, new)[0]
-
-
-def _diff_lines(step: "Step", after: "Resource | None") -> list[str]:
+def _diff_lines(step: "Step") -> list[str]:
     import difflib
 
-    from gpuscale.cli.manifests.documents import planning
+    from gpuscale.cli.manifests import planning
 
-    one, other = (_yaml(planning.manifest(each)) for each in (step.before, after))
+    one, other = (_yaml(planning.manifest(each)) for each in (step.before, step.after))
     lines = difflib.unified_diff(one, other, f"live/{step.name}", f"file/{step.name}", lineterm="")
     return list(lines)
 
@@ -203,6 +173,10 @@ def _read_all(files: Sequence[str]) -> "list[Declared]":
     from gpuscale.cli.manifests.planning import check
 
     wanted = [one for name in files for text, source in read(name) for one in declared(text, source)]
+    if not wanted:
+        raise InvalidArgumentError(
+            f"{', '.join(files)}: no queue watcher or endpoint in it; nothing was changed"
+        )
     check(wanted)
     return wanted
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.grammar.options import once, pair, share, size
+from gpuscale.cli.grammar.options import once, one_gpu, pair, share, size
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Ask
@@ -58,8 +58,12 @@ class Asking:
         ),
     ] = None
     allow_unknown_utilization: Annotated[
-        bool, typer.Option("--allow-unknown-utilization", help="Admit GPUs whose utilization cannot be read.")
-    ] = False
+        bool | None,
+        typer.Option(
+            "--allow-unknown-utilization/--refuse-unknown-utilization",
+            help="Whether to admit GPUs whose utilization cannot be read; by default only with --mig-profile.",
+        ),
+    ] = None
     share_: Annotated[
         int | None,
         typer.Option("--share", parser=share, metavar="0-1", help="Share of each GPU, such as 0.5."),
@@ -87,7 +91,9 @@ class Asking:
     exclude_node: Annotated[
         Names, typer.Option(metavar="NAME", help="Not on this node; may be repeated.")
     ] = None
-    gpu: Annotated[Names, typer.Option(metavar="NODE/UUID", help="Only this GPU; may be repeated.")] = None
+    gpu: Annotated[
+        Names, typer.Option(parser=one_gpu, metavar="NODE/UUID", help="Only this GPU; may be repeated.")
+    ] = None
     exclude_gpu: Annotated[
         Names, typer.Option(metavar="NODE/UUID", help="Not this GPU; may be repeated.")
     ] = None

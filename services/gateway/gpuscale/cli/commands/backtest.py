@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gpuscale.cli.commands.workload import Workload, preset_names, run
 from gpuscale.cli.console.output import Format, to_dict, write_lines
 from gpuscale.cli.console.session import note, session_of
 from gpuscale.cli.grammar.typed import takes
-from gpuscale.cli.commands.workload import Workload, preset_names, run
 from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def backtest(
     ] = "",
 ) -> None:
     """Run policies on a recorded workload: waits beyond the goal, GPU hours, flaps, beside the work alone."""
-    from gpuscale.cli.views.plot import svg
     from gpuscale.cli.views.asking import picture_lines, report_lines
+    from gpuscale.cli.views.plot import svg
 
     if not file and not preset:
         raise InvalidArgumentError("there is no policy: pass --file, or --preset")

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpuscale.cli.commands.asking import Asking
-from gpuscale.cli.grammar.exit_codes import ExitCode
-from gpuscale.cli.grammar.options import duration, once, size
 from gpuscale.cli.console.output import Format, write_lines
 from gpuscale.cli.console.progress import REPEAT, Progress
 from gpuscale.cli.console.session import Session, session_of
+from gpuscale.cli.grammar.exit_codes import ExitCode
+from gpuscale.cli.grammar.options import duration, once, size
 from gpuscale.cli.grammar.typed import takes
 
 if TYPE_CHECKING:
@@ -178,3 +178,42 @@ def rank_nodes(
     session.output.write_list(found.nodes, RANKED_NODES)
     if session.output.human and found.fallback:
         write_lines(["", "No node has enough idle GPUs: schedule by your own judgement."])
+
+
+@rank_app.command("gpus")
+def rank_gpus(
+    context: typer.Context,
+    min_memory: Annotated[
+        int,
+        typer.Option(
+            parser=size, metavar="SIZE", help="Least free memory, such as 8GiB.", show_default=False
+        ),
+    ] = 0,
+    max_utilization: Annotated[
+        float | None,
+        typer.Option(min=0, max=100, help="Used less than this, in percent; the server's default is 50."),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Only GPUs of this model, such as A100; may be repeated."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="List so many at most.")] = 100,
+) -> None:
+    """List the GPUs that are free, best first, with their scores; nothing is reserved."""
+    from gpuscale.api.allocator import v1 as api
+    from gpuscale.cli.console.output import to_dict
+    from gpuscale.cli.views.allocator import RESERVED_GPUS
+    from gpuscale.client import AskOptions, ask
+
+    options = AskOptions(
+        min_memory_bytes=min_memory, max_utilization_percent=max_utilization, models=model or ()
+    )
+    session = session_of(context)
+    with session.connect() as client:
+        found = client.capacity.RankGpus(api.RankGpusRequest(ask=ask(1, options), max_count=limit))
+    if session.output.format in {Format.JSON, Format.YAML, Format.JSONPATH}:
+        session.output.write_data(to_dict(found))
+        return
+    session.output.write_list(found.gpus, RESERVED_GPUS)
+    if session.output.human and found.free_count > len(found.gpus):
+        write_lines(["", f"{found.free_count - len(found.gpus)} more are free: --limit shows more."])

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from gpuscale.cli.grammar.options import Name
-from gpuscale.cli.console.session import note, session_of
 from gpuscale.cli.commands.tokens import RoleName
+from gpuscale.cli.console.session import note, session_of
+from gpuscale.cli.grammar.options import Name
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.grammar.options import Name, SomeNames
 from gpuscale.cli.console.session import note, session_of
-from gpuscale.cli.several import Done, named, say_each
+from gpuscale.cli.console.several import Done, named, say_each
 from gpuscale.cli.console.terminal import ask
+from gpuscale.cli.grammar.options import Name, SomeNames
 from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -31,9 +31,12 @@ def delete_endpoint(context: typer.Context, name: SomeNames, yes: Yes = False) -
         client.endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=full))
         return named(full, "is deleted once its replicas have finished")
 
+    def check(client: "Client", full: str) -> None:
+        client.endpoints.GetEndpoint(api.GetEndpointRequest(name=full))
+
     wanted = [full_name(names.ENDPOINT, one) for one in name]
     confirm(", ".join(wanted), yes=yes)
-    say_each(session_of(context), "endpoints", wanted, delete)
+    say_each(session_of(context), "endpoints", wanted, delete, check)
 
 
 @delete_app.command("watcher")
@@ -47,9 +50,12 @@ def delete_watcher(context: typer.Context, name: SomeNames, yes: Yes = False) ->
         client.queue_watchers.DeleteQueueWatcher(api.DeleteQueueWatcherRequest(name=full))
         return named(full, "deleted")
 
+    def check(client: "Client", full: str) -> None:
+        client.queue_watchers.GetQueueWatcher(api.GetQueueWatcherRequest(name=full))
+
     wanted = [full_name(names.WATCHER, one) for one in name]
     confirm(", ".join(wanted), yes=yes)
-    say_each(session_of(context), "queueWatchers", wanted, delete)
+    say_each(session_of(context), "queueWatchers", wanted, delete, check)
 
 
 def confirm(name: str, *, yes: bool) -> None:
@@ -73,15 +79,21 @@ def scale_endpoint(
     current_replicas: Annotated[
         int | None, typer.Option(min=0, help="Only if so many are aimed at now.")
     ] = None,
+    capability_set: Annotated[
+        str, typer.Option(metavar="ID", help="The capability set that is meant, where there are some.")
+    ] = "",
 ) -> None:
-    """Set how many replicas an endpoint aims at, within its bounds."""
+    """Set how many replicas an endpoint aims at, within its bounds; of one with capability sets, how many of one set."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.console.resources import full_name
     from gpuscale.cli.views.autoscaler import ENDPOINTS
     from gpuscale.common import names
 
     request = api.SetReplicasRequest(
-        name=full_name(names.ENDPOINT, name), replicas=replicas, current_replicas=current_replicas
+        name=full_name(names.ENDPOINT, name),
+        replicas=replicas,
+        current_replicas=current_replicas,
+        capability_set=capability_set,
     )
     session = session_of(context)
     with session.connect() as client:

@@ -10,10 +10,10 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpuscale.cli.grammar.arguments import GET_OPTIONS, GLOBAL_OPTIONS, NOUNS, normalise
 from gpuscale.cli.commands.completion import Shell
-from gpuscale.cli.grammar.formats import WITH_EXPRESSION, Format
 from gpuscale.cli.console.session import Session
+from gpuscale.cli.grammar.arguments import GET_OPTIONS, GLOBAL_OPTIONS, NOUNS, normalise
+from gpuscale.cli.grammar.formats import WITH_EXPRESSION, Format
 from gpuscale.common.errors import GpuscaleError
 
 if TYPE_CHECKING:
@@ -26,8 +26,11 @@ _NEXT = "\0"
 _PLURAL = {name: noun.plural for noun in NOUNS for name in noun if name}
 _NAMED: dict[str, str] = {
     **dict.fromkeys(("renew", "release", "--reservation"), "reservations"),
-    **dict.fromkeys(("cordon", "uncordon", "drain", "history", "--node", "--exclude-node"), "nodes"),
+    **dict.fromkeys(
+        ("cordon", "uncordon", "drain", "quarantine", "history", "--node", "--exclude-node"), "nodes"
+    ),
     **dict.fromkeys(("use-context", "set-context", "delete-context", "--context"), "contexts"),
+    "logs": "replicas",
     "--endpoint": "endpoints",
     "-e": "endpoints",
     "--watcher": "watchers",
@@ -184,8 +187,8 @@ def _names(session: Session, of: str) -> list[Candidate]:
 def _readers() -> dict[str, Callable[["Client"], list[str]]]:
     """By kind, how the names of what there is are read."""
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console import resources
     from gpuscale.cli.commands.rules import list_rules
+    from gpuscale.cli.console import resources
     from gpuscale.cli.console.wire_json import name_of
 
     def short(items: Iterable[Any]) -> list[str]:

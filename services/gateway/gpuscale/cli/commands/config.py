@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.console.output import Format, write_lines
 from gpuscale.cli.commands.private_files import write_private
+from gpuscale.cli.console.output import Format, write_lines
 from gpuscale.cli.console.session import note, session_of
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.grammar.options import Name, duration
 from gpuscale.cli.console.output import to_dict, write_lines
 from gpuscale.cli.console.session import session_of
+from gpuscale.cli.grammar.options import Name, duration
 from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpuscale.cli.console.choosing import Chosen, Watched
-from gpuscale.cli.grammar.options import duration
 from gpuscale.cli.console.output import Format
-from gpuscale.cli.console.session import note, session_of
+from gpuscale.cli.console.session import NOBODY, note, session_of
+from gpuscale.cli.grammar.options import duration
 from gpuscale.common.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
@@ -96,7 +96,7 @@ def _found(client: "Client", kinds: Iterable[Kind], since: datetime, away: set[s
             yield from list(readers[kind]())
             away.discard(kind)
         except (UnavailableError, UnimplementedError, PermissionDeniedError) as error:
-            if error.reason == UnavailableError.default_reason and _BEGUN not in away:
+            if error.reason in NOBODY and _BEGUN not in away:
                 raise  # nobody answers at all
             if kind not in away:
                 note(f"{kind} events are unknown: {error.message}")
@@ -106,8 +106,8 @@ def _found(client: "Client", kinds: Iterable[Kind], since: datetime, away: set[s
 def _readers(client: "Client", since: datetime) -> "dict[Kind, Callable[[], Iterator[Event]]]":
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.api.monitor import v1 as monitor_api
-    from gpuscale.cli.views import happening
     from gpuscale.cli.console import resources
+    from gpuscale.cli.views import happening
     from gpuscale.client import pages
     from gpuscale.common.wire import to_datetime
 

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.grammar.exit_codes import MEANINGS
-from gpuscale.cli.grammar.options import Name
 from gpuscale.cli.console.output import write_lines
 from gpuscale.cli.console.session import session_of
+from gpuscale.cli.grammar.exit_codes import MEANINGS
+from gpuscale.cli.grammar.options import Name
 from gpuscale.common.errors import FailedPreconditionError
 
 if TYPE_CHECKING:
@@ -118,13 +118,20 @@ def _require_equal(verdict: "VerifyDecisionResponse | None") -> None:
 
 
 def _endpoint_lines(endpoint: "Endpoint") -> list[str]:
+    from gpuscale.cli.views.autoscaler import capabilities
+
     status, spec = endpoint.status, endpoint.spec
     paused = ", PAUSED" if spec.paused else ""
     counts = (
         f"{status.desired_replicas} desired, {status.granted_replicas} granted, {status.ready_replicas} ready"
     )
     line = f"{endpoint.name}: {counts}; bounds {spec.min_replicas}-{spec.max_replicas}{paused}"
-    return [line, status.summary] if status.summary else [line]
+    sets = [
+        f"  {one.id}: {one.desired_replicas} desired, {one.granted_replicas} granted, {one.ready_replicas} ready"
+        f" with {one.ready_workers} workers; each {capabilities(asked.capabilities)}"
+        for one, asked in zip(status.capability_sets, spec.capability_sets, strict=True)
+    ]
+    return [line, *sets, *filter(None, (status.summary,))]
 
 
 def decision_lines(decision: "Decision") -> list[str]:
@@ -145,20 +152,24 @@ def decision_lines(decision: "Decision") -> list[str]:
 
 def step_lines(decision: "Decision") -> list[str]:
     """What a decision saw, and what each of its steps made of the count."""
-    lines = [f"    saw   {_observation(seen)}" for seen in decision.observations]
+    lines = [line for seen in decision.observations for line in _observation(seen)]
     return [*lines, *(f"    {_step(step)}" for step in decision.steps)]
 
 
-def _observation(seen: "Observation") -> str:
+def _observation(seen: "Observation") -> list[str]:
     from gpuscale.cli.console.cells import duration, number, word
+    from gpuscale.cli.views.autoscaler import capabilities, workers
 
     age = duration(seen, "age")
     words = f"{seen.signal} = {number(seen, 'value')} {word(seen, 'status')}"
-    return words + (f", {age} old" if age != "-" else "") + (f" ({seen.detail})" if seen.detail else "")
+    words += (f", {age} old" if age != "-" else "") + (f" ({seen.detail})" if seen.detail else "")
+    tasks = [f"{one.tasks} that need {capabilities(one.capabilities)}" for one in seen.tasks.demands]
+    beside = [f"{workers(one)} that somebody else started" for one in seen.tasks.unmanaged_workers]
+    return [f"    saw   {words}", *(f"            {one}" for one in (*tasks, *beside))]
 
 
 def _step(step: "DecisionStep") -> str:
     from gpuscale.cli.console.cells import word
 
-    stage = f"{word(step, 'stage').lower()} {step.rule}".rstrip()
+    stage = f"{word(step, 'stage').lower()} {step.capability_set or step.rule}".rstrip()
     return f"{stage:<16} {step.before} -> {step.after}   {step.code:<16} {step.text}".rstrip()

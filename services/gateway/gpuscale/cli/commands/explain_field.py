@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.grammar.arguments import NOUNS, plural
-from gpuscale.cli.grammar.field_names import near
 from gpuscale.cli.console.output import Format, write_lines
 from gpuscale.cli.console.session import session_of
+from gpuscale.cli.grammar.arguments import NOUNS, plural
+from gpuscale.cli.grammar.field_names import near
 from gpuscale.common.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def explain_field(
     path: Annotated[str, typer.Argument(metavar="KIND[.FIELD...]", show_default=False)],
 ) -> None:
     """What a kind of resource or a field of it means, such as endpoint.spec.min_replicas; also any message's name."""
-    from gpuscale.cli.manifests.documents import contract_docs
+    from gpuscale.cli.manifests import contract_docs
 
     kind, _, rest = path.partition(".")
     root = contract_docs.roots(plural(kind))

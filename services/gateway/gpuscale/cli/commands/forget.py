@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from gpuscale.cli.commands.change import Yes
-from gpuscale.cli.grammar.options import SomeNames
 from gpuscale.cli.console.session import note, session_of
-from gpuscale.cli.several import Done, say_each
+from gpuscale.cli.console.several import Done, say_each
 from gpuscale.cli.console.terminal import ask
+from gpuscale.cli.grammar.options import SomeNames
 from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

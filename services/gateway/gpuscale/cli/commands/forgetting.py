@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from gpuscale.cli.grammar.options import SomeNames
 from gpuscale.cli.console.session import session_of
-from gpuscale.cli.several import Done, named, say_each
+from gpuscale.cli.console.several import Done, named, say_each
+from gpuscale.cli.grammar.options import SomeNames
 
 if TYPE_CHECKING:
     from gpuscale.client import Client
@@ -22,4 +22,7 @@ def forget_node(context: typer.Context, name: SomeNames) -> None:
         client.fleet.ForgetNode(api.ForgetNodeRequest(name=full))
         return named(full, "is forgotten")
 
-    say_each(session_of(context), "nodes", [full_name(NODE, one) for one in name], forget)
+    def check(client: "Client", full: str) -> None:
+        client.fleet.GetNode(api.GetNodeRequest(name=full))
+
+    say_each(session_of(context), "nodes", [full_name(NODE, one) for one in name], forget, check)

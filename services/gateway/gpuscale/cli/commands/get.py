@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from gpuscale.cli.grammar.options import Names
 from gpuscale.cli.console.session import note, session_of
+from gpuscale.cli.grammar.options import Names
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from gpuscale.cli.console.cells import View
     from gpuscale.client import Client
+    from gpuscale.client.standing import Marks
 
     M = TypeVar("M", bound=Message)
 
@@ -45,11 +46,14 @@ def _write(context: typer.Context, items: "Sequence[M]", view: "View[M]", typed:
 def nodes(context: typer.Context, name: Names = None) -> None:
     """Hosts with an agent: state, CPU, memory, load."""
     from gpuscale.cli.console import resources
-    from gpuscale.cli.views.monitor import NODES
+    from gpuscale.cli.views import monitor
+    from gpuscale.client.standing import NO_MARKS, problem
 
-    with session_of(context).connect() as client:
+    session = session_of(context)
+    with session.connect() as client:
         found = resources.nodes(client, name or ())
-    _write(context, found, NODES, name)
+        marked = _marks(client) if session.output.human else NO_MARKS
+    _write(context, found, monitor.nodes(marked, problems=any(map(problem, found))), name)
 
 
 @app.command()
@@ -65,7 +69,7 @@ def gpus(
     session = session_of(context)
     with session.connect() as client:
         found = resources.gpus(resources.nodes(client, [node] if node else ()), name or ())
-        view = monitor.gpus(_holders(client) if session.output.human else {})
+        view = monitor.gpus(_holders(client), _marks(client)) if session.output.human else monitor.gpus({})
     _write(context, found, view, name)
 
 
@@ -78,6 +82,19 @@ def _holders(client: "Client") -> dict[str, str]:
         return dict(resources.holders(resources.reservations(client)))
     except UnavailableError as error:
         note(f"holders are unknown: {error.message}")
+        return {}
+
+
+def _marks(client: "Client") -> "Marks":
+    """What is cordoned; unknown while the allocator is away."""
+    from gpuscale.cli.console import resources
+    from gpuscale.client.standing import marks
+    from gpuscale.common.errors import UnavailableError
+
+    try:
+        return marks(resources.cordons(client))
+    except UnavailableError as error:
+        note(f"cordons are unknown: {error.message}")
         return {}
 
 
@@ -157,6 +174,31 @@ def adapters(context: typer.Context, name: Names = None) -> None:
     with session_of(context).connect() as client:
         found = resources.adapters(client, name or ())
     _write(context, found, ADAPTERS, name)
+
+
+@app.command()
+def metrics(context: typer.Context, name: Names = None) -> None:
+    """Metrics that programs report. A name is ENDPOINT, with its replicas, or ENDPOINT/REPLICA."""
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.console import resources
+    from gpuscale.cli.views.autoscaler import METRICS
+    from gpuscale.client import pages
+    from gpuscale.common import names
+
+    parents = [
+        full
+        if names.match(names.ENDPOINT, full := resources.canonical(one))
+        else resources.full_name(names.REPLICA if "/" in one else names.ENDPOINT, one)
+        for one in name or ()
+    ]
+    with session_of(context).connect() as client:
+        found = [
+            metric
+            for parent in parents or [""]
+            for page in pages(client.metrics.ListMetrics, api.ListMetricsRequest(parent=parent))
+            for metric in page.metrics
+        ]
+    _write(context, found, METRICS, None)
 
 
 @app.command()

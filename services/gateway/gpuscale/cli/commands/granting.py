@@ -6,15 +6,15 @@ from gpuscale.cli.console.progress import Progress
 from gpuscale.cli.grammar.quantities import format_duration
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import QueuePlace, Reservation, ReserveRequest
+    from gpuscale.api.allocator.v1 import QueuePlace, ReserveRequest, ReserveResponse
     from gpuscale.client import Client
 
 _SLACK = 10.0
 """Seconds for which an answer may be late once the wait is over."""
 
 
-def grant(client: "Client", request: "ReserveRequest") -> "Reservation":
-    """The reservation; a request with a wait says on standard error how it stands.
+def grant(client: "Client", request: "ReserveRequest") -> "ReserveResponse":
+    """The reservation and its lease token; a request with a wait says on standard error how it stands.
 
     Raises:
         GpuscaleError: it was refused, the wait was over first, or what the request id was granted has ended.
@@ -24,7 +24,7 @@ def grant(client: "Client", request: "ReserveRequest") -> "Reservation":
     from gpuscale.common.wire import seconds
 
     if not request.HasField("wait"):
-        return _held(client.allocator.Reserve(request).reservation)
+        return _held(client.allocator.Reserve(request))
     progress = Progress()
     news = client.allocator.ReserveAndWatch(
         api.ReserveAndWatchRequest(reserve=request), timeout=seconds(request.wait) + _SLACK
@@ -32,7 +32,9 @@ def grant(client: "Client", request: "ReserveRequest") -> "Reservation":
     try:
         for message in news:
             if message.HasField("reservation"):
-                return _held(message.reservation)
+                return _held(
+                    api.ReserveResponse(reservation=message.reservation, lease_token=message.lease_token)
+                )
             place = message.waiting
             reason = f"{_before(place.position)}: {place.message}"
             progress.tell(reason, _estimated(place), seconds(place.waited))
@@ -42,10 +44,10 @@ def grant(client: "Client", request: "ReserveRequest") -> "Reservation":
     raise UnavailableError("the allocator ended the wait without an answer", reason="STREAM_ENDED")
 
 
-def _held(granted: "Reservation") -> "Reservation":
+def _held(granted: "ReserveResponse") -> "ReserveResponse":
     from gpuscale.client.held import expect_held
 
-    expect_held(granted)
+    expect_held(granted.reservation)
     return granted
 
 

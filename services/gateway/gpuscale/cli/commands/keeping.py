@@ -5,16 +5,14 @@ holds the GPUs for longer than is assumed here. SIGTERM comes early enough for S
 lease, after which the GPUs may be another's.
 """
 
-import signal
-import subprocess
 import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from gpuscale.cli.child import RESERVATION, signal_all
-from gpuscale.cli.grammar.quantities import format_duration
+from gpuscale.cli.commands.child import PAUSE, Offspring, named
 from gpuscale.cli.console.session import note
+from gpuscale.cli.grammar.quantities import format_duration
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
@@ -33,8 +31,8 @@ LONGEST_PAUSE = 10.0
 """Most seconds between two renewals: a drain, or a lost GPU, is noticed no later."""
 STOP_GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL; a quarter of the lease where that is less."""
-PAUSE = 0.05
-"""Seconds between two looks whether all have gone that were told to."""
+SETTLE = 1.0
+"""Seconds within which what a command leaves behind may end by itself, such as the `tee` that it wrote to."""
 RETRY = 1.0
 """Seconds after which a renewal that had no answer is tried again."""
 
@@ -45,6 +43,7 @@ class Keeper:
     """Keeps the lease of a reservation while its block runs. `lost` says why it could not be kept; empty while it is.
 
     Args:
+        offspring: the command and all that it started.
         granted_at: `time.monotonic()` from before the reservation was answered.
     """
 
@@ -52,7 +51,7 @@ class Keeper:
         self,
         client: "Client",
         reservation: "Reservation",
-        process: "subprocess.Popen[bytes]",
+        offspring: Offspring,
         granted_at: float,
     ) -> None:
         from gpuscale.common.wire import seconds
@@ -60,7 +59,7 @@ class Keeper:
         self.lost = ""
         self._client = client
         self._reservation = reservation
-        self._process = process
+        self._offspring = offspring
         self._ttl = seconds(reservation.ttl)
         self._pause = min(LONGEST_PAUSE, self._ttl / RENEWALS)
         self._grace = min(STOP_GRACE, self._ttl / 4)
@@ -119,6 +118,15 @@ class Keeper:
         self._ends = min(self._ends, time.monotonic() + left)
         self._tell(f"{renewed.end_reason}: the GPUs are taken away in {format_duration(left)}")
 
+    def end(self) -> None:
+        """The command has ended: stop what it left running, before its GPUs are given back."""
+        settled = time.monotonic() + SETTLE
+        while (left := [] if self.lost else self._offspring.alive()) and time.monotonic() < settled:
+            time.sleep(PAUSE)
+        if left:
+            note(f"gpuscalectl run: stopping what the command left running: {named(left)}")
+            self._stop_by(time.monotonic() + self._grace)
+
     def _tell(self, text: str) -> None:
         if text.partition(":")[0] != self._told:
             note(f"gpuscalectl run: {text}")
@@ -129,10 +137,9 @@ class Keeper:
         self.lost = self.lost or "it could not be renewed in time, or is taken away"
         note(f"gpuscalectl run: the reservation is lost, stopping the command: {self.lost}")
         until = time.monotonic() + max(RETRY, min(self._grace, self._ends - time.monotonic()))
-        mark = f"{RESERVATION}={self._reservation.name}"  # what they start inherits it
-        if not signal_all(mark, signal.SIGTERM):
-            self._process.send_signal(signal.SIGTERM)
-        while time.monotonic() < until and not (self._done.is_set() and not signal_all(mark)):
-            time.sleep(PAUSE)
-        self._process.kill()
-        signal_all(mark, signal.SIGKILL)
+        self._stop_by(until)
+
+    def _stop_by(self, until: float) -> None:
+        left = self._offspring.stop(until)
+        if left:
+            note(f"gpuscalectl run: these could not be stopped, and may use GPUs of another: {named(left)}")

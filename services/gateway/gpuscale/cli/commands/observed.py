@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.grammar.options import Names, duration
 from gpuscale.cli.console.session import note, session_of
+from gpuscale.cli.grammar.options import Names, duration
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ def history(
         names, uuids = _subjects(client, name)
         if not points:
             asked = api.QueryTrendsRequest(names=names, uuids=uuids, metrics=metrics, span=span)
-            session.output.write_list(client.history.QueryTrends(asked).trends, TRENDS)
+            trends = client.history.QueryTrends(asked)
+            session.output.write_list(trends.trends, TRENDS)
+            _note_not_kept(trends.not_kept)
             return
         request = api.QueryHistoryRequest(names=names, uuids=uuids, metrics=metrics, span=span)
         if step is not None:
@@ -121,8 +123,14 @@ def history(
         session.output.write_list([one for series in answer.series for one in _single(series)], SERIES)
     else:
         session.output.write_list(answer.series, SERIES)
-    for missing in answer.not_kept:
-        note(f"no history is kept of {missing}")
+    _note_not_kept(answer.not_kept)
+
+
+def _note_not_kept(missing: "Sequence[str]") -> None:
+    for name in missing:
+        note(
+            f"no history is kept of {name}: nothing was read yet, or --history-memory-mib of the fleet is used up"
+        )
 
 
 def _subjects(client: "Client", typed: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -137,7 +145,7 @@ def _subjects(client: "Client", typed: Sequence[str]) -> tuple[list[str], list[s
         return [], _gpus_of(client, typed[1:])
     from gpuscale.cli.console.resources import named
 
-    names, uuids = named(typed if kind is None else typed[1:])
+    names, uuids = named(client, typed if kind is None else typed[1:])
     if (kind == "node" and (uuids or any("/gpus/" in name for name in names))) or (
         kind == "gpu" and any("/gpus/" not in name for name in names)
     ):

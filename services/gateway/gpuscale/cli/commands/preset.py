@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.grammar.options import duration
 from gpuscale.cli.console.output import Format, Output
 from gpuscale.cli.console.session import note, session_of
+from gpuscale.cli.grammar.options import duration
 from gpuscale.cli.grammar.typed import takes
 
 if TYPE_CHECKING:
-    from gpuscale.api.autoscaler.v1 import AdapterTier, EndpointSpec, PresetWish
+    from gpuscale.api.autoscaler.v1 import AdapterTier, CapabilitySet, EndpointSpec, PresetWish
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -43,6 +43,28 @@ def tier(text: str) -> "AdapterTier":
     return api.AdapterTier(adapter=full_name(names.ADAPTER, name), max_replicas=int(most or 0))
 
 
+def capability_set(text: str, template: str) -> "CapabilitySet":
+    """A capability set, ID:NAME=AMOUNT,...; its groups take as many GPUs as it has of `gpu`.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    from gpuscale.api.autoscaler import v1 as api
+
+    name, colon, listed = text.partition(":")
+    amounts: dict[str, int] = {}
+    for part in filter(None, listed.split(",")):
+        capability, equals, amount = part.partition("=")
+        if not capability or (equals and not (amount.isascii() and amount.isdecimal())):
+            raise typer.BadParameter(f"{text!r} is no capability set; write it like big:gpu=2,high_memory")
+        amounts[capability] = int(amount) if equals else -1
+    if not name or not colon:
+        raise typer.BadParameter(f"{text!r} is no capability set; write it like big:gpu=2,high_memory")
+    gpus = abs(amounts.get("gpu", 0))
+    made = api.ReplicaTemplate(template=template, gpu_count=gpus)
+    return api.CapabilitySet(id=name, capabilities=amounts, template=made)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wishing:
     """What a preset is made for, as it was typed."""
@@ -54,6 +76,14 @@ class Wishing:
     ] = ""
     template: Annotated[str, typer.Option(metavar="NAME", help="Command template of a replica.")] = "worker"
     gpus: Annotated[int, typer.Option(min=0, help="GPUs of each replica.")] = 1
+    capability_sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--capability-set",
+            metavar="ID:NAME[=AMOUNT],...",
+            help="Of opengris_capability: a set, whose groups take as many GPUs as it has of gpu; may be repeated.",
+        ),
+    ] = None
     tiers: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,6 +131,7 @@ class Wishing:
             goal=to_duration(self.goal),
             service_time=None if self.service_time is None else to_duration(self.service_time),
             parameters=dict(map(parameter, self.parameters or ())),
+            capability_sets=[capability_set(one, self.template) for one in self.capability_sets or ()],
         )
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpuscale.cli.commands.change import Yes, confirm
-from gpuscale.cli.grammar.options import Names
 from gpuscale.cli.console.session import session_of
-from gpuscale.cli.several import Done, say_each
+from gpuscale.cli.console.several import Done, say_each
+from gpuscale.cli.grammar.options import Names
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
@@ -95,13 +95,18 @@ def delete_quota(
 ) -> None:
     """Delete the quotas of tenants: no limit, weight 1; what they hold stays."""
     from gpuscale.api.allocator import v1 as api
+    from gpuscale.cli.console import resources
 
     def delete(client: "Client", one: str) -> Done:
         client.quotas.DeleteQuota(api.DeleteQuotaRequest(tenant=one))
         return Done(one, f"the quota of {one} is deleted", {"tenant": one})
 
+    def check(client: "Client", one: str) -> None:
+        if not any(quota.tenant == one for quota in resources.quotas(client)):
+            raise NotFoundError(f"tenant {one} has no quota: not found")
+
     confirm(f"the quota of {', '.join(tenant)}", yes=yes)
-    say_each(session_of(context), "quotas", tenant, delete)
+    say_each(session_of(context), "quotas", tenant, delete, check)
 
 
 def _kept(client: "Client", tenant: str) -> "Quota":

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gpuscale.cli.child import NOT_FOUND, NOT_RUN, STDERR, Forwarding, exit_code
+from gpuscale.cli.commands.child import NOT_FOUND, NOT_RUN, STDERR, Forwarding, exit_code
 from gpuscale.cli.commands.recorded import Wanted, begin, end
 from gpuscale.cli.console.session import Session, note, session_of
 from gpuscale.cli.grammar.typed import takes

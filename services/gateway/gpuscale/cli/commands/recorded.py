@@ -1,7 +1,6 @@
 """What `record`, `run --record`, `start recording` and `stop recording` share: which GPUs, from when, and the figures."""
 
 import os
-import platform
 import uuid
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpuscale.cli.grammar.options import duration
 from gpuscale.cli.console.output import Format
 from gpuscale.cli.console.session import Session, note
+from gpuscale.cli.grammar.options import duration
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Wanted:
         from gpuscale.cli.console import resources
         from gpuscale.cli.console.resources import is_uuid, named
 
-        names, uuids = named([*(self.gpu or ()), *(self.node or ())])
+        names, uuids = named(client, [*(self.gpu or ()), *(self.node or ())])
         if self.reservation:
             [found] = resources.reservations(client, [self.reservation])
             uuids += [one.uuid for one in found.gpus if one.uuid not in uuids]
@@ -55,20 +54,21 @@ class Wanted:
             return names, uuids
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         uuids = [one for one in visible.split(",") if is_uuid(one)]
-        return ([], uuids) if uuids else ([_this_node(resources.nodes(client))], [])
+        return ([], uuids) if uuids else ([_this_node(client)], [])
 
 
-def _this_node(nodes: "Sequence[monitor_api.Node]") -> str:
+def _this_node(client: "Client") -> str:
     """The node that is this host; the only node where there is but one."""
-    from gpuscale.common.names import node_name, to_id
+    from gpuscale.cli.console import resources
+    from gpuscale.common.names import node_name
 
-    host = platform.node()
-    for node in nodes:
-        if node.snapshot.host.hostname == host or node.name == node_name(to_id(host)):
-            return node.name
+    here = client.this_node()
+    if here is not None:
+        return node_name(here)
+    nodes = resources.nodes(client)
     if len(nodes) != 1:
         raise InvalidArgumentError(
-            f"{host} is none of the {len(nodes)} nodes; say --node, --gpu or --reservation"
+            f"this host is none of the {len(nodes)} nodes; say --node, --gpu or --reservation"
         )
     return nodes[0].name
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpuscale.cli.commands.change import Yes, confirm
-from gpuscale.cli.grammar.options import Name, SomeNames, duration
 from gpuscale.cli.commands.recorded import LONGEST_SECONDS, RECORDING, Wanted, begin, write
 from gpuscale.cli.console.session import session_of
-from gpuscale.cli.several import Done, named, say_each
+from gpuscale.cli.console.several import Done, named, say_each
+from gpuscale.cli.grammar.options import Name, SomeNames, duration
 from gpuscale.cli.grammar.typed import takes
 
 if TYPE_CHECKING:
@@ -69,6 +69,9 @@ def delete_recording(context: typer.Context, name: SomeNames, yes: Yes = False) 
         client.recordings.DeleteRecording(api.DeleteRecordingRequest(name=full))
         return named(full, "deleted")
 
+    def check(client: "Client", full: str) -> None:
+        client.recordings.GetRecording(api.GetRecordingRequest(name=full))
+
     wanted = [full_name(RECORDING, one) for one in name]
     confirm(", ".join(wanted), yes=yes)
-    say_each(session_of(context), "recordings", wanted, delete)
+    say_each(session_of(context), "recordings", wanted, delete, check)

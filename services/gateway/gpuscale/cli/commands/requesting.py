@@ -59,6 +59,7 @@ class Requesting:
             **asking.options(),
             ttl=self.ttl,
             wait=self.wait or None,
+            anywhere=True,
             labels=once(map(pair, self.label or ())),
             tenant=self.tenant,
             priority=self.priority,

@@ -6,11 +6,11 @@ import typer
 
 from gpuscale.cli.commands.asking import Asking
 from gpuscale.cli.commands.granting import grant
-from gpuscale.cli.grammar.options import SomeNames
-from gpuscale.cli.console.output import write_lines
 from gpuscale.cli.commands.requesting import Requesting, Ttl
+from gpuscale.cli.console.output import write_lines
 from gpuscale.cli.console.session import note, session_of
-from gpuscale.cli.several import show_each
+from gpuscale.cli.console.several import show_each
+from gpuscale.cli.grammar.options import SomeNames
 from gpuscale.cli.grammar.typed import takes
 from gpuscale.common.errors import InvalidArgumentError
 
@@ -30,14 +30,15 @@ def reserve(context: typer.Context, asking: Asking, requesting: Requesting) -> N
     session = session_of(context)
     request = requesting.message(asking)
     with session.connect() as client:
-        reservation = grant(client, request)
+        reservation = grant(client, request).reservation
     session.output.write_one(reservation, RESERVATIONS)
     if session.output.human:
         write_lines([""])
         session.output.write_list(reservation.gpus, RESERVED_GPUS)
-        uuids = ",".join(gpu.uuid for gpu in reservation.gpus)
         short = reservation.name.partition("/")[2]
-        note(f"use them with:   CUDA_VISIBLE_DEVICES={uuids}")
+        for node in sorted({gpu.node for gpu in reservation.gpus}):
+            uuids = ",".join(gpu.uuid for gpu in reservation.gpus if gpu.node == node)
+            note(f"use on {node} with:  CUDA_VISIBLE_DEVICES={uuids}")
         note(f"keep them with:  gpuscalectl renew {short}")
         note(f"give back with:  gpuscalectl release {short}")
 
@@ -51,12 +52,12 @@ def renew(context: typer.Context, name: SomeNames, ttl: Ttl = None, fence: Fence
     def start(client: "Client", full: str) -> "Reservation":
         request = api.RenewReservationRequest(
             name=full,
-            fence=fence or _fence(client, full),
+            fence=fence or _find(client, full).fence,
             ttl=None if ttl is None else to_duration(ttl),
         )
         return client.allocator.RenewReservation(request).reservation
 
-    show_each(session_of(context), RESERVATIONS, _full(name, fence), start)
+    show_each(session_of(context), RESERVATIONS, _full(name, fence), start, _find)
 
 
 def release(context: typer.Context, name: SomeNames, fence: Fence = None) -> None:
@@ -65,10 +66,10 @@ def release(context: typer.Context, name: SomeNames, fence: Fence = None) -> Non
     from gpuscale.cli.views.allocator import RESERVATIONS
 
     def give_back(client: "Client", full: str) -> "Reservation":
-        request = api.ReleaseReservationRequest(name=full, fence=fence or _fence(client, full))
+        request = api.ReleaseReservationRequest(name=full, fence=fence or _find(client, full).fence)
         return client.allocator.ReleaseReservation(request).reservation
 
-    show_each(session_of(context), RESERVATIONS, _full(name, fence), give_back)
+    show_each(session_of(context), RESERVATIONS, _full(name, fence), give_back, _find)
 
 
 def _full(typed: list[str], fence: int | None) -> list[str]:
@@ -77,16 +78,16 @@ def _full(typed: list[str], fence: int | None) -> list[str]:
     Raises:
         InvalidArgumentError: one is none, or one fence is to be that of several.
     """
-    from gpuscale.cli.console.resources import full_name
+    from gpuscale.cli.console.resources import full_name, without_noun
     from gpuscale.common.names import RESERVATION
 
-    if fence is not None and len(typed) > 1:
+    _, rest = without_noun(typed, "reservations")
+    if fence is not None and len(rest) > 1:
         raise InvalidArgumentError("--fence is for one reservation: each has its own")
-    return [full_name(RESERVATION, one) for one in typed]
+    return [full_name(RESERVATION, one) for one in rest]
 
 
-def _fence(client: "Client", name: str) -> int:
-    """The fence that a reservation has."""
+def _find(client: "Client", name: str) -> "Reservation":
     from gpuscale.api.allocator import v1 as api
 
-    return client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation.fence
+    return client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpuscale.cli.commands.change import Yes, confirm
-from gpuscale.cli.grammar.options import Name, Names, SomeNames
 from gpuscale.cli.console.session import session_of
-from gpuscale.cli.several import Done, named, say_each
+from gpuscale.cli.console.several import Done, named, say_each
+from gpuscale.cli.grammar.options import Name, Names, SomeNames
 from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def delete_rule(context: typer.Context, name: SomeNames, yes: Yes = False, etag:
         raise InvalidArgumentError("--etag is for one rule: after it the endpoint has another")
     wanted = [_full(one) for one in name]
     confirm(", ".join(wanted), yes=yes)
-    say_each(session_of(context), "rules", wanted, delete)
+    say_each(session_of(context), "rules", wanted, delete, lambda client, full: _named(client, [full]))
 
 
 def _named(client: "Client", typed: list[str]) -> "list[EndpointRule]":

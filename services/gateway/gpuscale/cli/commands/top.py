@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpuscale.cli.console.output import to_dict, write_lines
-from gpuscale.cli.console.session import Session, session_of
+from gpuscale.cli.console.session import NOBODY, Session, session_of
 from gpuscale.cli.console.terminal import TERMINAL
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 
@@ -47,13 +47,14 @@ def _knock(session: Session) -> None:
         try:
             client.fleet.ListNodes(ListNodesRequest(page_size=1))
         except UnavailableError as error:
-            if error.reason == UnavailableError.default_reason:
+            if error.reason in NOBODY:
                 raise
 
 
 def _show(session: Session, client: "Client") -> None:
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.top import screen
+    from gpuscale.client.standing import marks
 
     nodes = resources.nodes(client)
     reservations = resources.reservations(client)
@@ -62,6 +63,7 @@ def _show(session: Session, client: "Client") -> None:
         listed = (("nodes", nodes), ("reservations", reservations), ("endpoints", endpoints))
         session.output.write_data({key: [to_dict(item) for item in items] for key, items in listed})
         return
-    lines = screen(session.output, nodes, reservations, endpoints, resources.holders(reservations))
+    holders, marked = resources.holders(reservations), marks(resources.cordons(client))
+    lines = screen(session.output, nodes, reservations, endpoints, holders, marked)
     write_lines(lines)
     sys.stdout.flush()

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gpuscale.cli.commands.workload import Workload, run
 from gpuscale.cli.console.output import Format, dump_yaml, to_dict, write_lines
 from gpuscale.cli.console.session import note, session_of
 from gpuscale.cli.grammar.typed import takes
-from gpuscale.cli.commands.workload import Workload, run
 from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpuscale.cli.grammar.field_names import check, near
-from gpuscale.cli.grammar.options import duration
 from gpuscale.cli.console.output import Format, to_dict, write_lines
 from gpuscale.cli.console.progress import Progress
-from gpuscale.cli.grammar.selecting import Condition, amount, parse_selector
 from gpuscale.cli.console.session import session_of
+from gpuscale.cli.grammar.field_names import check, near
+from gpuscale.cli.grammar.options import duration
+from gpuscale.cli.grammar.selecting import Condition, amount, parse_selector
 from gpuscale.common.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
@@ -21,8 +21,8 @@ from gpuscale.common.errors import (
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from gpuscale.cli.views.kinds import Kind
     from gpuscale.cli.console.cells import Column
+    from gpuscale.cli.views.kinds import Kind
     from gpuscale.client import Client
 
 READY, GONE = "ready", "deleted"

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpuscale.cli.console.choosing import Chosen, Watched
+from gpuscale.cli.console.session import note, session_of
 from gpuscale.cli.grammar.formats import Format
 from gpuscale.cli.grammar.options import duration
 from gpuscale.cli.grammar.selecting import parse_selector
-from gpuscale.cli.console.session import note, session_of
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:

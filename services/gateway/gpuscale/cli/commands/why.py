@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from gpuscale.cli.commands.asking import Asking
-from gpuscale.cli.grammar.options import Name
 from gpuscale.cli.console.output import to_dict, write_lines
 from gpuscale.cli.console.session import session_of
+from gpuscale.cli.grammar.options import Name
 from gpuscale.cli.grammar.typed import takes
 
 if TYPE_CHECKING:
@@ -81,5 +81,5 @@ def _node_lines(node: "NodeOutlook") -> list[str]:
     lines = [f"  {node.name}: {node.fitting_count} of {len(node.gpus)} GPUs fit{obstacle}"]
     for gpu in node.gpus:
         why = f"{gpu.obstacle}: {gpu.message}" if gpu.obstacle else f"score {gpu.score.total:.3f}"
-        lines.append(f"    {gpu.name.rpartition('/')[2]}   {why}")
+        lines.append(f"    {gpu.uuid or gpu.name.rpartition('/')[2]}   {why}")
     return lines

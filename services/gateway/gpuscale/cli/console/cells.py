@@ -1,9 +1,11 @@
 """Cells of tables: an absent reading is `-`, never 0; enum values lose their prefix; names lose their collections."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -46,6 +48,22 @@ def short(name: str) -> str:
 def text(value: str) -> str:
     """A text, or `-` where it is empty."""
     return value or ABSENT
+
+
+_MAKER = re.compile(r"^(?:(?:NVIDIA|Tesla|GeForce) )+")
+_DETAIL = re.compile(r"-| \d+ ?GB")
+
+
+class _OfModel(Protocol):
+    @property
+    def model(self) -> str: ...
+
+
+def counted_models(gpus: Iterable[_OfModel], *, simulated: bool) -> str:
+    """`8 x H100`, `2 x A100, 1 x L40S`; simulated GPUs say so, and a model that is not known is left out."""
+    counts = Counter(_DETAIL.split(_MAKER.sub("", gpu.model))[0] for gpu in gpus)
+    told = ", ".join(f"{count} x {model}" if model else str(count) for model, count in counts.items())
+    return f"{told or '0'}{' SIMULATED' if simulated else ''}"
 
 
 def number(message: Message, field: str, show: Callable[[float], str] = "{:g}".format) -> str:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from gpuscale.cli.console.wire_json import name_of, to_dict
 from gpuscale.cli.grammar.field_names import check
 from gpuscale.cli.grammar.jsonpath import Path, find, is_mapping, parse_path
 from gpuscale.cli.grammar.selecting import Condition, order
-from gpuscale.cli.console.wire_json import name_of, to_dict
 from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class Chosen:
         """(the items to write, the names of those that are gone since they were written).
 
         Raises:
-            InvalidArgumentError: there is nothing of that name to sort by.
+            InvalidArgumentError: there is nothing of that name to select or to sort by.
         """
-        kept = [item for item in items if self._fits(item, view)]
+        kept = self._fitting(items, view)
         if self.sort_by:
             kept = self._sorted(kept, view)
         if self.watched is None:
@@ -72,17 +72,22 @@ class Chosen:
         changed, gone = self.watched.changes(shown)
         return [item for index, item in enumerate(kept) if _key(item, index) in changed], gone
 
-    def _fits(self, item: "M", view: "View[M]") -> bool:
-        if not self.conditions:
-            return True
-        data = to_dict(item)
-        labels = {
-            key: str(value)
-            for found in find(view.labels, data)
-            if is_mapping(found)
-            for key, value in found.items()
-        }
-        return all(condition.fits(labels, data) for condition in self.conditions)
+    def _fitting(self, items: "Sequence[M]", view: "View[M]") -> "list[M]":
+        """The items that meet all conditions. A key is a label, else a field, else the heading of a column."""
+        if not self.conditions or not items:
+            return list(items)
+        data = [to_dict(item) for item in items]
+        labels = [_labels(view.labels, one) for one in data]
+        known = {key for one in labels for key in one}
+        columns = [_column(condition, known, items[0].DESCRIPTOR, view) for condition in self.conditions]
+        return [
+            item
+            for item, fields, own in zip(items, data, labels, strict=True)
+            if all(
+                condition.fits(own, fields) if column is None else condition.holds(_cell(column, item))
+                for condition, column in zip(self.conditions, columns, strict=True)
+            )
+        ]
 
     def _sorted(self, items: "list[M]", view: "View[M]") -> "list[M]":
         descending = self.sort_by.startswith(DESCENDING)
@@ -97,6 +102,47 @@ class Chosen:
 
 
 _NOWHERE = order(None)[0]
+
+
+def _labels(path: Path, data: object) -> dict[str, str]:
+    return {
+        key: str(value) for found in find(path, data) if is_mapping(found) for key, value in found.items()
+    }
+
+
+def _column(condition: Condition, labels: set[str], descriptor: Any, view: "View[M]") -> "Column[M] | None":
+    """The column that a condition is about; None where it is about a label or a field.
+
+    Raises:
+        InvalidArgumentError: its key is none of these.
+    """
+    if condition.key in labels:
+        return None
+    headings = {column.heading.casefold(): column for column in view.columns}
+    try:
+        check(condition.path, descriptor, "--selector", [*labels, *(one.heading for one in view.columns)])
+    except InvalidArgumentError:
+        if condition.key.casefold() in headings:
+            return headings[condition.key.casefold()]
+        if condition.negated and _has_labels(view.labels, descriptor):
+            return None  # a label that nothing bears
+        raise
+    return None
+
+
+def _has_labels(path: Path, descriptor: Any) -> bool:
+    try:
+        check(path, descriptor, "--selector")
+    except InvalidArgumentError:
+        return False
+    return True
+
+
+def _cell(column: "Column[M]", item: "M") -> list[str]:
+    from gpuscale.cli.console.cells import ABSENT
+
+    text = column.cell(item)
+    return [] if text == ABSENT else [text]
 
 
 def _key(item: "Message", index: int) -> str:

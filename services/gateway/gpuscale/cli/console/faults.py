@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import typer
 
+from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.cli.grammar.arguments import GET_OPTIONS, GLOBAL_OPTIONS
 from gpuscale.cli.grammar.exit_codes import ExitCode, exit_code
-from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.common.errors import FieldViolation, GpuscaleError, InvalidArgumentError
 
 USAGE_ERRORS: Final[type[Exception]] = typer.BadParameter.__mro__[2]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from gpuscale.cli.console.choosing import Chosen
-from gpuscale.cli.grammar.formats import Form, Format
-from gpuscale.cli.grammar.jsonpath import Field, Path, as_text, find, is_list, is_mapping, render
 from gpuscale.cli.console.terminal import coloured, note, write_lines
 from gpuscale.cli.console.wire_json import name_of, to_dict
+from gpuscale.cli.grammar.formats import Form, Format
+from gpuscale.cli.grammar.jsonpath import Field, Path, as_text, find, is_list, is_mapping, render
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

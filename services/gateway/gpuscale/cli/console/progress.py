@@ -3,8 +3,8 @@
 import sys
 import time
 
-from gpuscale.cli.grammar.quantities import format_duration
 from gpuscale.cli.console.terminal import TERMINAL, note
+from gpuscale.cli.grammar.quantities import format_duration
 
 REPEAT = 10.0
 """Seconds after which news that have not changed are said again."""

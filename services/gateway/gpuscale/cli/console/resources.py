@@ -1,10 +1,12 @@
 """Reading resources: whole lists, or the ones that were named.
 
-A name may be written in full (`endpoints/jobs/replicas/r1`) or without its collections (`jobs/r1`).
+A name may be written in full (`endpoints/jobs/replicas/r1`), with any name of its noun (`ep/jobs`), or without its
+collections (`jobs/r1`); a GPU also by its UUID alone, or by node and index (`host-1/0`), as tables print it.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Protocol, TypeVar
 
@@ -12,6 +14,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.cli.grammar.arguments import plural
 from gpuscale.client import Client, pages
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
@@ -33,14 +36,34 @@ def full_name(pattern: str, typed: str) -> str:
     Raises:
         InvalidArgumentError: it cannot be a name of that pattern.
     """
-    if names.match(pattern, typed) is not None:
-        return typed
+    in_full = canonical(typed)
+    if names.match(pattern, in_full) is not None:
+        return in_full
     collections, ids = pattern.split("/")[::2], typed.split("/")
     name = "/".join(part for pair in zip(collections, ids, strict=False) for part in pair)
     if len(collections) != len(ids) or names.match(pattern, name) is None:
         short = "/".join(pattern.split("/")[1::2]).replace("{", "").replace("}", "").upper()
         raise InvalidArgumentError(f"{typed!r} is not a name; write {short} or {pattern}")
     return name
+
+
+def canonical(typed: str) -> str:
+    """A name with its nouns in the plural: `endpoints/jobs` of `ep/jobs`; without a noun in front as it is."""
+    parts = typed.split("/")
+    if len(parts) % 2:
+        return typed
+    return "/".join(part if index % 2 else plural(part) for index, part in enumerate(parts))
+
+
+def without_noun(typed: Sequence[str], *nouns: str) -> tuple[str, list[str]]:
+    """(the noun in front of the names, empty where there is none; the names): `node host-1` and `host-1` are the same.
+
+    Args:
+        typed: the noun, if any, and names.
+        nouns: the plurals of those that may stand there.
+    """
+    noun = plural(typed[0]) if len(typed) > 1 else ""
+    return (noun, list(typed[1:])) if noun in nouns else ("", list(typed))
 
 
 def chosen(items: Iterable[N], pattern: str, typed: Sequence[str]) -> list[N]:
@@ -64,17 +87,71 @@ def is_uuid(typed: str) -> bool:
     return re.fullmatch(_UUID, typed) is not None
 
 
-def named(typed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(resource names, UUIDs) of nodes and GPUs: `host-1`, `host-1/gpu-…`, or a UUID alone."""
+def named(client: Client, typed: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(resource names, UUIDs) of nodes and GPUs: `host-1`, `host-1/gpu-…`, `host-1/0`, or a UUID alone."""
     uuids = [one for one in typed if is_uuid(one)]
     others = [one for one in typed if one not in uuids]
-    found = [
-        one
-        if names.match(names.NODE, one)
-        else full_name(names.GPU if "/" in one else names.NODE, one.lower() if "/" in one else one)
-        for one in others
-    ]
-    return found, uuids
+    return spots(lambda: nodes(client), others), uuids
+
+
+def spots(of: Callable[[], Iterable[monitor_api.Node]], typed: Sequence[str], noun: str = "") -> list[str]:
+    """The resource names of nodes and GPUs, in full or as tables print them.
+
+    Args:
+        of: reads the nodes; called where a GPU has to be looked up by its UUID alone or its index.
+        typed: what was typed.
+        noun: `nodes` or `gpus` where only these are meant.
+
+    Raises:
+        InvalidArgumentError: one can be neither a node nor a GPU, or is not what the noun says.
+        NotFoundError: no GPU has the UUID or index.
+    """
+    known: _Gpus | None = None
+    found: list[str] = []
+    for one in typed:
+        text = canonical(one).removeprefix("gpus/")
+        if names.match(names.NODE, text) is not None:
+            name = text
+        elif "/" not in text and not is_uuid(text):
+            name = full_name(names.NODE, text)
+        elif is_uuid(text) or _INDEX.fullmatch(text):
+            known = known or _Gpus(gpu for node in of() for gpu in node.snapshot.gpus)
+            name = known.find(text).name
+        else:
+            name = full_name(names.GPU, text.lower())
+        if noun and ("gpus" if "/gpus/" in name else "nodes") != noun:
+            raise InvalidArgumentError(f"{one!r} is no {noun.removesuffix('s')}")
+        found.append(name)
+    return found
+
+
+_INDEX = re.compile(r"[^/]+/\d+")
+
+
+class _Gpus:
+    """GPUs by all that people call them."""
+
+    def __init__(self, gpus: Iterable[types_api.Gpu]) -> None:
+        self._by: dict[str, list[types_api.Gpu]] = defaultdict(list)
+        for gpu in gpus:
+            _, node, _, uuid = gpu.name.split("/")
+            for key in (gpu.name, f"{node}/{uuid}", f"{node}/{gpu.index}", uuid):
+                self._by[key].append(gpu)
+
+    def find(self, typed: str) -> types_api.Gpu:
+        """The one of that name.
+
+        Raises:
+            NotFoundError: there is none.
+            InvalidArgumentError: it may be several.
+        """
+        match = self._by.get(canonical(typed).removeprefix("gpus/").lower(), [])
+        if not match:
+            raise NotFoundError(f"GPU {typed} not found; gpuscalectl get gpus -o name lists them")
+        if len(match) > 1:
+            uuids = ", ".join(gpu.uuid for gpu in match)
+            raise InvalidArgumentError(f"{typed} may be any of {uuids}; name one by its UUID")
+        return match[0]
 
 
 def nodes(client: Client, typed: Sequence[str] = ()) -> list[monitor_api.Node]:
@@ -88,10 +165,9 @@ def nodes(client: Client, typed: Sequence[str] = ()) -> list[monitor_api.Node]:
 
 
 def gpus(of: Iterable[monitor_api.Node], typed: Sequence[str] = ()) -> list[types_api.Gpu]:
-    """GPUs of these nodes, all or those of these names; here a name may be the UUID alone."""
+    """GPUs of these nodes, all or those of these names."""
     found = [gpu for node in of for gpu in node.snapshot.gpus]
-    by_uuid = {gpu.uuid.lower(): gpu.name for gpu in found}
-    return chosen(found, names.GPU, [by_uuid.get(name.lower(), name) for name in typed])
+    return list(map(_Gpus(found).find, typed)) if typed else found
 
 
 def reservations(
@@ -179,23 +255,11 @@ def cordons(client: Client, typed: Sequence[str] = ()) -> list[allocator_api.Cor
     request = allocator_api.ListCordonsRequest()
     found = [item for page in pages(client.nodes.ListCordons, request) for item in page.cordons]
     by_name = {item.name: item for item in found}
-    wanted = [spot_name(name) for name in typed]
+    wanted = spots(lambda: nodes(client), typed)
     for name in wanted:
         if name not in by_name:
             raise NotFoundError(f"{name} is not cordoned: not found")
     return [by_name[name] for name in wanted] if typed else found
-
-
-def spot_name(typed: str) -> str:
-    """The resource name of a node or GPU, in full or without its collections.
-
-    Raises:
-        InvalidArgumentError: it cannot be either.
-    """
-    slashes = typed.count("/")
-    if slashes == 3 or (slashes == 1 and not typed.startswith("nodes/")):
-        return full_name(names.GPU, typed.lower())
-    return full_name(names.NODE, typed)
 
 
 def quotas(client: Client) -> list[allocator_api.Quota]:

@@ -16,6 +16,11 @@ from gpuscale.common.errors import UnavailableError
 if TYPE_CHECKING:
     from gpuscale.client import AsyncClient, Client
 
+NO_ANSWER = "NO_ANSWER"
+"""Reason of a client's error where no connection is made."""
+NOBODY = frozenset({NO_ANSWER, UnavailableError.default_reason})
+"""The same, and where a connection is lost: a service that is there gives other reasons."""
+
 __all__ = ["Session", "note", "session_of"]
 
 
@@ -36,8 +41,10 @@ class Session:
     output: Output = field(default_factory=Output)
 
     @contextmanager
-    def connect(self, *, quickly: float | None = None) -> "Generator[Client]":
+    def connect(self, *, quickly: float | None = None, node: str | None = None) -> "Generator[Client]":
         """A client of the gateway; `quickly` bounds the seconds of connecting, and of each call.
+
+        `node` is the one that this host is, where somebody says it.
 
         Raises:
             UnavailableError: nothing answers there; the message says how to start something.
@@ -49,16 +56,21 @@ class Session:
         timeout, began = quickly or self.request_timeout, time.monotonic()
         dial = quickly or self.dial_timeout
         with connect(
-            self.address, context=self.context, token=token, tls=tls, timeout=timeout, dial_timeout=dial
+            self.address,
+            context=self.context,
+            token=token,
+            tls=tls,
+            timeout=timeout,
+            dial_timeout=dial,
+            node=node,
         ) as client:
             detail(f"asking {client.address}")
             try:
                 yield client
             except UnavailableError as error:
-                # A service that is there gives a reason of its own.
-                if error.reason != UnavailableError.default_reason:
+                if error.reason != NO_ANSWER:
                     raise
-                raise _no_answer(client.address, error) from error
+                raise _no_answer(error) from error
             finally:
                 detail(f"took {time.monotonic() - began:.3f} s")
 
@@ -73,15 +85,11 @@ class Session:
         )
 
 
-_REFUSED = "connection refused"
-
-
-def _no_answer(address: str, error: UnavailableError) -> UnavailableError:
-    why = _REFUSED if _REFUSED in error.message.lower() else error.message
+def _no_answer(error: UnavailableError) -> UnavailableError:
     return UnavailableError(
-        f"nothing answers at {address} ({why})\nstart everything on this machine with: gpuscalectl up\n"
+        f"{error.message}\nstart everything on this machine with: gpuscalectl up\n"
         "or say where it is: --address HOST:PORT, GPUSCALE_ADDRESS, or gpuscalectl config set-context",
-        reason="NO_ANSWER",
+        reason=NO_ANSWER,
     )
 
 

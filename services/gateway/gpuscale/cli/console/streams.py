@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from gpuscale.cli.grammar.exit_codes import ExitCode
 from gpuscale.cli.console.faults import report_os
+from gpuscale.cli.grammar.exit_codes import ExitCode
 
 
 @runtime_checkable

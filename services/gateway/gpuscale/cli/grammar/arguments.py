@@ -60,11 +60,12 @@ NOUNS = (
     Noun("adapters", "adapter", "ad"),
     Noun("recordings", "recording", "rec"),
     Noun("cordons", "cordon", "cor"),
+    Noun("metrics", "metric", "met"),
     Noun("quotas", "quota", "quo"),
 )
 _BY_NAME = {name: noun for noun in NOUNS for name in noun if name}
 _SINGULAR_VERBS = frozenset(
-    {"create", "delete", "evaluate", "forget", "scale", "set", "explain", "start", "stop", "update"}
+    {"clear", "create", "delete", "evaluate", "forget", "scale", "set", "explain", "start", "stop", "update"}
 )
 _OWN_ARGUMENTS = frozenset(
     {"up"}

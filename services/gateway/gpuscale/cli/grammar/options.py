@@ -6,13 +6,13 @@ from typing import Annotated, TypeVar
 import typer
 
 from gpuscale.cli.grammar.formats import Form, parse_form
-from gpuscale.cli.grammar.quantities import parse_duration, parse_size
+from gpuscale.common.sizes import to_bytes, to_seconds
 
 
 def size(text: str | int) -> int:
     """A size, in bytes; a usage error where it is none. A default (typer passes it too) is one already."""
     try:
-        return parse_size(text) if isinstance(text, str) else text
+        return to_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -20,7 +20,7 @@ def size(text: str | int) -> int:
 def duration(text: str | float) -> float:
     """A duration, in seconds; a usage error where it is none. A default (typer passes it too) is one already."""
     try:
-        return parse_duration(text) if isinstance(text, str) else text
+        return to_seconds(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -31,6 +31,14 @@ def form(text: str | Form) -> Form:
         return parse_form(text) if isinstance(text, str) else text
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def one_gpu(text: str) -> str:
+    """The name of a GPU; a usage error where it is none, such as a number of them."""
+    if "/" not in text:
+        meant = f"did you mean --gpus {text}? " if text.isdecimal() else ""
+        raise typer.BadParameter(f"{text!r} is no GPU: {meant}--gpu takes NODE/UUID")
+    return text
 
 
 def share(text: str | float) -> int:

@@ -3,35 +3,9 @@
 Pure: no clock, no wire types. Sizes are whole bytes; durations are seconds.
 """
 
-import re
-from collections.abc import Mapping
-
-from gpuscale.common.sizes import parse_size
+from gpuscale.common.sizes import parse_duration, parse_size
 
 __all__ = ["format_duration", "format_size", "parse_duration", "parse_size"]
-
-_SECONDS: Mapping[str, float] = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
-_LONGEST_DURATION = 315_576_000_000.0  # what a Duration of protobuf holds: 10,000 years
-
-_NUMBER = r"(\d+(?:\.\d+)?)"
-_DURATION = rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?(?:{_NUMBER}ms)?"
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of `60s`, `5m`, `1h30m`, `250ms`, `2d` or a plain number of seconds; larger units come first.
-
-    Raises:
-        ValueError: not a duration, or longer than 10,000 years.
-    """
-    plain = text.strip()
-    found = re.fullmatch(_DURATION, f"{plain}s" if re.fullmatch(_NUMBER, plain) else plain)
-    if not plain or found is None:
-        raise ValueError(f"{text!r} is not a duration; write it like 60s, 5m or 1h30m")
-    parts = zip(found.groups(), _SECONDS.values(), strict=True)
-    seconds = sum(float(number) * unit for number, unit in parts if number)
-    if seconds > _LONGEST_DURATION:
-        raise ValueError(f"{text!r} is longer than 10,000 years")
-    return seconds
 
 
 def format_size(size: int) -> str:

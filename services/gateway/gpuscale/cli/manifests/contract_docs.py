@@ -25,6 +25,7 @@ ROOTS: Mapping[str, str] = {
     "watchers": "autoscaler.v1.QueueWatcher",
     "decisions": "autoscaler.v1.Decision",
     "adapters": "autoscaler.v1.Adapter",
+    "metrics": "autoscaler.v1.ReportedMetric",
     "recordings": "monitor.v1.Recording",
     "cordons": "allocator.v1.Cordon",
     "quotas": "allocator.v1.Quota",

@@ -21,7 +21,15 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.manifests.yaml_tree import Entries, Items, ManifestError, Place, Scalar, Tree, read_documents
+from gpuscale.cli.manifests.yaml_tree import (
+    Entries,
+    Items,
+    ManifestError,
+    Place,
+    Scalar,
+    Tree,
+    read_documents,
+)
 from gpuscale.common import names
 
 if TYPE_CHECKING:

@@ -28,12 +28,13 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """What becomes of one resource: as it is, and as it is wanted."""
+    """What becomes of one resource: as it is, as it is wanted, and as the server would have it then."""
 
     action: Action
     name: str
     before: Resource | None
     wanted: Declared | None
+    after: Resource | None
 
 
 def check(wanted: Sequence[Declared]) -> None:
@@ -54,22 +55,49 @@ def check(wanted: Sequence[Declared]) -> None:
 
 
 def plan(client: Client, wanted: Sequence[Declared], *, prune: bool) -> list[Step]:
-    """The steps, in the order in which they can be taken: endpoints read watchers, so these come first and go last."""
+    """The steps, in the order in which they can be taken: endpoints read watchers, so these come first and go last.
+
+    The server says what would come of each, so that what it refuses in one does not leave half of them, and what it
+    fills in by itself is no change.
+
+    Raises:
+        GpuscaleError: it refuses one; says where it stands.
+    """
     ordered = sorted(wanted, key=lambda one: isinstance(one.resource, api.Endpoint))
-    steps = [_step(one, _existing(client, one.resource)) for one in ordered]
+    existing = [(one, _existing(client, one.resource)) for one in ordered]
+    new = frozenset(one.resource.name for one, before in existing if before is None)
+    steps = [_step(client, one, before, new) for one, before in existing]
     if prune:
         named = {one.resource.name for one in wanted}
         there: list[Resource] = [*resources.endpoints(client), *resources.watchers(client)]
-        steps += [Step(Action.DELETE, one.name, one, None) for one in there if one.name not in named]
+        steps += [Step(Action.DELETE, one.name, one, None, None) for one in there if one.name not in named]
     return steps
 
 
-def _step(wanted: Declared, before: Resource | None) -> Step:
+def _step(client: Client, wanted: Declared, before: Resource | None, new: frozenset[str]) -> Step:
     name = wanted.resource.name
+    if before is not None and before.spec == wanted.resource.spec:
+        return Step(Action.KEEP, name, before, wanted, before)
+    after = _rehearsed(client, wanted, before, new)
     if before is None:
-        return Step(Action.CREATE, name, None, wanted)
-    same = before.spec == wanted.resource.spec
-    return Step(Action.KEEP if same else Action.CONFIGURE, name, before, wanted)
+        return Step(Action.CREATE, name, before, wanted, after)
+    same = before.spec == after.spec
+    return Step(Action.KEEP if same else Action.CONFIGURE, name, before, wanted, before if same else after)
+
+
+def _rehearsed(client: Client, wanted: Declared, before: Resource | None, new: frozenset[str]) -> Resource:
+    """The resource as the server would have it; `new` has the names of what other steps make.
+
+    An endpoint that reads a watcher of the same files cannot be checked by a server that has not that watcher yet: it is
+    then as the file says.
+    """
+    try:
+        return _put(client, wanted, before, dry_run=True)
+    except FailedPreconditionError as error:
+        missing = error.metadata.get("names", "").split(", ") if error.reason == "WATCHER_NOT_FOUND" else ()
+        if not missing or not new.issuperset(missing):
+            raise
+        return wanted.resource
 
 
 def _existing(client: Client, wanted: Resource) -> Resource | None:
@@ -81,52 +109,48 @@ def _existing(client: Client, wanted: Resource) -> Resource | None:
     return found
 
 
-def coming(steps: Sequence[Step]) -> frozenset[str]:
-    """Names of what is not there yet, and will be."""
-    return frozenset(step.name for step in steps if step.action is Action.CREATE)
-
-
-def rehearse(client: Client, step: Step, new: frozenset[str]) -> tuple[Resource, Action]:
-    """As `take`, where the server only says what would come of it; `new` has the names of what other steps make.
-
-    An endpoint that reads a watcher of the same files cannot be checked by a server that has not that watcher yet: it is
-    then as the file says.
-
-    Raises:
-        GpuscaleError: as of `take`.
-    """
-    try:
-        return take(client, step, dry_run=True)
-    except FailedPreconditionError as error:
-        missing = error.metadata.get("names", "").split(", ") if error.reason == "WATCHER_NOT_FOUND" else ()
-        if step.wanted is None or not missing or not new.issuperset(missing):
-            raise
-        return step.wanted.resource, step.action
-
-
-def take(client: Client, step: Step, *, dry_run: bool = False) -> tuple[Resource, Action]:
-    """Take a step, or let the server say what would come of it; (the resource after it, what was done).
+def take(client: Client, step: Step) -> tuple[Resource, Action]:
+    """Take a step; (the resource after it, what was done).
 
     Raises:
         InvalidArgumentError: the server refuses it; says where it stands.
         GpuscaleError: it failed.
     """
     if step.wanted is None:
-        return _delete(client, step, dry_run=dry_run), step.action
+        return _delete(client, step), step.action
     if step.action is Action.KEEP and step.before is not None:
         return step.before, step.action
-    resource = step.wanted.resource
+    return _put(client, step.wanted, step.before, dry_run=False), step.action
+
+
+def _put(client: Client, wanted: Declared, before: Resource | None, *, dry_run: bool) -> Resource:
+    resource = wanted.resource
     try:
         if isinstance(resource, api.Endpoint):
-            after: Resource = _endpoint(client, resource, step.before, dry_run=dry_run)
-        else:
-            after = _watcher(client, resource, step.before, dry_run=dry_run)
+            return _endpoint(client, resource, before, dry_run=dry_run)
+        return _watcher(client, resource, before, dry_run=dry_run)
     except InvalidArgumentError as error:
         prefix = "endpoint." if isinstance(resource, api.Endpoint) else "queue_watcher."
-        raise placed(error, step.wanted.tree, prefix) from error
-    # The server may see that another text means the same.
-    same = step.before is not None and after.etag == step.before.etag and not dry_run
-    return after, Action.KEEP if same else step.action
+        raise placed(error, wanted.tree, prefix) from error
+
+
+def unserved(client: Client, steps: Sequence[Step]) -> Iterator[str]:
+    """For each endpoint whose template or adapter nobody has now, a line that says so: its replicas would wait for one."""
+    wanted = [
+        (step.name, step.wanted.resource.spec.template)
+        for step in steps
+        if step.wanted is not None and isinstance(step.wanted.resource, api.Endpoint)
+    ]
+    templates = {one.name: set(one.templates) for one in resources.adapters(client)} if wanted else {}
+    for name, of in wanted:
+        named = [of.adapter] if of.adapter else [tier.adapter for tier in of.tiers]
+        for adapter in named:
+            if adapter not in templates:
+                yield f"{name}: {adapter} is not known; its replicas wait until it connects"
+        known = set[str]().union(*(templates.get(one, set()) for one in named or templates))
+        if of.template and of.template not in known and (not named or known):
+            there = f"; there are {', '.join(sorted(known))}" if known else ""
+            yield f"{name}: no adapter has a template {of.template!r}{there}"
 
 
 def _endpoint(
@@ -154,14 +178,12 @@ def _watcher(
     return service.UpdateQueueWatcher(request).queue_watcher
 
 
-def _delete(client: Client, step: Step, *, dry_run: bool) -> Resource:
+def _delete(client: Client, step: Step) -> Resource:
     resource = step.before
     if isinstance(resource, api.Endpoint):
-        if not dry_run:
-            client.endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=step.name, etag=resource.etag))
+        client.endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=step.name, etag=resource.etag))
         return resource
-    if not dry_run:
-        client.queue_watchers.DeleteQueueWatcher(api.DeleteQueueWatcherRequest(name=step.name))
+    client.queue_watchers.DeleteQueueWatcher(api.DeleteQueueWatcherRequest(name=step.name))
     return resource or api.QueueWatcher(name=step.name)
 
 

@@ -1,7 +1,7 @@
 """Reservations and the GPUs they hold."""
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.cli.console.cells import Column, View, duration, short, since, text, word
+from gpuscale.cli.console.cells import Column, View, counted_models, duration, short, since, text, word
 
 
 def _nodes(reservation: allocator_api.Reservation) -> str:
@@ -9,8 +9,12 @@ def _nodes(reservation: allocator_api.Reservation) -> str:
 
 
 def _gpu_count(reservation: allocator_api.Reservation) -> str:
-    simulated = any(gpu.simulated for gpu in reservation.gpus)
-    return f"{len(reservation.gpus)}{' SIMULATED' if simulated else ''}"
+    return counted_models(reservation.gpus, simulated=any(gpu.simulated for gpu in reservation.gpus))
+
+
+def _state(reservation: allocator_api.Reservation) -> str:
+    quarantined = any(gpu.quarantine for gpu in reservation.usage.gpus)
+    return f"{word(reservation, 'state')}{',QUARANTINED' if quarantined else ''}"
 
 
 RESERVATIONS = View[allocator_api.Reservation](
@@ -18,10 +22,10 @@ RESERVATIONS = View[allocator_api.Reservation](
     (
         Column("NAME", lambda reservation: short(reservation.name)),
         Column("HOLDER", lambda reservation: text(reservation.holder)),
-        Column("STATE", lambda reservation: word(reservation, "state")),
+        Column("STATE", _state),
         Column("GPUS", _gpu_count),
         Column("NODE", _nodes),
-        Column("FENCE", lambda reservation: str(reservation.fence)),
+        Column("FENCE", lambda reservation: str(reservation.fence or "-")),
         Column("LEFT", lambda reservation: duration(reservation, "remaining"), moving=True),
         Column("TTL", lambda reservation: duration(reservation, "ttl"), wide=True),
         Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True),

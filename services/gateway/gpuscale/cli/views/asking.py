@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.grammar.quantities import format_duration
 from gpuscale.cli.console.cells import Column, View, text
+from gpuscale.cli.grammar.quantities import format_duration
 from gpuscale.common.wire import seconds
 
 if TYPE_CHECKING:

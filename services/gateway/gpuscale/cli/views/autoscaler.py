@@ -1,5 +1,7 @@
 """Endpoints, replicas, queue watchers, decisions and adapters."""
 
+from collections.abc import Mapping
+
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.cells import Column, View, duration, number, short, since, text, word
 
@@ -8,12 +10,23 @@ def _bounds(endpoint: api.Endpoint) -> str:
     return f"{endpoint.spec.min_replicas}-{endpoint.spec.max_replicas}"
 
 
+def _gpus_each(endpoint: api.Endpoint) -> str:
+    template = endpoint.spec.template
+    return str(template.ask.gpu_count if template.HasField("ask") else template.gpu_count)
+
+
 def _summary(endpoint: api.Endpoint) -> str:
     return (
         f"PAUSED {endpoint.status.summary}".rstrip()
         if endpoint.spec.paused
         else text(endpoint.status.summary)
     )
+
+
+def _sets(endpoint: api.Endpoint) -> str:
+    """Groups of each capability set: ready and desired."""
+    sets = endpoint.status.capability_sets
+    return ", ".join(f"{one.id} {one.ready_replicas}/{one.desired_replicas}" for one in sets)
 
 
 ENDPOINTS = View[api.Endpoint](
@@ -26,12 +39,25 @@ ENDPOINTS = View[api.Endpoint](
         Column("STARTING", lambda endpoint: str(endpoint.status.starting_replicas), wide=True),
         Column("READY", lambda endpoint: str(endpoint.status.ready_replicas)),
         Column("DRAINING", lambda endpoint: str(endpoint.status.draining_replicas), wide=True),
-        Column("GPUS-EACH", lambda endpoint: str(endpoint.spec.template.gpu_count), wide=True),
+        Column("GPUS-EACH", _gpus_each, wide=True),
         Column("TEMPLATE", lambda endpoint: text(endpoint.spec.template.template), wide=True),
+        Column("SETS", lambda endpoint: text(_sets(endpoint)), wide=True),
         Column("AGE", lambda endpoint: since(endpoint, "create_time"), moving=True),
         Column("WHY", _summary),
     ),
 )
+
+
+def workers(group: api.WorkerGroup) -> str:
+    """Workers and what each can do, such as `4 x gpu=2,high_memory`."""
+    return f"{group.workers} x {capabilities(group.capabilities)}" if group.workers else ""
+
+
+def capabilities(amounts: Mapping[str, int]) -> str:
+    """Capabilities as they are typed: gpu=2,high_memory."""
+    listed = sorted(amounts.items())
+    return ",".join(name if amount < 0 else f"{name}={amount}" for name, amount in listed) or "anything plain"
+
 
 REPLICAS = View[api.Replica](
     "replicas",
@@ -45,6 +71,8 @@ REPLICAS = View[api.Replica](
         Column("EXIT", lambda replica: number(replica, "exit_code")),
         Column("AGE", lambda replica: since(replica, "create_time"), moving=True),
         Column("ADAPTER", lambda replica: short(replica.adapter), wide=True),
+        Column("SET", lambda replica: text(replica.capability_set), wide=True),
+        Column("CAN", lambda replica: text(workers(replica.workers)), wide=True),
         Column("UUIDS", lambda replica: text(",".join(replica.gpu_uuids)), wide=True),
         Column("WHY", lambda replica: text(replica.reason)),
     ),
@@ -101,6 +129,16 @@ ADAPTERS = View[api.Adapter](
         Column("TEMPLATES", lambda adapter: text(",".join(adapter.templates))),
         Column("CAN", lambda adapter: text(_capabilities(adapter)), wide=True),
         Column("SEEN", lambda adapter: since(adapter, "last_seen_time"), moving=True),
+    ),
+)
+
+METRICS = View[api.ReportedMetric](
+    "metrics",
+    (
+        Column("OF", lambda metric: short(metric.name)),
+        Column("METRIC", lambda metric: metric.value.metric),
+        Column("VALUE", lambda metric: f"{metric.value.value:g}"),
+        Column("AGE", lambda metric: duration(metric.value, "age"), moving=True),
     ),
 )
 

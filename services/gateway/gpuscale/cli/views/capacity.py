@@ -3,8 +3,8 @@
 from datetime import UTC, datetime
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.cli.grammar.quantities import format_duration
 from gpuscale.cli.console.cells import ABSENT, Column, View, number, percent, short, since, text
+from gpuscale.cli.grammar.quantities import format_duration
 from gpuscale.common import wire
 
 WHOLE = 1000

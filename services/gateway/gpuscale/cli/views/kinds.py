@@ -7,10 +7,10 @@ from google.protobuf.message import Message
 
 from gpuscale.api.autoscaler.v1 import Endpoint
 from gpuscale.cli.console import resources
+from gpuscale.cli.console.cells import Column, word
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ADAPTERS, ENDPOINTS, REPLICAS, WATCHERS
-from gpuscale.cli.console.cells import Column, word
-from gpuscale.cli.views.monitor import NODES
+from gpuscale.cli.views.monitor import nodes
 from gpuscale.client import Client
 
 
@@ -33,7 +33,7 @@ def _gpus(client: Client, typed: Sequence[str]) -> Sequence[Message]:
 
 
 KINDS: Mapping[str, Kind] = {
-    "nodes": Kind(resources.nodes, "state=ONLINE", NODES.columns),
+    "nodes": Kind(resources.nodes, "state=ONLINE", nodes().columns),
     "gpus": Kind(_gpus, "state=OK"),
     "reservations": Kind(resources.reservations, "state=ACTIVE", RESERVATIONS.columns),
     "endpoints": Kind(resources.endpoints, "", ENDPOINTS.columns),

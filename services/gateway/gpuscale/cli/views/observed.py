@@ -8,7 +8,6 @@ from gpuscale.cli.console.cells import (
     Column,
     View,
     duration,
-    number,
     percent,
     short,
     since,
@@ -94,6 +93,18 @@ def _point(show: Callable[[monitor_api.HistoryPoint], str]) -> Callable[[monitor
     return lambda series: show(series.points[0])
 
 
+def _amount(metric: "monitor_api.Metric.ValueType", value: float) -> str:
+    return size(value) if metric == monitor_api.Metric.METRIC_MEMORY_USED_BYTES else f"{value:.6g}"
+
+
+def _slope(trend: monitor_api.Trend) -> str:
+    """How much it grows in an hour, with its sign; `-` where too little was seen to say."""
+    if not trend.HasField("slope_per_hour"):
+        return ABSENT
+    sign = "-" if trend.slope_per_hour < 0 else "+"
+    return sign + _amount(trend.stats.metric, float(f"{abs(trend.slope_per_hour):.4g}"))
+
+
 SERIES = View[monitor_api.HistorySeries](
     "series",
     (
@@ -102,9 +113,9 @@ SERIES = View[monitor_api.HistorySeries](
         Column(
             "TIME", _point(lambda point: f"{to_datetime(point.start_time).astimezone():%Y-%m-%d %H:%M:%S}")
         ),
-        Column("MIN", _point(lambda point: _short_number(point.min))),
-        Column("MEAN", _point(lambda point: _short_number(point.mean))),
-        Column("MAX", _point(lambda point: _short_number(point.max))),
+        Column("MIN", lambda series: _amount(series.metric, series.points[0].min)),
+        Column("MEAN", lambda series: _amount(series.metric, series.points[0].mean)),
+        Column("MAX", lambda series: _amount(series.metric, series.points[0].max)),
         Column("SAMPLES", _point(lambda point: str(point.sample_count))),
     ),
 )
@@ -115,14 +126,10 @@ TRENDS = View[monitor_api.Trend](
     (
         Column("NAME", lambda trend: short(trend.name)),
         Column("METRIC", lambda trend: word(trend.stats, "metric")),
-        Column("MIN", lambda trend: _short_number(trend.stats.min)),
-        Column("MEAN", lambda trend: _short_number(trend.stats.mean)),
-        Column("MAX", lambda trend: _short_number(trend.stats.max)),
-        Column("PER HOUR", lambda trend: number(trend, "slope_per_hour", "{:+.4g}".format)),
+        Column("MIN", lambda trend: _amount(trend.stats.metric, trend.stats.min)),
+        Column("MEAN", lambda trend: _amount(trend.stats.metric, trend.stats.mean)),
+        Column("MAX", lambda trend: _amount(trend.stats.metric, trend.stats.max)),
+        Column("PER HOUR", _slope),
         Column("SAMPLES", lambda trend: str(trend.stats.sample_count)),
     ),
 )
-
-
-def _short_number(value: float) -> str:
-    return f"{value:.6g}"

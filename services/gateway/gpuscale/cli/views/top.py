@@ -6,11 +6,13 @@ from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.api.autoscaler.v1 import Endpoint
 from gpuscale.api.monitor.v1 import Node
 from gpuscale.api.types.v1 import Gpu
+from gpuscale.cli.console.cells import ABSENT, Column, View, duration, number, short, text
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
-from gpuscale.cli.console.cells import ABSENT, Column, View, duration, number, short, text, word
-from gpuscale.cli.views.monitor import NODES, gpu_model
+from gpuscale.cli.views.monitor import gpu_model
+from gpuscale.cli.views.monitor import nodes as nodes_view
+from gpuscale.client.standing import Marks, gpu_state, problem
 
 BAR_WIDTH = 20
 
@@ -35,14 +37,14 @@ def _memory(gpu: Gpu) -> str:
     return f"[{bar(share)}] " + (ABSENT if share is None else f"{share:4.0%}")
 
 
-def _gpus(holders: Mapping[str, str]) -> View[Gpu]:
+def _gpus(holders: Mapping[str, str], marked: Marks) -> View[Gpu]:
     return View(
         "gpus",
         (
             Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
             Column("GPU", lambda gpu: str(gpu.index)),
             Column("MODEL", gpu_model),
-            Column("STATE", lambda gpu: word(gpu, "state")),
+            Column("STATE", lambda gpu: gpu_state(gpu, marked)),
             Column("UTILIZATION", _utilization),
             Column("MEMORY", _memory),
             Column("TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format)),
@@ -59,11 +61,12 @@ def screen(
     reservations: Sequence[Reservation],
     endpoints: Sequence[Endpoint],
     holders: Mapping[str, str],
+    marked: Marks,
 ) -> list[str]:
     """The lines of the screen: a table for each kind of thing that there is."""
     tables = (
-        output.table(nodes, NODES),
-        output.table([gpu for node in nodes for gpu in node.snapshot.gpus], _gpus(holders)),
+        output.table(nodes, nodes_view(marked, problems=any(map(problem, nodes)))),
+        output.table([gpu for node in nodes for gpu in node.snapshot.gpus], _gpus(holders, marked)),
         output.table(reservations, RESERVATIONS),
         output.table(endpoints, ENDPOINTS),
     )

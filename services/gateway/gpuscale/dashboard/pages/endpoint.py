@@ -62,13 +62,15 @@ def build(site: Site, endpoint: str) -> None:
         if one is None:
             return
         request = autoscaler_api.ListDecisionsRequest(parent=name, page_size=KEPT)
+        asked = autoscaler_api.QuerySignalsRequest(name=name)
         try:
             decisions = (await site.client.decisions.ListDecisions(request)).decisions
+            signals = (await site.client.decisions.QuerySignals(asked)).signals
         except GpuscaleError as error:
             why.text = f"the decisions cannot be read: {error.message}"
             return
         counts.show(charts.scaling(one, decisions, datetime.now(UTC)))
-        read.show(charts.signals(decisions))
+        read.show(charts.signals(signals))
         decided.show([rows.decision_row(each) for each in decisions])
 
     live(site.facts, show)

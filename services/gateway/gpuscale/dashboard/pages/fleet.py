@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from nicegui import ui
 from nicegui.events import GenericEventArguments
 
+from gpuscale.client.standing import marks
 from gpuscale.dashboard import maps, rows
 from gpuscale.dashboard.facts import GpuFacts
 from gpuscale.dashboard.frame import Chart, Site, Tiles, live, page
@@ -42,6 +43,7 @@ def build(site: Site) -> None:
             wanted = ui.input(placeholder=FILTER).props("dense clearable").style("width: 17rem")
         heat = Chart(maps.map_of((), READINGS["utilization"].value, "%", 100.0), mark="map")
         table = Table(rows.GPUS, key="uuid", links=("gpu",), empty="no GPU is known, or none matches")
+        nodes = Table(rows.NODES, key="node", empty="no node is known, or none matches")
 
     def draw() -> None:
         text = str(wanted.value or "")
@@ -50,6 +52,7 @@ def build(site: Site) -> None:
         options = maps.map_of(gpus, reading.value, reading.unit, reading.top)
         heat.show(options, height=90 + 24 * max(2, maps.rows_of(options)))
         table.show(shown)
+        nodes.show(node_rows(site, text))
         tiles.show(**rows.fleet_figures(list(site.facts.nodes.values()), gpus))
 
     def go(event: GenericEventArguments) -> None:
@@ -64,6 +67,14 @@ def build(site: Site) -> None:
     chosen.on_value_change(draw)
     wanted.on_value_change(draw)
     heat.element.on("componentClick", go, ["data"])
+
+
+def node_rows(site: Site, text: str) -> list[rows.Row]:
+    """The rows of nodes that show every word of `text`."""
+    facts = site.facts
+    marked = marks(facts.cordons)
+    found = [rows.node_row(facts.nodes[name], marked) for name in sorted(facts.nodes)]
+    return [row for row in found if rows.matches(row, text)]
 
 
 def matching(site: Site, text: str) -> tuple[list[GpuFacts], list[rows.Row]]:

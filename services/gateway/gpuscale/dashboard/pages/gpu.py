@@ -58,6 +58,11 @@ def build(site: Site, node: str, uuid: str) -> None:
         found = {series.metric: series for series in answer.series}
         for chart, (metric, title, unit) in zip(drawn, CHARTS, strict=True):
             chart.show(charts.band(found.get(metric), title, unit))
+        if answer.not_kept:
+            note.text = (
+                "no history is kept of it: nothing was read yet, or the fleet's memory for history is used up"
+            )
+            return
         note.text = f"a point each {words.length(answer.step)}; line: mean, band: smallest to largest"
 
     live(site.facts, show)

@@ -1,4 +1,4 @@
-"""Which work may start on a GPU: that with the highest fence seen there, or a higher one. Pure.
+"""Which work may start on a GPU, and whose a process is: by what was admitted. Pure.
 
 The fence of a reservation only grows (the fencing tokens of Martin Kleppmann, "How to do distributed locking", 2016). A
 holder that slept through the end of its lease comes with a lower one than who was granted the GPU since, and is refused.
@@ -6,8 +6,12 @@ holder that slept through the end of its lease comes with a lower one than who w
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
+
+DEAD_KEPT: Final = 256
+"""So many processes that were admitted and have ended are remembered: what they left behind is theirs still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +24,19 @@ class FenceTooLow:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A process that was admitted on GPUs."""
+    """A process that was admitted on GPUs for a reservation, `reservations/{reservation}`.
+
+    Attributes:
+        container: the container or pod that it was the first process of; empty where it was not.
+        user: number of its Unix user; None where that is not known.
+    """
 
     process: ProcessKey
+    reservation: str
     fence: int
     uuids: frozenset[str]
+    container: str = ""
+    user: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +47,14 @@ class Admissions:
     workers: tuple[Worker, ...] = ()
 
     def admit(
-        self, uuids: Sequence[str], fence: int, process: ProcessKey | None
+        self,
+        uuids: Sequence[str],
+        reservation: str,
+        fence: int,
+        process: ProcessKey | None,
+        *,
+        container: str = "",
+        user: int | None = None,
     ) -> "Admissions | FenceTooLow":
         """With this work admitted on all of the GPUs, or why it is admitted on none."""
         for uuid in uuids:
@@ -46,23 +65,100 @@ class Admissions:
             others = (worker for worker in workers if worker.process != process)
             known = [worker for worker in workers if worker.process == process and worker.fence == fence]
             before = known[0].uuids if known else frozenset[str]()
-            workers = (*others, Worker(process, fence, before | frozenset(uuids)))
+            worker = Worker(process, reservation, fence, before | frozenset(uuids), container, user)
+            workers = (*others, worker)
         return Admissions({**self.fences, **dict.fromkeys(uuids, fence)}, workers)
 
+    def reset(self, uuids: Iterable[str]) -> "Admissions":
+        """Without the fences of these GPUs, and without what was admitted on them."""
+        gone = frozenset(uuids)
+        left = (replace(worker, uuids=worker.uuids - gone) for worker in self.workers)
+        fences = {uuid: fence for uuid, fence in self.fences.items() if uuid not in gone}
+        return Admissions(fences, tuple(worker for worker in left if worker.uuids))
+
     def without_dead(self, lives: Callable[[ProcessKey], bool]) -> "Admissions":
-        """Without the processes that have ended; fences stay for good."""
-        return replace(self, workers=tuple(worker for worker in self.workers if lives(worker.process)))
+        """Without all but the latest `DEAD_KEPT` processes that have ended; fences stay for good."""
+        dead = [worker for worker in self.workers if not lives(worker.process)]
+        forgotten = {worker.process for worker in dead[:-DEAD_KEPT]}
+        return replace(
+            self, workers=tuple(worker for worker in self.workers if worker.process not in forgotten)
+        )
 
-    def fence_of(self, uuid: str, lineage: Iterable[ProcessKey]) -> int | None:
-        """The fence that a process runs under on a GPU: its own, or that of the nearest it descends from."""
-        for process in lineage:
-            for worker in self.workers:
-                if worker.process == process and uuid in worker.uuids:
-                    return worker.fence
-        return None
+    def on(self, uuid: str) -> tuple[Worker, ...]:
+        """What was admitted on a GPU."""
+        return tuple(worker for worker in self.workers if uuid in worker.uuids)
 
-    def mark(self, uuid: str, processes: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
-        """The processes of a GPU, each with its fence."""
-        if not self.workers:
+
+class Holders:
+    """Tells whose the processes on GPUs are.
+
+    The first of these rules that says something counts:
+
+    1. It was admitted, or descends from a process that was: from the nearest of them. A pid counts with its start time.
+    2. By this rule it was known before, though what started it has ended since.
+    3. It runs in a container or pod whose first process was admitted; of several reservations' there: unknown.
+    4. Its environment names a reservation, under which the same Unix user had work admitted on this GPU: the user could
+       as well have admitted it, so nobody can put the blame on another by it. The environment alone says nothing.
+    5. Only with `by_user`: its Unix user has work of one reservation alone on this GPU.
+
+    Of a process that the agent cannot see it is unknown whose it is.
+    """
+
+    def __init__(self, *, by_user: bool = False) -> None:
+        self._by_user = by_user
+        self._known: dict[str, dict[ProcessKey, str]] = {}
+
+    def mark(
+        self, admissions: Admissions, uuid: str, processes: tuple[GpuProcess, ...]
+    ) -> tuple[GpuProcess, ...]:
+        """The processes of a GPU, each with its reservation."""
+        workers = admissions.on(uuid)
+        if not workers:
+            self._known.pop(uuid, None)
             return processes
-        return tuple(replace(process, fence=self.fence_of(uuid, process.lineage)) for process in processes)
+        known, self._known[uuid] = self._known.get(uuid, {}), {}
+        return tuple(self._marked(process, workers, known, self._known[uuid]) for process in processes)
+
+    def _marked(
+        self,
+        process: GpuProcess,
+        workers: Sequence[Worker],
+        before: Mapping[ProcessKey, str],
+        known: dict[ProcessKey, str],
+    ) -> GpuProcess:
+        if not process.lineage:
+            return process
+        key = process.lineage[0]
+        reservation = _descends(process, workers) or before.get(key)
+        if reservation is not None and any(worker.reservation == reservation for worker in workers):
+            known[key] = reservation
+            return replace(process, reservation=reservation)
+        for found in (
+            _contained(process, workers),
+            _named(process, workers),
+            self._of_user(process, workers),
+        ):
+            if len(found) == 1:
+                return replace(process, reservation=next(iter(found)))
+            if found:
+                return replace(process, holder_unknown=True)
+        return process
+
+    def _of_user(self, process: GpuProcess, workers: Sequence[Worker]) -> set[str]:
+        if not self._by_user or process.user is None:
+            return set()
+        return {worker.reservation for worker in workers if worker.user == process.user}
+
+
+def _descends(process: GpuProcess, workers: Sequence[Worker]) -> str | None:
+    admitted = {worker.process: worker.reservation for worker in workers}
+    return next((admitted[key] for key in process.lineage if key in admitted), None)
+
+
+def _contained(process: GpuProcess, workers: Sequence[Worker]) -> set[str]:
+    return {one.reservation for one in workers if one.container and one.container == process.container}
+
+
+def _named(process: GpuProcess, workers: Sequence[Worker]) -> set[str]:
+    named = (one for one in workers if one.reservation == process.mark and one.user is not None)
+    return {one.reservation for one in named if one.user == process.user}

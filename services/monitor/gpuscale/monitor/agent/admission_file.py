@@ -24,6 +24,9 @@ class _Worker(BaseModel):
 
     pid: int
     started: int
+    reservation: str = ""
+    container: str = ""
+    user: int | None = None
     fence: int
     gpus: list[str]
 
@@ -39,7 +42,9 @@ class _File(BaseModel):
     workers: list[_Worker]
 
 
-_VERSION = 1
+_VERSION = 2
+_WITHOUT_RESERVATIONS = 1
+"""The version that knew workers by their fence alone: its fences count, its processes are unknown."""
 
 
 class AdmissionFile:
@@ -61,9 +66,10 @@ class AdmissionFile:
             return Admissions()
         except (OSError, ValidationError) as error:
             raise self._unreadable(type(error).__name__) from error
-        if found.version != _VERSION:
+        if found.version not in {_VERSION, _WITHOUT_RESERVATIONS}:
             raise self._unreadable(f"version {found.version}")
-        workers = found.workers if found.boot_id == self._boot_id else ()
+        known = found.version == _VERSION and found.boot_id == self._boot_id
+        workers = found.workers if known else ()
         return Admissions(found.fences, tuple(_workers(workers)))
 
     def save(self, admissions: Admissions) -> None:
@@ -80,6 +86,9 @@ class AdmissionFile:
                 _Worker(
                     pid=worker.process.pid,
                     started=worker.process.started,
+                    reservation=worker.reservation,
+                    container=worker.container,
+                    user=worker.user,
                     fence=worker.fence,
                     gpus=sorted(worker.uuids),
                 )
@@ -98,7 +107,7 @@ class AdmissionFile:
     def _replace(self, content: bytes) -> None:
         draft = self._path.with_suffix(".new")
         draft.touch(mode=0o600)
-        with draft.open("wb") as file:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -118,4 +127,5 @@ class AdmissionFile:
 
 def _workers(found: Iterable[_Worker]) -> Iterable[Worker]:
     for one in found:
-        yield Worker(ProcessKey(one.pid, one.started), one.fence, frozenset(one.gpus))
+        process, uuids = ProcessKey(one.pid, one.started), frozenset(one.gpus)
+        yield Worker(process, one.reservation, one.fence, uuids, one.container, one.user)

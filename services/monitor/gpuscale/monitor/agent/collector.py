@@ -6,19 +6,20 @@ from dataclasses import replace
 from uuid import uuid4
 
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.monitor.agent.admission import Admissions
+from gpuscale.monitor.agent.admission import Admissions, Holders
 from gpuscale.monitor.agent.gpus import Gpus
+from gpuscale.monitor.agent.ports import HostSource
+from gpuscale.monitor.agent.staleness import Deadlines
+from gpuscale.monitor.agent.worker import Reader, Worker, wait_until
 from gpuscale.monitor.model.readings import (
     GpuView,
     HostIdentity,
     HostReading,
+    Quarantine,
     ReadingStatus,
     Snapshot,
     Timed,
 )
-from gpuscale.monitor.agent.ports import HostSource
-from gpuscale.monitor.agent.staleness import Deadlines
-from gpuscale.monitor.agent.worker import Reader, Worker, wait_until
 
 LONGEST_WAIT_SECONDS = 0.5
 
@@ -36,10 +37,11 @@ class Collector:
         deadlines: when the host counts as silent.
         labels: the operator's own, by name.
         admitted: what work was admitted on the GPUs.
+        holders: tells whose processes are by that.
 
     Attributes:
-        quarantines: why no new work should be placed on a GPU, by UUID in lower case. Whoever judges the health of
-            GPUs puts a new mapping here; the next snapshot shows it.
+        quarantines: GPUs that no new work should be placed on, by UUID in lower case; None until the fleet has told. Whoever
+            hears from it puts a new mapping here; the next snapshot shows it.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class Collector:
         deadlines: Deadlines,
         labels: Mapping[str, str] | None = None,
         admitted: Callable[[], Admissions] = Admissions,
+        holders: Holders | None = None,
     ) -> None:
+        self._holders = holders or Holders()
         self.epoch = str(uuid4())
         self.start_time = clock.wall()
         self.node = node
@@ -66,7 +70,7 @@ class Collector:
         self._deadlines = deadlines
         self._labels = tuple(sorted((labels or {}).items()))
         self._admitted = admitted
-        self.quarantines: Mapping[str, str] = {}
+        self.quarantines: Mapping[str, Quarantine] | None = None
         self._seq = 0
 
     async def collect(self) -> Snapshot:
@@ -118,8 +122,10 @@ class Collector:
     def _marked(self, view: GpuView, admissions: Admissions) -> GpuView:
         uuid, reading = view.identity.uuid, view.reading
         if reading.processes and admissions.workers:
-            reading = reading._replace(processes=admissions.mark(uuid, reading.processes))
-        return replace(view, reading=reading, quarantine=self.quarantines.get(uuid.lower(), ""))
+            reading = reading._replace(processes=self._holders.mark(admissions, uuid, reading.processes))
+        found, parent = self.quarantines or {}, view.identity.parent_uuid
+        quarantine = found.get(uuid.lower()) or found.get(parent.lower())
+        return replace(view, reading=reading, quarantine=quarantine)
 
     def _host_reading(self, last: Timed[HostReading] | None, now: float) -> HostReading:
         waiting = 0.0 if self._host.ordered_at is None else now - self._host.ordered_at

@@ -16,14 +16,15 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.monitor.agent.dead_bands import DeadBands, is_near, moves
+from gpuscale.monitor.agent.translate import GPU_NUMBERS, gpu_state, put, text
 from gpuscale.monitor.model.readings import (
     GpuReading,
     GpuState,
     GpuView,
     HostReading,
+    Quarantine,
     Snapshot,
 )
-from gpuscale.monitor.agent.translate import GPU_NUMBERS, gpu_state, put, text
 
 _GPU_FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
 # Numbers by their places in a reading; the mask is told with the list of its reasons.
@@ -49,7 +50,7 @@ class _SentGpu:
     """What the receiver has of a GPU."""
 
     state: GpuState
-    quarantine: str
+    quarantine: Quarantine | None
     reading: GpuReading
     age: float | None
 
@@ -138,7 +139,10 @@ class Deltas:
         if sent.state is not view.state:
             change.state = gpu_state(view.state)
         if sent.quarantine != view.quarantine:
-            change.quarantine = text(view.quarantine)
+            change.quarantine = ""
+            if view.quarantine is not None:
+                change.quarantine = text(view.quarantine.reason)
+                change.quarantine_time.CopyFrom(to_timestamp(view.quarantine.since))
         if aged:
             change.cleared_fields.extend(put(change.reading, "age", age))
         changes.add(change, reading, differ)

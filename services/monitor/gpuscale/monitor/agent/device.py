@@ -13,6 +13,9 @@ from typing import Any
 
 from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
+from gpuscale.monitor.agent.ports import GpuSource
+from gpuscale.monitor.agent.staleness import Deadlines, view
+from gpuscale.monitor.agent.worker import Reader, Worker
 from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     GpuIdentity,
@@ -22,9 +25,6 @@ from gpuscale.monitor.model.readings import (
     GpuView,
     ReadingStatus,
 )
-from gpuscale.monitor.agent.ports import GpuSource
-from gpuscale.monitor.agent.staleness import Deadlines, view
-from gpuscale.monitor.agent.worker import Reader, Worker
 
 # A tick of a healthy GPU takes some milliseconds.
 QUICK_SECONDS = 0.1

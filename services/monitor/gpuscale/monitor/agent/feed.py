@@ -13,9 +13,9 @@ from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
-from gpuscale.monitor.model.readings import Snapshot
 from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.agent.watch import Broadcast
+from gpuscale.monitor.model.readings import Snapshot
 from gpuscale.monitor.wire.merging import Change, Picture, count_on
 
 # The ages in an encoding are counted to when it was made; this much they may lag behind.

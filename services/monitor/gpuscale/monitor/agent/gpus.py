@@ -6,24 +6,35 @@ such a call is not documented.
 """
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import NAMESPACE_URL, uuid5
 
+from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.monitor.agent.bus import pci_address
 from gpuscale.monitor.agent.collection import Calls, Collection
 from gpuscale.monitor.agent.convoy import Convoy
 from gpuscale.monitor.agent.device import QUICK_SECONDS, Device
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.interruption import Interruptions
 from gpuscale.monitor.agent.listener import Listener
-from gpuscale.monitor.model.readings import GpuView, Inventory
 from gpuscale.monitor.agent.ports import GpuSource, GpuSourceError
 from gpuscale.monitor.agent.staleness import Deadlines
 from gpuscale.monitor.agent.wiring import wire
 from gpuscale.monitor.agent.worker import Reader, Worker, wait_until
+from gpuscale.monitor.model.readings import (
+    GpuIdentity,
+    GpuReading,
+    GpuState,
+    GpuView,
+    Inventory,
+    MissingGpu,
+    ReadingStatus,
+)
 
 REOPEN_INITIAL_SECONDS = 1.0
 REOPEN_CAP_SECONDS = 30.0
@@ -36,6 +47,8 @@ LONGEST_EVENT_WAIT_SECONDS = 1.0
 OPENING_SECONDS = 10.0
 # How long a release waits for the calls that are out.
 RELEASE_SECONDS = 5.0
+
+_NAMESPACE = uuid5(NAMESPACE_URL, "gpuscale:missing-gpu")
 
 _log = get_logger(__name__)
 
@@ -56,6 +69,7 @@ class Gpus:
         clock: what tells the time.
         deadlines: when a GPU counts as slow, and as hung.
         event_wait: seconds for which the thread that waits for events stays in the driver.
+        node: id of this node, in the names of GPUs that cannot be identified.
 
     Attributes:
         events: what the driver says has happened, for subscribers.
@@ -67,11 +81,13 @@ class Gpus:
         clock: Clock,
         deadlines: Deadlines,
         event_wait: float = LONGEST_EVENT_WAIT_SECONDS,
+        node: str = "",
     ) -> None:
         self.events = GpuEvents()
         self._source = source
         self._clock = clock
         self._deadlines = deadlines
+        self._node = node
         self._control = Worker("gpu-source")
         self._listener = Listener(source, clock, self.events, event_wait)
         self._convoy = Convoy()
@@ -132,10 +148,21 @@ class Gpus:
     def views(self) -> tuple[GpuView, ...]:
         """Every GPU that was ever found, in the driver's order, as it is to be shown now.
 
-        MIG instances follow the GPU that they are a part of.
+        MIG instances follow the GPU that they are a part of; GPUs that cannot be identified come last.
         """
         ordered = sorted(self._devices.values(), key=_place)
-        return tuple(self._view(device) for device in ordered)
+        return (*(self._view(device) for device in ordered), *self._missing())
+
+    def _missing(self) -> Iterator[GpuView]:
+        """The GPUs that were never identified since the agent started, by names that stay as long as their places do."""
+        for one in self._inventory.missing if self._inventory is not None else ():
+            known = (device.identity for device in self._devices.values())
+            if any(_same_place(one, identity) for identity in known):
+                continue
+            name = uuid5(_NAMESPACE, f"{self._node}/{pci_address(one.pci_bus_id) or one.index}")
+            identity = GpuIdentity(f"LOST-{name}", one.index, "", pci_bus_id=one.pci_bus_id)
+            reading = GpuReading.nothing(ReadingStatus.LOST, one.problem)
+            yield GpuView(identity, GpuState.LOST, reading, None)
 
     async def refresh(self, deadline: float) -> None:
         """Order a reading of every GPU that has no call out, and wait for the answers until `deadline`.
@@ -375,6 +402,12 @@ class Gpus:
         elif self._inventory is None or not device.present:
             lost = self._problem or "the driver does not list it any more"
         return device.view(opening_since=self._opening_since, lost=lost, released=self._window is not None)
+
+
+def _same_place(missing: MissingGpu, known: GpuIdentity) -> bool:
+    if missing.pci_bus_id and known.pci_bus_id:
+        return pci_address(missing.pci_bus_id) == pci_address(known.pci_bus_id)
+    return missing.index == known.index
 
 
 def _place(device: Device) -> tuple[int, bool, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from gpuscale.monitor.model.readings import Absent, HostIdentity, HostReading, ReadingStatus
+from gpuscale.common.runtime.clock import network_namespace
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.agent.procfs import (
     CpuTimes,
@@ -27,6 +27,7 @@ from gpuscale.monitor.agent.procfs import (
     network,
     pressure,
 )
+from gpuscale.monitor.model.readings import Absent, HostIdentity, HostReading, ReadingStatus
 
 # Shorter spans hold too few clock ticks of 10 ms to tell a percentage.
 SHORTEST_CPU_SPAN_SECONDS = 0.1
@@ -73,7 +74,9 @@ class ProcHost:
     def identity(self) -> HostIdentity:
         """What this host is."""
         foreign = ProcessNames(self._proc).foreign
-        return HostIdentity(socket.gethostname(), _operating_system(), self._boot_id, foreign)
+        return HostIdentity(
+            socket.gethostname(), _operating_system(), self._boot_id, foreign, network_namespace(self._proc)
+        )
 
     def read(self) -> HostReading:
         """Read the host."""

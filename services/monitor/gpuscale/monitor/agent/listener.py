@@ -6,9 +6,9 @@ from datetime import datetime
 
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.monitor.agent.events import GpuEvents
-from gpuscale.monitor.model.readings import DriverEvent, GpuEvent
 from gpuscale.monitor.agent.ports import GpuSource
 from gpuscale.monitor.agent.worker import Worker
+from gpuscale.monitor.model.readings import DriverEvent, GpuEvent
 
 
 class Listener:

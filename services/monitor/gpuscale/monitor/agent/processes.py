@@ -2,10 +2,12 @@
 
 Early 535 drivers fill the v3 process records with the v2 stride, so that every second id is nonsense. In a container
 with its own PID namespace the driver's ids are the host's: a name found under the same number would be another
-program's, so none is told there, nor a lineage.
+program's, so none is told there, nor a lineage. A process that the driver names and the host has not holds memory all
+the same: it is told without a name.
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,16 +20,23 @@ _PID_MAX_LIMIT = 4_194_304  # of the kernel, on machines of 64 bits
 _DEEPEST_LINEAGE = 64
 # The lists of all GPUs fall due in one tick, and their processes descend from the same few.
 _GLANCE_SECONDS = 0.5
+_TRACES_KEPT = 4096
+_LONGEST_TEXT = 1 << 20
+# A pod's containers are one; Docker, containerd, CRI-O and Podman name a container by 64 digits, whatever is around them.
+_CONTAINER = re.compile(r"/\S*?(?:[-/]pod[0-9a-f]{8}[-_][0-9a-f_-]{27}(?=[./])|[0-9a-f]{64})")
+_MARK = re.compile(r"\0GPUSCALE_RESERVATION=(reservations/[a-z0-9._-]{1,63})(?:\0|$)")
+_NAMESPACE_IDS = re.compile(r"^NSpid:\s+(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class ProcessEntry:
     """A process as the kernel lists it."""
 
     pid: int
     command: str
     started: int
     parent: int
+    user: int
 
 
 class ProcessNames:
@@ -36,8 +45,9 @@ class ProcessNames:
     def __init__(self, proc: Path = Path("/proc"), now: Callable[[], float] = time.monotonic) -> None:
         self._proc = proc
         self._now = now
-        self._glance: dict[int, _Entry] = {}
+        self._glance: dict[int, ProcessEntry] = {}
         self._glance_until = now()
+        self._traces: dict[ProcessKey, tuple[str, str]] = {}
         self._host_ids = _sees_host_ids(proc)
         self._pid_max = self._read_pid_max()
 
@@ -57,8 +67,7 @@ class ProcessNames:
         for pid, used in records:
             known = memory.get(pid)
             memory[pid] = used if known is None else max(known, used or 0)
-        found = (self._process(pid, memory[pid]) for pid in sorted(memory))
-        return tuple(process for process in found if process is not None)
+        return tuple(self._process(pid, memory[pid]) for pid in sorted(memory))
 
     @property
     def foreign(self) -> bool:
@@ -69,22 +78,88 @@ class ProcessNames:
         """The process and those that it descends from, nearest first; empty where it is not there."""
         return tuple(ProcessKey(entry.pid, entry.started) for entry in self._ancestry(pid, {}))
 
-    def _process(self, pid: int, memory: int | None) -> GpuProcess | None:
-        """The process; None of one that is not there (any more), which a stale or wrong record names."""
-        if not self._host_ids:
-            return GpuProcess(pid, memory)
-        found = list(self._ancestry(pid, self._recent()))
-        lineage = tuple(ProcessKey(entry.pid, entry.started) for entry in found)
-        return GpuProcess(pid, memory, found[0].command, lineage=lineage) if found else None
+    def find(self, pid: int) -> GpuProcess | None:
+        """What is there to see of a process now; None where it is not there."""
+        return self._seen(pid, None, {})
 
-    def _recent(self) -> dict[int, _Entry]:
+    def leads(self, process: GpuProcess) -> bool:
+        """Whether a process is the first of its container: not one that somebody started in it later."""
+        if not process.container:
+            return False
+        ids = self._ids(process.pid)
+        if len(ids) > 1:
+            return ids[-1] == 1
+        parent = process.lineage[1].pid if len(process.lineage) > 1 else 0
+        return self._container(parent) != process.container
+
+    def in_namespace(self, pid: int, namespace: int | None) -> int | None:
+        """The pid that this program knows a process by, which has that pid in a PID namespace; None where there is none."""
+        if namespace is None or namespace == _namespace(self._proc / "self"):
+            return pid
+        for found in self._proc.glob("[0-9]*"):
+            if self._ids(int(found.name))[1:][-1:] == [pid] and _namespace(found) == namespace:
+                return int(found.name)
+        return None
+
+    def _process(self, pid: int, memory: int | None) -> GpuProcess:
+        """The process; of one that is not there (any more), or cannot be seen, what the driver says of its memory."""
+        found = self._seen(pid, memory, self._recent()) if self._host_ids else None
+        return found or GpuProcess(pid, memory, holder_unknown=True)
+
+    def _seen(self, pid: int, memory: int | None, known: dict[int, ProcessEntry]) -> GpuProcess | None:
+        found = list(self._ancestry(pid, known))
+        if not found:
+            return None
+        lineage = tuple(ProcessKey(entry.pid, entry.started) for entry in found)
+        container, mark = self._trace(lineage[0])
+        return GpuProcess(
+            pid,
+            memory,
+            found[0].command,
+            lineage=lineage,
+            container=container,
+            mark=mark,
+            user=found[0].user,
+        )
+
+    def _trace(self, process: ProcessKey) -> tuple[str, str]:
+        """The container and the mark of a process: read once, since that takes longer than all else."""
+        if process not in self._traces:
+            if len(self._traces) >= _TRACES_KEPT:
+                self._traces.clear()
+            self._traces[process] = self._container(process.pid), self._mark(process.pid)
+        return self._traces[process]
+
+    def _container(self, pid: int) -> str:
+        """What the cgroup of a process says of its container or pod: the path down to it; empty where it is in none."""
+        found = _CONTAINER.search(self._text(pid, "cgroup"))
+        return found[0] if found else ""
+
+    def _mark(self, pid: int) -> str:
+        """The reservation in the environment of a process; empty where this program may not read that."""
+        found = _MARK.search("\0" + self._text(pid, "environ"))
+        return found[1] if found else ""
+
+    def _ids(self, pid: int) -> list[int]:
+        """The ids of a process, from the namespace of this program down to its own."""
+        found = _NAMESPACE_IDS.search(self._text(pid, "status"))
+        return [int(word) for word in found[1].split()] if found else []
+
+    def _text(self, pid: int, name: str) -> str:
+        try:
+            with (self._proc / str(pid) / name).open("rb") as file:
+                return file.read(_LONGEST_TEXT).decode("utf-8", "replace")
+        except OSError:
+            return ""
+
+    def _recent(self) -> dict[int, ProcessEntry]:
         """What was read of processes a moment ago, by id."""
         now = self._now()
         if now >= self._glance_until:
             self._glance, self._glance_until = {}, now + _GLANCE_SECONDS
         return self._glance
 
-    def _ancestry(self, pid: int, known: dict[int, _Entry]) -> Iterator[_Entry]:
+    def _ancestry(self, pid: int, known: dict[int, ProcessEntry]) -> Iterator[ProcessEntry]:
         for _ in range(_DEEPEST_LINEAGE):
             entry = known.get(pid) or (self._stat(pid) if pid > 0 else None)
             if entry is None:
@@ -102,18 +177,18 @@ class ProcessNames:
         except (OSError, ValueError):
             return _PID_MAX_LIMIT
 
-    def _stat(self, pid: int) -> _Entry | None:
+    def _stat(self, pid: int) -> ProcessEntry | None:
         """What proc(5) says of a process; its name may hold blanks and brackets."""
         try:
             descriptor = os.open(f"{self._proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                text = os.read(descriptor, 4096)
+                text, user = os.read(descriptor, 4096), os.fstat(descriptor).st_uid
             finally:
                 os.close(descriptor)
             before, _, after = text.rpartition(b")")
             words = after.split()
             command = before.partition(b"(")[2].decode("utf-8", "replace")
-            return _Entry(pid, command, int(words[19]), int(words[1]))
+            return ProcessEntry(pid, command, int(words[19]), int(words[1]), user)
         except (OSError, ValueError, IndexError):
             return None
 
@@ -123,3 +198,11 @@ def _sees_host_ids(proc: Path) -> bool:
         return str((proc / "self/ns/pid").readlink()) == _INITIAL_PID_NAMESPACE
     except OSError:
         return False
+
+
+def _namespace(process: Path) -> int | None:
+    """The number of a process's PID namespace; None where this program may not look."""
+    try:
+        return (process / "ns/pid").stat().st_ino
+    except OSError:
+        return None

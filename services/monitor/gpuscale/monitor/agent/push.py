@@ -13,9 +13,6 @@ from random import SystemRandom
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.runtime.backoff import Backoff
-from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.errors import (
     AbortedError,
     DeadlineExceededError,
@@ -26,17 +23,20 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.wire import to_timestamp
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.wire import to_datetime, to_timestamp
 from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.deltas import Deltas
 from gpuscale.monitor.agent.faults import Faults
-from gpuscale.monitor.model.readings import Snapshot
 from gpuscale.monitor.agent.patience import Patience
 from gpuscale.monitor.agent.sampler import Sampler
 from gpuscale.monitor.agent.translate import to_snapshot
+from gpuscale.monitor.model.readings import Quarantine, Snapshot
 
 # The fleet acknowledges at least every 20 s of snapshots; silence beyond this means that the stream leads nowhere.
 SILENCE_SECONDS = 45.0
@@ -87,6 +87,7 @@ class FleetPush:
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
         self._deltas = Deltas(bands, full_every * _random.uniform(0.75, 1.25))
         self._clock = clock
+        self._collector = collector
         self._silence = SILENCE_SECONDS + SILENCE_PERIODS * collector.period
         self._explain = explain
         self._period = collector.period
@@ -188,6 +189,10 @@ class FleetPush:
                         return UnavailableError("the fleet ended the stream", reason="STREAM_ENDED")
                     if answer.resync:
                         self._deltas.reset()
+                    self._collector.quarantines = {
+                        one.uuid: Quarantine(one.reason, to_datetime(one.start_time))
+                        for one in answer.quarantines
+                    }
                     welcome.set()
                     self._patience.answered(self._clock.now(), refused=answer.rejected_count > rejected)
                     self._note(answer, rejected)

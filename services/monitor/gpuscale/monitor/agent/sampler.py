@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.monitor.model.readings import Snapshot
 from gpuscale.monitor.agent.watch import Broadcast
+from gpuscale.monitor.model.readings import Snapshot
 
 # However many ask for new readings: a driver that is asked without a pause slows the work on its GPUs.
 SHORTEST_GAP_SECONDS = 0.1

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Literal
 
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.monitor.model.readings import DriverEvent, GpuSample, Inventory
 from gpuscale.monitor.agent.ports import GpuSource, GpuSourceError
 from gpuscale.monitor.agent.simulated import SimulatedSource
+from gpuscale.monitor.model.readings import DriverEvent, GpuSample, Inventory
 
 SourceKind = Literal["nvml", "simulated", "auto"]
 

@@ -52,6 +52,7 @@ def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
             driver_version=text(snapshot.driver_version),
             labels=dict(snapshot.labels),
             process_ids_foreign=snapshot.host.process_ids_foreign,
+            network_namespace=snapshot.host.network_namespace,
         ),
         host_reading=_host_reading(snapshot.host_reading, snapshot.host_read_at, now),
         gpus=[_gpu(snapshot.node, gpu, now) for gpu in snapshot.gpus],
@@ -75,7 +76,8 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
         parent_uuid=identity.parent_uuid,
         numa_node=identity.numa_node,
         nvlinks=[types_api.NvLinkPeer(uuid=uuid, link_count=count) for uuid, count in identity.nvlinks],
-        quarantine=text(gpu.quarantine),
+        quarantine=text(gpu.quarantine.reason) if gpu.quarantine else "",
+        quarantine_time=to_timestamp(gpu.quarantine.since) if gpu.quarantine else None,
         gpu_instance_id=identity.gpu_instance_id,
     )
 
@@ -139,7 +141,8 @@ def _process(process: GpuProcess) -> types_api.GpuProcess:
         pid=process.pid,
         memory_used_bytes=process.memory_used_bytes,
         command=None if process.command is None else text(process.command),
-        fence=process.fence,
+        reservation=process.reservation,
+        holder_unknown=process.holder_unknown,
     )
 
 

@@ -1,16 +1,19 @@
 """Admits work on this host's GPUs: one decision at a time, on disk before it is told."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
 from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.uninterrupted import uninterrupted
+from gpuscale.common.security.principal import Principal
 from gpuscale.monitor.agent.admission import Admissions, FenceTooLow
 from gpuscale.monitor.agent.admission_file import AdmissionFile
-from gpuscale.monitor.model.readings import ProcessKey
+from gpuscale.monitor.agent.lease_checks import HeldLease, LeaseChecks
 from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 
 class Work:
@@ -18,12 +21,14 @@ class Work:
 
     Args:
         knows: whether the host has a GPU of that UUID that work can be placed on.
+        leases: asks the allocator who holds what.
 
     Attributes:
         admissions: what is admitted now.
     """
 
-    def __init__(self, knows: Callable[[str], bool]) -> None:
+    def __init__(self, knows: Callable[[str], bool], leases: LeaseChecks) -> None:
+        self._leases = leases
         self.admissions = Admissions()
         self._file: AdmissionFile | None = None
         self._knows = knows
@@ -45,38 +50,70 @@ class Work:
             self.admissions = await asyncio.to_thread(self._file.load)
             yield
 
-    async def admit(self, uuids: Sequence[str], fence: int, pid: int | None) -> None:
-        """Admit work on GPUs under a fence, and remember the process if one is named.
+    async def admit(
+        self, lease: HeldLease, pid: int | None, caller: Principal, pid_namespace: int | None = None
+    ) -> None:
+        """Admit work of a lease on its GPUs, and remember the process if one is named.
 
         Raises:
-            NotFoundError: GPU_NOT_FOUND or PROCESS_NOT_FOUND.
-            FailedPreconditionError: FENCE_TOO_LOW.
-            UnavailableError: STATE_UNAVAILABLE, the fence cannot be written.
+            NotFoundError: GPU_NOT_FOUND or PROCESS_NOT_FOUND, or the allocator knows no such reservation.
+            PermissionDeniedError: the lease token is missing or another's.
+            FailedPreconditionError: FENCE_TOO_LOW, the allocator says that the lease does not hold the GPUs, or nobody can
+                be asked.
+            UnavailableError: STATE_UNAVAILABLE, the fence cannot be written; or the allocator does not answer.
         """
+        self._expect(lease.gpu_uuids)
+        await self._leases.check(lease, caller)
+        await self._admit(lease, pid, pid_namespace)
+
+    @uninterrupted
+    async def reset(self, uuids: Sequence[str]) -> None:
+        """Forget the fences of GPUs, and what was admitted on them.
+
+        Raises:
+            NotFoundError: GPU_NOT_FOUND.
+            UnavailableError: STATE_UNAVAILABLE, that cannot be written.
+        """
+        self._expect(uuids)
+        async with self._turn:
+            await self._put(self.admissions.reset(uuids))
+
+    def _expect(self, uuids: Iterable[str]) -> None:
         for uuid in uuids:
             if not self._knows(uuid):
                 raise NotFoundError(
                     f"this host has no GPU {uuid}", reason="GPU_NOT_FOUND", metadata={"gpu": uuid}
                 )
-        # Shielded: a caller that goes away must not leave a fence on disk that the memory does not have.
-        await asyncio.shield(asyncio.ensure_future(self._admit(uuids, fence, pid)))
 
-    async def _admit(self, uuids: Sequence[str], fence: int, pid: int | None) -> None:
+    @uninterrupted
+    async def _admit(self, lease: HeldLease, pid: int | None, pid_namespace: int | None) -> None:
         async with self._turn:
-            process = None if pid is None else await asyncio.to_thread(self._find, pid)
+            found = None if pid is None else await asyncio.to_thread(self._find, pid, pid_namespace)
             living = await asyncio.to_thread(self.admissions.without_dead, self._lives)
-            decided = living.admit(uuids, fence, process)
+            decided = living.admit(
+                lease.gpu_uuids,
+                lease.reservation,
+                lease.fence,
+                found.lineage[0] if found else None,
+                container=found.container if found and self._processes.leads(found) else "",
+                user=found.user if found else None,
+            )
             if isinstance(decided, FenceTooLow):
-                raise _too_low(decided, fence)
-            if self._file is not None and decided != self.admissions:
-                await asyncio.to_thread(self._file.save, decided)
-            self.admissions = decided
+                raise _too_low(decided, lease.fence)
+            await self._put(decided)
 
-    def _find(self, pid: int) -> ProcessKey:
-        lineage = self._processes.lineage(pid)
-        if not lineage:
+    async def _put(self, decided: Admissions) -> None:
+        """First on disk, then in memory."""
+        if self._file is not None and decided != self.admissions:
+            await asyncio.to_thread(self._file.save, decided)
+        self.admissions = decided
+
+    def _find(self, pid: int, pid_namespace: int | None) -> GpuProcess:
+        own = self._processes.in_namespace(pid, pid_namespace)
+        found = None if own is None else self._processes.find(own)
+        if found is None:
             raise NotFoundError(f"this host has no process {pid}", reason="PROCESS_NOT_FOUND")
-        return lineage[0]
+        return found
 
     def _lives(self, process: ProcessKey) -> bool:
         return self._processes.lineage(process.pid)[:1] == (process,)

@@ -3,6 +3,8 @@
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.security.principal import current_principal
+from gpuscale.monitor.agent.lease_checks import HeldLease
 from gpuscale.monitor.agent.work import Work
 
 
@@ -19,5 +21,16 @@ class WorkServicer(monitor_api.WorkServiceServicer):
     ) -> monitor_api.AdmitWorkResponse:
         """On all of the GPUs, or on none."""
         pid = request.pid if request.HasField("pid") else None
-        await self._work.admit(list(request.gpu_uuids), request.fence, pid)
+        lease = HeldLease(request.reservation, request.fence, tuple(request.gpu_uuids), request.lease_token)
+        namespace = request.pid_namespace if request.HasField("pid_namespace") else None
+        await self._work.admit(lease, pid, current_principal(), namespace)
         return monitor_api.AdmitWorkResponse()
+
+    async def ResetFences(
+        self,
+        request: monitor_api.ResetFencesRequest,
+        context: grpc.aio.ServicerContext[monitor_api.ResetFencesRequest, monitor_api.ResetFencesResponse],
+    ) -> monitor_api.ResetFencesResponse:
+        """Of all of the GPUs, or of none."""
+        await self._work.reset(request.gpu_uuids)
+        return monitor_api.ResetFencesResponse()

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.monitor.model.readings import Timed
 from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.model.readings import Timed
 
 T = TypeVar("T")
 

@@ -8,25 +8,27 @@ from functools import partial
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.lifecycle import TaskScope
-from gpuscale.common.rpc.server import Registration
+from gpuscale.monitor.agent.admission import Holders
+from gpuscale.monitor.agent.bus import Bus, find_gpus
 from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.driver_servicer import DriverServicer
 from gpuscale.monitor.agent.faults import Faults
 from gpuscale.monitor.agent.feed import SnapshotFeed
 from gpuscale.monitor.agent.gpus import LONGEST_EVENT_WAIT_SECONDS, Gpus
 from gpuscale.monitor.agent.host import ProcHost
+from gpuscale.monitor.agent.lease_checks import LeaseChecks
 from gpuscale.monitor.agent.push import FleetPush
 from gpuscale.monitor.agent.sampler import Sampler
 from gpuscale.monitor.agent.servicer import SERVICE, AgentServicer, add_agent
-from gpuscale.monitor.app.agent_settings import AgentSettings
 from gpuscale.monitor.agent.sources import make_source
 from gpuscale.monitor.agent.work import Work
 from gpuscale.monitor.agent.work_servicer import WorkServicer
-from gpuscale.monitor.exposition.agent import AgentPage
+from gpuscale.monitor.app.agent_settings import AgentSettings
 from gpuscale.monitor.app.exposition import open_metrics
-from gpuscale.monitor.agent.bus import Bus, find_gpus
+from gpuscale.monitor.exposition.agent import AgentPage
 from gpuscale.monitor.exposition.meter import CollectionMeter
 from gpuscale.monitor.exposition.xids import Xids
 
@@ -36,9 +38,15 @@ WORK_SERVICE = "gpuscale.api.monitor.v1.WorkService"
 
 @asynccontextmanager
 async def open_agent(
-    settings: AgentSettings, *, fleet: grpc.aio.Channel | None, clock: Clock
+    settings: AgentSettings,
+    *,
+    fleet: grpc.aio.Channel | None,
+    clock: Clock,
+    allocator: grpc.aio.Channel | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
     """Read this host until the block ends, and stream to the fleet if there is a channel to one.
+
+    Work is admitted for leases that the allocator at the end of that channel confirms; without one, for none.
 
     Raises:
         FailedPreconditionError: the GPUs that the settings ask for cannot be read by this installation.
@@ -49,8 +57,8 @@ async def open_agent(
     host = ProcHost(clock.boot_id, clock.now)
     deadlines = settings.deadlines()
     event_wait = min(LONGEST_EVENT_WAIT_SECONDS, settings.period_seconds)
-    gpus = Gpus(source, clock, deadlines, event_wait)
-    work = Work(gpus.knows)
+    gpus = Gpus(source, clock, deadlines, event_wait, settings.node)
+    work = Work(gpus.knows, LeaseChecks(allocator, settings.node))
     collector = Collector(
         node=settings.node,
         period=settings.period_seconds,
@@ -61,12 +69,21 @@ async def open_agent(
         deadlines=deadlines,
         labels=settings.labels_by_name(),
         admitted=lambda: work.admissions,
+        holders=Holders(by_user=settings.processes_by_user),
     )
     on_bus = [] if settings.source == "simulated" else await asyncio.to_thread(find_gpus)
     meter = CollectionMeter(collector.collect, clock, Bus(on_bus))
     sampler = Sampler(meter.collect, settings.period_seconds, clock)
     xids = Xids()
-    page = AgentPage(meter, sampler.snapshots, xids, gpus.collection, clock, settings.style())
+    page = AgentPage(
+        meter,
+        sampler.snapshots,
+        xids,
+        gpus.collection,
+        lambda: collector.quarantines,
+        clock,
+        settings.style(),
+    )
     feed = SnapshotFeed(sampler.snapshots, clock, settings.dead_bands(), settings.full_every_seconds)
     servicer = AgentServicer(sampler, feed, clock)
     try:

@@ -4,10 +4,10 @@ import asyncio
 import sys
 from contextlib import AsyncExitStack
 
-from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.config.program import run_program
 from gpuscale.common.rpc.server import Server
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.agent_settings import AgentSettings
 
@@ -27,10 +27,13 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
     server = Server(settings.server_options(), settings.authenticator())
     address = server.bind()
     async with AsyncExitStack() as stack:
-        fleet = None
+        fleet = allocator = None
         if settings.fleet_address:
-            fleet = await stack.enter_async_context(settings.open_channel(settings.fleet_address))
-        server.add(*await stack.enter_async_context(open_agent(settings, fleet=fleet, clock=SystemClock())))
+            fleet = allocator = await stack.enter_async_context(settings.open_channel(settings.fleet_address))
+        if settings.allocator_address:
+            allocator = await stack.enter_async_context(settings.open_channel(settings.allocator_address))
+        agent = open_agent(settings, fleet=fleet, allocator=allocator, clock=SystemClock())
+        server.add(*await stack.enter_async_context(agent))
         await stack.enter_async_context(server)
         _log.info("agent serves", address=address, node=settings.node, fleet=settings.fleet_address or None)
         await stop.wait()

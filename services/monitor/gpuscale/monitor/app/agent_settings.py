@@ -7,8 +7,8 @@ from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from gpuscale.common.names import is_id, to_id
 from gpuscale.common.config.settings import UpstreamSettings
+from gpuscale.common.names import is_id, to_id
 from gpuscale.monitor.agent.dead_bands import DeadBands
 from gpuscale.monitor.agent.sources import SourceKind
 from gpuscale.monitor.agent.staleness import Deadlines
@@ -38,6 +38,10 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
         None,
         description="directory of the fences of admitted work, one agent each; in memory only when empty",
     )
+    processes_by_user: bool = Field(
+        default=False,
+        description="take a process for that of a reservation where its Unix user has work of it alone on the GPU",
+    )
     full_every_seconds: float = Field(
         60.0,
         ge=1.0,
@@ -49,6 +53,11 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
     deadband_celsius: float = Field(0.5, ge=0.0, description="degrees that changes must exceed")
     deadband_watts: float = Field(1.0, ge=0.0, description="watts that changes must exceed")
     fleet_address: str = Field("", description="fleet to stream to, HOST:PORT; none when empty")
+    allocator_address: str = Field(
+        "",
+        description="allocator that says who holds which GPU before work is admitted, HOST:PORT; fleet_address when empty,"
+        " which will do where a gateway is there",
+    )
 
     @field_validator("node")
     @classmethod

@@ -5,16 +5,16 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
 
+from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.lifecycle import TaskScope
-from gpuscale.common.rpc.server import Registration
 from gpuscale.monitor.app.exposition import open_metrics
+from gpuscale.monitor.app.fleet_settings import FleetSettings
+from gpuscale.monitor.app.observing import Observing
 from gpuscale.monitor.exposition.fleet import FleetPage
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.servicer import SERVICE, FleetServicer, add_fleet
-from gpuscale.monitor.app.fleet_settings import FleetSettings
 from gpuscale.monitor.keeping.keeper import open_keeper
-from gpuscale.monitor.app.observing import Observing
 from gpuscale.monitor.recording.servicer import Keep, forget
 
 # How late a watcher may learn that a node became STALE.

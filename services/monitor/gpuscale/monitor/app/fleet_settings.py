@@ -30,7 +30,7 @@ class FleetSettings(ExpositionSettings):
         604_800.0, ge=60, le=31_536_000, description="how long history is kept in steps of 1 min"
     )
     history_memory_mib: int = Field(
-        1_024, ge=0, description="memory for history; GPUs and nodes beyond it have none, and 0 keeps none"
+        1_024, ge=0, description="memory for history; where it is short all tiers are, and 0 keeps none"
     )
     metrics_max_gpus: int = Field(
         2_000, ge=0, description="/metrics has no series of single GPUs once there are more GPUs than this"

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.rpc.server import Registration
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.model.health import Event
 from gpuscale.monitor.health.servicer import HealthServicer
 from gpuscale.monitor.health.watching import HealthWatch
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.history.servicer import HistoryServicer
-from gpuscale.monitor.fleet.directory import Directory
+from gpuscale.monitor.model.health import Event
 from gpuscale.monitor.recording.observer import SampleObserver
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.recording.servicer import Keep, RecordingServicer, forget

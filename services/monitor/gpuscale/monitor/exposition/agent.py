@@ -1,13 +1,12 @@
 """The agent's page: its newest snapshot, and how collecting goes."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Container
 from importlib.metadata import version
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.monitor.agent.collection import Collection
-from gpuscale.monitor.model.readings import GpuState, Snapshot
 from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.agent.watch import Broadcast
 from gpuscale.monitor.exposition.meter import CollectionMeter
@@ -15,6 +14,7 @@ from gpuscale.monitor.exposition.process import add_process
 from gpuscale.monitor.exposition.snapshots import add_snapshot, dcgm_labels, own_labels
 from gpuscale.monitor.exposition.style import Style
 from gpuscale.monitor.exposition.xids import Xids
+from gpuscale.monitor.model.readings import GpuState, Snapshot
 
 STALE_PERIODS = 3
 
@@ -75,6 +75,7 @@ class AgentPage:
         snapshots: whom each snapshot is told to.
         xids: what the driver has reported.
         collection: how reading the driver goes.
+        quarantined: the GPUs in quarantine, by UUID in lower case; None while the fleet has not told.
         clock: what tells the time.
         style: which names to use.
     """
@@ -85,6 +86,7 @@ class AgentPage:
         snapshots: Broadcast[Snapshot],
         xids: Xids,
         collection: Callable[[], Collection],
+        quarantined: Callable[[], Container[str] | None],
         clock: Clock,
         style: Style,
     ) -> None:
@@ -92,6 +94,7 @@ class AgentPage:
         self._snapshots = snapshots
         self._xids = xids
         self._collection = collection
+        self._quarantined = quarantined
         self._clock = clock
         self._style = style
 
@@ -108,7 +111,7 @@ class AgentPage:
             page.add(HUNG, "", sum(1 for view in snapshot.gpus if view.state is GpuState.HUNG))
             fresh = age <= STALE_PERIODS * snapshot.period
             message = to_snapshot(snapshot, now)
-            add_snapshot(page, message, self._style, fresh=fresh)
+            add_snapshot(page, message, self._style, fresh=fresh, quarantined=self._quarantined())
             self._add_xids(page, message)
         add_process(page)
         for chunk in page.chunks():

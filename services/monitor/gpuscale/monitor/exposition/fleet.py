@@ -9,10 +9,10 @@ from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.monitor.exposition.process import add_process
 from gpuscale.monitor.exposition.snapshots import add_snapshot
 from gpuscale.monitor.exposition.style import Style
-from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Record
 from gpuscale.monitor.model.health import Event
+from gpuscale.monitor.model.nodes import NodeState
 
 NODES = Family("gpuscale_fleet_nodes", "gauge", "Nodes, by state.")
 NODE_STATE = Family(
@@ -121,5 +121,5 @@ class FleetPage:
                 fresh=state is NodeState.ONLINE,
                 elapsed=now - record.received_at,
                 gpus=gpus,
-                quarantines=record.quarantines,
+                quarantined=record.quarantines,
             )

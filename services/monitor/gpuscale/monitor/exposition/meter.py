@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.monitor.model.readings import GpuState, GpuView, ReadingStatus, Snapshot
 from gpuscale.monitor.agent.bus import Bus, pci_address
+from gpuscale.monitor.model.readings import GpuState, GpuView, ReadingStatus, Snapshot
 
 _WORKING = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW, GpuState.DIVIDED})
 # Absent for a reason that says nothing against the GPU.

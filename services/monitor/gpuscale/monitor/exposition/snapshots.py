@@ -1,7 +1,7 @@
 """From a snapshot to the series of its host and GPUs."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from google.protobuf.message import Message
 
@@ -31,7 +31,6 @@ GPUS = Family("gpuscale_node_gpus", "gauge", "GPUs of a node that were ever foun
 GPUS_WORKING = Family("gpuscale_node_gpus_working", "gauge", "GPUs of a node that answer and need no reset.")
 GPU_PROBLEM = Family("gpuscale_node_gpu_problem", "gauge", "1 while GPUs of a node cannot be read or found.")
 
-_NONE: Mapping[str, str] = {}
 _DCGM: Mapping[Names, tuple[Series, ...]] = {
     "checked": DCGM_CHECKED,
     "all": DCGM,
@@ -62,7 +61,7 @@ def add_snapshot(
     fresh: bool,
     elapsed: float = 0.0,
     gpus: bool = True,
-    quarantines: Mapping[str, str] = _NONE,
+    quarantined: Container[str] | None,
 ) -> None:
     """Add what a snapshot says.
 
@@ -73,14 +72,15 @@ def add_snapshot(
         fresh: whether its readings still count. Of a snapshot that is not, states and counts are shown, no readings.
         elapsed: seconds since the snapshot was sent or received.
         gpus: whether each GPU has series of its own.
-        quarantines: why no work should be placed on GPUs, by UUID in lower case, beside what the snapshot says.
+        quarantined: GPUs that no work should be placed on, by UUID in lower case; None where that is not known.
     """
     node = labels({"node": snapshot.node})
     _add_readings(page, HOST, snapshot.host_reading if fresh else types_api.HostReading(), node)
     for gpu in snapshot.gpus if gpus else ():
         _add_gpu(page, snapshot, gpu, style, fresh=fresh, elapsed=elapsed)
-        quarantined = bool(gpu.quarantine or quarantines.get(gpu.uuid.lower()))
-        page.add(GPU_QUARANTINED, labels(own_labels(snapshot, gpu)), int(quarantined))
+        if quarantined is not None:
+            found = gpu.uuid.lower() in quarantined or gpu.parent_uuid.lower() in quarantined
+            page.add(GPU_QUARANTINED, labels(own_labels(snapshot, gpu)), int(found))
     working = sum(1 for gpu in snapshot.gpus if gpu.state in _WORKING) if fresh else 0
     page.add(GPUS, node, len(snapshot.gpus))
     page.add(GPUS_WORKING, node, working)

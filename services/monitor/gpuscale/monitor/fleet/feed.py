@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.names import node_name
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Record

@@ -9,24 +9,24 @@ from contextlib import contextmanager
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import (
     AbortedError,
     FailedPreconditionError,
     NotFoundError,
     ResourceExhaustedError,
 )
-from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.rpc.validation import violations
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.delta import refuse_change
-from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, refuse_epoch, refuse_sample
 from gpuscale.monitor.fleet.online import Online
 from gpuscale.monitor.fleet.owners import Owners
 from gpuscale.monitor.fleet.record import Record, Stream
 from gpuscale.monitor.fleet.sanity import refuse_snapshot
 from gpuscale.monitor.fleet.watch import Watchers
+from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, refuse_epoch, refuse_sample
 from gpuscale.monitor.wire.merging import Change, Picture
 
 Observer = Callable[[str, Picture, float, Change | None], None]
@@ -85,11 +85,11 @@ class Nodes:
         for node, record in self._records.items():
             yield node, record.state(now) is not NodeState.ONLINE
 
-    def quarantine(self, node: str, why: Mapping[str, str]) -> None:
+    def quarantine(self, node: str, found: Mapping[str, monitor_api.Quarantine]) -> None:
         """Show these GPUs of a node, by UUID in lower case, in quarantine, and no others."""
         record = self._records.get(node)
-        if record is not None:
-            record.quarantines = dict(why)
+        if record is not None and record.quarantines != found:
+            record.quarantines = found
             self._changed(record, self._clock.now())
 
     def all(self) -> list[Record]:
@@ -202,6 +202,7 @@ class Nodes:
             return reason
         for gpu in snapshot.gpus:
             gpu.name = gpu_name(record.node, gpu.uuid)
+            _forget_quarantine(gpu)
         picture = Picture(snapshot)
         reason = self._owners.refuse(record, picture, now)
         if not reason:
@@ -218,6 +219,8 @@ class Nodes:
         sample = Sample(stream.epoch, change.stamp.seq, now - change.stamp.age, last.period)
         reason = refuse_sample(last, sample) or refuse_change(change, picture)
         if not reason:
+            for gpu in change.gpus:
+                _forget_quarantine(gpu)
             picture.merge(change)
             self._took(stream, sample, picture, now, change)
         return reason
@@ -258,3 +261,9 @@ class Nodes:
             self._online.await_stale(record)
         record.encoded = None
         self.watchers.mark(record.node)
+
+
+def _forget_quarantine(gpu: types_api.Gpu | monitor_api.GpuDelta) -> None:
+    """Agents repeat what they were told of quarantines, and may be late: the fleet itself knows better."""
+    gpu.ClearField("quarantine")
+    gpu.ClearField("quarantine_time")

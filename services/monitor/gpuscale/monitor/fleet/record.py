@@ -1,12 +1,13 @@
 """What the fleet keeps of a node, and of the stream that reports for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample
 from gpuscale.monitor.fleet.staleness import is_gone, node_state
+from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample
 from gpuscale.monitor.wire.merging import Picture
 
 
@@ -17,7 +18,7 @@ class Record:
     Attributes:
         picture: the last snapshot as it was received at `received_at`, with its GPUs named.
         shown_state: the state that watchers were told of last.
-        quarantines: why no work should be placed on GPUs of it, by UUID in lower case, as health found.
+        quarantines: GPUs of it that no work should be placed on, by UUID in lower case, as health found.
         awaited: it is among the nodes that are watched for turning stale.
         encoded: the node as watchers get it, and when that was made; None since it changed.
     """
@@ -32,7 +33,9 @@ class Record:
     received_at: float = 0.0
     rejected_count: int = 0
     shown_state: NodeState = NodeState.OFFLINE
-    quarantines: dict[str, str] = field(default_factory=dict[str, str])
+    quarantines: Mapping[str, monitor_api.Quarantine] = field(
+        default_factory=dict[str, monitor_api.Quarantine]
+    )
     encoded: tuple[bytes, float] | None = None
     awaited: bool = False
 
@@ -65,6 +68,7 @@ class Stream:
         base_seq: seq of the snapshot that a delta has to change; None where a whole one has to come.
         rejected_count: how many of its messages were refused.
         rejected_reason: why the last one was.
+        told: the quarantines that its agent was told of; None before the first acknowledgement.
     """
 
     record: Record
@@ -74,6 +78,7 @@ class Stream:
     base_seq: int | None = None
     rejected_count: int = 0
     rejected_reason: str = ""
+    told: Mapping[str, monitor_api.Quarantine] | None = None
 
     @property
     def node(self) -> str:

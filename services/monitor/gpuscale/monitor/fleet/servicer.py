@@ -7,18 +7,18 @@ from random import SystemRandom
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.security.auth import Role, current_principal
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError
 from gpuscale.common.names import NODE, parse
-from gpuscale.common.runtime.paging import page
 from gpuscale.common.rpc.validation import validate
-from gpuscale.monitor.wire.encoded import encoded_stream
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.paging import page
+from gpuscale.common.security.auth import Role, current_principal
 from gpuscale.monitor.fleet.feed import NodeFeed
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Stream
 from gpuscale.monitor.fleet.stream import Requests
 from gpuscale.monitor.fleet.translate import to_node
+from gpuscale.monitor.wire.encoded import encoded_stream
 
 SERVICE = "gpuscale.api.monitor.v1.FleetService"
 HELLO_SECONDS = 10.0
@@ -53,7 +53,8 @@ class FleetServicer(monitor_api.FleetServiceServicer):
                 taken = self._nodes.take(stream, request)
                 del request  # thousands of streams would each keep one while they wait for the next
                 now = stream.record.received_at
-                if now >= due or not taken or (whole and stream.base_seq is not None):
+                resumed = whole and stream.base_seq is not None
+                if now >= due or not taken or resumed or stream.told != stream.record.quarantines:
                     due = now + ACKNOWLEDGE_SECONDS * _random.uniform(0.5, 1.0)  # not all streams at once
                     yield _acknowledgement(stream)
 
@@ -63,8 +64,11 @@ class FleetServicer(monitor_api.FleetServiceServicer):
         context: grpc.aio.ServicerContext[monitor_api.ListNodesRequest, monitor_api.ListNodesResponse],
     ) -> monitor_api.ListNodesResponse:
         """A page of nodes."""
+        nodes, boot_id = self._nodes.all(), request.boot_id
+        if boot_id:
+            nodes = [one for one in nodes if one.picture is not None and one.picture.boot_id == boot_id]
         found, token = page(
-            self._nodes.all(),
+            nodes,
             key=lambda record: record.node,
             page_size=request.page_size,
             page_token=request.page_token,
@@ -130,9 +134,11 @@ def _hello(request: monitor_api.StreamTelemetryRequest | None) -> monitor_api.He
 
 
 def _acknowledgement(stream: Stream) -> monitor_api.StreamTelemetryResponse:
+    stream.told = stream.record.quarantines
     return monitor_api.StreamTelemetryResponse(
         acked_seq=stream.acked_seq,
         rejected_count=stream.rejected_count,
         rejected_reason=stream.rejected_reason,
         resync=stream.base_seq is None,
+        quarantines=stream.told.values(),
     )

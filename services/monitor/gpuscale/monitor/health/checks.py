@@ -61,6 +61,7 @@ PATIENCE: Mapping[HealthCheck, Patience] = {
     HealthCheck.PCIE_REPLAY: Patience(0.0, 120.0),
     HealthCheck.NVLINK_DOWN: Patience(5.0, 30.0),
     HealthCheck.COLLECTION_STALE: Patience(2.0, 5.0),
+    HealthCheck.GPUS_UNREADABLE: Patience(10.0, 5.0),
 }
 """So that what flickers is one event, and a GPU that comes back is trusted a while later."""
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from gpuscale.monitor.health.checks import ANSWERING, AWAY, PATIENCE
 from gpuscale.monitor.health.events import SAME_MOMENT_SECONDS, Events
-from gpuscale.monitor.model.health import Event, HealthCheck
 from gpuscale.monitor.health.xids import xid_finding
+from gpuscale.monitor.model.health import Event, HealthCheck
 
 SAME_WITHIN_SECONDS = 60.0
 

@@ -7,6 +7,7 @@ from gpuscale.monitor.health.checks import Results, results
 from gpuscale.monitor.health.conditions import Conditions
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.faults import Faults
+from gpuscale.monitor.health.trends import Past, past_results
 from gpuscale.monitor.model.health import (
     Action,
     Event,
@@ -14,8 +15,8 @@ from gpuscale.monitor.model.health import (
     GpuFacts,
     HealthCheck,
     HealthSeverity,
+    Quarantine,
 )
-from gpuscale.monitor.health.trends import Past, past_results
 
 GONE_SECONDS = 3_600.0
 """A GPU that no snapshot shows for so long is forgotten: its events are over."""
@@ -49,9 +50,10 @@ class _Node:
     conditions: Conditions
     gpus: dict[str, _Gpu]
     pasts: dict[str, Past]
-    quarantines: dict[str, str]
+    quarantines: dict[str, Quarantine]
     boot_id: str = ""
     stale: bool = False
+    problem: str = ""
 
 
 class HealthRegister:
@@ -91,9 +93,10 @@ class HealthRegister:
         known = self._nodes.get(node)
         return known.gpus.keys() if known is not None else ()
 
-    def shown(self, node: str, boot_id: str, uuids: Collection[str], now: float) -> None:
-        """Take in which GPUs a node has (in lower case), and which boot it is in."""
+    def shown(self, node: str, boot_id: str, uuids: Collection[str], now: float, problem: str = "") -> None:
+        """Take in which GPUs a node has (in lower case), which boot it is in, and why it cannot read GPUs."""
         known = self._node(node)
+        known.problem = problem
         for uuid, gpu in known.gpus.items():
             if uuid in uuids:
                 gpu.missing_since = None
@@ -148,6 +151,10 @@ class HealthRegister:
     def tick(self, now: float) -> None:
         """Let time pass for what lasts, comes or goes."""
         for node, known in self._nodes.items():
+            if not known.stale and (known.problem or known.conditions):
+                finding = Finding(HealthSeverity.CRITICAL, Action.CHECK_AGENT, known.problem)
+                unreadable = finding if known.problem else None
+                known.conditions.apply({HealthCheck.GPUS_UNREADABLE: unreadable}, now)
             for gpu in list(known.gpus.values()):
                 if gpu.missing_since is not None and now - gpu.missing_since > GONE_SECONDS:
                     gpu.conditions.end(now)
@@ -157,7 +164,7 @@ class HealthRegister:
                     found = self._check(known, gpu.uuid.lower(), gpu.facts, now)
                     self._judge(node, gpu, found, now)
 
-    def quarantines(self, node: str) -> Mapping[str, str]:
+    def quarantines(self, node: str) -> Mapping[str, Quarantine]:
         """Why no work should be placed on GPUs of a node, by UUID in lower case; no entry for the others."""
         return self._node(node).quarantines
 
@@ -206,10 +213,14 @@ class HealthRegister:
         known, uuid = self._node(node), gpu.uuid.lower()
         if over:
             del known.gpus[uuid]
-        why = "; ".join(sorted(event.finding.message for event in gpu.lasting if event.quarantines))
-        if why != known.quarantines.get(uuid, ""):
+        events = [event for event in gpu.lasting if event.quarantines]
+        quarantine = None
+        if events:
+            why = "; ".join(sorted({event.finding.message for event in events}))
+            quarantine = Quarantine(why, min(event.started_at for event in events))
+        if quarantine != known.quarantines.get(uuid):
             self.requarantined.add(node)
-            if why:
-                known.quarantines[uuid] = why
-            else:
+            if quarantine is None:
                 del known.quarantines[uuid]
+            else:
+                known.quarantines[uuid] = quarantine

@@ -5,14 +5,14 @@ from collections.abc import AsyncGenerator, Sequence
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.names import GPU, NODE, parse
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.paging import page
-from gpuscale.monitor.wire.dates import Dates
-from gpuscale.monitor.model.health import Event, HealthCheck
+from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.health.translate import to_event
 from gpuscale.monitor.health.watching import HealthWatch
-from gpuscale.monitor.fleet.directory import Directory
+from gpuscale.monitor.model.health import Event, HealthCheck
+from gpuscale.monitor.wire.dates import Dates
 
 EVENTS_PER_MESSAGE = 500
 

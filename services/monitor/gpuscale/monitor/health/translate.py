@@ -1,9 +1,11 @@
-"""From health events to the messages of the contract."""
+"""From health events and quarantines to the messages of the contract."""
+
+from collections.abc import Mapping
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.names import gpu_name
+from gpuscale.monitor.model.health import Event, Quarantine
 from gpuscale.monitor.wire.dates import Dates
-from gpuscale.monitor.model.health import Event
 
 
 def to_event(event: Event, dates: Dates) -> monitor_api.HealthEvent:
@@ -27,3 +29,11 @@ def to_event(event: Event, dates: Dates) -> monitor_api.HealthEvent:
         count=event.count,
         cleared=event.cleared,
     )
+
+
+def to_quarantines(found: Mapping[str, Quarantine], dates: Dates) -> dict[str, monitor_api.Quarantine]:
+    """Quarantines as messages, by UUID in lower case."""
+    return {
+        uuid: monitor_api.Quarantine(uuid=uuid, reason=one.reason, start_time=dates.timestamp(one.since))
+        for uuid, one in found.items()
+    }

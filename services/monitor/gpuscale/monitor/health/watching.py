@@ -10,8 +10,10 @@ from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.watch import Watchers
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.facts import WATCHED_FIELDS, facts_of, looks_well
-from gpuscale.monitor.model.health import Event, GpuFacts, HealthSeverity
 from gpuscale.monitor.health.register import HealthRegister
+from gpuscale.monitor.health.translate import to_quarantines
+from gpuscale.monitor.model.health import Event, GpuFacts, HealthSeverity
+from gpuscale.monitor.wire.dates import Dates
 from gpuscale.monitor.wire.merging import Change, Picture
 
 EVERY_SECONDS = 30.0
@@ -49,7 +51,8 @@ class HealthWatch:
         register = self.register
         if change is None:
             snapshot = picture.snapshot
-            register.shown(node, snapshot.host.boot_id, {gpu.uuid.lower() for gpu in snapshot.gpus}, now)
+            uuids = {gpu.uuid.lower() for gpu in snapshot.gpus}
+            register.shown(node, snapshot.host.boot_id, uuids, now, snapshot.gpu_problem)
         eventful = register.eventful(node)
         every = now >= self._turns.get(node, float("-inf"))
         if not (every or eventful or change is None or change.touches(WATCHED_FIELDS)):
@@ -106,8 +109,9 @@ class HealthWatch:
                 _note(register.events.get(key))
         if register.requarantined:
             requarantined, register.requarantined = register.requarantined, set()
+            dates = Dates.of(self._clock)
             for node in requarantined:
-                self._nodes.quarantine(node, register.quarantines(node))
+                self._nodes.quarantine(node, to_quarantines(register.quarantines(node), dates))
 
 
 def _note(event: Event | None) -> None:

@@ -1,10 +1,11 @@
 """The histories of all nodes and GPUs, within a budget of memory. Pure: times are arguments."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric, Sample
 from gpuscale.monitor.history.ring import Rows
-from gpuscale.monitor.history.series import Series, Tier, most_bytes
+from gpuscale.monitor.history.series import Series, Tier, most_bytes, shorter
+from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric, Sample
 
 LOOK_FOR_ENDED_SECONDS = 60.0
 DEFAULT_TIERS = (Tier(1.0, 600.0), Tier(10.0, 6 * 3600.0), Tier(60.0, 7 * 86400.0))
@@ -19,33 +20,39 @@ def metrics_of(key: str) -> Sequence[Metric]:
 class History:
     """Series by key: the name of a node, or the UUID of a GPU in lower case.
 
-    A series that there is no memory for is not begun, so that what is kept of the others stays whole. Nobody's history
-    is kept beyond the longest retention after its last sample.
+    Where there is no memory for one more, the tiers of all are shortened, the finest first, so that something is kept of
+    each; a series is not begun only where that is not enough. Nobody's history is kept beyond the longest retention after
+    its last sample.
 
     Attributes:
-        tiers: from the finest to the coarsest.
+        tiers: from the finest to the coarsest, as they were asked for.
+        kept: the same as they are kept, which may be shorter.
     """
 
     def __init__(self, tiers: Sequence[Tier], budget_bytes: int) -> None:
-        self.tiers = tiers
+        self.tiers = self.kept = tiers
+        self._shorter = shorter(tiers)
         self._budget = budget_bytes
-        self._used = 0
-        self._size_of_gpu = most_bytes(len(GPU_METRICS), tiers)
-        self._series: dict[str, tuple[Series, int]] = {}
+        self._series: dict[str, Series] = {}
+        self._widths: Counter[int] = Counter()
         self._looked_at = float("-inf")
 
     def __len__(self) -> int:
         return len(self._series)
 
     @property
-    def has_room(self) -> bool:
-        """Whether there is memory for one more GPU."""
-        return self._used + self._size_of_gpu <= self._budget
-
-    @property
     def used_bytes(self) -> int:
         """The most memory that the series which are kept can come to."""
-        return self._used
+        return sum(count * most_bytes(width, self.kept) for width, count in self._widths.items())
+
+    def make_room(self, width: int = len(GPU_METRICS)) -> bool:
+        """Shorten tiers until there is memory for one more series of so many metrics; whether there is."""
+        while self.used_bytes + most_bytes(width, self.kept) > self._budget:
+            tiers = next(self._shorter, None)
+            if tiers is None:
+                return False
+            self.kept = tiers
+        return True
 
     def add_node(self, key: str, at: float, sample: Sample) -> None:
         """Take in what was read of a node, in the order of `NODE_METRICS`."""
@@ -58,39 +65,41 @@ class History:
     def get(self, key: str) -> Series | None:
         """The series of a key; None where none is kept."""
         found = self._series.get(key)
-        return found[0] if found else None
+        if found is not None:
+            found.shorten(self.kept)
+        return found
 
     def all(self) -> Iterator[tuple[str, Series]]:
         """Every key and its series, as of now."""
-        return ((key, series) for key, (series, _) in list(self._series.items()))
+        return iter(list(self._series.items()))
 
     def restore(self, key: str, rows: Rows) -> bool:
         """Begin a series with buckets of the coarsest tier that a run before kept; whether there was memory for it."""
-        metrics = metrics_of(key)
-        size = most_bytes(len(metrics), self.tiers)
-        if self._used + size > self._budget:
-            return False
-        series = Series(len(metrics), self.tiers)
-        series.restore(rows)
-        self._series[key] = series, size
-        self._used += size
-        return True
+        series = self._begin(key, metrics_of(key))
+        if series is not None:
+            series.restore(rows)
+        return series is not None
 
     def restore_finer(self, key: str, rows: Rows) -> None:
         """Add buckets of the tier before the coarsest to a series that was restored."""
         found = self._series.get(key)
         if found is not None:
-            found[0].restore_finer(rows)
+            found.shorten(self.kept)
+            found.restore_finer(rows)
 
     def _add(self, key: str, at: float, sample: Sample, metrics: Sequence[Metric]) -> None:
-        found = self._series.get(key)
-        if found is None:
-            size = most_bytes(len(metrics), self.tiers)
-            if self._used + size > self._budget:
-                return
-            found = self._series[key] = Series(len(metrics), self.tiers), size
-            self._used += size
-        found[0].add(at, sample)
+        found = self._series.get(key) or self._begin(key, metrics)
+        if found is not None:
+            found.shorten(self.kept)
+            found.add(at, sample)
+
+    def _begin(self, key: str, metrics: Sequence[Metric]) -> Series | None:
+        """A new series; None where there is no memory for one."""
+        if not self.make_room(len(metrics)):
+            return None
+        self._widths[len(metrics)] += 1
+        found = self._series[key] = Series(len(metrics), self.kept)
+        return found
 
     def forget_ended(self, now: float) -> None:
         """Forget what got no sample for the longest retention; to be called often, and looks once a minute."""
@@ -98,5 +107,6 @@ class History:
             return
         self._looked_at = now
         oldest = now - self.tiers[-1].retention
-        for key in [key for key, (series, _) in self._series.items() if series.newest() < oldest]:
-            self._used -= self._series.pop(key)[1]
+        for key in [key for key, series in self._series.items() if series.newest() < oldest]:
+            del self._series[key]
+            self._widths[len(metrics_of(key))] -= 1

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
 
-from gpuscale.monitor.model.metrics import Stats, Tally
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.history.series import Tier
+from gpuscale.monitor.model.metrics import Stats, Tally
 
 SECONDS_PER_HOUR = 3600.0
+LEAST_TREND_SECONDS = 300.0
+"""What less time has shown says nothing of an hour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Figures of one metric over a span, and how much it grows in an hour; None where all samples are of one step."""
+    """Figures of one metric over a span, and how much it grows in an hour; None where the samples reach over less than 5 min."""
 
     stats: Stats
     slope_per_hour: float | None
@@ -64,7 +66,7 @@ def trend(points: Sequence[Point]) -> Trend | None:
         return None
     middle = sum(point.start * point.samples for point in points) / stats.count
     spreading = sum(point.samples * (point.start - middle) ** 2 for point in points)
-    if spreading == 0.0:
+    if spreading == 0.0 or points[-1].start - points[0].start < LEAST_TREND_SECONDS:
         return Trend(stats, None)
     moving = sum(point.samples * (point.start - middle) * (point.mean - stats.mean) for point in points)
     return Trend(stats, moving / spreading * SECONDS_PER_HOUR)

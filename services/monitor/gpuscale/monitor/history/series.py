@@ -8,13 +8,13 @@ of the last one are put together there, and so on. So every sample is kept once 
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, isnan
 
-from gpuscale.monitor.model.metrics import ABSENT, Sample, Stats, Tally
 from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, Rows
+from gpuscale.monitor.model.metrics import ABSENT, Sample, Stats, Tally
 
 BYTES_OF_NUMBER = 4
 BYTES_OF_METRIC = 3 * 4 + 2
@@ -24,6 +24,8 @@ _ARRAY_SLACK = 1.125
 _MOST_WAITING = 16
 """So many samples wait before they are put into the rings."""
 
+LEAST_RETENTION_SECONDS = 3_600.0
+"""However many GPUs share the memory, the coarsest tier reaches back so far."""
 _ALL = -(2**31)
 """Number of a bucket that none is before."""
 _NOTHING = Stats(ABSENT, ABSENT, ABSENT, 0)
@@ -47,6 +49,23 @@ def most_bytes(width: int, tiers: Sequence[Tier]) -> int:
     row = BYTES_OF_NUMBER + width * BYTES_OF_METRIC
     waiting = _MOST_WAITING * BYTES_OF_NUMBER * (1 + width)
     return ceil((sum(tier.capacity for tier in tiers) * row + waiting) * _ARRAY_SLACK)
+
+
+def shorter(tiers: Sequence[Tier]) -> Iterator[Sequence[Tier]]:
+    """Tiers with less and less retention.
+
+    One after the other is given up but for what the next needs, the finest first; then the coarsest loses a quarter again
+    and again, down to LEAST_RETENTION_SECONDS.
+    """
+    found = list(tiers)
+    for index, coarser in enumerate(found[1:]):
+        tier = found[index]
+        found[index] = replace(tier, retention=min(tier.retention, 2 * coarser.step))
+        yield tuple(found)
+    while found[-1].retention > LEAST_RETENTION_SECONDS:
+        retention = max(found[-1].retention * 0.75, LEAST_RETENTION_SECONDS)
+        found[-1] = replace(found[-1], retention=retention)
+        yield tuple(found)
 
 
 class Series:
@@ -79,6 +98,17 @@ class Series:
         self._values.extend(sample)
         if len(self._numbers) >= _MOST_WAITING:
             self._settle()
+
+    def shorten(self, tiers: Sequence[Tier]) -> None:
+        """Keep no more than these tiers do: the same ones, with less retention."""
+        if tiers is self._tiers:
+            return
+        self._settle()
+        self._tiers = tiers
+        for place, tier in enumerate(tiers):
+            rows = self._rings[place].rows(_ALL)
+            self._rings[place] = Ring(self._width, tier.capacity)
+            self._rings[place].restore(rows)
 
     def newest(self) -> float:
         """Begin of the open bucket."""

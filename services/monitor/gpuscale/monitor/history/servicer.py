@@ -8,15 +8,15 @@ from math import inf, nextafter
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.wire import optional_seconds, seconds, to_duration
-from gpuscale.monitor.wire.dates import Dates
+from gpuscale.monitor.fleet.directory import Directory, Subject
 from gpuscale.monitor.history.history import History
-from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric
 from gpuscale.monitor.history.query import plan, spread, trend
 from gpuscale.monitor.history.ring import Point
-from gpuscale.monitor.fleet.directory import Directory, Subject
+from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric
+from gpuscale.monitor.wire.dates import Dates
 from gpuscale.monitor.wire.recordings import to_stats
 
 DEFAULT_SPAN_SECONDS = 600.0
@@ -52,12 +52,12 @@ class HistoryServicer(monitor_api.HistoryServiceServicer):
         count = sum(len(_metrics(subject, request.metrics)) for subject in subjects)
         most = MOST_POINTS // max(count, 1)
         step = optional_seconds(request, "step") or 0.0
-        planned = plan(self._history.tiers, span.end - span.start, dates.now - span.start, step, most)
+        planned = plan(self._history.kept, span.end - span.start, dates.now - span.start, step, most)
         response = monitor_api.QueryHistoryResponse(
             step=to_duration(planned.step),
             start_time=dates.timestamp(span.start),
             end_time=dates.timestamp(span.end),
-            not_kept=[subject.name for subject in subjects if self._history.get(subject.key) is None],
+            not_kept=self._not_kept(subjects),
         )
         oldest = self._oldest(subjects)
         if oldest is not None:
@@ -80,9 +80,11 @@ class HistoryServicer(monitor_api.HistoryServiceServicer):
         dates = Dates.of(self._clock)
         span = _span(request, dates)
         subjects = self._directory.subjects(request.names, request.uuids)
-        planned = plan(self._history.tiers, span.end - span.start, dates.now - span.start, 0.0, MOST_POINTS)
+        planned = plan(self._history.kept, span.end - span.start, dates.now - span.start, 0.0, MOST_POINTS)
         response = monitor_api.QueryTrendsResponse(
-            start_time=dates.timestamp(span.start), end_time=dates.timestamp(span.end)
+            start_time=dates.timestamp(span.start),
+            end_time=dates.timestamp(span.end),
+            not_kept=self._not_kept(subjects),
         )
         async for subject, metric, points in self._points(subjects, request.metrics, planned.tier, span):
             found = trend(points)
@@ -94,6 +96,9 @@ class HistoryServicer(monitor_api.HistoryServiceServicer):
                     slope_per_hour=found.slope_per_hour,
                 )
         return response
+
+    def _not_kept(self, subjects: Sequence[Subject]) -> list[str]:
+        return [subject.name for subject in subjects if self._history.get(subject.key) is None]
 
     def _oldest(self, subjects: Sequence[Subject]) -> float | None:
         """When the oldest sample was read that is kept of any of them."""

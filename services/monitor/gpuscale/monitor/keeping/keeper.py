@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
 
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.monitor.health.events import Events

@@ -19,6 +19,7 @@ class HealthCheck(Enum):
     PCIE_REPLAY = 10
     NVLINK_DOWN = 11
     COLLECTION_STALE = 12
+    GPUS_UNREADABLE = 13
 
 
 class HealthSeverity(Enum):
@@ -68,6 +69,14 @@ class GpuFacts:
     throttle_reason_mask: int | None = None
     pcie_replays: int | None = None
     nvlinks_active: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Why no work should be placed on a GPU, and since when, in seconds of the fleet's clock."""
+
+    reason: str
+    since: float
 
 
 @dataclass(slots=True)

@@ -74,14 +74,24 @@ class ProcessKey:
 class GpuProcess:
     """A process that holds memory of a GPU; None where the driver or the system does not tell.
 
-    `lineage` is the process and those that it descends from, nearest first; empty where the agent cannot see them.
+    Attributes:
+        reservation: `reservations/{reservation}`; None of one that belongs to none.
+        lineage: the process and those that it descends from, nearest first; empty where the agent cannot see them.
+        holder_unknown: whether it cannot be told whose it is.
+        container: the container or pod that it runs in, as its cgroup names it; empty where it runs in none.
+        mark: the reservation that its environment names, where anybody may write one.
+        user: number of the Unix user.
     """
 
     pid: int
     memory_used_bytes: int | None = None
     command: str | None = None
-    fence: int | None = None
+    reservation: str | None = None
     lineage: tuple[ProcessKey, ...] = ()
+    holder_unknown: bool = False
+    container: str = ""
+    mark: str = ""
+    user: int | None = None
 
 
 class GpuReading(NamedTuple):
@@ -195,6 +205,21 @@ class GpuIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class MissingGpu:
+    """A GPU that the driver lists but cannot identify, or that is on the bus and not listed.
+
+    Attributes:
+        index: in the driver's order, or after all that it lists.
+        pci_bus_id: empty where that is not known.
+        problem: what the driver said.
+    """
+
+    index: int
+    pci_bus_id: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class GpuSample:
     """What one tick read of a GPU: whether it answers, and the reading.
 
@@ -252,15 +277,22 @@ class GpuEvent:
     seen_time: datetime
 
 
+class Quarantine(NamedTuple):
+    """Why no new work should be placed on a GPU, and since when."""
+
+    reason: str
+    since: datetime
+
+
 @dataclass(frozen=True, slots=True)
 class GpuView:
-    """A GPU as a snapshot shows it; `read_at` is None when it was never read."""
+    """A GPU as a snapshot shows it; `read_at` is None when it was never read, `quarantine` when all is well."""
 
     identity: GpuIdentity
     state: GpuState
     reading: GpuReading
     read_at: float | None
-    quarantine: str = ""
+    quarantine: Quarantine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +301,14 @@ class HostIdentity:
 
     Attributes:
         process_ids_foreign: whether the driver's process ids are not those that the agent sees.
+        network_namespace: number of the agent's network namespace; 0 where it is not known.
     """
 
     hostname: str
     operating_system: str
     boot_id: str
     process_ids_foreign: bool = False
+    network_namespace: int = 0
 
 
 class HostReading(NamedTuple):
@@ -318,13 +352,14 @@ class Inventory:
     """What a GPU source found when it was opened.
 
     `problem` names what is amiss although the source is open, such as one GPU that cannot be identified; `has_events`
-    says whether events can be waited for.
+    says whether events can be waited for; `missing` are GPUs that are there, but cannot be identified.
     """
 
     gpus: Sequence[GpuIdentity]
     driver_version: str = ""
     problem: str = ""
     has_events: bool = False
+    missing: tuple[MissingGpu, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,6 @@ class Figures:
 
 
 _NONE = [Tally() for _ in GPU_METRICS]
-_NOTHING = Figures()
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +78,7 @@ class RecordedGpu:
     """
 
     target: Target
-    own: Figures = field(default_factory=lambda: _NOTHING)
+    own: Figures = field(default_factory=Figures)
     span: "Span | None" = None
     until: float = NEVER
 

@@ -18,8 +18,8 @@ from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Metric, Sample
-from gpuscale.monitor.wire.merging import Change, Numbers, Picture
 from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.wire.merging import Change, Numbers, Picture
 
 NEW_AFTER_PERIODS = 0.25
 _HUNDRED = 100.0
@@ -107,9 +107,9 @@ class SampleObserver:
 
     def observe(self, node: str, picture: Picture, now: float, change: Change | None) -> None:
         """Take in the new readings of a snapshot. `change`: what changed; None for a whole snapshot."""
-        if self._history.has_room:
+        if node in self._kept or self._history.make_room():
             self._kept.add(node)
-        elif node not in self._kept and node not in self._recordings.nodes:
+        elif node not in self._recordings.nodes:
             self._gpus.pop(node, None)
             self._hosts.pop(node, None)
             return

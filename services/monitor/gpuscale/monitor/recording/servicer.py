@@ -8,15 +8,16 @@ from itertools import accumulate
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import parse
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.paging import page
+from gpuscale.common.runtime.uninterrupted import uninterrupted
 from gpuscale.common.wire import fingerprint, optional_seconds
-from gpuscale.monitor.wire.dates import Dates
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.model.recordings import Order, Recording
 from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.wire.dates import Dates
 from gpuscale.monitor.wire.recordings import to_recording
 
 DEFAULT_INTERVAL_SECONDS = 1.0
@@ -42,6 +43,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
         self._directory = directory
         self._clock = clock
 
+    @uninterrupted
     async def StartRecording(
         self,
         request: monitor_api.StartRecordingRequest,
@@ -55,6 +57,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
         await self._keep(recording.order.id)
         return monitor_api.StartRecordingResponse(recording=await to_recording(recording, dates))
 
+    @uninterrupted
     async def StopRecording(
         self,
         request: monitor_api.StopRecordingRequest,
@@ -95,6 +98,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
             recordings=[await to_recording(recording, dates) for recording in found], next_page_token=token
         )
 
+    @uninterrupted
     async def DeleteRecording(
         self,
         request: monitor_api.DeleteRecordingRequest,

@@ -104,13 +104,15 @@ class Picture:
     change brings anew until somebody looks: of thousands of nodes, few are looked at each second.
 
     Attributes:
+        boot_id: of the host.
         uuids: of the GPUs, in lower case.
         period: how often the agent takes a snapshot, in seconds.
     """
 
-    __slots__ = ("_columns", "_encoded", "_host", "_open", "_stamp", "_totals", "period", "uuids")
+    __slots__ = ("_columns", "_encoded", "_host", "_open", "_stamp", "_totals", "boot_id", "period", "uuids")
 
     def __init__(self, snapshot: types_api.Snapshot) -> None:
+        self.boot_id = snapshot.host.boot_id
         self.uuids = tuple([gpu.uuid.lower() for gpu in snapshot.gpus])
         self.period = seconds(snapshot.period)
         self._encoded = snapshot.SerializeToString()
@@ -229,6 +231,9 @@ def _merge_gpu(change: monitor_api.GpuDelta, gpu: types_api.Gpu) -> None:
         gpu.state = change.state
     if change.HasField("quarantine"):
         gpu.quarantine = change.quarantine
+        gpu.quarantine_time.CopyFrom(change.quarantine_time)
+        if not change.quarantine:
+            gpu.ClearField("quarantine_time")
     _clear(gpu.reading, _GPU_FIELDS, change.cleared_fields)
     gpu.reading.MergeFrom(change.reading)
 

@@ -4,9 +4,9 @@ import asyncio
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.wire.dates import Dates
 from gpuscale.monitor.model.metrics import Metric, Stats
 from gpuscale.monitor.model.recordings import RecordedGpu, Recording
+from gpuscale.monitor.wire.dates import Dates
 
 GPUS_AT_ONCE = 64
 """So many GPUs are written into a message before other work gets its turn."""

@@ -69,6 +69,7 @@ async def open_engine_adapter(
         max_replicas=settings.max_replicas,
         version=version("gpuscale"),
         capabilities=capabilities,
+        workers={name: one.to_wire() for name, one in settings.workers.items()},
     )
     why = partial(settings.why_unavailable, settings.autoscaler_address)
     connection = AutoscalerConnection(autoscaler, register, crew, changed, why)

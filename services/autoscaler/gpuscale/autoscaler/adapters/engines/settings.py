@@ -6,8 +6,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from gpuscale.common.names import is_id, to_id
+from gpuscale.autoscaler.adapters.settings import WorkersSettings
 from gpuscale.common.config.settings import ProgramSettings, UpstreamSettings
+from gpuscale.common.names import is_id, to_id
 
 
 class EngineAdapterSettings(UpstreamSettings, ProgramSettings):
@@ -21,6 +22,10 @@ class EngineAdapterSettings(UpstreamSettings, ProgramSettings):
     )
     data_dir: Path = Field(description="directory of what it started; one adapter each")
     max_replicas: int = Field(0, ge=0, le=100_000, description="most replicas to run; 0 for no limit")
+    workers: dict[str, WorkersSettings] = Field(
+        default_factory=dict[str, WorkersSettings],
+        description="what the workers of a command template can do, by the name of the template",
+    )
 
     @model_validator(mode="after")
     def _check_adapter(self) -> Self:

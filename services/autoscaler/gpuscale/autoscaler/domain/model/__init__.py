@@ -5,10 +5,24 @@ boot); moments that are shown to people are aware `datetime`s. `None` means "not
 reading: neither is ever zero.
 """
 
+from gpuscale.autoscaler.domain.model.capabilities import (
+    ANY,
+    NO_GROUP,
+    NO_SETS,
+    Amounts,
+    GroupOfReplica,
+    SetState,
+    TaskDemand,
+    TaskReport,
+    WorkerGroup,
+    covers,
+    in_words,
+)
 from gpuscale.autoscaler.domain.model.decisions import (
     Code,
     Decision,
     Evaluation,
+    SetCount,
     Stage,
     Step,
 )
@@ -29,6 +43,7 @@ from gpuscale.autoscaler.domain.model.signals import (
     ReplicaSignal,
     Signal,
     Source,
+    TaskSignal,
     WaitingSignal,
 )
 from gpuscale.autoscaler.domain.model.spec import (
@@ -36,19 +51,26 @@ from gpuscale.autoscaler.domain.model.spec import (
     DEFAULT_LEASE_TTL,
     DEFAULT_TICK,
     AdapterTier,
+    CapabilitySet,
     Endpoint,
     EndpointSpec,
     GpuGate,
     ReplicaTemplate,
+    ScaleInOrder,
 )
 
 __all__ = [
+    "ANY",
     "ASKS_FOR_ROOM",
     "DEFAULT_LAST_TTL",
     "DEFAULT_LEASE_TTL",
     "DEFAULT_MAX_AGE",
     "DEFAULT_TICK",
+    "NO_GROUP",
+    "NO_SETS",
     "AdapterTier",
+    "Amounts",
+    "CapabilitySet",
     "Code",
     "Decision",
     "Endpoint",
@@ -56,6 +78,7 @@ __all__ = [
     "Evaluation",
     "GpuGate",
     "GpuSignal",
+    "GroupOfReplica",
     "HostSignal",
     "Observation",
     "ObservationStatus",
@@ -66,9 +89,18 @@ __all__ = [
     "QueueSignal",
     "ReplicaSignal",
     "ReplicaTemplate",
+    "ScaleInOrder",
+    "SetCount",
+    "SetState",
     "Signal",
     "Source",
     "Stage",
     "Step",
+    "TaskDemand",
+    "TaskReport",
+    "TaskSignal",
     "WaitingSignal",
+    "WorkerGroup",
+    "covers",
+    "in_words",
 ]

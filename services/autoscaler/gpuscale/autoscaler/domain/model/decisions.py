@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import NamedTuple
 
 from gpuscale.autoscaler.domain.model.observations import Observation
 
@@ -50,6 +52,7 @@ class Code(StrEnum):
     NO_CHANGE = "NO_CHANGE"
     PAUSED = "PAUSED"
     REPLICAS_UNKNOWN = "REPLICAS_UNKNOWN"
+    NO_CAPABLE_SET = "NO_CAPABLE_SET"
     # Stage.SPARES
     WARM_SPARES = "WARM_SPARES"
     # Stage.PACE
@@ -90,7 +93,7 @@ class Code(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a decision: what it made of the count, and why."""
+    """One step of a decision: what it made of the count, of all replicas or of one capability set, and why."""
 
     stage: Stage
     code: Code
@@ -98,6 +101,14 @@ class Step:
     after: int
     text: str
     rule: str = ""
+    capability_set: str = ""
+
+
+class SetCount(NamedTuple):
+    """Groups of a capability set that are aimed at, before and after."""
+
+    before: int
+    wanted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +117,7 @@ class Evaluation:
 
     `effective` names the rules whose change took effect: their cooldown starts, and is saved with the new count.
     `limited_by` is the code of what held the count back; None where nothing did. `asked` is what the rules came to,
-    before pace and bounds.
+    before pace and bounds. `sets`: what becomes of each capability set, by its id.
     """
 
     before: int
@@ -116,6 +127,7 @@ class Evaluation:
     effective: frozenset[str] = frozenset()
     limited_by: Code | None = None
     asked: int | None = None
+    sets: Mapping[str, SetCount] = field(default_factory=dict[str, SetCount])
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +143,4 @@ class Decision:
     steps: tuple[Step, ...]
     limited_by: Code | None
     summary: str
+    sets: Mapping[str, SetCount] = field(default_factory=dict[str, SetCount])

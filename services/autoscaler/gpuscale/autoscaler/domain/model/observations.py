@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from gpuscale.autoscaler.domain.model.capabilities import TaskReport
 from gpuscale.autoscaler.domain.series import Aggregation
 
 
@@ -23,7 +24,7 @@ class Observation:
 
     `proven_empty`: a fresh reading shows that no work is left, waiting or in hand. `ignored`: it cannot be had, and is to
     be left out then. `silent_count`: sources, such as replicas, that said nothing and are not to be left out;
-    `told_count`: those that did. `across`: how their values became one.
+    `told_count`: those that did. `across`: how their values became one. `tasks`: of a signal of tasks, what they need.
     """
 
     signal: str
@@ -36,6 +37,7 @@ class Observation:
     silent_count: int = 0
     told_count: int = 0
     across: Aggregation = Aggregation.AVG
+    tasks: TaskReport | None = None
 
     def with_silent_at(self, value: float) -> float:
         """What it would show if the silent ones said `value`; of a 95th percentile, the most that could be."""

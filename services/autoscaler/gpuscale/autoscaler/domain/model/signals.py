@@ -85,8 +85,20 @@ class WaitingSignal:
     tenant: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class TaskSignal:
+    """Tasks that were reported for the endpoint, by the capabilities that they need."""
+
+
 Source = (
-    QueueSignal | GpuSignal | HostSignal | PushedSignal | ReplicaSignal | PrometheusSignal | WaitingSignal
+    QueueSignal
+    | GpuSignal
+    | HostSignal
+    | PushedSignal
+    | ReplicaSignal
+    | PrometheusSignal
+    | WaitingSignal
+    | TaskSignal
 )
 
 
@@ -103,6 +115,12 @@ class Signal:
     on_missing: OnMissing = OnMissing.HOLD
     last_ttl: float = DEFAULT_LAST_TTL
     activation_threshold: float = 0.0
+    counts_work: bool = False
+
+    @property
+    def proves(self) -> bool:
+        """Whether the last replica goes only while it is freshly 0."""
+        return self.counts_work or isinstance(self.source, QueueSignal | TaskSignal)
 
     @property
     def oldest(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gpuscale.autoscaler.model import Code, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.model import Code, Observation, ObservationStatus
 from gpuscale.autoscaler.domain.policies import steps, targets, times
 from gpuscale.autoscaler.domain.policies.drain import drain
 from gpuscale.autoscaler.domain.policies.formula import formula
@@ -51,20 +51,29 @@ def apply_rule(rule: Rule, inputs: Inputs) -> RuleOutcome:
     A rule whose signal is unknown holds. So does a rule that wants more but rests: what is short of replicas is not
     scaled in.
     """
+    held = unread(rule, inputs)
+    if held is not None:
+        return held
+    seen = inputs.observations.get(rule.signal)
+    value = seen.value if seen is not None and seen.value is not None else 0.0
+    proposal = mind_silence(rule, _propose(rule, value, inputs), inputs)
+    return replace(judged(rule, proposal, inputs), floor=proposal.floor, burst=proposal.burst)
+
+
+def unread(rule: Rule, inputs: Inputs) -> RuleOutcome | None:
+    """Why a rule is not read: it is disabled, or its signal is unknown; None where it is."""
     before = inputs.before
     if rule.disabled:
         return outcome(rule, Vote.NONE, Code.DISABLED, before, before, "the rule is disabled")
+    if isinstance(rule.kind, WITHOUT_SIGNAL):
+        return None
     seen = inputs.observations.get(rule.signal)
-    if not isinstance(rule.kind, WITHOUT_SIGNAL):
-        if seen is not None and seen.ignored:
-            text = f"{rule.signal}: {seen.detail or 'no value'}; it is to be left out then"
-            return outcome(rule, Vote.NONE, Code.SIGNAL_IGNORED, before, before, text)
-        if seen is None or seen.value is None or seen.status is not ObservationStatus.OK:
-            return _unknown(rule, before, seen)
-    value = seen.value if seen is not None and seen.value is not None else 0.0
-    proposal = mind_silence(rule, _propose(rule, value, inputs), inputs)
-    judged = _judge(rule, proposal, inputs)
-    return replace(judged, floor=proposal.floor, burst=proposal.burst)
+    if seen is not None and seen.ignored:
+        text = f"{rule.signal}: {seen.detail or 'no value'}; it is to be left out then"
+        return outcome(rule, Vote.NONE, Code.SIGNAL_IGNORED, before, before, text)
+    if seen is None or seen.value is None or seen.status is not ObservationStatus.OK:
+        return _unknown(rule, before, seen)
+    return None
 
 
 def _propose(rule: Rule, value: float, inputs: Inputs) -> Proposal:
@@ -94,7 +103,7 @@ def _unknown(rule: Rule, before: int, seen: Observation | None) -> RuleOutcome:
     return outcome(rule, Vote.HOLD, code, before, before, f"{rule.signal}: {detail}", limited=True)
 
 
-def _judge(rule: Rule, proposal: Proposal, inputs: Inputs) -> RuleOutcome:
+def judged(rule: Rule, proposal: Proposal, inputs: Inputs) -> RuleOutcome:
     """The proposal as far as the rule itself lets it pass."""
     before, text = inputs.before, proposal.text
     up = proposal.count > before

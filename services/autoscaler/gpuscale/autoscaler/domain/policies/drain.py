@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuscale.autoscaler.model import Code, ObservationStatus
+from gpuscale.autoscaler.domain.model import Code, ObservationStatus
 from gpuscale.autoscaler.domain.policies.outcome import Inputs, Proposal
 from gpuscale.autoscaler.domain.policies.targets import ceiling
 from gpuscale.autoscaler.domain.rules import DrainRule

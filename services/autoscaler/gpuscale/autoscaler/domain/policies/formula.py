@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from simpleeval import DEFAULT_OPERATORS, InvalidExpression, SimpleEval
 
-from gpuscale.autoscaler.model import Code, ObservationStatus
+from gpuscale.autoscaler.domain.model import Code, ObservationStatus
 from gpuscale.autoscaler.domain.policies.outcome import Inputs, Proposal
 from gpuscale.autoscaler.domain.policies.targets import LARGEST_COUNT, ceiling
 from gpuscale.autoscaler.domain.rules import FormulaRule
@@ -85,7 +85,7 @@ def problem(expression: str) -> str:
         tree = _tree(expression)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return "is no formula"
-    if _depth(tree) > DEEPEST:
+    if _is_deep(tree):
         return f"is nested deeper than {DEEPEST} levels"
     for node in ast.walk(tree):
         if not isinstance(node, _NODES):
@@ -140,5 +140,9 @@ def _evaluate(expression: str, values: Mapping[str, float]) -> float:
     return float(result)
 
 
-def _depth(node: ast.AST) -> int:
-    return 1 + max((_depth(child) for child in ast.iter_child_nodes(node)), default=0)
+def _is_deep(tree: ast.AST) -> bool:
+    """Whether a tree has more levels than are allowed; level by level, as one of many cannot be descended."""
+    level = [tree]
+    for _ in range(DEEPEST):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    return bool(level)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 
-from gpuscale.autoscaler.model import Code, Observation, Stage, Step
+from gpuscale.autoscaler.domain.model import NO_SETS, Code, Observation, SetState, Stage, Step
 from gpuscale.autoscaler.domain.rules import Rule
 from gpuscale.autoscaler.domain.series import Series
 
@@ -43,6 +43,7 @@ class Inputs:
         last_changes: when each rule last changed the count, by id.
         bursts: what panic rules remember, by id.
         startup: seconds that replicas took to get ready lately; None where none has.
+        sets: what is known of each capability set, by id.
         gpu_limit: most replicas that there are GPUs for, those that hold some included; None where nobody knows.
     """
 
@@ -56,6 +57,7 @@ class Inputs:
     bursts: Mapping[str, Burst] = field(default_factory=dict[str, Burst])
     startup: float | None = None
     gpu_limit: int | None = None
+    sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
 
     def history(self, signal: str) -> Series:
         """The series of a signal; an empty one where nothing was seen of it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpuscale.autoscaler.model import Code, Observation
+from gpuscale.autoscaler.domain.model import Code, Observation
 from gpuscale.autoscaler.domain.policies import formula, targets
 from gpuscale.autoscaler.domain.policies.outcome import Inputs, Proposal
 from gpuscale.autoscaler.domain.rules import DrainRule, FormulaRule, Rule, TargetRule

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from gpuscale.autoscaler.model import Code
+from gpuscale.autoscaler.domain.model import Code
 from gpuscale.autoscaler.domain.policies.outcome import Burst, Inputs, Proposal
 from gpuscale.autoscaler.domain.rules import PanicRule, TargetRule, TargetType
 

@@ -18,10 +18,10 @@ from typing import Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from gpuscale.autoscaler.domain.queues import QueueFailure
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import is_id
-from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.secrets import SecretUrl, read_secret
 
 _VARIABLE = re.compile(r"GPUSCALE_BROKER_(?P<name>.+)_(?P<url>(AMQP|MANAGEMENT)_URL(_FILE)?)")
 _PREFIX = "GPUSCALE_BROKER_"
@@ -202,9 +202,9 @@ def _url(where: str, source: Source, environment: Mapping[str, str]) -> SecretUr
 
 def _text(where: str, file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unusable(f"{where}: cannot read its URL from {file}: {type(error).__name__}") from error
+        return read_secret(file, "its URL from")
+    except ValueError as error:
+        raise _unusable(f"{where}: {error}") from None
 
 
 def _check(what: str, url: SecretUrl, schemes: tuple[str, ...]) -> None:

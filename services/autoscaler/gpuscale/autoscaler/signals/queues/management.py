@@ -14,8 +14,8 @@ from urllib.parse import quote
 import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gpuscale.autoscaler.signals.queues.brokers import Broker, VirtualHostError
 from gpuscale.autoscaler.domain.queues import LARGEST_COUNT, QueueFailure, QueueState
+from gpuscale.autoscaler.signals.queues.brokers import Broker, VirtualHostError
 from gpuscale.common.secrets import SecretUrl
 
 TIMEOUT = 5.0

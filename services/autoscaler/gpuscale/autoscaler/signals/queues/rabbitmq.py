@@ -31,8 +31,8 @@ from aiormq.abc import AbstractChannel
 from aiormq.exceptions import ChannelAccessRefused
 from pamqp.common import FieldTable
 
-from gpuscale.autoscaler.signals.queues.brokers import Broker, RetryGate, VirtualHostError
 from gpuscale.autoscaler.domain.queues import Declared, QueueFailure, QueueState
+from gpuscale.autoscaler.signals.queues.brokers import Broker, RetryGate, VirtualHostError
 
 TIMEOUT = 5.0
 # The broker counts as gone after three missed heartbeats, 33 s, where the default would take 183 s.

@@ -8,9 +8,9 @@ import asyncio
 import math
 from collections.abc import Mapping
 
+from gpuscale.autoscaler.domain.queues import QueueFailure, Rates
 from gpuscale.autoscaler.signals.queues.brokers import VirtualHostError
 from gpuscale.autoscaler.signals.queues.management import ManagementClient, Measured
-from gpuscale.autoscaler.domain.queues import QueueFailure, Rates
 from gpuscale.common.runtime.clock import Clock
 
 STATISTICS_PERIOD = 5.0

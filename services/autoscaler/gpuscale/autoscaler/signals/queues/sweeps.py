@@ -8,8 +8,6 @@ watched, and a connection with a channel for each of those.
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from gpuscale.autoscaler.signals.queues.brokers import Broker
-from gpuscale.autoscaler.signals.queues.management import ManagementClient
 from gpuscale.autoscaler.domain.queues import (
     PENDING,
     QueueFailure,
@@ -18,6 +16,8 @@ from gpuscale.autoscaler.domain.queues import (
     failed,
     next_sweep,
 )
+from gpuscale.autoscaler.signals.queues.brokers import Broker
+from gpuscale.autoscaler.signals.queues.management import ManagementClient
 from gpuscale.autoscaler.signals.queues.virtual_hosts import VirtualHostReader
 from gpuscale.common.runtime.clock import Clock
 

@@ -9,8 +9,6 @@ and which queues match a pattern nobody knows.
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from gpuscale.autoscaler.signals.queues.brokers import Broker, RetryGate, VirtualHostError
-from gpuscale.autoscaler.signals.queues.management import Counted, ManagementClient
 from gpuscale.autoscaler.domain.queues import (
     QueueFailure,
     QueueReading,
@@ -21,11 +19,16 @@ from gpuscale.autoscaler.domain.queues import (
     of_totals,
     uncountable,
 )
-from gpuscale.autoscaler.queues.patterns import NamePattern
+from gpuscale.autoscaler.signals.queues.brokers import Broker, RetryGate, VirtualHostError
+from gpuscale.autoscaler.signals.queues.management import Counted, ManagementClient
+from gpuscale.autoscaler.signals.queues.patterns import NamePattern
 from gpuscale.autoscaler.signals.queues.rabbitmq import AmqpSession
 from gpuscale.autoscaler.signals.queues.statistics import QueueStatistics
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
+
+NAMES_AT_ONCE = 100
+"""Names that a thread matches with a pattern before it may be told to stop."""
 
 Publish = Callable[[QueueTarget, QueueReading | QueueFailure], None]
 _Tell = Callable[[str, QueueReading | QueueFailure], None]
@@ -77,9 +80,9 @@ class VirtualHostReader:
             return
         self._say("management", None)
         self._counted = True
-        for target in patterns:
-            publish(target, self._matching(target, totals, observed_at))
         await self._publish_totals(plain, tell, totals, observed_at)
+        for target in patterns:
+            publish(target, await self._matching(target, totals, observed_at))
 
     async def measure(self, rates: bool) -> None:
         """Read the broker's own statistics if it is time; beside `read`. `rates`: whether rates are wanted."""
@@ -95,7 +98,7 @@ class VirtualHostReader:
         """Close its connection."""
         await self._session.close()
 
-    def _matching(
+    async def _matching(
         self, target: QueueTarget, totals: Mapping[str, Counted], observed_at: float
     ) -> QueueReading | QueueFailure:
         """All queues that match a pattern, as one."""
@@ -104,8 +107,12 @@ class VirtualHostReader:
                 self._patterns[target.queue] = NamePattern(target.queue)
             except ValueError as error:  # it was taken by an earlier version
                 return QueueFailure(QueueState.ERROR, f"pattern {target.queue!r} {error}")
+        pattern = self._patterns[target.queue]
+        names = pattern.unknown(totals)
+        for start in range(0, len(names), NAMES_AT_ONCE):  # a thread cannot be stopped: each has little to do
+            await asyncio.to_thread(pattern.learn, names[start : start + NAMES_AT_ONCE])
         readings: list[QueueReading] = []
-        for queue in self._patterns[target.queue].of(totals):
+        for queue in pattern.of(totals):
             ready, unacked = totals[queue].messages_ready, totals[queue].messages_unacknowledged
             if ready is None or unacked is None:
                 return QueueFailure(QueueState.ERROR, f"the broker does not count queue {queue!r} now")

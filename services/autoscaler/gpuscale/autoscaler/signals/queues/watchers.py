@@ -2,13 +2,10 @@
 
 import asyncio
 import hashlib
-import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from uuid import uuid4
 
-from gpuscale.autoscaler.state import watcher_store
-from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings, resolve
 from gpuscale.autoscaler.domain.queues import (
     QueueReading,
     QueueState,
@@ -17,10 +14,11 @@ from gpuscale.autoscaler.domain.queues import (
     WatchSpec,
     combined,
 )
-from gpuscale.autoscaler.queues.patterns import problem as pattern_problem
+from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings, resolve
+from gpuscale.autoscaler.signals.queues.patterns import problem as pattern_problem
 from gpuscale.autoscaler.signals.queues.sweeps import BrokerSweeps
+from gpuscale.autoscaler.state import watcher_store
 from gpuscale.autoscaler.state.watcher_store import StoredWatcher
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -28,9 +26,12 @@ from gpuscale.common.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.names import watcher_name
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.paging import page
+from gpuscale.common.runtime.uninterrupted import uninterrupted
+from gpuscale.common.secrets import environment as own_environment
 from gpuscale.common.store.store import Store
 
 # AMQP carries both names as short strings.
@@ -55,6 +56,7 @@ class QueueWatchers:
         self._stored = {item.watcher.id: item for item in await self._store.read(watcher_store.load)}
         self._watch()
 
+    @uninterrupted
     async def create(
         self, watcher_id: str, spec: WatchSpec, *, request_id: str, validate_only: bool = False
     ) -> Watcher:
@@ -82,6 +84,7 @@ class QueueWatchers:
                 self._watch()
             return watcher
 
+    @uninterrupted
     async def update(
         self, watcher_id: str, spec: WatchSpec, *, etag: str = "", validate_only: bool = False
     ) -> Watcher:
@@ -109,6 +112,7 @@ class QueueWatchers:
             self._watch()
             return watcher
 
+    @uninterrupted
     async def delete(self, watcher_id: str) -> None:
         """Delete a watcher.
 
@@ -212,7 +216,7 @@ async def open_watchers(
     brokers: Mapping[str, BrokerSettings],
     clock: Clock,
     in_use: InUse,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[QueueWatchers]:
     """The stored watchers, watched until the context is left.
 
@@ -221,12 +225,13 @@ async def open_watchers(
         brokers: tables [brokers.NAME] of the configuration.
         clock: what readings are dated by.
         in_use: the names of the endpoints that read a watcher.
-        environment: where GPUSCALE_BROKER_<NAME>_AMQP_URL and the like are looked up.
+        environment: where GPUSCALE_BROKER_<NAME>_AMQP_URL and the like are looked up; None for those of this process.
 
     Raises:
         FailedPreconditionError: a broker is configured wrongly.
     """
-    sweeps = {name: BrokerSweeps(broker, clock) for name, broker in resolve(brokers, environment).items()}
+    found = resolve(brokers, own_environment() if environment is None else environment)
+    sweeps = {name: BrokerSweeps(broker, clock) for name, broker in found.items()}
     watchers = QueueWatchers(store, sweeps, clock, in_use)
     await watchers.load()
     async with TaskScope() as scope:

@@ -17,6 +17,7 @@ from gpuscale.monitor.model.readings import (
     GpuSample,
     GpuState,
     Inventory,
+    MissingGpu,
     ProcessKey,
     ReadingStatus,
     RecoveryAction,
@@ -28,6 +29,8 @@ Json = Any
 _PROCESSES = GpuReading._fields.index("processes")
 _RECOVERY = GpuReading._fields.index("recovery_action")
 _IDENTITY = tuple(field.name for field in fields(GpuIdentity))
+_PROCESS = tuple(field.name for field in fields(GpuProcess))
+_LINEAGE = _PROCESS.index("lineage")
 _NVLINKS = _IDENTITY.index("nvlinks")
 _ABSENT = GpuReading._fields.index("absent")
 
@@ -45,13 +48,20 @@ def decode(data: bytes) -> Json:
 def inventory_out(inventory: Inventory) -> Json:
     """What was found when the source was opened."""
     gpus = [[getattr(gpu, name) for name in _IDENTITY] for gpu in inventory.gpus]
-    return [gpus, inventory.driver_version, inventory.problem, inventory.has_events]
+    return [
+        gpus,
+        inventory.driver_version,
+        inventory.problem,
+        inventory.has_events,
+        [[one.index, one.pci_bus_id, one.problem] for one in inventory.missing],
+    ]
 
 
 def inventory_in(data: Json) -> Inventory:
     """The inventory that went out."""
-    gpus, version, problem, has_events = data
-    return Inventory([_identity(values) for values in gpus], version, problem, has_events)
+    gpus, version, problem, has_events, missing = data
+    lost = tuple(MissingGpu(*values) for values in missing)
+    return Inventory([_identity(values) for values in gpus], version, problem, has_events, lost)
 
 
 def sample_out(sample: GpuSample) -> Json:
@@ -97,10 +107,11 @@ def _identity(values: Json) -> GpuIdentity:
 
 
 def _process_out(process: GpuProcess) -> Json:
-    lineage = [[key.pid, key.started] for key in process.lineage]
-    return [process.pid, process.memory_used_bytes, process.command, process.fence, lineage]
+    values: list[object] = [getattr(process, name) for name in _PROCESS]
+    values[_LINEAGE] = [[key.pid, key.started] for key in process.lineage]
+    return values
 
 
 def _process_in(values: Json) -> GpuProcess:
-    values[-1] = tuple(ProcessKey(pid, started) for pid, started in values[-1])
+    values[_LINEAGE] = tuple(ProcessKey(pid, started) for pid, started in values[_LINEAGE])
     return GpuProcess(*values)

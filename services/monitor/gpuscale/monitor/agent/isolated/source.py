@@ -2,8 +2,8 @@
 
 from gpuscale.monitor.agent.isolated.codec import event_in, inventory_in, sample_in
 from gpuscale.monitor.agent.isolated.process import ChildProcess
-from gpuscale.monitor.model.readings import DriverEvent, GpuSample, Inventory
 from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.model.readings import DriverEvent, GpuSample, Inventory
 
 
 class IsolatedSource:

@@ -3,8 +3,8 @@
 import pynvml
 
 from gpuscale.monitor.agent.asking import Failure
-from gpuscale.monitor.model.readings import GpuState, ReadingStatus
 from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.model.readings import GpuState, ReadingStatus
 
 _NO_DRIVER = frozenset({pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED})
 # Errors that no single GPU causes: NVML itself has to be started again.

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pynvml
 
-from gpuscale.monitor.model.readings import DriverEvent, GpuEventKind
 from gpuscale.monitor.agent.nvml.reading import Device
+from gpuscale.monitor.model.readings import DriverEvent, GpuEventKind
 
 _KINDS = {
     pynvml.nvmlEventTypeXidCriticalError: GpuEventKind.XID,

@@ -7,14 +7,16 @@ is asked: one GPU that answers slowly here delays all of them.
 
 import re
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 
 import pynvml
 
-from gpuscale.monitor.model.readings import GpuIdentity
+from gpuscale.monitor.agent.bus import Bus, find_gpus, pci_address
 from gpuscale.monitor.agent.nvml.errors import raise_if_driver_gone
 from gpuscale.monitor.agent.nvml.reading import Device
+from gpuscale.monitor.model.readings import GpuIdentity, MissingGpu
 
 _MIG_PROFILE = re.compile(r"\bMIG (\S+)$")
 _PROFILE_UNKNOWN = "unknown"
@@ -25,13 +27,13 @@ class Survey:
 
     Attributes:
         devices: what was found, by UUID, in the driver's order.
-        problems: why some GPUs are not among them.
+        missing: those that could not be identified, and those on the bus that the driver does not list.
     """
 
     def __init__(self, sys: Path) -> None:
         self._sys = sys
         self.devices: dict[str, Device] = {}
-        self.problems: list[str] = []
+        self.missing: list[MissingGpu] = []
 
     def look(self) -> None:
         """Find the GPUs.
@@ -45,6 +47,7 @@ class Survey:
             for index in range(pynvml.nvmlDeviceGetCount())
             if (device := self._whole(index)) is not None
         ]
+        self._look_at_bus({device.identity.pci_bus_id for device in whole})
         by_address = {device.identity.pci_bus_id: device.identity.uuid for device in whole}
         for device in whole:
             device.by_address = by_address
@@ -53,7 +56,8 @@ class Survey:
                 self.devices[part.identity.uuid] = part
 
     def _whole(self, index: int) -> Device | None:
-        """The GPU at an index; None, and a problem noted, if it cannot be identified."""
+        """The GPU at an index; None, and noted as missing, if it cannot be identified."""
+        address = ""
         try:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             address = pynvml.nvmlDeviceGetPciInfo(handle).busId
@@ -62,14 +66,32 @@ class Survey:
                 index=index,
                 model=pynvml.nvmlDeviceGetName(handle),
                 pci_bus_id=address,
-                divided=_is_divided(handle),
+                divided=mig_enabled(handle) or False,
                 numa_node=_numa_node(self._sys, address),
             )
         except pynvml.NVMLError as error:
             raise_if_driver_gone(error)
-            self.problems.append(f"GPU {index}: {error}")
+            self.missing.append(MissingGpu(index, address, str(error)))
             return None
         return Device(handle, identity)
+
+    def _look_at_bus(self, known: AbstractSet[str]) -> None:
+        """Find the addresses of GPUs that would not tell theirs, and the GPUs that the driver does not list.
+
+        Both the driver and this list them by their addresses.
+        """
+        bus = Bus(find_gpus(self._sys / "bus/pci/devices"))
+        bus.look()
+        named = {pci_address(one) for one in (*known, *(lost.pci_bus_id for lost in self.missing))}
+        others = sorted(bus.gpus - bus.given_away - named)
+        for place, one in enumerate(self.missing):
+            if not one.pci_bus_id and others:
+                self.missing[place] = replace(one, pci_bus_id=others.pop(0))
+        after = len(known) + len(self.missing)
+        self.missing.extend(
+            MissingGpu(after + number, address, "the driver does not list it")
+            for number, address in enumerate(others)
+        )
 
 
 def mig_parts(parent: Device) -> Iterator[Device]:
@@ -107,12 +129,13 @@ def _gpu_instance_id(handle: pynvml.c_nvmlDevice_t) -> int | None:
         return None
 
 
-def _is_divided(handle: pynvml.c_nvmlDevice_t) -> bool:
+def mig_enabled(handle: pynvml.c_nvmlDevice_t) -> bool | None:
+    """Whether a GPU is divided into MIG instances; None of one that cannot be, or does not tell."""
     try:
         return pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
     except pynvml.NVMLError as error:
         raise_if_driver_gone(error)
-        return False
+        return None
 
 
 def _most_parts(handle: pynvml.c_nvmlDevice_t) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pynvml
 
 from gpuscale.monitor.agent.asking import Asking, Failure
-from gpuscale.monitor.model.readings import GpuProcess, ReadingStatus
 from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.model.readings import GpuProcess, ReadingStatus
 
 _Processes = list[pynvml.nvmlFriendlyObject]
 _ProcessCall = Callable[[pynvml.c_nvmlDevice_t], _Processes]

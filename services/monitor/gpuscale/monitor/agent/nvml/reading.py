@@ -15,11 +15,11 @@ from functools import partial
 import pynvml
 
 from gpuscale.monitor.agent.asking import Asking, Failure, Kept, Unsupported
-from gpuscale.monitor.model.readings import GpuIdentity, GpuProcess, GpuReading, ReadingStatus
 from gpuscale.monitor.agent.nvml.fields import METERS, Values, ask, ask_slow
 from gpuscale.monitor.agent.nvml.links import link_ends
 from gpuscale.monitor.agent.nvml.lists import ask_processes
 from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.model.readings import GpuIdentity, GpuProcess, GpuReading, ReadingStatus
 
 ENGINES_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 5.0
@@ -27,6 +27,7 @@ SLOW_EVERY_SECONDS = 30.0
 # So that, at one tick a second, no two of the tiers fall due in the same tick after the first.
 _FIRST_PROCESSES_SECONDS = 2.0
 _FIRST_SLOW_SECONDS = 28.0
+FIRST_PARTS_SECONDS = 26.0
 
 _MILLI = 1000.0
 _HIGHEST_CELSIUS = 300.0

@@ -7,12 +7,12 @@ from pathlib import Path
 import pynvml
 
 from gpuscale.monitor.agent.asking import Asking
-from gpuscale.monitor.model.readings import DriverEvent, GpuReading, GpuSample, Inventory
 from gpuscale.monitor.agent.nvml.errors import explain, raise_if_driver_gone, source_error
 from gpuscale.monitor.agent.nvml.event_set import EventSet
-from gpuscale.monitor.agent.nvml.inventory import Survey, mig_parts
-from gpuscale.monitor.agent.nvml.reading import SLOW_EVERY_SECONDS, Device, Tick
+from gpuscale.monitor.agent.nvml.inventory import Survey, mig_enabled, mig_parts
+from gpuscale.monitor.agent.nvml.reading import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, Device, Tick
 from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.model.readings import DriverEvent, GpuReading, GpuSample, Inventory, MissingGpu
 
 
 class NvmlSource:
@@ -42,7 +42,7 @@ class NvmlSource:
 
     @property
     def outdated(self) -> bool:
-        """Whether MIG instances came or went since `open`."""
+        """Whether MIG was switched on or off, or instances came or went, since `open`."""
         return self._outdated
 
     def open(self) -> Inventory:
@@ -62,12 +62,13 @@ class NvmlSource:
         self._outdated = False
         self._devices = survey.devices
         self._events = self._listen()
-        problems = survey.problems or ([] if survey.devices else ["no GPU found"])
+        problems = [_missing(one) for one in survey.missing] or ([] if survey.devices else ["no GPU found"])
         return Inventory(
             gpus=[device.identity for device in survey.devices.values()],
             driver_version=version,
             problem=f"NVML: {'; '.join(problems)}" if problems else "",
             has_events=bool(self._events),
+            missing=tuple(survey.missing),
         )
 
     def read(self, uuid: str) -> GpuSample:
@@ -82,7 +83,7 @@ class NvmlSource:
         silence = asking.silence()
         if silence is not None:
             reading = GpuReading.nothing(silence.status, silence.detail)
-        elif device.identity.divided:
+        elif not device.identity.parent_uuid:
             self._look_at_parts(device)
         ends = tuple((device.links or {}).values())
         return GpuSample(asking.state(), reading, ends, asking.calls, asking.refusals)
@@ -128,12 +129,23 @@ class NvmlSource:
             return None
 
     def _look_at_parts(self, parent: Device) -> None:
-        """Now and then, compare the MIG instances of a divided GPU with those that were found."""
+        """Now and then, compare MIG mode and instances of a GPU with what was found.
+
+        A GPU that can be divided is asked again then what it did not support: that may have been while it was divided.
+        """
         uuid, now = parent.identity.uuid, self._now()
-        due = self._parts_until.setdefault(uuid, now + SLOW_EVERY_SECONDS)
+        due = self._parts_until.setdefault(uuid, now + FIRST_PARTS_SECONDS)
         if now < due:
             return
         self._parts_until[uuid] = now + SLOW_EVERY_SECONDS
+        divided = mig_enabled(parent.handle)
+        if divided is None:
+            return
+        parent.unsupported.details.clear()
         known = {one for one, device in self._devices.items() if device.identity.parent_uuid == uuid}
-        if {part.identity.uuid for part in mig_parts(parent)} != known:
+        if divided != parent.identity.divided or {one.identity.uuid for one in mig_parts(parent)} != known:
             self._outdated = True
+
+
+def _missing(gpu: MissingGpu) -> str:
+    return f"GPU {gpu.index}{gpu.pci_bus_id and f' at {gpu.pci_bus_id}'}: {gpu.problem}"

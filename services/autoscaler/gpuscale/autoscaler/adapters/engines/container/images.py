@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import re2
+
 _REFERENCE = re.compile(r"[a-z0-9][A-Za-z0-9._/:@-]{0,511}")
 
 
@@ -26,5 +28,5 @@ def is_allowed(image: str, patterns: Iterable[str]) -> bool:
     return any(_compiled(pattern).fullmatch(image) for pattern in patterns)
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile("[^/]*".join(re.escape(part) for part in pattern.split("*")))
+def _compiled(pattern: str) -> re2.Pattern:
+    return re2.compile("[^/]*".join(re2.escape(part) for part in pattern.split("*")))

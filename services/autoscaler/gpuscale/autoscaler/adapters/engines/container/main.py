@@ -1,7 +1,6 @@
 """`gpuscale-container-adapter`: starts and stops replicas as containers of one node."""
 
 import asyncio
-import os
 import sys
 from contextlib import AsyncExitStack
 
@@ -12,10 +11,11 @@ from gpuscale.autoscaler.adapters.engines.container.engine import open_container
 from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAdapterSettings
 from gpuscale.autoscaler.adapters.engines.container.starting import Shop
 from gpuscale.autoscaler.adapters.engines.program import asked_to_finish, open_engine_adapter
+from gpuscale.common.config.program import run_program
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lock import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.config.program import run_program
+from gpuscale.common.secrets import environment
 
 PROGRAM = "gpuscale-container-adapter"
 DESCRIPTION = "Starts and stops replicas as containers of a Docker-compatible engine."
@@ -54,7 +54,7 @@ async def serve(settings: ContainerAdapterSettings, stop: asyncio.Event) -> None
             shop = Shop(
                 adapter=settings.adapter,
                 templates=templates,
-                environment=os.environ,
+                environment=environment(),
                 logs=settings.logs(),
                 admission=Admission(agent, required=settings.require_admission),
             )

@@ -130,6 +130,8 @@ class ContainerTemplateSettings(BaseModel):
         self.template("")
         if not (self.working_dir + "".join(self.entrypoint)).isprintable():
             raise ValueError("working_dir and entrypoint must be printable")
+        fixed = (one.replace("{", "{{").replace("}", "}}") for one in self.entrypoint)
+        parse_arguments((*fixed, *self.command))  # a script may begin in one and go on in the other
         return self
 
     def template(self, name: str) -> ContainerTemplate:

@@ -151,7 +151,7 @@ class Starter:
         admission, gpu_uuids = self._shop.admission, order.gpu_uuids
         if gpu_uuids and not await self._has_gpus(order, container):
             return NO_GPUS
-        if refusal := await admission.refusal(gpu_uuids, order.fence):
+        if refusal := await admission.refusal(order):
             return refusal
         try:
             await self._api.start(container)
@@ -161,7 +161,7 @@ class Starter:
         if gpu_uuids:
             there = await self._api.inspect(container)
             pid = there.state.pid if there else 0
-            if pid and (refusal := await admission.refusal(gpu_uuids, order.fence, pid)):
+            if pid and (refusal := await admission.refusal(order, pid)):
                 await self._give_up(container, refusal)
         return ""
 

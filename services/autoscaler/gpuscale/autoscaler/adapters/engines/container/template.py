@@ -279,6 +279,7 @@ def _environment(
         "GPUSCALE_FENCE": str(order.fence),
         "GPUSCALE_GPU_UUIDS": ",".join(order.gpu_uuids),
         "GPUSCALE_REPLICA": order.replica,
+        "GPUSCALE_RESERVATION": order.reservation,
     }
     given = [f"{name}={value}" for name, value in values.items()]
     return given if order.gpu_uuids else [*given, NO_GPUS]

@@ -9,11 +9,11 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engines.ecs.request import TaskTemplate
 from gpuscale.autoscaler.adapters.engines.ecs.settings import EcsAdapterSettings
 from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.config.program import run_program
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lock import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.config.program import run_program
 
 PROGRAM = "gpuscale-ecs-adapter"
 DESCRIPTION = "Starts and stops replicas as tasks of Amazon ECS."

@@ -6,8 +6,8 @@ import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import GpuscaleError
-from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.logs import get_logger
 
 TIMEOUT = 3.0
 """Seconds that the ranking may take; a pod without it starts where the cluster's scheduler says."""

@@ -1,7 +1,6 @@
 """`gpuscale-ray-adapter`: keeps replicas in a Ray cluster."""
 
 import asyncio
-import os
 import sys
 from importlib.util import find_spec
 
@@ -10,11 +9,12 @@ from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
 from gpuscale.autoscaler.adapters.engines.ray.driver_process import RayDriver
 from gpuscale.autoscaler.adapters.engines.ray.engine import RayEngine
 from gpuscale.autoscaler.adapters.engines.ray.settings import RayAdapterSettings
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.config.program import run_program
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lock import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.config.program import run_program
+from gpuscale.common.secrets import environment
 
 PROGRAM = "gpuscale-ray-adapter"
 DESCRIPTION = "Keeps replicas as actors in the placement groups of a Ray cluster."
@@ -41,7 +41,7 @@ async def serve(settings: RayAdapterSettings, stop: asyncio.Event) -> None:
             reason="RAY_MISSING",
         )
     driver = RayDriver(settings.address, settings.namespace, settings.adapter)
-    engine = RayEngine(driver, settings.ray_templates, os.environ)
+    engine = RayEngine(driver, settings.ray_templates, environment())
     with DirectoryLock(settings.data_dir):
         try:
             async with (

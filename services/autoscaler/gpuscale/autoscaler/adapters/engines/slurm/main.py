@@ -9,10 +9,11 @@ from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
 from gpuscale.autoscaler.adapters.engines.slurm.commands import HANDED_ON, Commands
 from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmEngine
 from gpuscale.autoscaler.adapters.engines.slurm.settings import SlurmAdapterSettings
+from gpuscale.common.config.program import run_program
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lock import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.config.program import run_program
+from gpuscale.common.secrets import environment
 
 PROGRAM = "gpuscale-slurm-adapter"
 DESCRIPTION = "Submits and cancels replicas as batch jobs of Slurm."
@@ -60,7 +61,7 @@ def slurm_engine(settings: SlurmAdapterSettings) -> SlurmEngine:
         settings.templates(),
         user=os.geteuid(),
         python=settings.python or sys.executable,
-        environment=os.environ,
+        environment=environment(),
         poll=settings.poll_seconds,
     )
 

@@ -1,0 +1,1 @@
+"""A floor of this room."""

@@ -5,10 +5,12 @@ After a restart it is empty: what needs a window holds until the window has fill
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from gpuscale.autoscaler.model import EndpointSpec, Observation, Signal
+from gpuscale.autoscaler.domain.model import EndpointSpec, Observation, ObservationStatus, Signal
 from gpuscale.autoscaler.domain.pace import Memory
 from gpuscale.autoscaler.domain.policies.outcome import Burst
 from gpuscale.autoscaler.domain.policies.times import HOLT_WINDOW
@@ -18,6 +20,9 @@ from gpuscale.autoscaler.domain.signals import Sample, observe
 
 SHORTEST_KEPT = 300.0
 """Seconds of every signal that are kept at least."""
+SAMPLES_KEPT = 1_000
+"""Samples of a signal that are kept to be shown; samples in a row that read the same are one."""
+_STATUSES = tuple(ObservationStatus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +75,58 @@ def _added(series: Series, signal: Signal, sample: Sample | None, keep: float) -
         return series
     value = sample.joined(signal.across)
     return series.added(sample.at, value, keep) if abs(value) <= LARGEST else series
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a signal showed from `first` to `last`, in seconds since 1970; `value` is None where there was none."""
+
+    first: float
+    last: float
+    value: float | None
+    status: ObservationStatus
+
+
+class Samples:
+    """What one signal showed at each evaluation: the last `SAMPLES_KEPT`, at 25 bytes each, for there may be many signals."""
+
+    def __init__(self) -> None:
+        self._first, self._last, self._values = array("d"), array("d"), array("d")
+        self._statuses = array("b")
+
+    def note(self, one: Observation, at: float) -> None:
+        """Add what it shows at `at`, in seconds since 1970."""
+        value = math.nan if one.value is None else one.value
+        status = _STATUSES.index(one.status)
+        if self._last and self._statuses[-1] == status and _same(self._values[-1], value):
+            self._last[-1] = at
+            return
+        if len(self._first) >= SAMPLES_KEPT:
+            for kept in (self._first, self._last, self._values, self._statuses):
+                del kept[0]
+        self._first.append(at)
+        self._last.append(at)
+        self._values.append(value)
+        self._statuses.append(status)
+
+    def __iter__(self) -> Iterator[Shown]:
+        """Oldest first."""
+        for first, last, value, status in zip(
+            self._first, self._last, self._values, self._statuses, strict=True
+        ):
+            yield Shown(first, last, None if math.isnan(value) else value, _STATUSES[status])
+
+
+def noted(
+    samples: Mapping[str, Samples], observations: Iterable[Observation], at: float
+) -> dict[str, Samples]:
+    """The samples of signals by id, with what they show now; signals that are evaluated no more are forgotten."""
+    kept: dict[str, Samples] = {}
+    for one in observations:
+        kept[one.signal] = samples.get(one.signal) or Samples()
+        kept[one.signal].note(one, at)
+    return kept
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

@@ -1,18 +1,21 @@
-"""Doing the same to several things, each for itself: one that fails holds up no other, and the first failure is the exit code.
+"""Doing the same to several things: all are found first, and where one is not, nothing is done to any.
+
+What then fails for one holds up no other, and the first failure is the exit code.
 
 One name gives the object itself as data, several give a list of those that were done.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import typer
 
-from gpuscale.cli.grammar.exit_codes import ExitCode
 from gpuscale.cli.console.faults import report
 from gpuscale.cli.console.output import Format, write_lines
-from gpuscale.cli.console.session import Session
-from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.cli.console.session import NOBODY, Session, note
+from gpuscale.cli.grammar.exit_codes import ExitCode
+from gpuscale.common.errors import GpuscaleError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     M = TypeVar("M", bound=Message)
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Done(NamedTuple):
@@ -44,7 +48,17 @@ def named(name: str, what: str) -> Done:
     return Done(name, f"{name} {what}", {"name": name})
 
 
-def say_each(session: Session, key: str, names: Sequence[str], act: "Callable[[Client, str], Done]") -> None:
+Check = Callable[["Client", str], object]
+"""Raises what stands against doing something to one thing, such as that there is none of that name."""
+
+
+def say_each(
+    session: Session,
+    key: str,
+    names: Sequence[str],
+    act: "Callable[[Client, str], Done]",
+    check: "Check | None" = None,
+) -> None:
     """Do something to each, and say so; lists of data stand under `key`.
 
     Raises:
@@ -60,11 +74,15 @@ def say_each(session: Session, key: str, names: Sequence[str], act: "Callable[[C
         else:
             output.write_data(done[0].data if len(names) == 1 else {key: [one.data for one in done]})
 
-    _each(session, names, act, write)
+    _each(session, names, act, write, check)
 
 
 def show_each(
-    session: Session, view: "View[M]", names: Sequence[str], act: "Callable[[Client, str], M]"
+    session: Session,
+    view: "View[M]",
+    names: Sequence[str],
+    act: "Callable[[Client, str], M]",
+    check: "Check | None" = None,
 ) -> None:
     """Do something to each, and write what became of it.
 
@@ -78,7 +96,7 @@ def show_each(
         else:
             session.output.write_list(done, view)
 
-    _each(session, names, act, write)
+    _each(session, names, act, write, check)
 
 
 def _each(
@@ -86,6 +104,7 @@ def _each(
     names: Sequence[str],
     act: "Callable[[Client, str], T]",
     write: Callable[[list[T]], None],
+    check: "Check | None",
 ) -> None:
     """Act on each name, and write what was done, whatever failed and however it ends.
 
@@ -94,23 +113,43 @@ def _each(
         typer.Exit: it failed for some of several; each is said, with its name.
     """
     done: list[T] = []
-    failures: list[ExitCode] = []
+    attempt = _Attempts(alone=len(names) == 1)
     try:
         with session.connect() as client:
+            if check is not None and not attempt.alone:
+                for name in names:
+                    attempt(check, client, name)
+                if attempt.failures:
+                    note("nothing was changed")
+                    raise typer.Exit(attempt.failures[0])
             for name in names:
-                try:
-                    done.append(act(client, name))
-                except GpuscaleError as error:
-                    # Where nothing answers, each would wait for an answer in vain.
-                    if len(names) == 1 or error.reason == UnavailableError.default_reason:
-                        raise
-                    failures.append(report(error, name))
+                result = attempt(act, client, name)
+                if result is not None:
+                    done.append(result)
     except GpuscaleError as error:
-        if not failures:
+        if not attempt.failures:
             raise
         report(error)
     finally:
         if done:
             write(done)
-    if failures:
-        raise typer.Exit(failures[0])
+    if attempt.failures:
+        raise typer.Exit(attempt.failures[0])
+
+
+@dataclass
+class _Attempts:
+    """Attempts for one thing after the other; a failure for one of several is said, and kept."""
+
+    alone: bool
+    failures: list[ExitCode] = field(default_factory=list[ExitCode])
+
+    def __call__(self, what: "Callable[[Client, str], R]", client: "Client", name: str) -> "R | None":
+        try:
+            return what(client, name)
+        except GpuscaleError as error:
+            # Where nothing answers, each would wait for an answer in vain.
+            if self.alone or error.reason in NOBODY:
+                raise
+            self.failures.append(report(error, name))
+            return None

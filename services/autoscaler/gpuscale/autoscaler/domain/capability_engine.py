@@ -1,0 +1,360 @@
+"""How many worker groups of each capability set, by the tasks that they can run. Pure.
+
+The rule is that of OpenGRIS Scaler (scaling=capability), for each set of capabilities by itself:
+
+    more than `up_above` tasks for each worker that can run them, or none that can  ->  one group more of the set that fits
+    fewer than `down_below`                                                         ->  one group fewer
+
+Nothing is taken away in a round that adds something, where it would leave tasks without a worker that can run them, or
+where more would be asked for at once. Workers on their way up, and those that somebody else started, count as capacity.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from gpuscale.autoscaler.domain.model import (
+    ANY,
+    Amounts,
+    CapabilitySet,
+    Code,
+    EndpointSpec,
+    Evaluation,
+    SetCount,
+    SetState,
+    Stage,
+    Step,
+    TaskDemand,
+    TaskReport,
+    WorkerGroup,
+    covers,
+    in_words,
+)
+from gpuscale.autoscaler.domain.policies.apply import judged, unread
+from gpuscale.autoscaler.domain.policies.outcome import Inputs, Proposal, RuleOutcome, Vote
+from gpuscale.autoscaler.domain.rules import RatioRule, Rule, ScalingMode
+
+_UNBOUNDED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The groups of one set, the one that would be stopped first at the front."""
+
+    set: CapabilitySet
+    offers: Amounts
+    groups: tuple[WorkerGroup, ...]
+    most: int
+
+    @property
+    def before(self) -> int:
+        """Groups aimed at until now."""
+        return len(self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """What the ratio asks of each set by id, and the demands that no set serves."""
+
+    proposals: Mapping[str, Proposal]
+    unserved: tuple[str, ...] = ()
+
+
+def evaluate_sets(spec: EndpointSpec, inputs: Inputs, unknown_replicas: int = 0) -> Evaluation:
+    """One evaluation of an endpoint with capability sets; `unknown_replicas`: those that have not been heard of."""
+    pools = [_pool(one, spec, inputs.sets.get(one.id)) for one in spec.capability_sets]
+    before = {pool.set.id: pool.before for pool in pools}
+    steps, asked, limit, effective = _asked(spec, pools, inputs, unknown_replicas)
+    bounded, bounds = _bounded(spec, pools, asked)
+    steps += bounds
+    limit = next((one.code for one in reversed(bounds) if one.code is not Code.WITHIN_BOUNDS), limit)
+    wanted = bounded
+    if spec.mode is ScalingMode.SHADOW and bounded != before:
+        wanted = _bounded(spec, pools, before)[0]
+        if wanted != bounded:
+            text = f"in shadow mode: {_counts(bounded)} would be wanted"
+            limit = Code.SHADOWED
+            steps.append(Step(Stage.BOUNDS, limit, sum(bounded.values()), sum(wanted.values()), text))
+    moved = any((asked[one] - before[one]) * (wanted[one] - before[one]) > 0 for one in before)
+    return Evaluation(
+        before=sum(before.values()),
+        wanted=sum(wanted.values()),
+        observations=tuple(
+            inputs.observations[one.id] for one in spec.signals if one.id in inputs.observations
+        ),
+        steps=tuple(steps),
+        effective=effective if moved else frozenset(),
+        limited_by=limit,
+        asked=sum(asked.values()),
+        sets={one: SetCount(before[one], wanted[one]) for one in wanted},
+    )
+
+
+def _pool(one: CapabilitySet, spec: EndpointSpec, state: SetState | None) -> Pool:
+    """Groups that are aimed at and not known yet count as what is asked for, and are stopped first."""
+    state = state or SetState(one.min_replicas)
+    known = state.groups[max(0, len(state.groups) - state.before) :]
+    pending = (WorkerGroup(one.capabilities, one.workers),) * (state.before - len(known))
+    offers = one.capabilities if state.reported is None else state.reported
+    most = spec.max_replicas if one.max_replicas is None else one.max_replicas
+    return Pool(one, offers, (*pending, *known), most)
+
+
+def _asked(
+    spec: EndpointSpec, pools: Sequence[Pool], inputs: Inputs, unknown_replicas: int
+) -> tuple[list[Step], dict[str, int], Code | None, frozenset[str]]:
+    """Steps of the rule, what it makes of each set, what held it back, and its id if it asks for a change."""
+    counts = {pool.set.id: pool.before for pool in pools}
+    total = sum(counts.values())
+    rule = next((one for one in spec.rules if isinstance(one.kind, RatioRule)), None)
+    if spec.paused or rule is None:
+        code, text = (
+            (Code.PAUSED, "paused: rules change nothing") if spec.paused else (Code.NO_CHANGE, "no rule")
+        )
+        step = Step(Stage.COMBINE, code, total, total, text)
+        return [step], counts, code if spec.paused else None, frozenset()
+    held = unread(rule, replace(inputs, before=total)) or _without_tasks(rule, inputs, total)
+    if held is not None:
+        step = Step(Stage.COMBINE, Code.HELD, total, total, f"{rule.id} holds: {held.step.text}")
+        return [held.step, step], counts, held.step.code if held.limited else None, frozenset()
+    limit: Code | None = None
+    wishes = _wishes(rule, pools, _tasks(rule, inputs), full=total >= spec.max_replicas)
+    steps: list[Step] = []
+    for pool in pools:
+        own = judged(rule, wishes.proposals[pool.set.id], replace(inputs, before=pool.before))
+        steps.append(replace(own.step, capability_set=pool.set.id))
+        limit = own.step.code if own.limited else limit
+        if own.vote is Vote.DOWN and unknown_replicas:
+            text = f"no scale-in while {unknown_replicas} replicas have not been heard of"
+            limit = Code.REPLICAS_UNKNOWN
+            steps.append(
+                Step(Stage.COMBINE, limit, pool.before, pool.before, text, capability_set=pool.set.id)
+            )
+        elif own.vote in {Vote.UP, Vote.DOWN}:
+            counts[pool.set.id] = max(0, own.step.after)
+    for text in wishes.unserved:
+        limit = Code.NO_CAPABLE_SET
+        steps.append(Step(Stage.COMBINE, limit, total, total, text))
+    after = sum(counts.values())
+    code = Code.UP if after > total else Code.DOWN if after < total else Code.NO_CHANGE
+    steps.append(Step(Stage.COMBINE, code, total, after, _counts(counts)))
+    changed = any(counts[pool.set.id] != pool.before for pool in pools)
+    return steps, counts, limit, frozenset({rule.id}) if changed else frozenset()
+
+
+def _tasks(rule: Rule, inputs: Inputs) -> TaskReport:
+    return inputs.observations[rule.signal].tasks or TaskReport()
+
+
+def _without_tasks(rule: Rule, inputs: Inputs, before: int) -> RuleOutcome | None:
+    """A number of tasks that stands in for a report says nothing of what they need, but for 0."""
+    seen = inputs.observations[rule.signal]
+    if seen.tasks is not None or not seen.value:
+        return None
+    text = f"{rule.signal}: nobody knows what its tasks need"
+    step = Step(Stage.RULE, Code.SIGNAL_MISSING, before, before, text, rule.id)
+    return RuleOutcome(rule.id, Vote.HOLD, step, limited=True)
+
+
+_Key: TypeAlias = tuple[tuple[str, int], ...]
+
+
+def _key(capabilities: Amounts) -> _Key:
+    return tuple(sorted(capabilities.items()))
+
+
+class _Capacity:
+    """The workers there are, by what they can do, and the tasks that they are to run, by what those need."""
+
+    def __init__(self, pools: Sequence[Pool], report: TaskReport) -> None:
+        self._workers: Counter[_Key] = Counter()
+        for group in (*report.unmanaged, *(group for pool in pools for group in pool.groups)):
+            self._workers[_key(group.capabilities)] += group.workers
+        tasks: Counter[_Key] = Counter()
+        for one in report.demands:
+            tasks[_key(one.capabilities)] += one.tasks
+        self.demands = [TaskDemand(dict(key), count) for key, count in tasks.items() if count > 0]
+        self._alike = {_key(one.capabilities): self._count_alike(one.capabilities) for one in self.demands}
+
+    def _count_alike(self, needed: Amounts) -> int:
+        return sum(
+            one.tasks
+            for one in self.demands
+            if one.capabilities.keys() == needed.keys() and covers(one.capabilities, needed)
+        )
+
+    def workers(self, needed: Amounts) -> int:
+        """Workers that can run what needs this."""
+        return sum(count for offered, count in self._workers.items() if covers(dict(offered), needed))
+
+    def alike(self, demand: TaskDemand) -> int:
+        """Tasks that need the same capabilities, and at least as much of each: none of them can go to more workers."""
+        return self._alike[_key(demand.capabilities)]
+
+    def runnable(self, offered: Amounts) -> int:
+        """Tasks that a worker with `offered` can run."""
+        return sum(one.tasks for one in self.demands if covers(offered, one.capabilities))
+
+    def without(self, group: WorkerGroup) -> None:
+        """Go on without one group."""
+        self._workers[_key(group.capabilities)] -= group.workers
+
+
+def _wishes(rule: Rule, pools: Sequence[Pool], report: TaskReport, *, full: bool) -> _Wishes:
+    """What the ratio asks for; `full`: there are as many groups as there may be, so that others have to make room."""
+    kind = rule.kind if isinstance(rule.kind, RatioRule) else RatioRule()
+    capacity = _Capacity(pools, report)
+    starts, unserved = _starts(kind, pools, capacity)
+    grows = not full and any(pool.set.id in starts and pool.before < pool.most for pool in pools)
+    found = {
+        pool.set.id: Proposal(pool.before + 1, starts[pool.set.id])
+        if pool.set.id in starts
+        else Proposal(pool.before, _said(capacity, pool), fired=False)
+        if grows
+        else _fewer(kind, pool, capacity)
+        for pool in pools
+    }
+    return _Wishes(found, tuple(unserved))
+
+
+def _starts(kind: RatioRule, pools: Sequence[Pool], capacity: _Capacity) -> tuple[dict[str, str], list[str]]:
+    """The sets that get one group more, each with the reason, and the demands that no set can serve."""
+    starts: dict[str, str] = {}
+    unserved: list[str] = []
+    for one in capacity.demands:
+        tasks, workers = capacity.alike(one), capacity.workers(one.capabilities)
+        if workers and tasks / workers <= kind.up_above:
+            continue
+        said = f"{tasks} tasks that need {in_words(one.capabilities)}"
+        said += f" for {workers} workers, more than {kind.up_above:g} each" if workers else " and no worker"
+        chosen = _fitting(pools, one.capabilities)
+        if chosen is None:
+            unserved.append(f"{said}: no capability set offers that{_reported(pools, one.capabilities)}")
+        else:
+            starts.setdefault(chosen.set.id, f"{said}: +1 {chosen.set.id}")
+    return starts, unserved
+
+
+def _fitting(pools: Sequence[Pool], needed: Amounts) -> Pool | None:
+    """The set that can run it with the least to spare: one that may grow, with the fewest capabilities and amounts."""
+
+    def spare(pool: Pool) -> tuple[bool, int, int]:
+        left = sum(_amount(amount) - _amount(needed.get(name, 0)) for name, amount in pool.offers.items())
+        return pool.before >= pool.most, len(pool.offers), left
+
+    able = [pool for pool in pools if covers(pool.offers, needed)]
+    return min(able, key=spare, default=None)
+
+
+def _amount(amount: int) -> int:
+    return _UNBOUNDED if amount == ANY else amount
+
+
+def _reported(pools: Sequence[Pool], needed: Amounts) -> str:
+    """Sets that were to offer it, and do not."""
+    short = [one for one in pools if covers(one.set.capabilities, needed)]
+    told = ", ".join(f"{one.set.id} reports {in_words(one.offers)}" for one in short)
+    return f" ({told})" if told else ""
+
+
+def _fewer(kind: RatioRule, pool: Pool, capacity: _Capacity) -> Proposal:
+    """One group fewer where there is too little to do for the workers that can do what this set can."""
+    before, said = pool.before, _said(capacity, pool)
+    if not before:
+        return Proposal(before, said, fired=False)
+    workers, tasks = capacity.workers(pool.offers), capacity.runnable(pool.offers)
+    if workers and tasks / workers >= kind.down_below:
+        return Proposal(before, said, fired=False)
+    said += f", fewer than {kind.down_below:g} each"
+    victim = pool.groups[0]
+    if problem := _needed(kind, pool, victim, capacity):
+        return Proposal(before, f"{said}, but {problem}", fired=False)
+    if before > pool.set.min_replicas:
+        capacity.without(victim)
+    return Proposal(before - 1, f"{said}: -1 {pool.set.id}")
+
+
+def _said(capacity: _Capacity, pool: Pool) -> str:
+    tasks, workers = capacity.runnable(pool.offers), capacity.workers(pool.offers)
+    return f"{tasks} tasks that {pool.set.id} can run for {workers} workers"
+
+
+def _needed(kind: RatioRule, pool: Pool, victim: WorkerGroup, capacity: _Capacity) -> str:
+    """Why a group has to stay; empty where it need not."""
+    left = capacity.workers(pool.offers) - victim.workers
+    tasks = capacity.runnable(pool.offers)
+    if left > 0 and tasks / left > kind.up_above:
+        return f"with {left} workers there would be more than {kind.up_above:g} for each"
+    for one in capacity.demands:
+        if not covers(victim.capabilities, one.capabilities):
+            continue
+        left = capacity.workers(one.capabilities) - victim.workers
+        if left <= 0:
+            return f"no other worker can run the {one.tasks} tasks that need {in_words(one.capabilities)}"
+        if capacity.alike(one) / left > kind.up_above:
+            return (
+                f"more would be asked for again at once by the tasks that need {in_words(one.capabilities)}"
+            )
+    return ""
+
+
+def _bounded(
+    spec: EndpointSpec, pools: Sequence[Pool], asked: Mapping[str, int]
+) -> tuple[dict[str, int], list[Step]]:
+    """Each set within its bounds, and all of them within those of the endpoint."""
+    counts: dict[str, int] = {}
+    steps: list[Step] = []
+    for pool in pools:
+        wish, least, most = asked[pool.set.id], pool.set.min_replicas, pool.most
+        counts[pool.set.id] = after = min(max(wish, least), most)
+        if after != wish:
+            code = _clamp(pool.before, after < wish, least, most)
+            text = f"max_replicas is {most}" if after < wish else f"min_replicas is {least}"
+            steps.append(Step(Stage.BOUNDS, code, wish, after, text, capability_set=pool.set.id))
+    total, aimed = sum(counts.values()), sum(pool.before for pool in pools)
+    over, under = total - spec.max_replicas, spec.min_replicas - total
+    for one, change in _settled(pools, counts, over, under):
+        counts[one] += change
+    after = sum(counts.values())
+    if after == total:
+        within = f"all sets together within {spec.min_replicas}-{spec.max_replicas}"
+        steps.append(Step(Stage.BOUNDS, Code.WITHIN_BOUNDS, total, total, within))
+    else:
+        code = _clamp(aimed, after < total, spec.min_replicas, spec.max_replicas)
+        text = f"all sets together: {_counts(counts)}, within {spec.min_replicas}-{spec.max_replicas}"
+        steps.append(Step(Stage.BOUNDS, code, total, after, text))
+    # What held something back comes last, for it is what is told.
+    return counts, sorted(steps, key=lambda one: one.code is not Code.WITHIN_BOUNDS)
+
+
+def _settled(
+    pools: Sequence[Pool], counts: Mapping[str, int], over: int, under: int
+) -> Iterator[tuple[str, int]]:
+    """What brings all sets together within bounds: growth of the last sets goes first, then groups above their min."""
+    own = dict(counts)
+    for above_growth in (True, False):
+        for pool in reversed(pools):
+            least = max(pool.set.min_replicas, pool.before) if above_growth else pool.set.min_replicas
+            cut = min(over, max(0, own[pool.set.id] - least))
+            if cut > 0:
+                own[pool.set.id] -= cut
+                over -= cut
+                yield pool.set.id, -cut
+    for pool in pools:
+        more = min(under, pool.most - own[pool.set.id])
+        if more > 0:
+            under -= more
+            yield pool.set.id, more
+
+
+def _clamp(before: int, lowered: bool, least: int, most: int) -> Code:
+    if lowered:
+        return Code.ABOVE_MAX if before > most else Code.CLAMPED_TO_MAX
+    return Code.BELOW_MIN if before < least else Code.CLAMPED_TO_MIN
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())

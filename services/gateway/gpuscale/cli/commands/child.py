@@ -1,0 +1,172 @@
+"""Commands that `gpuscalectl` runs for somebody: signals are passed on to them, and exit codes are those of a shell."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import psutil
+
+NOT_FOUND, NOT_RUN = 127, 126
+"""Exit codes of a command that is not there, and of one that cannot be run."""
+STDERR = 2
+"""Where a command's standard output goes, while that of `gpuscalectl` is data."""
+OF_SIGNAL = 128
+"""Added to the number of the signal that ended a command."""
+
+RESERVATION = "GPUSCALE_RESERVATION"
+"""Variable that names the reservation, in the environment of a command that runs on it."""
+
+PAUSE = 0.05
+"""Seconds between two looks whether all have gone that were told to."""
+KILL_PATIENCE = 2.0
+"""Seconds within which what is killed is gone, unless it is stuck."""
+_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+"""What `signal.signal` returns."""
+
+_FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
+
+
+class Forwarding:
+    """Passes signals on to a command while its block runs, those too that came before the command had started.
+
+    What a terminal sends on Ctrl-C it sends to the command itself as well, so that is not passed on.
+    """
+
+    def __init__(self) -> None:
+        self._pidfd: int | None = None
+        self._early: list[int] = []
+        self._before: dict[signal.Signals, Handler] = {}
+
+    def to(self, process: "subprocess.Popen[bytes]") -> None:
+        """The command has started."""
+        # Not `Popen.send_signal`, which takes leave of a command that has ended: only who waits for it may.
+        self._pidfd = os.pidfd_open(process.pid)
+        while self._early:
+            self._send(self._pidfd, self._early.pop(0))
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        if number in _OF_TERMINAL and sys.stdin.isatty():
+            return
+        if self._pidfd is None:
+            self._early.append(number)
+        else:
+            self._send(self._pidfd, number)
+
+    @staticmethod
+    def _send(pidfd: int, number: int) -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            signal.pidfd_send_signal(pidfd, number)
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+
+
+class Offspring:
+    """Every process that this one starts while its block runs, however it detaches.
+
+    Who calls setsid, forks twice or empties its environment stays in the tree: the kernel makes this process, a subreaper,
+    the parent of what has lost its own. Processes are told apart by id and start time. What a daemon starts for a command
+    (`docker run -d`, `systemd-run`) is the daemon's.
+    """
+
+    def __init__(self) -> None:
+        self._self = psutil.Process()
+        self._others = self._self.children()  # of the shell that became this program by exec
+
+    def __enter__(self) -> Self:
+        _adopt_orphans(True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _adopt_orphans(False)
+
+    def wait(self, process: "subprocess.Popen[bytes]") -> int:
+        """Wait for the command, and take leave of orphans that end before it; what `Popen.wait` returns."""
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None:
+            if ended.si_pid == process.pid:
+                break
+            os.waitpid(ended.si_pid, 0)
+        return process.wait()
+
+    def alive(self) -> list[psutil.Process]:
+        """Those that run now."""
+        others = {*self._others}
+        for one in self._others:
+            with suppress(psutil.NoSuchProcess):
+                others.update(one.children(recursive=True))
+        return [one for one in self._self.children(recursive=True) if one not in others and _runs(one)]
+
+    def stop(self, until: float) -> list[psutil.Process]:
+        """Ask all of them to end, and kill those that still run at `until`, of `time.monotonic`.
+
+        Returns:
+            Those that cannot be killed: another user's, or stuck in the kernel.
+        """
+        _send(self.alive(), signal.SIGTERM)
+        while (left := self.alive()) and time.monotonic() < until:
+            time.sleep(PAUSE)
+        until = time.monotonic() + KILL_PATIENCE
+        while left and time.monotonic() < until:  # again: one may have forked meanwhile
+            _send(left, signal.SIGKILL)
+            time.sleep(PAUSE)
+            left = self.alive()
+        return left
+
+
+def _adopt_orphans(on: bool) -> None:
+    """Whether the kernel makes this process the parent of orphans below it.
+
+    Raises:
+        OSError: it refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _send(processes: Iterable[psutil.Process], number: int) -> None:
+    for one in processes:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            one.send_signal(number)
+
+
+def named(processes: Iterable[psutil.Process]) -> str:
+    """Processes for a message: `python (123), sleep (124)`."""
+    found: list[str] = []
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            found.append(f"{one.name()} ({one.pid})")
+    return ", ".join(found)
+
+
+def exit_code(returned: int) -> int:
+    """The exit code of a command that has ended; 128 and its number where a signal ended it."""
+    return OF_SIGNAL - returned if returned < 0 else returned

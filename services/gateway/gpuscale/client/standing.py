@@ -1,0 +1,59 @@
+"""Standing: how nodes and GPUs stand, in words that tables, screens and pages share, such as `DEGRADED,CORDONED`.
+
+The fleet knows what answers and the allocator what is cordoned; only here the two come together. Pure.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+
+Marks = Mapping[str, str]
+"""CORDONED or DRAINING, by the name of a node or GPU."""
+
+NO_MARKS: Marks = {}
+_GPU_STATES = {number: name.removeprefix("GPU_STATE_") for name, number in types_api.GpuState.items()}
+_NODE_STATES = {number: name.removeprefix("NODE_STATE_") for name, number in monitor_api.NodeState.items()}
+_ANSWERING = {"OK", "DEGRADED", "SLOW", "DIVIDED"}
+_WORKING = {"OK", "SLOW", "DIVIDED", "RELEASED"}
+_ONLINE, _QUARANTINED = "ONLINE", "QUARANTINED"
+
+
+def marks(cordons: Iterable[allocator_api.Cordon]) -> Marks:
+    """What cordons say of the nodes and GPUs that they are on."""
+    return {one.name: "DRAINING" if one.HasField("drain_deadline") else "CORDONED" for one in cordons}
+
+
+def node_state(node: monitor_api.Node, marked: Marks = NO_MARKS) -> str:
+    """The state of a node: DEGRADED where it is ONLINE with GPUs that cannot be used; then how it is cordoned."""
+    state = _NODE_STATES.get(node.state, str(node.state))
+    if state == _ONLINE and problem(node):
+        state = "DEGRADED"
+    return _joined(state, marked.get(node.name))
+
+
+def problem(node: monitor_api.Node) -> str:
+    """What is wrong with the GPUs of a node; empty when all is well."""
+    if node.snapshot.gpu_problem:
+        return node.snapshot.gpu_problem
+    wrong = [f"GPU {gpu.index}: {_own(gpu)}" for gpu in node.snapshot.gpus if _own(gpu) not in _WORKING]
+    return "; ".join(wrong) if _NODE_STATES.get(node.state) == _ONLINE else ""
+
+
+def gpu_state(gpu: types_api.Gpu, marked: Marks = NO_MARKS) -> str:
+    """The state of a GPU; QUARANTINED where it would be OK; then how it, its GPU or its node is cordoned."""
+    node = gpu.name.partition("/gpus/")[0]
+    whole = f"{node}/gpus/{gpu.parent_uuid.lower()}"
+    return _joined(_own(gpu), marked.get(gpu.name) or marked.get(whole) or marked.get(node))
+
+
+def _own(gpu: types_api.Gpu) -> str:
+    state = _GPU_STATES.get(gpu.state, str(gpu.state))
+    if not gpu.quarantine or state not in _ANSWERING:
+        return state
+    return _QUARANTINED if state == "OK" else _joined(state, _QUARANTINED)
+
+
+def _joined(state: str, mark: str | None) -> str:
+    return f"{state},{mark}" if mark else state

@@ -1,0 +1,128 @@
+"""Which node of the fleet this host is: work must start where its GPUs are.
+
+In this order: what the caller says, what GPUSCALE_NODE says, else the one node whose agent runs on this kernel (the same
+boot id) and, where there are several, in this network namespace. Nodes that cannot be told apart are refused, never guessed:
+the wrong one would start work beside GPUs that are not its own.
+"""
+
+import logging
+import os
+from collections.abc import Iterable
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
+from gpuscale.common.names import is_id, node_name
+from gpuscale.common.runtime.clock import network_namespace, read_boot_id
+
+NODE_VARIABLE = "GPUSCALE_NODE"
+"""Names the node that this host is, where that cannot be found out."""
+
+_log = logging.getLogger(__name__)
+_NO_ROOM = frozenset({"NO_CAPACITY", "NODE_NOT_FOUND", "NODE_NOT_ONLINE", "UNSATISFIABLE", "WAIT_TIMEOUT"})
+"""Reasons of refusals that another host might not have given."""
+
+
+class ThisHost:
+    """This host, and the node that it is.
+
+    Attributes:
+        node: id of the node; None until it is said or found.
+        asked: whether the fleet was asked.
+    """
+
+    def __init__(self, node: str | None = None) -> None:
+        """`node`: id or name of the node; what GPUSCALE_NODE says when absent.
+
+        Raises:
+            InvalidArgumentError: it is neither.
+        """
+        given = node or os.environ.get(NODE_VARIABLE, "")
+        self.node = given.removeprefix("nodes/") or None
+        self._said = self.node
+        self.asked = False
+        self._unadmitted = False
+        if self.node is not None and not is_id(self.node):
+            source = "node" if node else NODE_VARIABLE
+            raise InvalidArgumentError(f"{source}: {given!r} is not the id of a node", field=source)
+        try:
+            self._boot_id = read_boot_id()
+        except OSError:  # no Linux, so no agent
+            self._boot_id = ""
+
+    def say_unadmitted(self, why: str) -> None:
+        """Say once that no agent knows what runs here as the holder's; nothing where `why` is empty."""
+        if why and not self._unadmitted:
+            self._unadmitted = True
+            _log.warning("what runs counts as of nobody, since it was not admitted on its GPUs: %s", why)
+
+    def request(self) -> monitor_api.ListNodesRequest | None:
+        """What to ask the fleet; None where this host cannot be a node of it."""
+        return monitor_api.ListNodesRequest(boot_id=self._boot_id) if self._boot_id else None
+
+    def find(self, nodes: Iterable[monitor_api.Node]) -> str | None:
+        """The node among these that this host is; None where it is none of them.
+
+        Raises:
+            FailedPreconditionError: several run on this kernel, and nothing tells which is this host (NODE_AMBIGUOUS);
+                or this host was said to be a node that runs elsewhere (NODE_MISMATCH).
+        """
+        self.asked = True
+        # Looked at again, since a fleet of an earlier version answers with all of its nodes.
+        on_kernel = [one for one in nodes if one.snapshot.host.boot_id == self._boot_id]
+        ids = [one.name.removeprefix("nodes/") for one in on_kernel]
+        own = network_namespace()
+        near = [
+            node
+            for node, one in zip(ids, on_kernel, strict=True)
+            if own and one.snapshot.host.network_namespace == own
+        ]
+        if self._said is not None:
+            if ids and self._said not in (near or ids):
+                raise FailedPreconditionError(
+                    f"this host was said to be {self._said}, but the agent here is that of {' or '.join(near or ids)}:"
+                    f" correct {NODE_VARIABLE}, or unset it",
+                    reason="NODE_MISMATCH",
+                )
+            return self._said
+        found = near if len(ids) > 1 else ids
+        if len(found) != 1 and ids:
+            raise FailedPreconditionError(
+                f"this host may be any of {', '.join(ids)}, whose agents share its kernel:"
+                f" say which it is, such as {NODE_VARIABLE}={ids[0]}",
+                reason="NODE_AMBIGUOUS",
+                metadata={"nodes": ",".join(ids)},
+            )
+        self.node = found[0] if found else None
+        return self.node
+
+
+def confine(ask: allocator_api.Ask, node: str) -> None:
+    """Keep an ask to one node."""
+    ask.nodes[:] = [node_name(node)]
+
+
+def only_here(error: GpuscaleError, node: str | None, remedy: str) -> GpuscaleError:
+    """The refusal of an ask that was kept to this host, if it was: one that another might not have given says so."""
+    if node and error.reason in _NO_ROOM:
+        error.message = f"{error.message.removesuffix('.')}; only this host, {node}, was asked: {remedy}"
+        error.args = (error.message,)
+    return error
+
+
+def expect_here(reservation: allocator_api.Reservation, here: str | None, remedy: str) -> None:
+    """Go on where all GPUs of a reservation are on this host.
+
+    Raises:
+        FailedPreconditionError: some are on another (GPUS_ELSEWHERE).
+    """
+    elsewhere = sorted({gpu.node for gpu in reservation.gpus} - {here})
+    if not elsewhere:
+        return
+    where = " and ".join(elsewhere)
+    this = f"this host is {here}" if here else "no agent of the fleet runs on this host"
+    raise FailedPreconditionError(
+        f"{reservation.name} holds GPUs of {where}, and {this}: {remedy.format(node=elsewhere[0])}",
+        reason="GPUS_ELSEWHERE",
+        metadata={"name": reservation.name, "nodes": ",".join(elsewhere)},
+    )

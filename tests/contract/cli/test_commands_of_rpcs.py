@@ -1,0 +1,49 @@
+"""What an operator may need has a command: each RPC is called by one, or stands here with the reason why not."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from gpuscale import cli
+from tests.support.contract import rpcs
+
+PROGRAMS = "called by programs of ours, which the commands show the state of"
+LIBRARIES = "of use to programs: the typed clients have it"
+KEDA = "KEDA's contract, called by KEDA"
+WITHOUT = {
+    "AgentService/WatchSnapshots": "the fleet has the same: get gpus --watch",
+    "WorkService/AdmitWork": PROGRAMS,
+    "AllocatorService/CheckLease": PROGRAMS,
+    "FleetService/StreamTelemetry": PROGRAMS,
+    "AdapterService/Connect": PROGRAMS,
+    "DecisionService/QuerySignals": "curves, which the dashboard draws; explain endpoint has the newest values",
+    "MetricService/ReportMetrics": LIBRARIES,
+    "AllocatorService/KeepAlive": LIBRARIES,
+    "AllocatorService/BatchReserve": LIBRARIES,
+    "AllocatorService/BatchRelease": LIBRARIES,
+    "ExternalScaler/GetMetricSpec": KEDA,
+    "ExternalScaler/GetMetrics": KEDA,
+    "ExternalScaler/IsActive": KEDA,
+    "ExternalScaler/StreamIsActive": KEDA,
+    "ExternalScaler/StreamMetricSpec": KEDA,
+}
+
+
+def called() -> set[str]:
+    """Names of all methods that the commands' code takes from a stub, or from anything else."""
+    [folder] = cli.__path__
+    return {
+        node.attr
+        for path in Path(folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+
+
+def test_every_rpc_has_a_command_or_a_reason() -> None:
+    names = {rpc.path.split(".")[-1]: rpc.method.name for rpc in rpcs()}
+    by_a_command = called()
+    missing = {name for name, method in names.items() if method not in by_a_command}
+    assert missing - WITHOUT.keys() == set(), "neither a command nor a reason"
+    assert WITHOUT.keys() - missing == set(), "has a command, or is no RPC"

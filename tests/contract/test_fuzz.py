@@ -1,0 +1,426 @@
+"""Every RPC with bodies that look right: each reaches OK, and whatever stands in its fields, none ends in INTERNAL.
+
+Bodies are drawn from the descriptors and their rules, and are made of what is there: names, request ids, fences. So they pass
+the checks of single fields and get to the code behind them. The draws are the same in every run.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.struct_pb2 import Struct
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.api.types.v1 import options_pb2
+from tests.support.contract import FLOATS, Rpc, right, rpcs, rules_of
+from tests.support.up import Up
+
+RPCS = {rpc.path.rpartition("/")[2]: rpc for rpc in rpcs()}
+DRAWS = 24
+"""Bodies that are drawn for an RPC: half of them anew, half as one that is right with parts drawn."""
+TIMEOUT = 0.5
+"""Seconds for a call whose answer may take its time."""
+UNREACHED = {
+    "AdmitWork": "admits processes that exist, on an agent with a GPU driver",
+    "ResetFences": "needs a GPU of the host, on an agent with a GPU driver",
+    "ClearQuarantine": "needs a GPU that the checks have quarantined",
+    "ReadReplicaLog": "needs a replica, and so a template",
+    "VerifyDecision": "needs a decision that can be made again",
+    "GetDecision": "needs a decision",
+    "ForgetNode": "the only node is up",
+    "ForgetAdapter": "the only adapter is connected",
+}
+TEXTS = (
+    *(
+        "",
+        "a",
+        "x" * 1024,
+        "é" * 100,
+        "-" * 480 + "1",
+        "~" * 480 + "1",
+        "(" * 200,
+        "((a|a)*)*b",
+        "1 if a else " * 80 + "1",
+    ),
+    *(
+        "[]" * 400,
+        "a." * 100,
+        "9" * 300,
+        "1e999",
+        "nan",
+        "0",
+        "-1",
+        "{python}",
+        "%s%n",
+        "/",
+        "..",
+        "\u202e",
+        "depth",
+        "alpha",
+    ),
+)
+
+
+NEVER = {"INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED"}
+EACH = pytest.mark.parametrize("method", RPCS)
+
+
+def spec(**fields: Any) -> dict[str, Any]:
+    """An endpoint that starts nothing."""
+    rule = {
+        "id": "up",
+        "signal": "depth",
+        "step": {"comparator": "COMPARATOR_GREATER_THAN", "threshold": 5, "step": 1},
+    }
+    signal = {"id": "depth", "pushed": {"metric": "depth"}, "maxAge": "10s"}
+    return {
+        "maxReplicas": 4,
+        "signals": [signal],
+        "rules": [rule],
+        "template": {"template": "worker"},
+        **fields,
+    }
+
+
+class World:
+    """What there is in `gpuscalectl up`, by the pattern of its names."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self.names: dict[str, list[str]] = {}
+        self.fences: list[int] = []
+        self.request_ids: list[str] = []
+
+    def send(self, method: str, body: Mapping[str, Any] | Message, timeout: float = 10) -> Any:
+        """Call a method and return its (first) answer."""
+        rpc = RPCS[method]
+        message = body if isinstance(body, Message) else ParseDict(dict(body), rpc.request_class())
+        raw, read = message.SerializeToString(), GetMessageClass(rpc.method.output_type).FromString
+        if not rpc.server_streaming:
+            return self.channel.unary_unary(rpc.path, None, read)(raw, timeout=timeout)
+        if rpc.client_streaming:
+            answers = self.channel.stream_stream(rpc.path, None, read)(iter([raw]), timeout=timeout)
+        else:
+            answers = self.channel.unary_stream(rpc.path, None, read)(raw, timeout=timeout)
+        try:
+            return next(iter(answers), None)
+        finally:
+            answers.cancel()
+
+    def status(self, method: str, body: Mapping[str, Any] | Message, timeout: float = 10) -> str:
+        """How a call ends; a stream has ended well with its first answer."""
+        try:
+            self.send(method, body, timeout)
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+            return code.name
+        return "OK"
+
+    def reserve(self) -> Any:
+        """Hold a part of a GPU."""
+        self.request_ids.append(str(uuid.uuid4()))
+        body = {
+            "requestId": self.request_ids[-1],
+            "holder": "me",
+            "ask": {"gpuCount": 1, "gpuMilli": 10},
+            "ttl": "600s",
+        }
+        made = self.send("Reserve", body).reservation
+        self._made("reservations/{reservation}", made.name)
+        self.fences.append(made.fence)
+        return made
+
+    def endpoint(self) -> str:
+        """Make an endpoint."""
+        name = f"endpoints/e-{uuid.uuid4().hex[:8]}"
+        self.send(
+            "CreateEndpoint", {"endpoint": {"name": name, "spec": spec()}, "requestId": str(uuid.uuid4())}
+        )
+        self._made("endpoints/{endpoint}/rules/{rule}", f"{name}/rules/up")
+        return self._made("endpoints/{endpoint}", name)
+
+    def recording(self) -> str:
+        """Begin a recording."""
+        body = {"names": self.names["nodes/{node}/gpus/{gpu}"][:1], "requestId": str(uuid.uuid4())}
+        name: str = self.send("StartRecording", body).recording.name
+        return self._made("recordings/{recording}", name)
+
+    def watcher(self) -> str:
+        """Make a watcher of a broker that is away."""
+        name = f"watchers/w-{uuid.uuid4().hex[:8]}"
+        body = {"name": name, "spec": {"broker": "b", "queue": "jobs"}}
+        self.send("CreateQueueWatcher", {"queueWatcher": body, "requestId": str(uuid.uuid4())})
+        return self._made("watchers/{watcher}", name)
+
+    def quota(self) -> str:
+        """Set a quota."""
+        self.send("SetQuota", {"quota": {"tenant": "t", "weight": 2}})
+        return "t"
+
+    def _made(self, pattern: str, name: str) -> str:
+        self.names.setdefault(pattern, []).append(name)
+        return name
+
+    def look(self) -> None:
+        """Take in the nodes and GPUs."""
+        nodes = self.send("ListNodes", {}).nodes
+        self.names["nodes/{node}"] = [node.name for node in nodes]
+        self.names["nodes/{node}/gpus/{gpu}"] = [gpu.name for node in nodes for gpu in node.snapshot.gpus]
+
+
+def right_with(rpc: Rpc, body: Mapping[str, Any]) -> Any:
+    """The smallest request that keeps all rules, with other values."""
+    message = right(rpc.request_class)
+    stated = ParseDict(dict(body), rpc.request_class())
+    for field, _ in stated.ListFields():
+        message.ClearField(field.name)
+    message.MergeFrom(stated)
+    return message
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A world of its own for the module."""
+    folder = tmp_path_factory.mktemp("up")
+    config = folder / "up.toml"
+    config.write_text('[brokers.b]\namqp_url = "amqp://u:p@127.0.0.1:1/"\n')
+    config.chmod(0o600)
+    with (
+        Up(folder, simulate=4, arguments=("--config", str(config))) as up,
+        grpc.insecure_channel(up.address) as channel,
+    ):
+        yield World(channel)
+
+
+Body = Mapping[str, Any]
+
+
+def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
+    """What methods answer with OK, where the smallest right body does not name anything that is there."""
+
+    def lease() -> Body:
+        made = world.reserve()
+        return {"name": made.name, "fence": made.fence}
+
+    def held() -> Body:
+        made = world.reserve()
+        node, uuids = made.gpus[0].node, [gpu.uuid for gpu in made.gpus]
+        return {"name": made.name, "fence": made.fence, "node": node, "gpuUuids": uuids}
+
+    def named(pattern: str) -> Callable[[], Body]:
+        return lambda: {"name": world.names[pattern][0]}
+
+    def fresh(make: Callable[[], str], field: str = "name") -> Callable[[], Body]:
+        return lambda: {field: make()}
+
+    def keda() -> Body:
+        return {"scalerMetadata": {"endpoint": world.endpoint().rpartition("/")[2]}}
+
+    node, gpu = named("nodes/{node}"), named("nodes/{node}/gpus/{gpu}")
+    watcher = {"spec": {"broker": "b", "queue": "jobs"}}
+    return {
+        "Backtest": lambda: {
+            "policies": [{"name": "p", "spec": spec()}],
+            "arrivals": [1, 2],
+            "serviceSeconds": [1, 1],
+        },
+        "BatchRelease": lambda: {"requests": [lease()]},
+        "CheckLease": held,
+        "CordonNode": gpu,
+        "CreateEndpoint": lambda: {"endpoint": {"name": f"endpoints/{uuid.uuid4()}", "spec": spec()}},
+        "CreateQueueWatcher": lambda: {"queueWatcher": {"name": f"watchers/{uuid.uuid4()}", **watcher}},
+        "CreateRule": lambda: {"parent": world.endpoint(), "rule": {**spec()["rules"][0], "id": "more"}},
+        "DeleteEndpoint": fresh(world.endpoint),
+        "DeleteQueueWatcher": fresh(world.watcher),
+        "DeleteQuota": lambda: {"tenant": world.quota()},
+        "DeleteRecording": fresh(world.recording),
+        "DeleteRule": lambda: {"name": f"{world.endpoint()}/rules/up"},
+        "DrainNode": lambda: {**gpu(), "grace": "600s"},
+        "Evaluate": fresh(world.endpoint),
+        "GetEndpoint": fresh(world.endpoint),
+        "GetMetricSpec": keda,
+        "GetMetrics": lambda: {"scaledObjectRef": keda()},
+        "GetNode": node,
+        "GetQueueWatcher": fresh(world.watcher),
+        "GetRecording": fresh(world.recording),
+        "GetReservation": lambda: {"name": world.reserve().name},
+        "GetRule": lambda: {"name": f"{world.endpoint()}/rules/up"},
+        "IsActive": keda,
+        "QuerySignals": fresh(world.endpoint),
+        "ReleaseReservation": lease,
+        "QueryHistory": lambda: {"names": [gpu()["name"]], "metrics": [1]},
+        "QueryTrends": lambda: {"names": [gpu()["name"]], "metrics": [1]},
+        "RenderPreset": lambda: {
+            "wish": {"preset": "gpuscale", "watcher": "watchers/w", "template": {"template": "w"}}
+        },
+        "RenewReservation": lease,
+        "ReportMetrics": lambda: {
+            "name": world.endpoint(),
+            "values": [{"metric": "depth", "value": 1}],
+        },
+        "SetReplicas": fresh(world.endpoint),
+        "StartRecording": lambda: {"names": [gpu()["name"]]},
+        "StopRecording": fresh(world.recording),
+        "StreamIsActive": keda,
+        "StreamMetricSpec": keda,
+        "UncordonNode": gpu,
+        "UpdateEndpoint": lambda: {"endpoint": {"name": world.endpoint(), "spec": spec(maxReplicas=5)}},
+        "UpdateQueueWatcher": lambda: {"queueWatcher": {"name": world.watcher(), **watcher}},
+        "UpdateRule": lambda: {
+            "name": f"{world.endpoint()}/rules/up",
+            "rule": {**spec()["rules"][0], "disabled": True},
+        },
+    }
+
+
+def drawn(kind: type[Message], world: World, dice: random.Random, depth: int = 0) -> Any:
+    """A message with some of its fields set, mostly within their rules; of a oneof one at most."""
+    message = right(kind)
+    chosen = {oneof: dice.choice(oneof.fields).name for oneof in kind.DESCRIPTOR.oneofs}
+    for field in kind.DESCRIPTOR.fields:
+        of = field.containing_oneof
+        if dice.random() > 0.6 / (depth + 1) or (of is not None and chosen[of] != field.name):
+            continue
+        put(message, field, world, dice, depth)
+    return message
+
+
+def put(message: Any, field: FieldDescriptor, world: World, dice: random.Random, depth: int = 0) -> None:
+    """Draw one field of a message."""
+    entry = field.message_type
+    if entry is not None and entry.GetOptions().map_entry:
+        if entry.fields_by_name["value"].message_type is None:
+            getattr(message, field.name)[dice.choice(TEXTS)[:60] or "k"] = value(
+                entry.fields_by_name["value"], world, dice, depth
+            )
+    elif field.is_repeated:
+        items = getattr(message, field.name)
+        items.extend(value(field, world, dice, depth) for _ in range(dice.randrange(4)))
+    elif entry is not None:
+        getattr(message, field.name).CopyFrom(value(field, world, dice, depth))
+    else:
+        setattr(message, field.name, value(field, world, dice, depth))
+
+
+def value(field: FieldDescriptor, world: World, dice: random.Random, depth: int) -> Any:
+    """A value of a field: on or between its bounds, a thing that is there, or a text that is odd."""
+    rules = rules_of(field)
+    low = rules.min if rules.HasField("min") else rules.above + 1e-3 if rules.HasField("above") else -1.0
+    high = rules.max if rules.HasField("max") else low + 1000
+    number = dice.choice([low, high, dice.uniform(low, high), 0.0, 1.0])
+    kind = field.message_type
+    if kind is Duration.DESCRIPTOR or kind is Timestamp.DESCRIPTOR:
+        return GetMessageClass(kind)(
+            seconds=int(number), nanos=dice.choice([0, 1_000_000]) if number >= 0 else 0
+        )
+    if kind is Struct.DESCRIPTOR:
+        made = Struct()
+        made.update({dice.choice(TEXTS)[:20]: dice.choice([1.5, "x", None, [1, {"a": [{}]}]])})
+        return made
+    if kind is not None:
+        return drawn(GetMessageClass(kind), world, dice, depth + 1)
+    if field.cpp_type in FLOATS:
+        return number
+    if field.cpp_type == field.CPPTYPE_BOOL:
+        return dice.random() < 0.5
+    if field.cpp_type == field.CPPTYPE_ENUM:
+        return dice.choice(field.enum_type.values).number
+    if field.type == field.TYPE_BYTES:
+        return dice.randbytes(dice.randrange(20))
+    if field.cpp_type != field.CPPTYPE_STRING:
+        return dice.choice(world.fences) if field.name == "fence" and world.fences else int(number)
+    if rules.format == options_pb2.TEXT_FORMAT_UUID:
+        return dice.choice([str(uuid.UUID(int=dice.getrandbits(128))), *world.request_ids[-1:]])
+    known = world.names.get(rules.resource) or [name for names in world.names.values() for name in names[-1:]]
+    return (
+        dice.choice(known)
+        if known and dice.random() < (0.9 if rules.resource else 0.4)
+        else dice.choice(TEXTS)
+    )
+
+
+@pytest.fixture(autouse=True)
+def things(world: World) -> None:
+    """Something of each kind, whatever the calls before have taken away."""
+    world.send("ResumeDriver", {})
+    world.look()
+    for cordon in world.send("ListCordons", {}).cordons:
+        world.send("UncordonNode", {"name": cordon.name})
+    for quota in world.send("ListQuotas", {}).quotas:
+        world.status("DeleteQuota", {"tenant": quota.tenant})
+    for one in world.send("ListReservations", {}).reservations:
+        world.send("ReleaseReservation", {"name": one.name, "fence": one.fence})
+    eventually_now(lambda: world.reserve())
+    for pattern, get, make in (
+        ("endpoints/{endpoint}", "GetEndpoint", world.endpoint),
+        ("watchers/{watcher}", "GetQueueWatcher", world.watcher),
+        ("recordings/{recording}", "GetRecording", world.recording),
+    ):
+        known = world.names.get(pattern)
+        if not known or world.status(get, {"name": known[-1]}) != "OK":
+            make()
+
+
+def eventually_now(work: Callable[[], object]) -> None:
+    """Do it as soon as the GPUs are there again."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            work()
+        except grpc.RpcError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+@EACH
+def test_a_body_that_is_right_is_answered(world: World, method: str) -> None:
+    code = world.status(method, right_with(RPCS[method], bodies(world).get(method, dict)()))
+    assert (code == "OK") is (method not in UNREACHED), code
+
+
+@EACH
+def test_no_body_is_a_fault_of_the_server(world: World, method: str) -> None:
+    rpc, dice = RPCS[method], random.Random(method)
+    for draw in range(DRAWS):
+        if draw % 2:
+            body = drawn(rpc.request_class, world, dice)
+        else:
+            body = right_with(rpc, bodies(world).get(method, dict)())
+            put(
+                body, dice.choice(rpc.method.input_type.fields), world, dice
+            ) if rpc.method.input_type.fields else None
+        code = world.status(method, body, TIMEOUT)
+        assert code not in NEVER, f"{code}: {body}"
+
+
+@pytest.mark.parametrize("sign", ["-", "~", "not "])
+def test_a_formula_that_is_deep_is_refused_wherever_it_is_taken(world: World, sign: str) -> None:
+    rule = {"id": "f", "formula": {"expression": sign * 480 + "1"}}
+    name = world.names["endpoints/{endpoint}"][-1]
+    for method, body in {
+        "CreateEndpoint": {"endpoint": {"name": "endpoints/deep", "spec": spec(rules=[rule])}},
+        "UpdateEndpoint": {"endpoint": {"name": name, "spec": spec(rules=[rule])}},
+        "CreateRule": {"parent": name, "rule": rule},
+        "UpdateRule": {"name": f"{name}/rules/up", "rule": {**rule, "id": "up"}},
+        "Evaluate": {"spec": spec(rules=[rule])},
+        "Backtest": {
+            "policies": [{"name": "p", "spec": spec(rules=[rule])}],
+            "arrivals": [1],
+            "serviceSeconds": [1],
+        },
+    }.items():
+        assert world.status(method, right_with(RPCS[method], body)) == "INVALID_ARGUMENT", method

@@ -1,0 +1,130 @@
+"""What commands, metrics and refusals say of GPUs that may not be used, over a whole `up` and the driver's double."""
+
+import json
+import re
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.nvml_double import NvmlDouble, NvmlReturn, env_with_double, why_unavailable
+from tests.support.ports import free_port
+from tests.support.promtool import named
+from tests.support.up import CTL, Up, ctl_environment
+from tests.support.waiting import eventually_sync
+
+pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+
+DEAD, SICK, PLAIN = 0, 1, 2
+CORRECTED_NEVER = 4
+"""NVML's field of memory errors that could not be corrected."""
+Ctl = Callable[..., str]
+
+
+class Site:
+    """An `up` on a host with three GPUs, the first of which is dead when it starts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.metrics = f"127.0.0.1:{free_port()}"
+        self.double = NvmlDouble(folder, gpu_count=3)
+        for call in ("nvmlDeviceGetUUID", "nvmlDeviceGetName"):
+            self.double.gpus[DEAD].fail(call, NvmlReturn.GPU_IS_LOST)
+        self.double.write()
+        config = folder / "up.toml"
+        config.write_text(f'[agent]\nnode = "alpha"\nmetrics_listen = "{self.metrics}"\n')
+        driver = env_with_double(self.double)
+        environment = ctl_environment(
+            **{name: driver[name] for name in ("LD_LIBRARY_PATH", "NVML_DOUBLE_CONFIG")}
+        )
+        self.up = Up(folder, arguments=["--config", str(config)], environment=environment)
+
+    def ctl(self, *arguments: str, code: int = 0) -> str:
+        """What a command writes, both streams."""
+        command = [*CTL, "--address", self.up.address, *arguments]
+        ran = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=ctl_environment(COLUMNS="80"),
+        )
+        assert ran.returncode == code, ran.stdout + ran.stderr
+        return ran.stdout + ran.stderr
+
+    def gpus(self) -> dict[int, list[str]]:
+        """The cells of `get gpus` by index."""
+        lines = self.ctl("get", "gpus", "--no-headers").splitlines()
+        rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
+        return {int(row[1]): row for row in rows}
+
+    def quarantined(self) -> dict[int, float]:
+        """What the agent's metrics say of quarantines."""
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=10) as page:
+            found = named(page.read().decode(), "gpuscale_gpu_quarantined")
+        return {int(one.labels["gpu"]): one.value for one in found}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    one = Site(tmp_path_factory.mktemp("shown"))
+    with one.up:
+        eventually_sync(lambda: len(one.gpus()) == 3)
+        yield one
+
+
+def test_a_gpu_that_is_dead_from_the_start_is_a_row_and_its_node_is_degraded(site: Site) -> None:
+    row = site.gpus()[DEAD]
+    assert "LOST" in row
+    [shown] = [
+        one for one in json.loads(site.ctl("get", "gpus", "-o", "json"))["gpus"] if one["index"] == DEAD
+    ]
+    assert shown["pciBusId"] == site.double.gpus[DEAD].pci_bus_id
+    nodes = site.ctl("get", "nodes")
+    assert "DEGRADED" in nodes
+    assert "GPU is lost" in nodes
+    assert "DEGRADED" in site.ctl("top", "--once")
+    eventually_sync(lambda: "GPU_LOST" in site.ctl("get", "health"), timeout=20)
+    assert "that do not answer (LOST)" in site.ctl("reserve", "--gpus", "3", code=5)
+
+
+def test_a_quarantine_is_shown_everywhere_with_its_reason_and_the_command_that_lifts_it(site: Site) -> None:
+    sick = site.double.gpus[SICK]
+    held = json.loads(site.ctl("reserve", "--gpus", "1", "--gpu", f"alpha/{sick.uuid}", "-o", "json"))
+    sick.fields[CORRECTED_NEVER] = 1
+    site.double.write()
+    eventually_sync(lambda: "QUARANTINED" in site.gpus()[SICK], timeout=60)
+    assert "OK" in site.gpus()[PLAIN]
+    assert "memory errors could not be corrected" in site.ctl("get", "gpus", "-o", "wide")
+    assert "QUARANTINED" in site.ctl("top", "--once")
+    assert "ACTIVE,QUARANTINED" in site.ctl("get", "reservations", held["name"])
+    eventually_sync(lambda: site.quarantined() == {DEAD: 1, SICK: 1, PLAIN: 0}, timeout=20)
+    site.ctl("release", held["name"])
+    refused = site.ctl("reserve", "--gpus", "1", "--gpu", f"alpha/{sick.uuid}", code=5)
+    assert re.search(
+        r"1 quarantined \(memory errors could not be corrected, since \d{4}-\d\d-\d\d .* UTC\)", refused
+    )
+    lift = f"gpuscalectl clear quarantine alpha/{sick.uuid}"
+    assert lift in refused
+    assert lift in site.ctl("explain", "placement", "--gpus", "2")
+    assert "do not answer" not in refused
+    assert "is out of quarantine" in site.ctl(*lift.split()[1:])
+    site.ctl("release", json.loads(site.ctl("reserve", "--gpus", "2", "-o", "json"))["name"])
+    eventually_sync(lambda: "OK" in site.gpus()[SICK])
+
+
+def test_cordons_and_drains_are_shown_on_nodes_and_gpus(site: Site) -> None:
+    plain = site.double.gpus[PLAIN].uuid
+    site.ctl("cordon", f"alpha/{plain}")
+    assert "OK,CORDONED" in site.gpus()[PLAIN]
+    assert "OK" in site.gpus()[SICK]
+    assert "CORDONED" not in site.ctl("get", "nodes")
+    site.ctl("uncordon", f"alpha/{plain}")
+    site.ctl("drain", "alpha", "--grace", "10m")
+    assert "DEGRADED,DRAINING" in site.ctl("get", "nodes")
+    assert "OK,DRAINING" in site.gpus()[PLAIN]
+    assert site.ctl("top", "--once").count("DRAINING") == 4
+    site.ctl("uncordon", "alpha")
+    assert "DRAINING" not in site.ctl("top", "--once")

@@ -1,0 +1,151 @@
+"""Two GPU hosts and one without: `run` and the client's leases use GPUs of the host they are on, or say what to type."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.support.hosts import LEFT, RIGHT, SERVICES, Site, typing_on_hosts
+from tests.support.lan import why_unavailable
+from tests.support.nvml_double import why_unavailable as why_no_double
+
+ONE_GPU = ("run", "--gpus", "1", "--max-utilization", "100")
+SHOW = ("--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES $(readlink /proc/self/ns/net)")
+NETWORK = "import os; print(os.readlink('/proc/self/ns/net'))"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    reason = why_unavailable() or why_no_double()
+    if reason is not None:
+        pytest.skip(reason)
+    with typing_on_hosts(tmp_path_factory.mktemp("hosts")) as running:
+        yield running
+
+
+def granted(site: Site) -> int:
+    """How many grants there were so far, by the fence of the next."""
+    ran = site.ctl(SERVICES, "reserve", "--gpus", "1", "--max-utilization", "100", "-o", "json")
+    assert ran.code == 0, ran.err
+    made = json.loads(ran.out)
+    site.ctl(SERVICES, "release", made["name"])
+    return int(made["fence"])
+
+
+@pytest.mark.parametrize("host", [LEFT, RIGHT])
+def test_a_command_gets_gpus_of_the_host_it_is_typed_on(site: Site, host: str) -> None:
+    """The two share a kernel, so their network namespaces tell them apart."""
+    own = site.run(host, sys.executable, "-c", NETWORK).out.strip()
+    ran = site.ctl(host, *ONE_GPU, *SHOW)
+    assert ran.code == 0, ran.err
+    uuid, network = ran.out.split()
+    assert (uuid.startswith(f"GPU-{host}-"), network) == (True, own)
+    assert site.listed("reservations") == []
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--node", RIGHT), f"which is {LEFT}: type it on {RIGHT}"),
+        (("--gpu", f"{RIGHT}/gpu-right-0"), f"which is {LEFT}: type it on {RIGHT}"),
+        (("--exclude-node", LEFT), "leaves none of its GPUs"),
+        (("--members", "2", "--strategy", "strict-spread"), "wants 2 nodes"),
+    ],
+    ids=["node", "gpu", "excluded", "members"],
+)
+def test_gpus_of_another_host_are_refused_before_any_is_held(
+    site: Site, tmp_path: Path, more: tuple[str, ...], says: str
+) -> None:
+    before = granted(site)
+    ran = site.ctl(LEFT, *ONE_GPU, *more, "--", "touch", str(tmp_path / "ran"))
+    assert (ran.code, ran.out, says in ran.err) == (4, "", True), ran.err
+    assert granted(site) == before + 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_all_members_are_of_this_host(site: Site) -> None:
+    ran = site.ctl(LEFT, *ONE_GPU, "--members", "2", "--strategy", "spread", *SHOW)
+    assert ran.code == 0, ran.err
+    assert sorted(ran.out.split()[0].split(",")) == [f"GPU-{LEFT}-0", f"GPU-{LEFT}-1"]
+
+
+def test_a_refusal_says_that_only_this_host_was_asked(site: Site) -> None:
+    ran = site.ctl(LEFT, "run", "--gpus", "3", *SHOW)
+    assert ran.code != 0
+    assert f"only this host, {LEFT}, was asked" in ran.err
+
+
+def test_a_host_that_cannot_be_told_is_asked_for_and_not_guessed(site: Site) -> None:
+    """The third host shares the kernel with both and has an agent of neither."""
+    ran = site.ctl(SERVICES, *ONE_GPU, *SHOW)
+    assert (ran.code, ran.out) == (4, "")
+    assert f"may be any of {LEFT}, {RIGHT}" in ran.err
+    assert f"GPUSCALE_NODE={LEFT}" in ran.err
+    for words, variables in ((("--this-node", RIGHT), {}), ((), {"GPUSCALE_NODE": RIGHT})):
+        told = site.ctl(SERVICES, *ONE_GPU, *words, *SHOW, **variables)
+        assert told.out.startswith(f"GPU-{RIGHT}-"), told.err
+    for said in ("nowhere", RIGHT):
+        wrong = site.ctl(LEFT, *ONE_GPU, *SHOW, GPUSCALE_NODE=said)
+        assert (wrong.code, wrong.out) == (4, "")
+        assert f"was said to be {said}" in wrong.err
+
+
+def test_who_may_not_reserve_is_told_so(site: Site) -> None:
+    ran = site.ctl(LEFT, *ONE_GPU, *SHOW, token="viewer")
+    assert (ran.code != 0, ran.out) == (True, "")
+    assert "role" in ran.err
+    elsewhere = site.ctl(LEFT, *ONE_GPU, "--node", RIGHT, *SHOW, token="viewer")
+    assert f"type it on {RIGHT}" in elsewhere.err
+
+
+def test_leases_of_a_program_are_of_its_host_unless_it_says_otherwise(site: Site) -> None:
+    program = dedent(
+        """
+        import asyncio, json
+        from gpuscale.client import FailedPreconditionError, connect, connect_async
+
+        ANY = {"max_utilization_percent": 100}
+
+        def told(read):
+            try:
+                return read()
+            except FailedPreconditionError as error:
+                return f"{error.reason}: {error.message}"
+
+        async def loop():
+            async with connect_async() as client:
+                async with client.reserve(**ANY) as lease:
+                    own = lease.env({})["CUDA_VISIBLE_DEVICES"]
+                async with client.reserve(nodes=["nodes/right"], **ANY) as lease:
+                    return own, told(lambda: lease.env({})), lease.env({}, node="right")["CUDA_VISIBLE_DEVICES"]
+
+        found = {}
+        with connect() as client:
+            with client.reserve(**ANY) as lease:
+                found["own"] = lease.cuda_visible_devices
+            with client.reserve(nodes=["nodes/right"], **ANY) as lease:
+                found["env"], found["cuda"] = told(lease.env), told(lambda: lease.cuda_visible_devices)
+                found["uuids"], found["there"] = lease.gpu_uuids, lease.env({}, node="right")["CUDA_VISIBLE_DEVICES"]
+            with client.reserve(anywhere=True, member_count=2, gang_strategy="strict_spread", **ANY) as lease:
+                found["spread"], found["part"] = told(lease.env), lease.env({}, node="left")["CUDA_VISIBLE_DEVICES"]
+        found["loop"] = asyncio.run(loop())
+        print(json.dumps(found))
+        """
+    )
+    ran = site.run(LEFT, sys.executable, "-c", program)
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    for refused in (found["env"], found["cuda"], found["spread"], found["loop"][1]):
+        assert refused.startswith("GPUS_ELSEWHERE: "), found
+        assert f"holds GPUs of {RIGHT}, and this host is {LEFT}" in refused
+        assert f'lease.env(node="{RIGHT}")' in refused
+    assert found["own"].startswith(f"GPU-{LEFT}-")
+    assert found["loop"][0].startswith(f"GPU-{LEFT}-")
+    assert found["part"].startswith(f"GPU-{LEFT}-")
+    assert found["uuids"] == [found["there"]]
+    assert found["there"].startswith(f"GPU-{RIGHT}-")
+    assert found["loop"][2].startswith(f"GPU-{RIGHT}-")
+    assert site.listed("reservations") == []

@@ -1,0 +1,238 @@
+"""Reservations that ended: out of memory, on disk within bounds, found where somebody asks; and a disk that is full."""
+
+import errno
+import sqlite3
+import subprocess
+from collections.abc import AsyncGenerator, Collection, Iterator
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from gpuscale.allocator.app import DATABASE
+from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated
+from gpuscale.allocator.domain.model import State
+from gpuscale.allocator.state import archive
+from gpuscale.allocator.state.archive import Archive, Limits
+from gpuscale.allocator.state.ended_store import EndedStore, Totals
+from gpuscale.allocator.state.store import AllocatorStore, open_store
+from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, UnavailableError
+from gpuscale.common.secrets import SecretUrl
+from tests.support.allocator import Client, Reservation, running
+from tests.support.allocator_values import NOW, WALL, order, reserved
+from tests.support.clock import ManualClock
+from tests.support.fake_fleet import FakeFleet, node_message
+from tests.support.postgresql import PostgresServer
+from tests.support.waiting import eventually
+
+BOOT = "boot"
+
+
+@pytest.fixture(autouse=True)
+def retired(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Memory keeps two that ended, and the archive looks often; the ids of those that left memory."""
+    monkeypatch.setattr(archive, "IN_MEMORY", 2)
+    monkeypatch.setattr(archive, "PERIOD", 0.02)
+    monkeypatch.setattr(archive, "DUE_PERIOD", 0.0)
+    found: set[str] = set()
+    retire = EndedStore.retire
+
+    async def noted(self: EndedStore, ids: Collection[str], fence: int) -> Totals:
+        totals = await retire(self, ids, fence)
+        found.update(ids)
+        return totals
+
+    monkeypatch.setattr(EndedStore, "retire", noted)
+    return found
+
+
+@pytest.fixture(params=["file", "PostgreSQL"])
+def database(request: pytest.FixtureRequest) -> SecretUrl | None:
+    """Where the state is; None for a file."""
+    if request.param == "file":
+        return None
+    server: PostgresServer = request.getfixturevalue("postgresql")
+    return server.database()
+
+
+async def spent(client: Client, count: int, holder: str = "test") -> list[Reservation]:
+    """Reservations that were released, oldest first."""
+    return [await client.release(await client.reserve(holder=holder)) for _ in range(count)]
+
+
+async def listed(client: Client, **fields: object) -> list[str]:
+    """The names of all pages of two."""
+    names, token = list[str](), ""
+    while True:
+        page = await client.page(show_ended=True, page_size=2, page_token=token, **fields)
+        names += [one.name for one in page.reservations]
+        token = page.next_page_token
+        if not token:
+            return names
+
+
+async def test_what_left_memory_is_found_as_before(
+    tmp_path: Path, retired: set[str], database: SecretUrl | None
+) -> None:
+    fleet, clock, request_id = FakeFleet(node_message("n0", count=2)), ManualClock(), str(uuid4())
+    options = {"clock": clock, "database": database}
+    async with running(tmp_path, fleet, **options) as client:
+        first = await client.release(await client.reserve(request_id=request_id))
+        others = await spent(client, 4) + await spent(client, 2, holder="other")
+        live = await client.reserve()
+        names = [one.name for one in (first, *others, live)]
+        await eventually(lambda: len(retired) == 5)
+    async with running(tmp_path, fleet, **options) as client:
+        assert await listed(client) == names
+        assert await listed(client, holder="other") == names[5:7]
+        assert [one.name for one in await client.live()] == [live.name]
+        assert await client.get(first.name) == first
+        assert await client.release(others[0]) == others[0]
+        with pytest.raises(FailedPreconditionError) as caught:
+            await client.renew(others[1])
+        assert caught.value.reason == "RESERVATION_ENDED"
+        assert (await client.reserve(request_id=request_id)).name == first.name
+        with pytest.raises(AlreadyExistsError):
+            await client.reserve(request_id=request_id, ttl=77)
+        assert await listed(client) == names
+
+
+async def test_a_request_whose_grant_left_memory_is_not_granted_again(
+    tmp_path: Path, retired: set[str], database: SecretUrl | None
+) -> None:
+    """Whether a GPU is free for it, or it would have to wait; and others that are granted beside it are."""
+    fleet, requests = FakeFleet(node_message("n0", count=1)), [str(uuid4()) for _ in range(6)]
+    async with running(tmp_path, fleet, database=database) as client:
+        first = [await client.release(await client.reserve(request_id=one)) for one in requests]
+        await eventually(lambda: len(retired) >= 4)
+        assert (await client.reserve(request_id=requests[0])).name == first[0].name
+        held = await client.reserve()
+        assert (await client.reserve(request_id=requests[1])).name == first[1].name
+        assert [one.name for one in await client.live()] == [held.name]
+
+
+async def test_there_are_no_more_than_the_settings_say(tmp_path: Path, database: SecretUrl | None) -> None:
+    fleet, clock = FakeFleet(node_message("n0", count=1, period=10 * RETENTION)), ManualClock()
+    async with running(tmp_path, fleet, clock=clock, database=database, ended_max_records=3) as client:
+        names = [one.name for one in await spent(client, 8)]
+
+        async def three() -> bool:
+            return await listed(client) == names[5:]
+
+        await eventually(three)
+        clock.advance(RETENTION + 1)
+
+        async def none() -> bool:
+            return await listed(client) == []
+
+        await eventually(none)
+
+
+@asynccontextmanager
+async def archived(path: Path, count: int, limits: Limits) -> AsyncGenerator[tuple[Archive, AllocatorStore]]:
+    """An archive whose ledger has so many that ended."""
+    ledger, clock = Ledger(), ManualClock()
+    async with open_store(path, BOOT) as store:
+        await store.load()
+        for _ in range(count):
+            one = activated(ledger.grant(order(), [reserved("GPU-a")], suffix="aa", now=NOW, wall=WALL))
+            await store.save([one], [])
+            ledger.confirm(one)
+            over = ledger.close(one, State.RELEASED, now=NOW, wall=WALL)
+            await store.save([], [over])
+            ledger.settle(over)
+        found = Archive(ledger, EndedStore(store, BOOT, clock.now()), limits, clock)
+        await found.open()
+        yield found, store
+
+
+async def test_they_take_no_more_bytes_than_the_settings_say(tmp_path: Path) -> None:
+    async with archived(tmp_path / DATABASE, 200, Limits(1000, 20_000)) as (found, store):
+        await found.tidy()
+        totals = await EndedStore(store, BOOT, 0.0).totals()
+        assert 10_000 < totals.bytes <= 20_000
+        kept = await found.page(after=0, holder="", most=1000)
+        assert len(kept) == totals.records < 100
+        assert max(one.fence for one in kept) == 198  # the last two are in memory
+
+
+async def test_the_file_shrinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuscale.common.store.sqlite_store.MOST_FREE_PAGES", 4)
+    async with archived(tmp_path / DATABASE, 600, Limits(1000, 1 << 30)) as (found, _):
+        await found.tidy()
+    large = (tmp_path / DATABASE).stat().st_size
+    async with open_store(tmp_path / DATABASE, BOOT) as store:
+        await store.load()
+        ended = EndedStore(store, BOOT, 0.0)
+        while (await ended.totals()).records:
+            await ended.drop_first(64, 600)
+    assert (tmp_path / DATABASE).stat().st_size < large / 2
+
+
+async def test_a_damaged_record_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    async with archived(tmp_path / DATABASE, 5, Limits(1000, 1 << 30)) as (found, _):
+        await found.tidy()
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
+        connection.execute("UPDATE ended SET holder = 'eve' WHERE fence = 2")
+    async with open_store(tmp_path / DATABASE, BOOT) as store:
+        await store.load()
+        ended = EndedStore(store, BOOT, 0.0)
+        assert len(await ended.find(ids=["r1-aa", "r3-aa"])) == 2
+        with pytest.raises(FailedPreconditionError) as caught:
+            await ended.find(ids=["r2-aa"])
+        assert caught.value.reason == "STATE_INCONSISTENT"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 48 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "tmpfs", str(place)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place: Path) -> Path:
+    """Leave not a byte free."""
+    file = place / "filler"
+    with file.open("ab", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(OSError) as caught, (place / "more").open("ab", buffering=0) as more:
+        more.write(bytes(4096))
+    assert caught.value.errno == errno.ENOSPC
+    (place / "more").unlink()
+    return file
+
+
+async def test_a_full_disk_stops_grants_and_nothing_else(small_disk: Path) -> None:
+    """Hundreds of releases and drops go on where there is not a byte free; with room again, grants do too."""
+    fleet = FakeFleet(node_message("n0", count=400))
+    async with running(small_disk / "data", fleet, ended_max_records=100) as client:
+        held = [await client.reserve() for _ in range(300)]
+        filler = fill(small_disk)
+        for one in held[:20]:
+            assert (await client.release(one)).state == Reservation.STATE_RELEASED
+
+        async def refused() -> bool:
+            try:
+                held.append(await client.reserve())
+            except UnavailableError as error:
+                return error.reason == "DISK_FULL"
+            return False
+
+        await eventually(refused)
+        for one in held[20:]:
+            assert (await client.release(one)).state == Reservation.STATE_RELEASED
+        assert await client.live() == []
+        filler.unlink()
+
+        async def granted() -> bool:
+            return not await refused()
+
+        await eventually(granted)

@@ -1,0 +1,92 @@
+"""Whose quotas a caller may use, and up to which priority, over real gRPC with a real tokens file and certificates."""
+
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client import AsyncClient, PermissionDeniedError, UnavailableError, connect_async
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.wire import to_duration
+from tests.support.allocator import allocator
+from tests.support.fake_fleet import FakeFleet, node_message, serving
+from tests.support.tokens import token, write_tokens
+from tests.support.waiting import eventually
+
+
+@asynccontextmanager
+async def serving_callers(folder: Path, *names: str) -> AsyncGenerator[list[AsyncClient]]:
+    """Clients of an allocator with eight GPUs: `oli` has a token and no more, `ml` may use two tenants, `ada` is admin."""
+    tokens = write_tokens(folder / "tokens.toml", oli="operator", ada="admin", ml="operator")
+    tokens.write_text(tokens.read_text() + 'tenants = ["ml", "vision"]\nmax_priority = 10\n')
+    authenticator = Authenticator(tokens_file=tokens)
+    async with (
+        serving(FakeFleet(node_message("n0", count=8))) as fleet,
+        allocator(folder, fleet, authenticator=authenticator) as address,
+        connect_async(address, token=token("ada")) as ready,
+    ):
+        await eventually(lambda: ready.reserve(1, "first"), retry_on=(UnavailableError,))
+        clients = [connect_async(address, token=token(name)) for name in names]
+        yield clients
+        for client in clients:
+            await client.close()
+
+
+def asked(**fields: Any) -> api.ReserveRequest:
+    return api.ReserveRequest(
+        request_id=str(uuid4()), holder="me", ask=api.Ask(gpu_count=1), ttl=to_duration(60), **fields
+    )
+
+
+async def reserve(client: AsyncClient, request: api.ReserveRequest) -> api.Reservation:
+    return (await client.allocator.Reserve(request)).reservation
+
+
+async def batch(client: AsyncClient, request: api.ReserveRequest) -> api.Reservation:
+    answer = await client.allocator.BatchReserve(api.BatchReserveRequest(requests=[asked(), request]))
+    return answer.reservations[1]
+
+
+async def watch(client: AsyncClient, request: api.ReserveRequest) -> api.Reservation:
+    stream = client.allocator.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request))
+    return [one async for one in stream][-1].reservation
+
+
+Way = Callable[[AsyncClient, api.ReserveRequest], Coroutine[Any, Any, api.Reservation]]
+
+
+@pytest.mark.parametrize(("way", "path"), [(reserve, ""), (batch, "requests[1]."), (watch, "reserve.")])
+async def test_a_caller_uses_its_own_quota_and_no_other(tmp_path: Path, way: Way, path: str) -> None:
+    async with serving_callers(tmp_path, "oli", "ml", "ada") as (oli, ml, ada):
+        assert (await way(oli, asked())).tenant == "oli"
+        assert (await way(ada, asked(tenant="whatever", priority=1000))).tenant == "whatever"
+        assert (await way(ml, asked(tenant="vision", priority=10))).tenant == "vision"
+        for client, tenant in ((oli, "ml"), (oli, "whatever"), (ml, "oli"), (oli, "Oli")):
+            with pytest.raises(PermissionDeniedError) as caught:
+                await way(client, asked(tenant=tenant))
+            assert caught.value.reason == "OTHER_TENANT"
+            assert caught.value.metadata["field"] == f"{path}tenant"
+            assert caught.value.message.startswith(f"{path}tenant: ")
+        for client, priority in ((oli, 1), (oli, 1000), (ml, 11)):
+            with pytest.raises(PermissionDeniedError) as caught:
+                await way(client, asked(priority=priority))
+            assert caught.value.reason == "PRIORITY_TOO_HIGH"
+            assert caught.value.metadata["field"] == f"{path}priority"
+
+
+async def test_a_quota_holds_whoever_tries_to_leave_it(tmp_path: Path) -> None:
+    async with serving_callers(tmp_path, "oli", "ml", "ada") as (oli, ml, ada):
+        await ada.quotas.SetQuota(api.SetQuotaRequest(quota=api.Quota(tenant="ml", gpu_milli_limit=1000)))
+        assert (await reserve(ml, asked(priority=-1000))).tenant == "ml", "the first of its tenants"
+        assert (await reserve(oli, asked(tenant="oli"))).tenant == "oli"
+        held = {
+            one.tenant: one.gpu_milli_held
+            for one in (await ada.quotas.ListQuotas(api.ListQuotasRequest())).quotas
+        }
+        assert held == {"ada": 1000, "ml": 1000, "oli": 1000}
+        answer = await ml.capacity.CheckAvailability(api.CheckAvailabilityRequest(ask=api.Ask(gpu_count=1)))
+        assert (answer.available, answer.reason) == (False, "QUOTA_EXCEEDED")

@@ -1,0 +1,196 @@
+"""Which node this host is, and what a client asks to know it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.client import (
+    AsyncLease,
+    Client,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    Lease,
+    ResourceExhaustedError,
+    connect,
+    connect_async,
+)
+from gpuscale.client.this_host import ThisHost
+from gpuscale.common.runtime.clock import network_namespace, read_boot_id
+from gpuscale.testing import FakeServer
+from tests.support.canned_gateway import canned_gateway
+from tests.support.cli import run_cli
+from tests.support.ports import free_port
+
+OTHER = ["nodes/node-1"]
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    """Two nodes, of which the first is this host."""
+    with FakeServer(gpus=2, nodes=2) as running:
+        yield running
+
+
+def node(name: str, *, boot_id: str = "", namespace: int = 0) -> monitor_api.Node:
+    host = types_api.Host(boot_id=boot_id or read_boot_id(), network_namespace=namespace)
+    return monitor_api.Node(name=f"nodes/{name}", snapshot=types_api.Snapshot(node=name, host=host))
+
+
+ELSEWHERE = "00000000-0000-4000-8000-000000000001"
+OWN = network_namespace()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "found"),
+    [
+        ([], None),
+        ([node("a", boot_id=ELSEWHERE)], None),
+        ([node("a", boot_id=ELSEWHERE), node("b")], "b"),
+        ([node("a", namespace=OWN + 1)], "a"),
+        ([node("a", namespace=OWN + 1), node("b", namespace=OWN)], "b"),
+        ([node("a"), node("b")], FailedPreconditionError),
+        ([node("a", namespace=OWN), node("b", namespace=OWN)], FailedPreconditionError),
+        ([node("a", namespace=OWN + 1), node("b", namespace=OWN + 2)], FailedPreconditionError),
+    ],
+    ids=["no node", "other kernel", "one", "a container's", "namespaces", "older agents", "alike", "neither"],
+)
+def test_the_node_that_this_host_is(nodes: list[monitor_api.Node], found: Any) -> None:
+    if not isinstance(found, type):
+        assert ThisHost().find(nodes) == found
+        return
+    with pytest.raises(FailedPreconditionError, match=r"any of a, b.*GPUSCALE_NODE=a") as caught:
+        ThisHost().find(nodes)
+    assert caught.value.reason == "NODE_AMBIGUOUS"
+
+
+def test_what_is_said_counts_unless_the_agent_here_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSCALE_NODE", "nodes/b")
+    assert ThisHost().find([node("a"), node("b")]) == "b"
+    assert ThisHost().find([node("a", boot_id=ELSEWHERE)]) == "b"
+    with pytest.raises(FailedPreconditionError, match="was said to be c, but the agent here is that of a"):
+        ThisHost("c").find([node("a")])
+    with pytest.raises(FailedPreconditionError, match="was said to be b, but the agent here is that of a"):
+        ThisHost("b").find([node("a", namespace=OWN), node("b", namespace=OWN + 1)])
+    monkeypatch.setenv("GPUSCALE_NODE", "No Node")
+    with pytest.raises(InvalidArgumentError, match="GPUSCALE_NODE: 'No Node' is not the id of a node"):
+        connect()
+
+
+def test_gpus_are_of_this_host_unless_it_is_said_otherwise(server: FakeServer) -> None:
+    with server.connect() as client:
+        with client.reserve(2) as lease:
+            assert {gpu.node for gpu in lease.gpus} == {"node-0"}
+            with pytest.raises(ResourceExhaustedError, match=r"only this host, node-0, was asked.*anywhere"):
+                client.reserve(1)
+            assert {gpu.node for gpu in client.reserve(1, anywhere=True).gpus} == {"node-1"}
+        assert client.this_node() == "node-0"
+
+
+def refused(lease: Lease | AsyncLease) -> FailedPreconditionError:
+    with pytest.raises(FailedPreconditionError) as caught:
+        lease.env()
+    with pytest.raises(FailedPreconditionError):
+        assert lease.cuda_visible_devices
+    assert str(pickle.loads(pickle.dumps(caught.value))) == caught.value.message
+    return caught.value
+
+
+def test_gpus_of_another_host_are_for_work_that_starts_there(server: FakeServer) -> None:
+    with server.connect() as client, client.reserve(1, nodes=OTHER) as lease:
+        assert refused(lease).reason == "GPUS_ELSEWHERE"
+        assert lease.env({}, node="node-1")["CUDA_VISIBLE_DEVICES"] == lease.gpu_uuids[0]
+        with pytest.raises(ValueError, match="no GPU of node-0"):
+            lease.env(node="node-0")
+
+
+async def test_an_event_loop_asks_beforehand(server: FakeServer) -> None:
+    async with server.connect_async() as client, client.reserve(1, nodes=OTHER) as lease:
+        assert refused(lease).reason == "NODE_NOT_ASKED"
+        assert await client.this_node() == "node-0"
+        assert refused(lease).reason == "GPUS_ELSEWHERE"
+        async with client.reserve(1) as own:
+            assert own.cuda_visible_devices == own.gpu_uuids[0]
+
+
+def lists(world: Any) -> int:
+    return sum(isinstance(one, monitor_api.ListNodesRequest) for one in world.requests)
+
+
+def test_the_fleet_is_asked_once_and_only_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserve(client: Client, times: int, **options: Any) -> None:
+        for _ in range(times):
+            client.reserve(1, **options)
+
+    with canned_gateway() as (address, world):
+        world.overrides["ListNodes"] = lambda request, context: monitor_api.ListNodesResponse(
+            nodes=[node("host-1")]
+        )
+        with connect(address) as client:
+            reserve(client, 2, nodes=["nodes/host-1"])
+            reserve(client, 2, anywhere=True)
+            assert lists(world) == 0
+            reserve(client, 2)
+            client.reserve(1).env()
+            assert lists(world) == 1
+            assert list(world.requests[-1].ask.nodes) == ["nodes/host-1"]
+        monkeypatch.setenv("GPUSCALE_NODE", "host-1")
+        with connect(address) as client:
+            reserve(client, 2)
+            client.reserve(1).env()
+        with connect(address, node="host-2") as client:
+            assert refused(client.reserve(1)).reason == "GPUS_ELSEWHERE"
+        assert lists(world) == 1
+
+
+async def test_an_async_client_that_is_told_where_asks_nothing() -> None:
+    with canned_gateway() as (address, world):
+        async with connect_async(address) as client:
+            await client.reserve(1, nodes=["nodes/host-1"])
+            await client.reserve(1, anywhere=True)
+        assert lists(world) == 0
+
+
+@pytest.fixture
+def unadmitted(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is said where no agent answers, as here."""
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("GPUSCALE_WORK_ADDRESS", address)
+    return (
+        "what runs counts as of nobody, since it was not admitted on its GPUs:"
+        f" nothing answers at {address} (connection refused)"
+    )
+
+
+def test_where_no_agent_answers_leases_go_on_and_say_so_once(
+    server: FakeServer, unadmitted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server.connect() as client:
+        for _ in range(2):
+            with client.reserve(1) as lease:
+                lease.check()
+    assert [one.getMessage() for one in caplog.records if one.name.startswith("gpuscale.")] == [unadmitted]
+
+
+async def test_where_no_agent_answers_leases_of_an_event_loop_go_on_and_say_so_once(
+    server: FakeServer, unadmitted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with server.connect_async() as client:
+        for _ in range(2):
+            async with client.reserve(1) as lease:
+                lease.check()
+    assert [one.getMessage() for one in caplog.records if one.name.startswith("gpuscale.")] == [unadmitted]
+
+
+def test_where_no_agent_answers_a_command_runs_and_it_is_said(server: FakeServer, unadmitted: str) -> None:
+    environment = {"GPUSCALE_WORK_ADDRESS": os.environ["GPUSCALE_WORK_ADDRESS"]}
+    ran = run_cli("--address", server.address, "run", "--gpus", "1", "--", "true", environment=environment)
+    assert (ran.code, ran.err.count(unadmitted)) == (0, 1), ran.err
+    assert [one.state for one in server.reservations] == [allocator_api.Reservation.STATE_RELEASED]

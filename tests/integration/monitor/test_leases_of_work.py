@@ -1,0 +1,244 @@
+"""Who may admit work: a real agent, fleet and allocator behind one address, and callers with tokens of their own.
+
+Only the holder, or who was handed the lease token, or an admin admits, and only what the allocator granted.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import grpc
+import pytest
+from pydantic import SecretStr
+
+from gpuscale.allocator.app import open_allocator
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    GpuscaleError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
+from gpuscale.common.names import gpu_name
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.monitor.agent.simulated import simulated_uuid
+from gpuscale.monitor.app.agent import open_agent
+from gpuscale.monitor.app.agent_settings import AgentSettings
+from gpuscale.monitor.app.fleet import open_fleet
+from gpuscale.monitor.app.fleet_settings import FleetSettings
+from tests.support.tokens import bearer, token, write_tokens
+from tests.support.waiting import eventually
+
+FIRST, SECOND = simulated_uuid("alpha", 0), simulated_uuid("alpha", 1)
+HUGE = 2**62
+
+
+class Site:
+    """One address behind which everything runs, and calls to it under several names."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.allocator: Any = allocator_api.AllocatorServiceStub(channel)
+        self.work: Any = monitor_api.WorkServiceStub(channel)
+
+    async def reserve(self, who: str, request_id: str = "", **ask: Any) -> allocator_api.ReserveResponse:
+        request = allocator_api.ReserveRequest(
+            request_id=request_id or str(uuid4()), holder=who, ask=allocator_api.Ask(gpu_count=1, **ask)
+        )
+        with rpc_errors():
+            return await self.allocator.Reserve(request, metadata=bearer(who), timeout=10)
+
+    async def admit(self, who: str, one: allocator_api.ReserveResponse, **other: Any) -> None:
+        """Admit the work of a grant with its token; `other` fields instead of the grant's."""
+        held = one.reservation
+        fields: dict[str, Any] = {
+            "reservation": held.name,
+            "fence": held.fence,
+            "gpu_uuids": [gpu.uuid for gpu in held.gpus],
+            "lease_token": one.lease_token,
+        }
+        request = monitor_api.AdmitWorkRequest(**(fields | other))
+        with rpc_errors():
+            await self.work.AdmitWork(request, metadata=bearer(who), timeout=10)
+
+    async def refused(self, who: str, one: allocator_api.ReserveResponse, **other: Any) -> str:
+        with pytest.raises(GpuscaleError) as error:
+            await self.admit(who, one, **other)
+        return error.value.reason
+
+    async def reset(self, who: str, *uuids: str) -> None:
+        with rpc_errors():
+            await self.work.ResetFences(
+                monitor_api.ResetFencesRequest(gpu_uuids=uuids), metadata=bearer(who), timeout=10
+            )
+
+
+@asynccontextmanager
+async def site(folder: Path, *, checks: bool = True, fences_above: int = 0) -> AsyncGenerator[Site]:
+    """Agent `alpha` with four simulated GPUs; its own token is of role agent. Without `checks` it knows no allocator."""
+    tokens = folder / "tokens.toml"
+    write_tokens(
+        tokens, ann="operator", bob="operator", root="admin", eve="viewer", alpha="agent", hub="operator"
+    )
+    clock = SystemClock()
+    server = Server(ServerOptions(), Authenticator(tokens_file=tokens))
+    address = server.bind()
+    async with AsyncExitStack() as stack:
+
+        async def channel(name: str | None) -> grpc.aio.Channel:
+            secret = None if name is None else SecretStr(token(name))
+            return await stack.enter_async_context(open_channel(address, token=secret))
+
+        agent = AgentSettings(
+            node="alpha",
+            source="simulated",
+            simulated_gpu_count=4,
+            period_seconds=0.2,
+            state_dir=folder / "agent",
+        )
+        allocator = AllocatorSettings(data_dir=folder / "allocator", fences_above=fences_above)
+        allocator.data_dir.mkdir(exist_ok=True)
+        own, hub = await channel("alpha"), await channel("hub")
+        server.add(
+            *await stack.enter_async_context(open_fleet(FleetSettings(), clock=clock)),
+            *await stack.enter_async_context(
+                open_agent(agent, fleet=own, allocator=own if checks else None, clock=clock)
+            ),
+            *await stack.enter_async_context(open_allocator(allocator, fleet=hub, clock=clock)),
+        )
+        await stack.enter_async_context(server)
+        there = Site(await channel(None))
+
+        async def serves() -> bool:
+            one = (await there.reserve("root", models=["Simulated GPU 80GB"])).reservation
+            request = allocator_api.ReleaseReservationRequest(name=one.name, fence=one.fence)
+            await there.allocator.ReleaseReservation(request, metadata=bearer("root"), timeout=10)
+            return True
+
+        await eventually(
+            serves, timeout=20, retry_on=(UnavailableError, FailedPreconditionError, GpuscaleError)
+        )
+        yield there
+
+
+async def test_only_the_holder_and_whom_it_hands_the_token_to_admit(tmp_path: Path) -> None:
+    async with site(tmp_path) as here:
+        mine, other = await here.reserve("ann"), await here.reserve("bob")
+        await here.admit("ann", mine)
+        await here.admit("bob", mine)  # an adapter, which has the token of its order
+        assert await here.refused("bob", mine, lease_token="") == "LEASE_TOKEN_MISSING"
+        assert await here.refused("bob", mine, lease_token=other.lease_token) == "LEASE_TOKEN_INVALID"
+        assert await here.refused("eve", mine) == "ROLE_TOO_LOW"
+        await here.admit("root", mine, lease_token="")
+
+
+@pytest.mark.parametrize("who", ["ann", "root"])
+async def test_no_fence_but_the_granted_one_is_admitted_not_even_an_admins(tmp_path: Path, who: str) -> None:
+    """Else a GPU could be kept from everybody for ever: by a fence invented, another's, or one for a GPU nobody holds."""
+    async with site(tmp_path) as here:
+        mine = await here.reserve("ann", gpus=[gpu_name("alpha", FIRST)])
+        assert await here.refused(who, mine, fence=HUGE) == "FENCE_MISMATCH"
+        assert await here.refused(who, mine, gpu_uuids=[SECOND]) == "GPU_NOT_HELD"
+        assert await here.refused(who, mine, gpu_uuids=[FIRST, SECOND]) == "GPU_NOT_HELD"
+        assert await here.refused(who, mine, reservation="reservations/none") == "RESERVATION_NOT_FOUND"
+        other = await here.reserve("bob", gpus=[gpu_name("alpha", SECOND)])
+        assert await here.refused(who, mine, fence=other.reservation.fence) == "FENCE_MISMATCH"
+        await here.admit("ann", mine)
+        await here.admit("bob", other)
+
+
+async def test_what_has_ended_is_not_admitted(tmp_path: Path) -> None:
+    async with site(tmp_path) as here:
+        mine = await here.reserve("ann")
+        request = allocator_api.ReleaseReservationRequest(
+            name=mine.reservation.name, fence=mine.reservation.fence
+        )
+        await here.allocator.ReleaseReservation(request, metadata=bearer("ann"), timeout=10)
+        assert await here.refused("ann", mine) == "RESERVATION_ENDED"
+
+
+async def test_an_admin_resets_a_fence_that_is_too_high_and_nobody_else_does(tmp_path: Path) -> None:
+    """As after the loss of the allocator's state, where it begins to count anew."""
+    async with site(tmp_path, fences_above=1000) as here:
+        await here.admit("ann", await here.reserve("ann", gpus=[gpu_name("alpha", FIRST)]))
+    (tmp_path / "allocator").rename(tmp_path / "lost")
+    async with site(tmp_path) as here:
+        mine = await here.reserve("ann", gpus=[gpu_name("alpha", FIRST)])
+        assert await here.refused("ann", mine) == "FENCE_TOO_LOW"
+        with pytest.raises(PermissionDeniedError):
+            await here.reset("ann", FIRST)
+        with pytest.raises(NotFoundError):
+            await here.reset("root", "GPU-of-another-host")
+        await here.reset("root", FIRST)
+        await here.admit("ann", mine)
+    async with site(tmp_path) as here:
+        await here.admit("ann", mine)
+
+
+async def test_a_token_is_the_same_for_a_repeated_call_and_after_a_restart(tmp_path: Path) -> None:
+    request_id = str(uuid4())
+    async with site(tmp_path) as here:
+        first = await here.reserve("ann", request_id)
+        assert (await here.reserve("ann", request_id)).lease_token == first.lease_token
+        assert (await here.reserve("ann")).lease_token != first.lease_token
+        assert len(first.lease_token) == 43
+    async with site(tmp_path) as here:
+        assert (await here.reserve("ann", request_id)).lease_token == first.lease_token
+        await here.admit("ann", first)
+
+
+async def test_fences_and_tokens_are_told_to_the_owner_alone(tmp_path: Path) -> None:
+    async with site(tmp_path) as here:
+        mine = await here.reserve("ann")
+        get = allocator_api.GetReservationRequest(name=mine.reservation.name)
+
+        async def told(who: str) -> tuple[int, str]:
+            found = await here.allocator.GetReservation(get, metadata=bearer(who), timeout=10)
+            return found.reservation.fence, found.lease_token
+
+        assert await told("ann") == (mine.reservation.fence, mine.lease_token)
+        assert await told("root") == (mine.reservation.fence, "")
+        assert await told("bob") == (0, "")
+        assert await told("eve") == (0, "")
+        listed = await here.allocator.ListReservations(
+            allocator_api.ListReservationsRequest(), metadata=bearer("eve"), timeout=10
+        )
+        assert [one.fence for one in listed.reservations] == [0]
+        watch = here.allocator.WatchReservations(
+            allocator_api.WatchReservationsRequest(), metadata=bearer("eve"), timeout=10
+        )
+        async for news in watch:
+            assert [one.fence for one in news.reservations] == [0]
+            break
+        await here.admit("ann", mine)
+        assert mine.lease_token not in str(listed)
+
+
+async def test_an_agent_asks_about_its_own_node_only(tmp_path: Path) -> None:
+    async with site(tmp_path) as here:
+        mine = (await here.reserve("ann", gpus=[gpu_name("alpha", FIRST)])).reservation
+        request = allocator_api.CheckLeaseRequest(
+            name=mine.name, fence=mine.fence, node="alpha", gpu_uuids=[FIRST]
+        )
+        await here.allocator.CheckLease(request, metadata=bearer("alpha"), timeout=10)
+        request.node = "beta"
+        with pytest.raises(PermissionDeniedError) as other, rpc_errors():
+            await here.allocator.CheckLease(request, metadata=bearer("alpha"), timeout=10)
+        assert other.value.reason == "OTHER_NODE"
+        with pytest.raises(PermissionDeniedError), rpc_errors():
+            await here.allocator.CheckLease(request, metadata=bearer("eve"), timeout=10)
+
+
+async def test_an_agent_that_cannot_ask_says_so(tmp_path: Path) -> None:
+    async with site(tmp_path, checks=False) as here:
+        with pytest.raises(FailedPreconditionError, match="set allocator_address") as failed:
+            await here.admit("ann", await here.reserve("ann"))
+        assert failed.value.reason == "LEASE_NOT_CHECKED"

@@ -1,0 +1,32 @@
+"""A process of another PID namespace that names itself is found by the id that the host has for it, and no other's."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from gpuscale.client.admitting import pid_namespace
+from gpuscale.monitor.agent.processes import ProcessNames
+
+ALONE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+SAYS = "stat -Lc %i /proc/self/ns/pid; exec sleep 900"
+
+
+def test_a_pid_counts_in_the_namespace_that_it_is_of() -> None:
+    names = ProcessNames()
+    assert names.in_namespace(os.getpid(), None) == os.getpid()
+    assert names.in_namespace(os.getpid(), pid_namespace()) == os.getpid()
+    assert names.in_namespace(os.getpid(), 1) is None
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare (Debian package util-linux)")
+    with subprocess.Popen([*ALONE, "sh", "-c", SAYS], stdout=subprocess.PIPE, text=True) as outside:
+        assert outside.stdout is not None
+        namespace = int(outside.stdout.readline())
+        inside = names.in_namespace(1, namespace)
+        assert inside is not None
+        found = names.find(inside)
+        assert found is not None
+        assert outside.pid in [key.pid for key in found.lineage]
+        assert names.in_namespace(2, namespace) != inside
+        os.kill(inside, 9)

@@ -1,0 +1,300 @@
+"""Whose the processes on a GPU are, through all that tells it: from /proc and the driver's list to what the allocator says.
+
+A generator makes hosts: shares and their holders, trees of processes that fork, detach, lose their parents, run in
+containers, hide, and outsiders that pretend. Of each it is known whose it is. What is said must be that: no false outsider,
+no missed outsider, no byte counted twice, and unknown where it cannot be known.
+"""
+
+import random
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.placing.memory import available, outsiders
+from gpuscale.allocator.usecases.telemetry import node_of
+from gpuscale.allocator.usecases.usage import usage_of
+from gpuscale.allocator.usecases.view import FleetView
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.monitor.agent.admission import Admissions, Holders
+from gpuscale.monitor.agent.processes import ProcessEntry as Entry
+from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.agent.translate import to_snapshot
+from gpuscale.monitor.model.readings import (
+    GpuIdentity,
+    GpuReading,
+    GpuState,
+    GpuView,
+    HostIdentity,
+    HostReading,
+    Snapshot,
+)
+from tests.support.allocator_values import MIB, order, reserved
+
+GIB = 1 << 30
+TOTAL = 80 * GIB
+GPU, NODE = "GPU-a", "alpha"
+OWN_NAMESPACE, OTHER_NAMESPACE = "pid:[4026531836]", "pid:[4026532999]"
+HOST_CGROUP = "0::/user.slice/user-1000.slice/session-3.scope\n"
+NOW, WALL = 1000.0, datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@dataclass
+class Process:
+    """One process: `owner` is the number of the holder whose it truly is, None of an outsider."""
+
+    pid: int
+    parent: int
+    owner: int | None
+    used: int | None = 0
+    user: int = 1000
+    cgroup: str = HOST_CGROUP
+    mark: str = ""
+    started: int = 0
+    hidden: bool = False
+    first_of_container: bool = False
+    on_gpu: bool = True
+
+
+@dataclass
+class Host:
+    """Holders with what they hold of the GPU in bytes, their first processes, and all processes in two moments."""
+
+    claims: list[int]
+    whole: bool
+    admitted: list[int] = field(default_factory=list[int])
+    before: dict[int, Process] = field(default_factory=dict[int, Process])
+    after: dict[int, Process] = field(default_factory=dict[int, Process])
+    foreign: bool = False
+
+
+class Maker:
+    """Makes one host."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self._pid = 100
+
+    def host(self) -> Host:
+        whole = self.random.random() < 0.2
+        count = 1 if whole else self.random.randint(1, 3)
+        claims = [TOTAL] if whole else [self.random.randint(5, 20) * GIB for _ in range(count)]
+        host = Host(claims, whole, foreign=self.random.random() < 0.05)
+        self._add(host, Process(1, 0, None, on_gpu=False, user=0))
+        for number in range(count):
+            self._holder(host, number)
+        for _ in range(self.random.choice((0, 0, 1, 2))):
+            self._outsider(host)
+        return host
+
+    def _holder(self, host: Host, number: int) -> None:
+        user = 1000 + number
+        contained = self.random.random() < 0.3
+        shim = self._new(host, 1, None, on_gpu=False, user=0)
+        cgroup = self._container() if contained else HOST_CGROUP
+        root = self._new(
+            host,
+            shim.pid if contained else 1,
+            number,
+            user=user,
+            cgroup=cgroup,
+            first_of_container=contained,
+            on_gpu=self.random.random() < 0.5,
+        )
+        host.admitted.append(root.pid)
+        tree = [root]
+        for _ in range(self.random.randint(0, 4)):
+            kind = self.random.choice(("child", "child", "orphan", "marked", "contained", "hidden", "orphan"))
+            parent = self.random.choice(tree)
+            if kind == "contained" and contained:  # as by `exec`: its parent is outside
+                child = self._new(host, shim.pid, number, user=0, cgroup=cgroup)
+            elif kind == "marked":  # forked twice before anybody looked; its environment is what is left
+                child = self._new(host, 1, number, user=user, mark=reservation(number))
+            else:
+                child = self._new(host, parent.pid, number, user=self.random.choice((user, 0)), cgroup=cgroup)
+                if kind == "hidden":
+                    child.hidden = host.after[child.pid].hidden = True
+                else:
+                    tree.append(child)
+            if kind == "orphan":  # seen with its parent, which then ends
+                host.after[child.pid].parent = 1
+        if self.random.random() < 0.2:  # the first process ends, as by kill -9; what it started goes on
+            self._ends(host, root)
+
+    def _ends(self, host: Host, root: Process) -> None:
+        del host.after[root.pid]
+        for one in host.after.values():
+            if one.parent == root.pid:
+                one.parent = 1
+
+    def _outsider(self, host: Host) -> None:
+        number = self.random.randrange(len(host.claims))
+        kind = self.random.choice(("plain", "forged", "contained", "reused", "sibling"))
+        mark = reservation(number) if kind == "forged" else ""
+        one = self._new(host, 1, None, user=2000, mark=mark)
+        if kind == "contained":
+            one.cgroup = self._container()
+            host.after[one.pid].cgroup = one.cgroup
+        root = host.admitted[number]
+        if kind == "reused" and root not in host.after:  # the pid of what was admitted, once that had ended
+            host.after[root] = Process(root, 1, None, 3 * GIB, 2000, started=99_999)
+        if kind == "sibling":  # of the same Unix user, which proves nothing
+            one.user = host.after[one.pid].user = 1000 + number
+
+    def _new(self, host: Host, parent: int, owner: int | None, **fields: object) -> Process:
+        self._pid += 1
+        used = self.random.choice((None, *range(1, 5), *range(1, 5)))
+        one = Process(self._pid, parent, owner, None if used is None else used * GIB, started=self._pid)
+        for name, value in fields.items():
+            setattr(one, name, value)
+        self._add(host, one)
+        return one
+
+    def _container(self) -> str:
+        digits = f"{self.random.getrandbits(256):064x}"
+        forms = (
+            "0::/system.slice/docker-{}.scope\n",
+            "4:memory:/docker/{}\n",
+            "0::/machine.slice/libpod-{}.scope/c\n",
+        )
+        return self.random.choice(forms).format(digits)
+
+    @staticmethod
+    def _add(host: Host, one: Process) -> None:
+        host.before[one.pid] = one
+        host.after[one.pid] = Process(**vars(one))
+
+
+class Names(ProcessNames):
+    """Reads a /proc that is not on a disk: thousands of hosts would take minutes there."""
+
+    def __init__(self, proc: Path, processes: dict[int, Process]) -> None:
+        super().__init__(proc)
+        self._there = {pid: one for pid, one in processes.items() if not one.hidden}
+
+    def _stat(self, pid: int) -> Any:
+        one = self._there.get(pid)
+        return one and Entry(pid, "x", one.started, one.parent, one.user)
+
+    def _text(self, pid: int, name: str) -> str:
+        one = self._there.get(pid)
+        if one is None:
+            return ""
+        inner = " 1" if one.first_of_container else ""
+        mark = f"A=1\0GPUSCALE_RESERVATION={one.mark}\0B=2\0" if one.mark else "A=1\0"
+        return {"cgroup": one.cgroup, "environ": mark, "status": f"Name:\tx\nNSpid:\t{pid}{inner}\n"}[name]
+
+
+@pytest.fixture(scope="module")
+def procs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """The root of a /proc: of a host, and of a container with PIDs of its own."""
+    found = {foreign: tmp_path_factory.mktemp("proc") for foreign in (False, True)}
+    for foreign, proc in found.items():
+        (proc / "sys/kernel").mkdir(parents=True)
+        (proc / "sys/kernel/pid_max").write_text("32768\n")
+        (proc / "self/ns").mkdir(parents=True)
+        (proc / "self/ns/pid").symlink_to(OTHER_NAMESPACE if foreign else OWN_NAMESPACE)
+    return found
+
+
+def told(proc: Path, host: Host) -> types_api.Snapshot:
+    """What the agent says of the second moment, when it has seen the first."""
+    names, admissions, holders = Names(proc, host.before), Admissions(), Holders()
+    for number, pid in enumerate(host.admitted):
+        found = names.find(pid)
+        assert found is not None
+        container = found.container if names.leads(found) else ""
+        key, name = found.lineage[0], reservation(number)
+        admitted = admissions.admit([GPU], name, number + 1, key, container=container, user=found.user)
+        assert isinstance(admitted, Admissions)
+        admissions = admitted
+    holders.mark(admissions, GPU, names.merge(listed(host.before)))
+    names = Names(proc, host.after)
+    marked = holders.mark(admissions, GPU, names.merge(listed(host.after)))
+    used = sum(true_bytes(one) for one in host.after.values() if one.on_gpu)
+    reading = GpuReading(
+        utilization_percent=0.0,
+        memory_total_bytes=TOTAL,
+        memory_used_bytes=used,
+        memory_free_bytes=TOTAL - used,
+        processes=marked,
+    )
+    view = GpuView(GpuIdentity(GPU, 0, "Test GPU"), GpuState.OK, reading, NOW)
+    identity = HostIdentity("alpha", "Linux", "boot", process_ids_foreign=names.foreign)
+    snapshot = Snapshot(NODE, "e", 1, NOW, WALL, 1.0, identity, HostReading(), NOW, gpus=(view,))
+    return to_snapshot(snapshot, NOW)
+
+
+def reservation(number: int) -> str:
+    return f"reservations/r{number + 1}-aa"
+
+
+def listed(processes: dict[int, Process]) -> list[tuple[int, int | None]]:
+    """What the driver says."""
+    return [(one.pid, one.used) for one in processes.values() if one.on_gpu]
+
+
+def true_bytes(one: Process) -> int:
+    """What a process uses, though the driver may not tell."""
+    return 2 * GIB if one.used is None else one.used
+
+
+def granted(host: Host) -> Ledger:
+    ledger = Ledger()
+    for claim in host.claims:
+        memory = None if host.whole else claim // MIB
+        gpu = reserved(GPU, node=NODE, milli=1000 if host.whole else 250, memory=memory)
+        ledger.confirm(ledger.grant(order(), [gpu], suffix="aa", now=NOW, wall=WALL))
+    return ledger
+
+
+@settings(max_examples=3000, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_whose_each_process_and_byte_is(procs: dict[bool, Path], seed: int) -> None:
+    host = Maker(seed).host()
+    message = monitor_api.Node(
+        name=f"nodes/{NODE}",
+        state=monitor_api.NodeState.NODE_STATE_ONLINE,
+        snapshot=told(procs[host.foreign], host),
+    )
+    node, ledger = node_of(message, FleetView({}), NOW), granted(host)
+    assert node is not None
+    [gpu] = node.gpus
+    there = [one for one in host.after.values() if one.on_gpu]
+    seen = [one for one in there if not (one.hidden or host.foreign)]
+    strangers = [one for one in seen if one.owner is None]
+    hidden = len(there) - len(seen)
+
+    assert {one.pid: one.reservation for one in gpu.processes} == {
+        one.pid: f"r{one.owner + 1}-aa" if one in seen and one.owner is not None else None for one in there
+    }
+    assert {one.pid for one in gpu.processes if one.unknown} == {one.pid for one in there if one not in seen}
+    live = list(ledger.reservations(ended=False))
+    assert len(outsiders(gpu, live)) == len(strangers)
+
+    taken = sum(one.used or 0 for one in strangers)
+    missing = 0
+    for number, one in enumerate(live):
+        own = [process for process in seen if process.owner == number]
+        known = sum(process.used or 0 for process in own)
+        taken += max(host.claims[number], known)
+        missing += max(0, host.claims[number] - known)
+        usage = usage_of(one, {NODE: node}.get, ledger.use, NOW).gpus[GPU]
+        assert set(usage.outsiders) == {process.pid for process in strangers}
+        if host.whole:
+            assert usage.memory_used_bytes == gpu.memory_used_bytes
+        elif hidden or any(process.used is None for process in own) or (strangers and not own):
+            assert usage.memory_used_bytes is None
+        else:
+            assert usage.memory_used_bytes == known
+    if any(one.used is None for one in there) or hidden:
+        # Bytes of which nobody knows whose they are count once: as the holders', as far as they hold more than they use.
+        nobodys = sum(true_bytes(one) for one in there) - sum(one.used or 0 for one in seen)
+        taken += max(0, nobodys - missing)
+    assert available(gpu, live) == max(0, TOTAL - taken)
