@@ -42,14 +42,16 @@ check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python tools/generate_api.py --check
 	$(BIN)/python tools/generate_docs.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	$(BIN)/python tools/check_size.py
 
 api: $(VENV)/.dev  ## write the Python of the contract again, after a change of a .proto file
 	cd protos && ../$(BIN)/buf format -w
 	$(BIN)/python tools/generate_api.py
 
-docs: $(VENV)/.dev  ## write docs/reference again, after a change of a command or of the contract
+docs: $(VENV)/.dev  ## write docs/reference again and build the site into build/site; broken links fail
 	$(BIN)/python tools/generate_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: $(VENV)/.dev  ## format and mend what can be mended by itself
 	$(BIN)/ruff check --fix-only .

@@ -20,6 +20,9 @@ ROOMS = {
 """Page of a room, and where below `gpuscale` the names in its tables begin."""
 
 
+HAND_WRITTEN = sorted(path for path in DOCS.rglob("*.md") if path.parent.name != "reference")
+
+
 def read(page: str) -> str:
     """The text of a page of docs/."""
     return (DOCS / page).read_text(encoding="utf-8")
@@ -34,7 +37,7 @@ def rows(text: str) -> Iterator[list[str]]:
 
 def programs() -> list[type[Settings]]:
     """The settings of every program: each class in a settings.py that names its own section."""
-    paths = (path.relative_to(SERVICES).with_suffix("") for path in sorted(SERVICES.rglob("settings.py")))
+    paths = (path.relative_to(SERVICES).with_suffix("") for path in sorted(SERVICES.rglob("*settings.py")))
     modules = [importlib.import_module(".".join(path.parts[1:])) for path in paths]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     own = [one for one in found if issubclass(one, Settings) and "section" in vars(one)]

@@ -56,7 +56,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 def test_every_file_in_the_table_of_the_architecture_exists() -> None:
     """A row that says "the same" speaks of the folder of the row above."""
     folder, checked = ROOT, 0
-    for cells in rows(read("architecture.md").partition("## Where to look")[2]):
+    for cells in rows(read("internals/architecture.md").partition("## Where to look")[2]):
         named = re.findall(r"`([^`]+/)`", cells[1])
         folder = ROOT / named[0] if named else folder
         for file in re.findall(r"`([^`]+\.\w+)`", cells[2]):
@@ -69,7 +69,9 @@ def test_every_file_in_the_table_of_the_architecture_exists() -> None:
 def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
     folder = SERVICES / room / "gpuscale" / ROOMS[room]
     files = [
-        file for cells in rows(read(f"{room}.md")) for file in re.findall(r"`([\w/]+\.py)`", " ".join(cells))
+        file
+        for cells in rows(read(f"internals/{room}.md"))
+        for file in re.findall(r"`([\w/]+\.py)`", " ".join(cells))
     ]
     assert len(files) >= 5
     assert [file for file in files if not (folder / file).is_file()] == []
@@ -78,14 +80,14 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
 @pytest.mark.parametrize(
     ("page", "module", "enum"),
     [
-        ("allocator.md", "allocator.domain.feasibility", "Obstacle"),
-        ("allocator.md", "allocator.placing.refusal", "RefusalKind"),
-        ("autoscaler.md", "autoscaler.domain.model", "Code"),
-        ("autoscaler.md", "autoscaler.domain.replicas", "ReplicaState"),
-        ("autoscaler.md", "autoscaler.domain.queues", "QueueState"),
-        ("monitor.md", "monitor.model.readings", "GpuState"),
-        ("monitor.md", "monitor.model.readings", "ReadingStatus"),
-        ("monitor.md", "monitor.model.nodes", "NodeState"),
+        ("internals/allocator.md", "allocator.domain.feasibility", "Obstacle"),
+        ("internals/allocator.md", "allocator.placing.refusal", "RefusalKind"),
+        ("internals/autoscaler.md", "autoscaler.domain.model", "Code"),
+        ("internals/autoscaler.md", "autoscaler.domain.replicas", "ReplicaState"),
+        ("internals/autoscaler.md", "autoscaler.domain.queues", "QueueState"),
+        ("internals/monitor.md", "monitor.model.readings", "GpuState"),
+        ("internals/monitor.md", "monitor.model.readings", "ReadingStatus"),
+        ("internals/monitor.md", "monitor.model.nodes", "NodeState"),
         ("monitoring-data.md", "monitor.model.health", "HealthCheck"),
         ("monitoring-data.md", "monitor.model.health", "HealthSeverity"),
         ("monitoring-data.md", "monitor.model.health", "Action"),
@@ -99,7 +101,7 @@ def test_every_state_and_code_that_users_see_is_on_its_page(page: str, module: s
 
 def numbered(room: str) -> Iterator[tuple[str, str]]:
     """(how much, where it stands in the code) of each row of a page's table of numbers."""
-    for cells in rows(read(f"{room}.md")):
+    for cells in rows(read(f"internals/{room}.md")):
         if len(cells) == 3 and NUMBER.match(cells[1]) and cells[2].startswith("`"):
             yield cells[1], cells[2].strip("`")
 
