@@ -1,7 +1,9 @@
 """What every test shares: private servers that live as long as the tests that need them."""
 
 import asyncio
+import logging
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A busy machine makes examples slow, not wrong.
 settings.register_profile("gpuscale", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gpuscale")
+
+
+@pytest.fixture(autouse=True)
+def _root_logger_as_before() -> Iterator[None]:
+    """Programs that run in this process configure the root logger for the rest of it."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
 
 SLOW_FIRST = ("e2e", "fault", "integration")
 """Folders of tests over real processes, servers and clocks, those with the longest files first."""

@@ -1,5 +1,6 @@
 """`up` reads every setting of every part that it does not refuse."""
 
+import logging
 from collections import defaultdict
 from pathlib import Path
 from uuid import uuid4
@@ -37,6 +38,7 @@ async def test_what_is_not_refused_is_read(tmp_path: Path, monkeypatch: pytest.M
         "127.0.0.1:0",
     ]
     settings = load_all([*flags, "--simulate=1"])
+    level = logging.getLogger().level
     read: defaultdict[type[Settings], set[str]] = defaultdict(set)
     plain = Settings.__getattribute__
 
@@ -50,6 +52,9 @@ async def test_what_is_not_refused_is_read(tmp_path: Path, monkeypatch: pytest.M
             ask = allocator_api.Ask(gpu_count=1)
             request = allocator_api.ReserveRequest(request_id=str(uuid4()), holder="h", ask=ask)
             await allocator_api.AllocatorServiceStub(channel).Reserve(request)
+    assert logging.getLogger().level == level, (
+        "what is quiet at the end is not so for the rest of the process"
+    )
     parts = (settings.agent, settings.fleet, settings.allocator, settings.autoscaler, settings.adapter)
     unread = [
         (type(one), name) for one in parts for name in type(one).model_fields if name not in read[type(one)]

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 from sqlalchemy.exc import IntegrityError
@@ -12,14 +11,6 @@ from gpuscale.common.runtime import logs
 from gpuscale.common.secrets import SecretStr, SecretUrl
 
 CANARY = "canary"
-
-
-@pytest.fixture(autouse=True)
-def _restored_root() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:], root.level = handlers, level
 
 
 def lines(stream: io.StringIO) -> list[dict[str, object]]:

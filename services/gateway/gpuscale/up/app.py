@@ -5,6 +5,7 @@ in the reverse order: the adapter's workers first, while there is still somebody
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +26,6 @@ from gpuscale.common.names import node_name
 from gpuscale.common.rpc.channel import RPC_TIMEOUT, open_channel
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime import logs
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lock import DirectoryLock
 from gpuscale.monitor.app.agent import open_agent
@@ -64,8 +64,9 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
         FailedPreconditionError: the address or the data directory is in use, or cannot be used.
         GpuscaleError: a part cannot start.
     """
-    clock = SystemClock()
+    clock, root = SystemClock(), logging.getLogger()
     async with AsyncExitStack() as stack:
+        stack.callback(root.setLevel, root.level)
         stack.enter_context(DirectoryLock(settings.up.data_dir))
         options = replace(settings.up.server_options(), unix_socket=_socket(settings.up.data_dir))
         token = SecretStr(token_urlsafe(32))  # in memory alone: replicas run as the same user
@@ -83,8 +84,8 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
             ),
         )
         stack.push_async_callback(server.stop, STOP_GRACE)
-        # Once the server ends, the parts lose each other, which is no news.
-        stack.callback(logs.configure, "error", settings.up.log_format)
+        # Once the server ends, the parts lose each other: nothing to warn of.
+        stack.callback(root.setLevel, logging.ERROR)
         await server.start()
         snapshot = await _until_known(own)  # from here on the agent knows the GPUs that it admits work on
         await stack.enter_async_context(
