@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -124,10 +124,11 @@ def answer(url: str, **headers: str) -> int:
 
 COLOURS = """() => {
   const charts = [...document.querySelectorAll('.nicegui-echart')].map(e => getElement(e.id.slice(1)).chart.getOption());
-  const lines = charts.flatMap(o => [...o.yAxis.map(y => y.splitLine?.lineStyle?.color), ...o.xAxis.map(x => x.axisLine?.lineStyle?.color)]);
-  const texts = charts.flatMap(o => [...o.xAxis, ...o.yAxis].map(a => a.axisLabel.color).concat((o.title ?? []).map(t => t.textStyle.color)));
+  const shown = one => one?.show === false ? [] : [one?.lineStyle?.color];
+  const lines = charts.flatMap(o => [...o.yAxis.flatMap(y => shown(y.splitLine)), ...o.xAxis.flatMap(x => shown(x.axisLine))]);
+  const texts = charts.flatMap(o => [...o.xAxis, ...o.yAxis].map(a => a.axisLabel.color).concat([...o.title ?? [], ...o.legend ?? [], ...o.visualMap ?? []].map(t => t.textStyle.color)));
   const links = [...document.querySelectorAll('.gs-page a, .gs-page .text-negative')].map(a => getComputedStyle(a).color);
-  return {page: getComputedStyle(document.body).backgroundColor, lines, texts: texts.concat(links), utc: charts.map(o => o.useUTC)};
+  return {page: getComputedStyle(document.body).backgroundColor, lines, texts: texts.concat(links), utc: charts.filter(o => o.xAxis[0].type === 'time').map(o => o.useUTC)};
 }"""
 
 
@@ -148,7 +149,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["day", "night"])
-@pytest.mark.parametrize("name", ["endpoint", "endpoints", "reservations"])
+@pytest.mark.parametrize("name", ["endpoint", "endpoints", "fleet", "over-time", "reservations"])
 def test_text_axes_and_links_can_be_read(browser: Browser, site: str, name: str, dark: bool) -> None:
     """WCAG AA on what the browser really drew: 4.5 to 1 for text and links, 3 to 1 for axes and the grid."""
     with page_of(browser, dark=dark) as page:
@@ -160,16 +161,32 @@ def test_text_axes_and_links_can_be_read(browser: Browser, site: str, name: str,
         found = page.evaluate(COLOURS)
     assert (luminance(found["page"]) < 0.1) is dark
     assert all(found["utc"]), "tables of the same page are in UTC"
-    assert {
-        colour: contrast(colour, found["page"])
-        for colour in found["texts"]
-        if contrast(colour, found["page"]) < 4.5
-    } == {}
-    assert {
-        colour: contrast(colour, found["page"])
-        for colour in found["lines"]
-        if contrast(colour, found["page"]) < 3
-    } == {}
+    assert too_faint(found) == {}
+
+
+@pytest.mark.parametrize("name", ["fleet", "reservations"])
+def test_charts_follow_the_mode_of_the_page_at_once(browser: Browser, site: str, name: str) -> None:
+    with page_of(browser) as page:
+        page.goto(site + PAGES[name][0])
+        page.wait_for_selector(".nicegui-echart canvas")
+        eventually_sync(lambda: len(page.evaluate(COLOURS)["texts"]) > 0, timeout=10)
+        page.evaluate("window.socket.off()")  # deaf to the server: what changes now, the page does by itself
+
+        def follows(*, dark: bool) -> bool:
+            found = page.evaluate(COLOURS)
+            return (luminance(found["page"]) < 0.1) is dark and too_faint(found) == {}
+
+        page.emulate_media(color_scheme="dark")
+        eventually_sync(lambda: follows(dark=True), timeout=10)
+        page.emulate_media(color_scheme="light")
+        eventually_sync(lambda: follows(dark=False), timeout=10)
+
+
+def too_faint(found: dict[str, Any]) -> dict[str, float]:
+    """Colours with less contrast than WCAG AA asks for, with what they have."""
+    contrasts = [(colour, contrast(colour, found["page"]), 4.5) for colour in found["texts"]]
+    contrasts += [(colour, contrast(colour, found["page"]), 3.0) for colour in found["lines"] if colour]
+    return {colour: has for colour, has, least in contrasts if has < least}
 
 
 def test_a_gpu_with_a_long_holder_stays_within_the_page(browser: Browser, up: Up, site: str) -> None:
@@ -256,6 +273,26 @@ def test_an_endpoint_says_why(browser: Browser, site: str) -> None:
         eventually_sync(lambda: tile(page, "ready") == "2", timeout=60)
         page.get_by_text("stays at 2").first.wait_for()
         page.locator("tbody tr").nth(2).wait_for(timeout=60_000)
+
+
+def test_an_endpoint_shows_its_capability_sets(browser: Browser, up: Up, site: str) -> None:
+    one = autoscaler_api.CapabilitySet(id="large", capabilities={"cpu": 2, "high_memory": -1}, min_replicas=1)
+    spec = autoscaler_api.EndpointSpec(
+        max_replicas=4,
+        capability_sets=[one],
+        template=autoscaler_api.ReplicaTemplate(template="sleep"),
+    )
+    endpoint = autoscaler_api.Endpoint(name="endpoints/tasks", spec=spec)
+    request = autoscaler_api.CreateEndpointRequest(endpoint=endpoint, request_id=str(uuid.uuid4()))
+    with connect(up.address) as client, page_of(browser) as page:
+        client.endpoints.CreateEndpoint(request)
+        page.goto(f"{site}/endpoints/tasks")
+        row = page.locator("tr", has_text="cpu=2,high_memory")
+        row.wait_for()
+        assert row.locator("td").all_inner_texts()[:2] == ["large", "1"]
+        page.goto(f"{site}/endpoints/chat")
+        page.get_by_text("Replicas").last.wait_for()
+        assert not page.get_by_text("Capability sets").is_visible()
 
 
 def test_it_says_when_nothing_answers(browser: Browser, tmp_path: Path) -> None:

@@ -19,11 +19,18 @@ from gpuscale.dashboard.tally import Count
 Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | float | int | bool | None
 Options: TypeAlias = dict[str, Json]
 
-_BY_MODE = "document.body.classList.contains('body--dark') ? '{dark}' : '{light}'"
-# NiceGUI lets a browser read what stands under a key with a colon as JavaScript.
-INK: Options = {":color": _BY_MODE.format(dark="#aeb9c4", light="#55626e")}
-"""Colour of text in charts, by day and by night: at least 4.5 to 1 on the page (WCAG AA)."""
-RULE: Options = {":color": _BY_MODE.format(dark="#6b7885", light="#7f8b97")}
+NIGHT: Mapping[str, str] = {"#55626e": "#aeb9c4", "#7f8b97": "#6b7885"}
+"""Colours by day, of text and of lines, and what stands for them by night."""
+
+
+def _by_mode(day: str) -> Options:
+    # NiceGUI lets a browser read what stands under a key with a colon as JavaScript.
+    return {":color": f"document.body.classList.contains('body--dark') ? '{NIGHT[day]}' : '{day}'"}
+
+
+INK: Options = _by_mode("#55626e")
+"""Colour of text in charts: at least 4.5 to 1 on the page (WCAG AA)."""
+RULE: Options = _by_mode("#7f8b97")
 """Colour of axes and of the grid: at least 3 to 1."""
 LINE, SECOND, THIRD, QUIET = "#3aa99f", "#e0b341", "#5b8def", "#8795a1"
 

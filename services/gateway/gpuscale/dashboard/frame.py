@@ -1,5 +1,6 @@
 """What all pages share: the head with its links and the state of the connection, charts, figures, and looking again."""
 
+import json
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from nicegui import ui
 from gpuscale.client import AsyncClient
 from gpuscale.dashboard import words
 from gpuscale.dashboard.acting import Hands
-from gpuscale.dashboard.charts import Options
+from gpuscale.dashboard.charts import NIGHT, Options
 from gpuscale.dashboard.facts import Facts, GpuFacts
 from gpuscale.dashboard.rows import Row, gpu_row
 from gpuscale.dashboard.tally import Tally
@@ -49,6 +50,30 @@ addEventListener("load", () => window.socket.io.on("reconnect_error", async () =
   const answer = await fetch(location.href, {method: "HEAD", redirect: "manual"}).catch(() => null);
   if (answer?.type === "opaqueredirect") location.reload();
 }));
+</script>"""
+
+# A chart is drawn with the colours of the mode that the page has then; NiceGUI looks at them once.
+_BY_MODE = f"""<script>
+addEventListener("load", () => {{
+  const night = {json.dumps(dict(NIGHT))};
+  const day = Object.fromEntries(Object.entries(night).map(([day, night]) => [night, day]));
+  const repaint = (options, colours) => {{
+    for (const [key, value] of Object.entries(options ?? {{}})) {{
+      if (typeof value === "object") repaint(value, colours);
+      else if (key === "color" && value in colours) options[key] = colours[value];
+    }}
+  }};
+  let dark = document.body.classList.contains("body--dark");
+  new MutationObserver(() => {{
+    if (dark === document.body.classList.contains("body--dark")) return;
+    dark = !dark;
+    for (const drawn of document.querySelectorAll(".nicegui-echart")) {{
+      const chart = getElement(drawn.id.slice(1));
+      repaint(chart.options, dark ? night : day);
+      chart.update_chart();
+    }}
+  }}).observe(document.body, {{attributeFilter: ["class"]}});
+}});
 </script>"""
 
 
@@ -102,6 +127,7 @@ def page(site: Site, title: str) -> Generator[None]:
     """A page with the head that all have; what the block makes is its body."""
     ui.page_title(f"{title} · gpuscale")
     ui.add_css(_STYLE)
+    ui.add_head_html(_BY_MODE)
     ui.colors(primary="#1f5f7a")
     with ui.header(elevated=False).classes("items-center q-py-xs").style("gap: 4px 16px; flex-wrap: wrap"):
         ui.label("gpuscale").classes("text-bold")
