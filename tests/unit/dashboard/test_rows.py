@@ -1,5 +1,6 @@
 """Tables are sorted by what their cells mean."""
 
+from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.dashboard import rows, words
 
 
@@ -30,3 +31,28 @@ def test_a_part_is_told_in_the_unit_of_the_whole_and_watts_of_a_fleet_in_kilowat
     assert words.part(27.25 * 2**40, 78.125 * 2**40) == "27.2 / 78.1 TiB"
     assert words.part(None, 2**30) == "- / 1.0 GiB"
     assert (words.power(537), words.power(309_527), words.power(None)) == ("537 W", "309.5 kW", "-")
+
+
+def test_a_capability_set_has_its_own_bounds_or_those_of_its_endpoint() -> None:
+    sets = [
+        autoscaler_api.CapabilitySet(id="cpu", min_replicas=1, max_replicas=3),
+        autoscaler_api.CapabilitySet(id="gpu", capabilities={"gpu": 2, "high_memory": -1}),
+    ]
+    ids = ("cpu", "gpu", "gone")
+    endpoint = autoscaler_api.Endpoint(
+        spec=autoscaler_api.EndpointSpec(max_replicas=9, capability_sets=sets),
+        status=autoscaler_api.EndpointStatus(
+            capability_sets=[
+                autoscaler_api.CapabilitySetStatus(id=each, desired_replicas=2, ready_workers=4)
+                for each in ids
+            ]
+        ),
+    )
+    shown = rows.capability_set_rows(endpoint)
+    assert [(row["set"], row["capabilities"], row["bounds"]) for row in shown] == [
+        ("cpu", "anything plain", "1 to 3"),
+        ("gpu", "gpu=2,high_memory", "0 to 9"),
+        ("gone", "-", "-"),
+    ]
+    assert [(row["desired"], row["ready"], row["workers"]) for row in shown] == [(2, 0, 4)] * 3
+    assert all(row.keys() == rows.CAPABILITY_SETS.keys() for row in shown)

@@ -48,6 +48,12 @@ def gpu_state(gpu: types_api.Gpu, marked: Marks = NO_MARKS) -> str:
     return _joined(_own(gpu), marked.get(gpu.name) or marked.get(whole) or marked.get(node))
 
 
+def capabilities(amounts: Mapping[str, int]) -> str:
+    """Capabilities as they are typed, such as `gpu=2,high_memory`."""
+    listed = sorted(amounts.items())
+    return ",".join(name if amount < 0 else f"{name}={amount}" for name, amount in listed) or "anything plain"
+
+
 def _own(gpu: types_api.Gpu) -> str:
     state = _GPU_STATES.get(gpu.state, str(gpu.state))
     if not gpu.quarantine or state not in _ANSWERING:

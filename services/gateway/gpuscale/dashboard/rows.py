@@ -12,7 +12,7 @@ from typing import TypeAlias
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client.standing import Marks, node_state, problem
+from gpuscale.client.standing import Marks, capabilities, node_state, problem
 from gpuscale.dashboard import words
 from gpuscale.dashboard.facts import GpuFacts
 
@@ -51,6 +51,15 @@ ENDPOINTS: Columns = {
     "draining": "draining",
     "bounds": "min to max",
     "why": "why",
+}
+CAPABILITY_SETS: Columns = {
+    "set": "capability set",
+    "desired": "desired",
+    "granted": "granted",
+    "ready": "ready",
+    "workers": "ready workers",
+    "capabilities": "capabilities of each worker",
+    "bounds": "min to max",
 }
 DECISIONS: Columns = {
     "time": "time (UTC)",
@@ -220,6 +229,33 @@ def endpoint_figures(one: autoscaler_api.Endpoint) -> dict[str, str]:
         "ready": str(one.status.ready_replicas),
         "draining": str(one.status.draining_replicas),
         "min_to_max": f"{one.spec.min_replicas} to {one.spec.max_replicas}",
+    }
+
+
+def capability_set_rows(one: autoscaler_api.Endpoint) -> list[Row]:
+    """What a table shows of the capability sets of an endpoint; none where it has none."""
+    asked = {each.id: each for each in one.spec.capability_sets}
+    return [_capability_set_row(each, asked.get(each.id), one.spec) for each in one.status.capability_sets]
+
+
+def _capability_set_row(
+    status: autoscaler_api.CapabilitySetStatus,
+    asked: autoscaler_api.CapabilitySet | None,
+    endpoint: autoscaler_api.EndpointSpec,
+) -> Row:
+    row: dict[str, object] = {
+        "set": status.id,
+        "desired": status.desired_replicas,
+        "granted": status.granted_replicas,
+        "ready": status.ready_replicas,
+        "workers": status.ready_workers,
+    }
+    if asked is None:  # taken out of the spec, and not gone yet
+        return row | {"capabilities": words.UNKNOWN, "bounds": words.UNKNOWN}
+    most = asked.max_replicas if asked.HasField("max_replicas") else endpoint.max_replicas
+    return row | {
+        "capabilities": capabilities(asked.capabilities),
+        "bounds": f"{asked.min_replicas} to {most}",
     }
 
 

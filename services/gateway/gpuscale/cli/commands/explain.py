@@ -118,7 +118,7 @@ def _require_equal(verdict: "VerifyDecisionResponse | None") -> None:
 
 
 def _endpoint_lines(endpoint: "Endpoint") -> list[str]:
-    from gpuscale.cli.views.autoscaler import capabilities
+    from gpuscale.client.standing import capabilities
 
     status, spec = endpoint.status, endpoint.spec
     paused = ", PAUSED" if spec.paused else ""
@@ -158,7 +158,8 @@ def step_lines(decision: "Decision") -> list[str]:
 
 def _observation(seen: "Observation") -> list[str]:
     from gpuscale.cli.console.cells import duration, number, word
-    from gpuscale.cli.views.autoscaler import capabilities, workers
+    from gpuscale.cli.views.autoscaler import workers
+    from gpuscale.client.standing import capabilities
 
     age = duration(seen, "age")
     words = f"{seen.signal} = {number(seen, 'value')} {word(seen, 'status')}"

@@ -1,9 +1,8 @@
 """Endpoints, replicas, queue watchers, decisions and adapters."""
 
-from collections.abc import Mapping
-
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.cells import Column, View, duration, number, short, since, text, word
+from gpuscale.client.standing import capabilities
 
 
 def _bounds(endpoint: api.Endpoint) -> str:
@@ -51,12 +50,6 @@ ENDPOINTS = View[api.Endpoint](
 def workers(group: api.WorkerGroup) -> str:
     """Workers and what each can do, such as `4 x gpu=2,high_memory`."""
     return f"{group.workers} x {capabilities(group.capabilities)}" if group.workers else ""
-
-
-def capabilities(amounts: Mapping[str, int]) -> str:
-    """Capabilities as they are typed: gpu=2,high_memory."""
-    listed = sorted(amounts.items())
-    return ",".join(name if amount < 0 else f"{name}={amount}" for name, amount in listed) or "anything plain"
 
 
 REPLICAS = View[api.Replica](

@@ -1,4 +1,4 @@
-"""One endpoint: replicas and signals over time, every decision with its reason, and the replicas there are."""
+"""One endpoint: replicas and signals over time, every decision with its reason, capability sets and replicas."""
 
 from datetime import UTC, datetime
 
@@ -42,6 +42,9 @@ def build(site: Site, endpoint: str) -> None:
             read = Chart(charts.signals(()))
         ui.label("Decisions").classes("text-subtitle1")
         decided = Table(DECISIONS, key="name", length=10, empty="nothing was decided yet")
+        with ui.column().classes("full-width") as grouped:
+            ui.label("Capability sets").classes("text-subtitle1")
+            sets = Table(rows.CAPABILITY_SETS, key="set", empty="there is no capability set")
         ui.label("Replicas").classes("text-subtitle1")
         replicas = Table(rows.REPLICAS, key="name", empty="there is no replica")
 
@@ -54,6 +57,8 @@ def build(site: Site, endpoint: str) -> None:
         head.text = endpoint + (" · paused" if one.spec.paused else "")
         why.text = one.status.summary
         tiles.show(**rows.endpoint_figures(one))
+        sets.show(rows.capability_set_rows(one))
+        grouped.set_visibility(bool(one.status.capability_sets))
         now = datetime.now(UTC)
         replicas.show([rows.replica_row(each, now) for each in site.facts.replicas_of(name)])
 
