@@ -155,6 +155,16 @@ async def test_no_fence_but_the_granted_one_is_admitted_not_even_an_admins(tmp_p
         await here.admit("bob", other)
 
 
+async def test_shares_of_one_gpu_are_admitted_in_any_order_and_again(tmp_path: Path) -> None:
+    """The younger one first; the older one is not over for that, and may start more."""
+    async with site(tmp_path) as here:
+        share = {"gpus": [gpu_name("alpha", FIRST)], "gpu_milli": 250}
+        older, younger = await here.reserve("ann", **share), await here.reserve("bob", **share)
+        await here.admit("bob", younger)
+        await here.admit("ann", older)
+        await here.admit("ann", older)
+
+
 async def test_what_has_ended_is_not_admitted(tmp_path: Path) -> None:
     async with site(tmp_path) as here:
         mine = await here.reserve("ann")

@@ -26,6 +26,15 @@ def test_a_lower_fence_is_refused_and_the_same_is_not() -> None:
     assert admitted(one.admit(["a"], "reservations/r6", 6, None)).fences == {"a": 6}
 
 
+def test_reservations_of_shares_of_one_gpu_are_admitted_in_any_order() -> None:
+    """Each is asked for while both hold the GPU; once the older has ended, it is over."""
+    one = admitted(Admissions().admit(["a"], "reservations/r5", 5, PARENT, lowest={"a": 4}))
+    both = admitted(one.admit(["a"], "reservations/r4", 4, OTHER, lowest={"a": 4}))
+    assert (of(both, "a", PARENT), of(both, "a", OTHER)) == ("reservations/r5", "reservations/r4")
+    younger = admitted(both.admit(["a"], "reservations/r5", 5, CHILD, lowest={"a": 5}))
+    assert younger.admit(["a"], "reservations/r4", 4, OTHER, lowest={"a": 4}) == FenceTooLow("a", 5)
+
+
 def test_of_several_gpus_all_or_none_are_admitted() -> None:
     one = admitted(Admissions().admit(["a"], "reservations/r5", 5, None))
     assert one.admit(["b", "a"], "reservations/r4", 4, None) == FenceTooLow("a", 5)

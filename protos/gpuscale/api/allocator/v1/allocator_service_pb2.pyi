@@ -624,12 +624,21 @@ class CheckLeaseResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    LOWEST_FENCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lowest_fences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each of gpu_uuids, in their order: the lowest fence of the reservations that hold the GPU now. It is below the fence of
+        this lease where another reservation has had a share of the GPU for longer. Whoever holds a lower one is over.
+        """
+
     def __init__(
         self,
+        *,
+        lowest_fences: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lowest_fences", b"lowest_fences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,8 +55,9 @@ class WorkServiceServicer(object):
         """Admits work on GPUs of this host for the reservation that holds them, and remembers its fence on disk before it
         answers. The agent asks the allocator whether that is so (CheckLease): the fence must be the one that was granted, for
         these GPUs, and its holder proves itself by the lease token, which only an admin may leave out: PERMISSION_DENIED.
-        Admitting the same again is harmless. FAILED_PRECONDITION with reason FENCE_TOO_LOW where work with a higher fence was
-        admitted on one of the GPUs, or as CheckLease says: the reservation is over, and the work must not start; with reason
+        Admitting the same again is harmless. FAILED_PRECONDITION with reason FENCE_TOO_LOW where the fence is
+        below the lowest that held one of the GPUs at an earlier admission (reservations of shares hold one GPU together), or as
+        CheckLease says: the reservation is over, and the work must not start; with reason
         LEASE_NOT_CHECKED where this agent knows no allocator. NOT_FOUND where the host has no such GPU or no such process, or the
         allocator no such reservation. UNAVAILABLE where the allocator does not answer, or the fence cannot be written.
         """

@@ -130,8 +130,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def CheckLease(self, request: api.CheckLeaseRequest, context: _Check) -> api.CheckLeaseResponse:
         """Say whether a lease holds GPUs."""
         lease, caller = translate.to_lease(request), current_principal()
-        self._leases.check(lease, request.node, request.gpu_uuids, request.lease_token, caller)
-        return api.CheckLeaseResponse()
+        lowest = self._leases.check(lease, request.node, request.gpu_uuids, request.lease_token, caller)
+        return api.CheckLeaseResponse(lowest_fences=lowest)
 
     async def GetReservation(
         self, request: api.GetReservationRequest, context: _Get

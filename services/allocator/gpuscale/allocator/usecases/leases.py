@@ -84,8 +84,13 @@ class Leases:
         failure = await self._commits.change(before, after) if after else None
         return [self._renewal(lease, refused.get(lease) or failure) for lease in wanted]
 
-    def check(self, lease: Lease, node: str, uuids: Iterable[str], token: str, caller: Principal) -> None:
+    def check(
+        self, lease: Lease, node: str, uuids: Iterable[str], token: str, caller: Principal
+    ) -> list[int]:
         """Say whether a lease holds GPUs of a node now; with a token, whether it is the one of that lease.
+
+        Returns:
+            For each GPU the lowest fence of the reservations that hold it now: several hold shares of it.
 
         Raises:
             NotFoundError: no such reservation.
@@ -105,6 +110,7 @@ class Leases:
                 metadata={"reservation": lease.id},
             )
         held = {gpu.uuid for gpu in found.gpus if gpu.node == node and not gpu.lost}
+        lowest: list[int] = []
         for uuid in uuids:
             if uuid not in held:
                 raise FailedPreconditionError(
@@ -112,6 +118,9 @@ class Leases:
                     reason="GPU_NOT_HELD",
                     metadata={"reservation": lease.id, "gpu": uuid},
                 )
+            fences = (self._ledger.use.fence(name) for name in self._ledger.use.gpu(uuid).reservations)
+            lowest.append(min((fence for fence in fences if fence is not None), default=lease.fence))
+        return lowest
 
     async def release(self, leases: Sequence[Lease], caller: Principal) -> Sequence[Reservation]:
         """Give the GPUs back, of all or of none; what has ended is returned unchanged.

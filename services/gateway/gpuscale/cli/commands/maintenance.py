@@ -116,7 +116,7 @@ def clear_fence(
     context: typer.Context,
     gpu: Annotated[list[str], typer.Argument(metavar="UUID...", show_default=False)],
 ) -> None:
-    """Have the agent at --address forget the highest fence of GPUs, and what was admitted on them.
+    """Have the agent at --address forget the fences of GPUs, and what was admitted on them.
 
     For when the allocator lost its state and gives lower fences than before: the agent refuses these as of holders whose
     lease is over. Needs role admin.

@@ -1,7 +1,8 @@
 """Which work may start on a GPU, and whose a process is: by what was admitted. Pure.
 
-The fence of a reservation only grows (the fencing tokens of Martin Kleppmann, "How to do distributed locking", 2016). A
-holder that slept through the end of its lease comes with a lower one than who was granted the GPU since, and is refused.
+Each grant has a higher fence than the one before it (the fencing tokens of Martin Kleppmann, "How to do distributed
+locking", 2016). A holder that slept through the end of its lease comes with a lower fence than any that holds the GPU now,
+and is refused. Reservations of shares hold one GPU together, so the lowest fence of them counts, not the highest.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,10 +17,10 @@ DEAD_KEPT: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class FenceTooLow:
-    """A refusal: work with a higher fence was admitted on this GPU."""
+    """A refusal: when work was last admitted on this GPU, the lowest fence that held it was higher already."""
 
     uuid: str
-    highest: int
+    lowest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Admissions:
-    """What was admitted so far: the highest fence by GPU, and the processes that said who they are."""
+    """What was admitted so far: the lowest fence that may still hold each GPU, and the processes that said who they are."""
 
     fences: Mapping[str, int] = field(default_factory=dict[str, int])
     workers: tuple[Worker, ...] = ()
@@ -55,8 +56,19 @@ class Admissions:
         *,
         container: str = "",
         user: int | None = None,
+        lowest: Mapping[str, int] | None = None,
     ) -> "Admissions | FenceTooLow":
-        """With this work admitted on all of the GPUs, or why it is admitted on none."""
+        """With this work admitted on all of the GPUs, or why it is admitted on none.
+
+        Args:
+            uuids: of the GPUs.
+            reservation: it holds them.
+            fence: of the reservation.
+            process: the process that asks; None where it is not known.
+            container: the container or pod that it is the first process of.
+            user: number of its Unix user.
+            lowest: the lowest fence that holds each GPU; where one is not named, this reservation holds it alone.
+        """
         for uuid in uuids:
             if self.fences.get(uuid, 0) > fence:
                 return FenceTooLow(uuid, self.fences[uuid])
@@ -67,7 +79,9 @@ class Admissions:
             before = known[0].uuids if known else frozenset[str]()
             worker = Worker(process, reservation, fence, before | frozenset(uuids), container, user)
             workers = (*others, worker)
-        return Admissions({**self.fences, **dict.fromkeys(uuids, fence)}, workers)
+        held = {uuid: (lowest or {}).get(uuid, fence) for uuid in uuids}
+        fences = {uuid: max(found, self.fences.get(uuid, 0)) for uuid, found in held.items()}
+        return Admissions({**self.fences, **fences}, workers)
 
     def reset(self, uuids: Iterable[str]) -> "Admissions":
         """Without the fences of these GPUs, and without what was admitted on them."""

@@ -57,8 +57,11 @@ class LeaseChecks:
         self._stub = None if allocator is None else allocator_api.AllocatorServiceStub(allocator)
         self._node = node
 
-    async def check(self, lease: HeldLease, caller: Principal) -> None:
+    async def check(self, lease: HeldLease, caller: Principal) -> dict[str, int]:
         """See to it that a lease holds its GPUs on this node, and that the caller may speak for its holder.
+
+        Returns:
+            The lowest fence that holds each of the GPUs; of an older allocator, nothing.
 
         Raises:
             PermissionDeniedError: LEASE_TOKEN_MISSING, or LEASE_TOKEN_INVALID.
@@ -85,7 +88,7 @@ class LeaseChecks:
         )
         try:
             with rpc_errors():
-                await self._ask(self._stub, request)
+                answer = await self._ask(self._stub, request)
         except (FailedPreconditionError, NotFoundError, PermissionDeniedError) as error:
             if error.reason in _REASONS_OF_LEASES:
                 raise
@@ -99,18 +102,21 @@ class LeaseChecks:
             ) from error
         except GpuscaleError as error:
             raise _unchecked(UnavailableError, f"the allocator does not answer: {error.message}") from error
+        return dict(zip(lease.gpu_uuids, answer.lowest_fences, strict=False))
 
     @staticmethod
-    async def _ask(stub: "AllocatorServiceAsyncStub", request: allocator_api.CheckLeaseRequest) -> None:
+    async def _ask(
+        stub: "AllocatorServiceAsyncStub", request: allocator_api.CheckLeaseRequest
+    ) -> allocator_api.CheckLeaseResponse:
         """Ask; once more where the connection was lost, as one is that a restart or a cut link left behind unnoticed."""
         end = asyncio.get_running_loop().time() + TIMEOUT
         try:
-            await stub.CheckLease(request, timeout=TIMEOUT)
+            return await stub.CheckLease(request, timeout=TIMEOUT)
         except grpc.aio.AioRpcError as error:
             left = end - asyncio.get_running_loop().time()
             if error.code() != grpc.StatusCode.UNAVAILABLE or left <= 0:
                 raise
-            await stub.CheckLease(request, timeout=left)
+            return await stub.CheckLease(request, timeout=left)
 
 
 def _unchecked(kind: type[GpuscaleError], why: str) -> GpuscaleError:

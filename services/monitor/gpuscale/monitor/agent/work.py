@@ -63,8 +63,8 @@ class Work:
             UnavailableError: STATE_UNAVAILABLE, the fence cannot be written; or the allocator does not answer.
         """
         self._expect(lease.gpu_uuids)
-        await self._leases.check(lease, caller)
-        await self._admit(lease, pid, pid_namespace)
+        lowest = await self._leases.check(lease, caller)
+        await self._admit(lease, pid, pid_namespace, lowest)
 
     @uninterrupted
     async def reset(self, uuids: Sequence[str]) -> None:
@@ -86,7 +86,9 @@ class Work:
                 )
 
     @uninterrupted
-    async def _admit(self, lease: HeldLease, pid: int | None, pid_namespace: int | None) -> None:
+    async def _admit(
+        self, lease: HeldLease, pid: int | None, pid_namespace: int | None, lowest: dict[str, int]
+    ) -> None:
         async with self._turn:
             found = None if pid is None else await asyncio.to_thread(self._find, pid, pid_namespace)
             living = await asyncio.to_thread(self.admissions.without_dead, self._lives)
@@ -97,6 +99,7 @@ class Work:
                 found.lineage[0] if found else None,
                 container=found.container if found and self._processes.leads(found) else "",
                 user=found.user if found else None,
+                lowest=lowest,
             )
             if isinstance(decided, FenceTooLow):
                 raise _too_low(decided, lease.fence)
@@ -121,8 +124,8 @@ class Work:
 
 def _too_low(refusal: FenceTooLow, fence: int) -> FailedPreconditionError:
     return FailedPreconditionError(
-        f"work with fence {refusal.highest} was admitted on {refusal.uuid}, and {fence} is lower: "
+        f"{refusal.uuid} is held under fence {refusal.lowest} or a higher one, and {fence} is lower: "
         "the reservation is over",
         reason="FENCE_TOO_LOW",
-        metadata={"gpu": refusal.uuid, "highest_fence": str(refusal.highest)},
+        metadata={"gpu": refusal.uuid, "highest_fence": str(refusal.lowest)},
     )
