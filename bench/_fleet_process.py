@@ -21,8 +21,7 @@ import grpc
 import uvloop
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.rpc.limits import SERVER_ARGUMENTS
-from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.common.rpc.server import SERVER_ARGUMENTS, Registration, Server, ServerOptions
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.monitor.app.fleet import MIB, SWEEP_SECONDS

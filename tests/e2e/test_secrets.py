@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.common.security.tokens import TokenFile
+from gpuscale.common.security.auth import TokenFile
 from tests.support.certificates import Authority
 from tests.support.cli import Ran, run_cli
 from tests.support.ports import free_port

@@ -18,11 +18,10 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
 
 from gpuscale.common.rpc.calls import OpenCalls
-from gpuscale.common.rpc.guard import Guard, GuardSettings
-from gpuscale.common.rpc.handlers import HandlerList
+from gpuscale.common.rpc.interceptor import Guard, GuardSettings
 from gpuscale.common.rpc.server import Registration
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.security.methods import find_method
+from gpuscale.common.rpc.standby import HandlerList
+from gpuscale.common.security.auth import Authenticator, find_method
 
 Opened: TypeAlias = AbstractAsyncContextManager[tuple[Registration, ...]]
 

@@ -10,7 +10,7 @@ import grpc
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import names, wire
-from gpuscale.common.rpc.limits import SERVER_ARGUMENTS
+from gpuscale.common.rpc.server import SERVER_ARGUMENTS
 
 MIB = 1024 * 1024
 FOR_LONG = 3600.0

@@ -16,7 +16,7 @@ from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import Placeholder, ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 from gpuscale.common.runtime.clock import Clock, SystemClock
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.waiting import eventually
 
 GPUS = "nvidia.com/gpu"

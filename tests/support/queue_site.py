@@ -18,7 +18,7 @@ from gpuscale.allocator.usecases.sweeper import Sweeper
 from gpuscale.allocator.usecases.waiting import Waiting
 from gpuscale.allocator.usecases.world import AllocatorWorld
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, plain_node, reserved
 
 

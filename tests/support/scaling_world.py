@@ -40,9 +40,9 @@ from gpuscale.autoscaler.state import replica_store, store
 from gpuscale.autoscaler.state.decision_file import DecisionFile
 from gpuscale.autoscaler.state.decision_log import Repetitions
 from gpuscale.common.errors import GpuscaleError, UnavailableError
-from gpuscale.common.runtime import backoff
-from gpuscale.common.runtime.lifecycle import TaskScope
-from gpuscale.common.security import principal
+from gpuscale.common.runtime import tasks as backoff
+from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.security import auth
 from gpuscale.common.store.store import Store
 from tests.support.clock import LoopClock
 from tests.support.fake_allocator import FakeCapacity
@@ -226,6 +226,6 @@ def seeded(world: World) -> ExitStack:
     stack.enter_context(
         patch.object(passes, "uuid4", lambda: UUID(int=world.dice.getrandbits(128), version=4))
     )
-    token = principal._current.set(principal.LOCAL)
-    stack.callback(principal._current.reset, token)
+    token = auth._current.set(auth.LOCAL)
+    stack.callback(auth._current.reset, token)
     return stack

@@ -13,10 +13,8 @@ from gpuscale.common import errors
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.security.auth import Authenticator, Role, current_principal
-from gpuscale.common.security.principal import Limits
+from gpuscale.common.security.auth import Authenticator, Limits, Role, TokenFile, current_principal
 from gpuscale.common.security.tls import ServerTls
-from gpuscale.common.security.tokens import TokenFile
 from tests.support.cli import Ran, run_cli
 from tests.support.throwaway import Allocator, Served, serve
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 
 HOLDER = """
 import pathlib, sys
-from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 with DirectoryLock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

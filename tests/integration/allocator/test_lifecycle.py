@@ -18,7 +18,7 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
     ResourceExhaustedError,
 )
-from gpuscale.common.security.principal import Principal, Role
+from gpuscale.common.security.auth import Principal, Role
 from gpuscale.common.wire import seconds
 from tests.support.allocator import Client, Reservation, allocator, running
 from tests.support.clock import ManualClock

@@ -18,7 +18,7 @@ from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import AbortedError
 from gpuscale.common.store.leadership import Candidate
-from gpuscale.common.store.postgres_store import Postgres
+from gpuscale.common.store.postgres import Postgres
 from gpuscale.common.store.store import Store
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 from tests.support.autoscaler_values import NOW, WALL, endpoint, lease, replica, spec, up

@@ -16,7 +16,7 @@ from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.records import Phase, Record
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.clock import LoopClock
 from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually

@@ -23,7 +23,7 @@ from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ENDED, ReplicaReport, ReplicaState
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.autoscaler_app import endpoint, running
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.ray_cluster import RayCluster, ray_cluster

@@ -32,7 +32,7 @@ from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaState
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from tests.support import kubernetes_adapter as pods
 from tests.support.clock import LoopClock
 from tests.support.docker_double import DockerDouble

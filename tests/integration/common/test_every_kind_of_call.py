@@ -225,7 +225,7 @@ async def test_an_unexpected_exception_becomes_an_incident(
             error = await failure(kind.call(channel))
     assert isinstance(error, errors.InternalError)
     assert error.message == f"internal error, incident {error.metadata['incident']}"
-    (record,) = [record for record in caplog.records if record.name == "gpuscale.common.rpc.guard"]
+    (record,) = [record for record in caplog.records if record.name == "gpuscale.common.rpc.interceptor"]
     assert error.metadata["incident"] in str(record.msg)
     assert record.exc_info or "exc_info" in str(record.msg)
 

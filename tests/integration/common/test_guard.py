@@ -11,9 +11,8 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
 from gpuscale.common.rpc.calls import OpenCalls
-from gpuscale.common.rpc.guard import Guard, GuardSettings
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.security.methods import find_method
+from gpuscale.common.rpc.interceptor import Guard, GuardSettings
+from gpuscale.common.security.auth import Authenticator, find_method
 from tests.support.throwaway import Allocator, serve
 
 PATH = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"

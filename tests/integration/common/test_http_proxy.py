@@ -23,7 +23,7 @@ from gpuscale.api.autoscaler.v1 import (
 )
 from gpuscale.api.monitor.v1 import ListNodesRequest
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.certificates import Authority
 from tests.support.ports import free_port
 

@@ -12,7 +12,7 @@ import pytest
 
 from gpuscale.common.errors import InternalError, NotFoundError
 from gpuscale.common.runtime import lifecycle
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 
 
 async def forever(ended: list[str], name: str) -> None:
@@ -137,7 +137,7 @@ PROGRAM = """
 import asyncio, os, signal, sys, time
 from gpuscale.common.runtime import lifecycle, logs
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 
 async def eternal(error=None):
     await asyncio.sleep(0)

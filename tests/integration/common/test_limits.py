@@ -12,7 +12,7 @@ import pytest
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
-from gpuscale.common.rpc import limits
+from gpuscale.common.rpc import channel as channels
 from gpuscale.common.rpc import server as server_module
 from gpuscale.common.rpc.channel import open_channel, open_sync_channel
 from gpuscale.common.rpc.server import ServerOptions
@@ -181,7 +181,7 @@ async def test_the_refusal_of_a_hopeless_message_fits_into_the_answer() -> None:
     assert len(caught.value.violations) == 16
 
 
-def _with(arguments: limits.ChannelArguments, **changed: int) -> limits.ChannelArguments:
+def _with(arguments: channels.ChannelArguments, **changed: int) -> channels.ChannelArguments:
     names = {name.replace(".", "_"): name for name, _ in arguments}
     return tuple({**dict(arguments), **{names[key]: value for key, value in changed.items()}}.items())
 
@@ -193,11 +193,11 @@ async def test_a_client_that_pings_at_the_allowed_rate_keeps_its_stream(
     monkeypatch.setattr(
         server_module,
         "SERVER_ARGUMENTS",
-        _with(limits.SERVER_ARGUMENTS, grpc_http2_min_ping_interval_without_data_ms=500),
+        _with(server_module.SERVER_ARGUMENTS, grpc_http2_min_ping_interval_without_data_ms=500),
     )
     monkeypatch.setattr(
         "gpuscale.common.rpc.channel.CHANNEL_ARGUMENTS",
-        _with(limits.CHANNEL_ARGUMENTS, grpc_keepalive_time_ms=1000),
+        _with(channels.CHANNEL_ARGUMENTS, grpc_keepalive_time_ms=1000),
     )
     gate = Gate()
     async with serve(fleet=Fleet(gate.stream)) as served, open_channel(served.address) as channel:
@@ -210,6 +210,6 @@ async def test_a_client_that_pings_at_the_allowed_rate_keeps_its_stream(
 
 
 def test_clients_ping_less_often_than_servers_allow() -> None:
-    server, client = dict(limits.SERVER_ARGUMENTS), dict(limits.CHANNEL_ARGUMENTS)
+    server, client = dict(server_module.SERVER_ARGUMENTS), dict(channels.CHANNEL_ARGUMENTS)
     assert client["grpc.keepalive_time_ms"] >= 2 * server["grpc.http2.min_ping_interval_without_data_ms"]
     assert server["grpc.keepalive_permit_without_calls"] == 1

@@ -10,10 +10,10 @@ import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
-from gpuscale.common.rpc import guard
+from gpuscale.common.rpc import interceptor
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.rpc.validation import violations
-from gpuscale.common.security import tokens
+from gpuscale.common.security import auth as tokens
 from gpuscale.common.security.auth import Authenticator
 from tests.support.throwaway import Fleet, serve
 from tests.support.tokens import bearer, write_tokens
@@ -39,7 +39,7 @@ async def test_a_stream_ends_soon_after_its_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, error: type[errors.GpuscaleError]
 ) -> None:
     """The real period is a minute."""
-    monkeypatch.setattr(guard, "RECHECK_PERIOD", 0.05)
+    monkeypatch.setattr(interceptor, "RECHECK_PERIOD", 0.05)
     monkeypatch.setattr(tokens, "CHECK_PERIOD", 0.01)
     path = write_tokens(tmp_path / "tokens.toml", alice="agent", bob="viewer")
     async with serve(authenticator=Authenticator(tokens_file=path)) as served:

@@ -13,8 +13,8 @@ from sqlalchemy.exc import DBAPIError
 from gpuscale.common.errors import FailedPreconditionError, InternalError, UnavailableError
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.leadership import Candidate
-from gpuscale.common.store.postgres_store import Postgres
-from gpuscale.common.store.prepared import Prepared
+from gpuscale.common.store.postgres import Postgres
+from gpuscale.common.store.schema import Prepared
 from gpuscale.common.store.store import Store
 from tests.support.notes import METADATA, NOTES, add, as_group, count
 from tests.support.postgresql import PASSWORD, USER, PostgresServer

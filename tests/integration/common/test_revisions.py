@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection
 
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.runtime.revisions import revisions
+from gpuscale.common.store.schema import revisions
 from gpuscale.common.store.store import Store
 from tests.support.notes import METADATA, add, count
 from tests.support.postgresql import PostgresServer

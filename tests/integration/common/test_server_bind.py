@@ -9,10 +9,9 @@ from pydantic import SecretStr
 
 from gpuscale.common import errors
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.rpc.server import Server, ServerOptions, parse_listen
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
-from gpuscale.common.security.bind import parse_listen
 from tests.support.throwaway import Allocator, Served, serve
 from tests.support.tokens import write_tokens
 

@@ -18,8 +18,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
-from gpuscale.common.rpc.stage import Stage
-from gpuscale.common.rpc.standby import serve_by_turns
+from gpuscale.common.rpc.standby import Stage, serve_by_turns
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.security.auth import Authenticator

@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 
 from gpuscale.common.errors import AbortedError, UnavailableError
 from gpuscale.common.runtime import failpoints
-from gpuscale.common.store.prepared import Prepared
+from gpuscale.common.store.schema import Prepared
 from gpuscale.common.store.store import Store
 from tests.support.notes import METADATA, NOTES, add, as_group, count, held, submit
 from tests.support.postgresql import PostgresServer

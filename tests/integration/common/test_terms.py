@@ -91,7 +91,7 @@ async def test_what_takes_longer_than_a_lease_to_read_or_to_migrate_ends_no_term
     """As to make objects of all that an allocator keeps: else nobody could lead any more, once there is too much of it."""
     async with leading(url) as (notes, _):
         await notes.write(add(1))
-    monkeypatch.setattr("gpuscale.common.store.postgres_store.LEASE", 0.3)
+    monkeypatch.setattr("gpuscale.common.store.postgres.LEASE", 0.3)
 
     def slow(connection: Connection) -> int:
         notes_kept(connection)

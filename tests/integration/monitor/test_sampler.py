@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.monitor.agent.sampler import Sampler
 from gpuscale.monitor.agent.watch import Broadcast
 from gpuscale.monitor.model.readings import HostIdentity, HostReading, Snapshot

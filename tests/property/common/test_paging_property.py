@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.runtime.paging import page
+from gpuscale.common.wire import page
 
 KEYS = st.lists(st.text(max_size=8).filter(lambda text: text.isprintable()), unique=True, max_size=40)
 

@@ -13,7 +13,7 @@ from gpuscale.allocator.state.commits import MAX_GROUP, Commits
 from gpuscale.allocator.state.crowd import ENOUGH, WINDOW, WRITES
 from gpuscale.allocator.state.outcome import Outcome
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, order, reserved
 
 pytestmark = pytest.mark.looptime

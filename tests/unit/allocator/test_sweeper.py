@@ -16,7 +16,7 @@ from gpuscale.allocator.state.changes import Changes
 from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.usecases.sweeper import BATCH, LATE, START_DELAY, TICK, Sweeper
 from gpuscale.common.errors import NotFoundError, UnavailableError
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, order, reserved
 
 pytestmark = pytest.mark.looptime

@@ -9,9 +9,8 @@ import pytest
 from gpuscale.api.allocator import v1 as _allocator_api  # noqa: F401
 from gpuscale.api.autoscaler import v1 as _autoscaler_api  # noqa: F401
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.rpc.call_watching import LONGEST_RESOURCE, resource_of
-from gpuscale.common.security import audit
-from gpuscale.common.security.audit import FILES_KEPT, AuditLog, AuditOptions
+from gpuscale.common.rpc import calls
+from gpuscale.common.rpc.calls import FILES_KEPT, LONGEST_RESOURCE, AuditLog, AuditOptions, resource_of
 
 RESERVE = "/gpuscale.api.allocator.v1.AllocatorService/Reserve"
 GET = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"
@@ -54,7 +53,7 @@ def test_an_audit_log_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "MOST_WAITING", 2)
+    monkeypatch.setattr(calls, "MOST_WAITING", 2)
     log = AuditLog(AuditOptions(tmp_path / "audit.jsonl", 1 << 20))
     for number in range(5):
         log.write({"number": number})

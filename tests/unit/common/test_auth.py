@@ -11,10 +11,18 @@ from pydantic import SecretStr
 
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common import errors
-from gpuscale.common.security import tokens
-from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal, require
-from gpuscale.common.security.principal import ANONYMOUS, LOCAL, Limits
-from gpuscale.common.security.tokens import TokenFile
+from gpuscale.common.security import auth
+from gpuscale.common.security.auth import (
+    ANONYMOUS,
+    LOCAL,
+    Authenticator,
+    Limits,
+    Principal,
+    Role,
+    TokenFile,
+    current_principal,
+    require,
+)
 from tests.support.tokens import bearer, token, write_tokens
 
 REMOTE, LOOPBACK, UNIX = "ipv4:192.0.2.7:41000", "ipv4:127.0.0.1:41000", "unix:"
@@ -250,7 +258,7 @@ def test_a_tokens_file_that_is_not_text(tmp_path: Path) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The monotonic clock that a tokens file goes by; change its only item."""
     now = [1000.0]
-    monkeypatch.setattr(tokens.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(auth.time, "monotonic", lambda: now[0])
     return now
 
 

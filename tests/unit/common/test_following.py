@@ -13,8 +13,8 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 from gpuscale.common.rpc.channel import open_sync_channel
-from gpuscale.common.rpc.following import PATIENCE, Leader, Trail, split_addresses
 from gpuscale.common.rpc.status import to_rpc_status
+from gpuscale.common.rpc.wrapped_channel import PATIENCE, Leader, Trail, split_addresses
 
 NEVER_SENT = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
 
@@ -168,7 +168,7 @@ def test_a_call_without_a_deadline_gives_up_too(monkeypatch: pytest.MonkeyPatch)
     assert call.timeout is None
     assert call.after(not_leader()) == 0.0
     later = time.monotonic() + PATIENCE
-    monkeypatch.setattr("gpuscale.common.rpc.following.time.monotonic", lambda: later)
+    monkeypatch.setattr("gpuscale.common.rpc.wrapped_channel.time.monotonic", lambda: later)
     assert call.after(not_leader()) is None
 
 

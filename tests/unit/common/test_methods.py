@@ -4,8 +4,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool
 
 from gpuscale.api.allocator import v1 as _allocator  # noqa: F401  (fills the pool)
-from gpuscale.common.security.auth import Role
-from gpuscale.common.security.methods import MethodInfo, find_method
+from gpuscale.common.security.auth import MethodInfo, Role, find_method
 
 
 def test_a_method_of_ours_has_the_role_that_the_contract_gives() -> None:

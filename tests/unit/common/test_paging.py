@@ -5,7 +5,7 @@ import base64
 import pytest
 
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.runtime.paging import page
+from gpuscale.common.wire import page
 
 ITEMS = [f"{number:05}" for number in range(2500)]
 

@@ -15,7 +15,7 @@ from sqlalchemy import (
     update,
 )
 
-from gpuscale.common.store.prepared import Prepared
+from gpuscale.common.store.schema import Prepared
 
 ITEM = Table(
     "item",

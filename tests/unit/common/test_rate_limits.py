@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.common.rpc import rate_limits
-from gpuscale.common.rpc.rate_limits import BURST_SECONDS, RateLimits
+from gpuscale.common.rpc import calls
+from gpuscale.common.rpc.calls import BURST_SECONDS, RateLimits
 
 
 def test_a_burst_passes_and_then_calls_come_at_the_rate() -> None:
@@ -34,7 +34,7 @@ def test_no_caller_gets_more_than_the_rate_and_one_burst(pauses: list[float]) ->
 
 
 def test_callers_beyond_the_limit_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_limits, "MOST_CALLERS", 2)
+    monkeypatch.setattr(calls, "MOST_CALLERS", 2)
     limits = RateLimits(0.5)
     for caller in ("a", "b", "a", "c"):
         limits.take(caller, 0.0)

@@ -11,8 +11,8 @@ from google.protobuf.struct_pb2 import Struct
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import wire
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock, SystemClock
+from gpuscale.common.runtime.tasks import Backoff
 from tests.support.clock import ManualClock
 
 
@@ -90,7 +90,7 @@ def test_backoff_survives_years_of_failures() -> None:
 def test_what_the_client_is_made_of_imports_nothing_heavy() -> None:
     """`gpuscalectl --help` and programs that only call us pay for what is imported here."""
     program = (
-        "import sys; from gpuscale.common.runtime import backoff; from gpuscale.common.rpc import channel, status; from gpuscale.common import errors, names, wire; "
+        "import sys; from gpuscale.common.runtime.tasks import Backoff; from gpuscale.common.rpc import channel, status; from gpuscale.common import errors, names, wire; "
         "print([name for name in ('pydantic', 'structlog', 'sqlalchemy', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -13,8 +13,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.rpc.field_checks import value_check
-from gpuscale.common.rpc.validation import MAX_VIOLATIONS, validate, violations
+from gpuscale.common.rpc.validation import MAX_VIOLATIONS, validate, value_check, violations
 
 UUID = "01234567-89ab-cdef-0123-456789ABCDEF"
 

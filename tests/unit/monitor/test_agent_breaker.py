@@ -1,6 +1,6 @@
 """When a GPU that answered too late may be read again."""
 
-from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.monitor.agent.device import Breaker
 from gpuscale.monitor.agent.staleness import Deadlines
 

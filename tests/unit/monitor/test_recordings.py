@@ -8,7 +8,7 @@ import pytest
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
-from gpuscale.common.rpc.limits import MAX_MESSAGE_BYTES
+from gpuscale.common.rpc.channel import MAX_MESSAGE_BYTES
 from gpuscale.monitor.fleet.directory import MOST_GPUS, Directory
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.model.metrics import ABSENT, Metric, Sample, Stats

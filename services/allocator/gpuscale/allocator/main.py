@@ -6,10 +6,10 @@ from functools import partial
 
 from gpuscale.allocator.app import SERVICES, open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.common.config.program import run_program, serve_stateful
+from gpuscale.common.config.settings import run_program, serve_stateful
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 
 PROGRAM = "gpuscale-allocator"
 DESCRIPTION = "Grants, renews and ends reservations of GPUs."

@@ -42,7 +42,7 @@ from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.store.store import Store
 from gpuscale.common.store.term import Term
 
@@ -115,7 +115,7 @@ def _open_state(settings: AutoscalerSettings, term: Term | None) -> AbstractAsyn
             "only gpuscale-autoscaler keeps its state in PostgreSQL: leave database out here",
             reason="DATABASE_REFUSED",
         )
-    from gpuscale.common.store.postgres_store import Postgres
+    from gpuscale.common.store.postgres import Postgres
 
     backend = Postgres(settings.database, _NAME, store.METADATA, store.VERSION, store.MIGRATIONS, term)
     return Store.on(backend, name=_NAME)

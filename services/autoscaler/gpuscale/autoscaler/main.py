@@ -6,10 +6,10 @@ from functools import partial
 
 from gpuscale.autoscaler.app import SERVICES, open_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.common.config.program import run_program, serve_stateful
+from gpuscale.common.config.settings import run_program, serve_stateful
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 
 PROGRAM = "gpuscale-autoscaler"
 DESCRIPTION = "Scales endpoints by their rules, and drives their replicas through worker adapters."

@@ -7,7 +7,7 @@ from math import inf
 from typing import TypeVar
 
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
-from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.tasks import Backoff
 
 ATTEMPTS = 4
 """Times that a call is made at most. With the waits between, a service that is started anew is back by then."""

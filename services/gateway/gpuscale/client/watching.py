@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol, TypeVar
 
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.tasks import Backoff
 
 Request = TypeVar("Request")
 Message = TypeVar("Message")

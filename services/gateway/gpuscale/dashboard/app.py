@@ -10,12 +10,11 @@ import uvicorn
 
 from gpuscale.client import ClientTls, connect_async, read_token
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.rpc.metrics_tls import FollowedCertificate
+from gpuscale.common.rpc.server import ListenAddress, bind_error, check_exposure, parse_listen
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.connections import Connections
-from gpuscale.common.runtime.lifecycle import TaskScope
-from gpuscale.common.security.bind import ListenAddress, bind_error, check_exposure, parse_listen
-from gpuscale.common.security.tls import ServerTls
+from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.security.tls import FollowedCertificate, ServerTls
 from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.frame import Site

@@ -9,8 +9,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, pages_async
-from gpuscale.common.runtime.backoff import Backoff
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import Backoff, TaskScope
 from gpuscale.common.wire import to_duration
 from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.tally import PERIOD, Tally, count

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from gpuscale.common.config.program import run_program
+from gpuscale.common.config.settings import run_program
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.dashboard.app import open_dashboard
 from gpuscale.dashboard.settings import DashboardSettings

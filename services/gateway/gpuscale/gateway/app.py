@@ -4,8 +4,8 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-from gpuscale.common.rpc.following import split_addresses
-from gpuscale.common.security.bind import parse_listen
+from gpuscale.common.rpc.server import parse_listen
+from gpuscale.common.rpc.wrapped_channel import split_addresses
 from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.gateway.upstreams import SERVICES, Lanes, Upstream

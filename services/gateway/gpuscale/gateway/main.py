@@ -4,8 +4,8 @@ import asyncio
 import sys
 from contextlib import AsyncExitStack
 
-from gpuscale.common.config.program import run_program
-from gpuscale.common.rpc.call_watching import CallMeter
+from gpuscale.common.config.settings import run_program
+from gpuscale.common.rpc.calls import CallMeter
 from gpuscale.common.rpc.metrics_http import serve_metrics
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.runtime.logs import get_logger

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Callable
 
-from gpuscale.common.rpc.call_watching import CallMeter
+from gpuscale.common.rpc.calls import CallMeter
 from gpuscale.common.runtime.metrics_text import Family, Page, labels
 
 CALLS = Family("gpuscale_gateway_calls_total", "counter", "Calls that have ended, by method and status.")

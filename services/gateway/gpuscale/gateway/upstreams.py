@@ -17,7 +17,7 @@ from gpuscale.api import externalscaler as _keda_api
 from gpuscale.api.allocator import v1 as _allocator_api
 from gpuscale.api.autoscaler import v1 as _autoscaler_api
 from gpuscale.api.monitor import v1 as _monitor_api
-from gpuscale.common.rpc.limits import MAX_STREAMS_PER_CONNECTION
+from gpuscale.common.rpc.channel import MAX_STREAMS_PER_CONNECTION
 from gpuscale.gateway.outage import Outage
 
 __all__ = ["SERVICES", "Lanes", "Upstream"]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import grpc
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.runtime.paging import page
+from gpuscale.common.wire import page
 from gpuscale.testing.ledger import Ledger, lease_status, lease_token
 
 

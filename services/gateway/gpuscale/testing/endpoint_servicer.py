@@ -8,8 +8,7 @@ import grpc
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError, OutOfRangeError
 from gpuscale.common.names import ENDPOINT, parse
-from gpuscale.common.runtime.paging import page
-from gpuscale.common.wire import to_timestamp
+from gpuscale.common.wire import page, to_timestamp
 
 
 class FakeEndpoints:

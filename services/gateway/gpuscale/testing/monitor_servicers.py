@@ -10,7 +10,7 @@ from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.names import node_name
 from gpuscale.common.runtime.clock import network_namespace, read_boot_id
-from gpuscale.common.runtime.paging import page
+from gpuscale.common.wire import page
 from gpuscale.testing.inventory import Inventory, node_message
 from gpuscale.testing.ledger import Ledger
 

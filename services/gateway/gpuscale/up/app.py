@@ -27,7 +27,7 @@ from gpuscale.common.rpc.channel import RPC_TIMEOUT, open_channel
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.up.settings import AllSettings

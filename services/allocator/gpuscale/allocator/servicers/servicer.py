@@ -17,8 +17,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common import wire
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.security.auth import current_principal
-from gpuscale.common.security.principal import Role
+from gpuscale.common.security.auth import Role, current_principal
 
 _Reserve: TypeAlias = grpc.aio.ServicerContext[api.ReserveRequest, api.ReserveResponse]
 _ReserveAndWatch: TypeAlias = grpc.aio.ServicerContext[

@@ -10,8 +10,7 @@ from gpuscale.allocator.domain import cordons as model
 from gpuscale.allocator.state.schema_store import Table
 from gpuscale.allocator.state.sealing import sealed
 from gpuscale.allocator.state.store import AllocatorStore
-from gpuscale.common.store.columns import Whole
-from gpuscale.common.store.prepared import Prepared
+from gpuscale.common.store.schema import Prepared, Whole
 
 
 class Cordon(Table, table=True):

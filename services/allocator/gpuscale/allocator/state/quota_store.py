@@ -7,8 +7,7 @@ from gpuscale.allocator.queueing import model
 from gpuscale.allocator.state.schema_store import Table
 from gpuscale.allocator.state.sealing import sealed
 from gpuscale.allocator.state.store import AllocatorStore
-from gpuscale.common.store.columns import Whole
-from gpuscale.common.store.prepared import Prepared
+from gpuscale.common.store.schema import Prepared, Whole
 
 
 class Quota(Table, table=True):

@@ -12,7 +12,7 @@ from sqlmodel import Field, SQLModel
 
 from gpuscale.allocator.domain import model
 from gpuscale.allocator.state import sealing
-from gpuscale.common.store.columns import Whole
+from gpuscale.common.store.schema import Whole
 
 VERSION = 4
 FENCE = "fence"

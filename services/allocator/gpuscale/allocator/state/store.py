@@ -38,9 +38,8 @@ from gpuscale.common.errors import (
     GpuscaleError,
     UnavailableError,
 )
-from gpuscale.common.runtime.revisions import revisions
 from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.store.prepared import Prepared
+from gpuscale.common.store.schema import Prepared, revisions
 from gpuscale.common.store.store import Store
 from gpuscale.common.store.term import Term
 
@@ -310,7 +309,7 @@ async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGe
         FailedPreconditionError: it is of another version, or a row is not as it was written; it stays as it is.
         UnavailableError: it cannot be used now, or the term is over.
     """
-    from gpuscale.common.store.postgres_store import Postgres
+    from gpuscale.common.store.postgres import Postgres
 
     backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)
     async with Store.on(backend, name=SERVICE) as store:

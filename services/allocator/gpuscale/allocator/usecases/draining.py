@@ -20,9 +20,9 @@ from gpuscale.allocator.usecases.view import FleetView
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.paging import page
-from gpuscale.common.runtime.uninterrupted import uninterrupted
+from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.security.auth import Principal, Role, require
+from gpuscale.common.wire import page
 
 DEFAULT_GRACE = 600.0
 """Seconds that holders have to leave where a drain does not say."""

@@ -16,7 +16,7 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
 )
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.security.principal import Principal, Role
+from gpuscale.common.security.auth import Principal, Role
 
 
 @value(frozen=True, slots=True)

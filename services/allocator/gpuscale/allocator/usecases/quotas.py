@@ -7,8 +7,8 @@ from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.state.changes import Changes
 from gpuscale.allocator.state.quota_store import QuotaStore
 from gpuscale.common.errors import NotFoundError
-from gpuscale.common.runtime.paging import page
-from gpuscale.common.runtime.uninterrupted import uninterrupted
+from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.wire import page
 
 
 @dataclass(frozen=True, slots=True)

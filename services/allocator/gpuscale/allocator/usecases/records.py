@@ -10,7 +10,7 @@ from gpuscale.allocator.state.changes import Changes
 from gpuscale.allocator.usecases.usage import Usage, usage_of
 from gpuscale.allocator.usecases.view import FleetView
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.paging import last_key, page, page_limit
+from gpuscale.common.wire import last_key, page, page_limit
 
 CHUNK = 500
 """Most reservations in one message of a watch."""

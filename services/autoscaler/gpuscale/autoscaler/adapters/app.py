@@ -19,7 +19,7 @@ from gpuscale.autoscaler.adapters.settings import AdapterSettings
 from gpuscale.autoscaler.adapters.supervisor import Supervisor
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 
 KIND = "process"
 STOP_GRACE = 5.0

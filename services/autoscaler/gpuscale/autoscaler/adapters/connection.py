@@ -25,8 +25,8 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Backoff
 
 REPORT_PERIOD = 5.0
 MAX_REASON = 1024

@@ -9,8 +9,8 @@ from gpuscale.autoscaler.adapters.records import Phase, Record
 from gpuscale.autoscaler.adapters.replica import LocalReplica, Workshop
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, Template, launch
 from gpuscale.autoscaler.domain.replicas import ReplicaReport
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import TaskScope
 
 BOUND_LOGS_PERIOD = 10.0
 _CLEAN_UP_SECONDS = 1.0

@@ -29,7 +29,7 @@ from gpuscale.common.errors import AbortedError, FailedPreconditionError, NotFou
 from gpuscale.common.names import adapter_name, replica_name
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.uninterrupted import uninterrupted
+from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.store.store import Store
 
 SILENT = 15.0

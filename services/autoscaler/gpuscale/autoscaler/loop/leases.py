@@ -14,10 +14,10 @@ from gpuscale.autoscaler.state import replica_store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
 from gpuscale.common.names import replica_name
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.store.store import Store
 
 CONCURRENT = 16

@@ -28,10 +28,9 @@ from gpuscale.autoscaler.state.decision_file import DecisionFile
 from gpuscale.autoscaler.state.decision_log import Repetitions
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import GpuscaleError
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Backoff, TaskScope
 from gpuscale.common.store.store import Store
 
 CONCURRENT = 16

@@ -22,10 +22,9 @@ from gpuscale.common.errors import (
 from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name, parse
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.failpoints import hit_async
-from gpuscale.common.runtime.lifecycle import TaskScope
-from gpuscale.common.runtime.paging import page
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.security.auth import Principal, Role, current_principal
-from gpuscale.common.wire import to_duration, to_timestamp
+from gpuscale.common.wire import page, to_duration, to_timestamp
 
 _Connect: TypeAlias = grpc.aio.ServicerContext[api.ConnectRequest, api.ConnectResponse]
 _List: TypeAlias = grpc.aio.ServicerContext[api.ListAdaptersRequest, api.ListAdaptersResponse]

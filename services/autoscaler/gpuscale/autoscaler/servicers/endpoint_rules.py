@@ -18,8 +18,8 @@ from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import rule_name
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.paging import page
 from gpuscale.common.store.store import Store
+from gpuscale.common.wire import page
 
 _PRIORITIES = 1 << 31
 

@@ -24,9 +24,9 @@ from gpuscale.autoscaler.wire.translate_state import EndpointView
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.names import watcher_name
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.paging import page
-from gpuscale.common.runtime.uninterrupted import uninterrupted
+from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.store.store import Store
+from gpuscale.common.wire import page
 
 T = TypeVar("T")
 

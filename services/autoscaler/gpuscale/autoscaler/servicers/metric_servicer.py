@@ -13,10 +13,9 @@ from gpuscale.autoscaler.wire.translate_capabilities import tasks_from_wire
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from gpuscale.common.names import ENDPOINT, REPLICA, endpoint_name, match, replica_name
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.paging import page
 from gpuscale.common.security.auth import Principal, Role, current_principal
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import optional_seconds, seconds, to_duration
+from gpuscale.common.wire import optional_seconds, page, seconds, to_duration
 
 _Report: TypeAlias = grpc.aio.ServicerContext[api.ReportMetricsRequest, api.ReportMetricsResponse]
 _List: TypeAlias = grpc.aio.ServicerContext[api.ListMetricsRequest, api.ListMetricsResponse]

@@ -17,9 +17,9 @@ from gpuscale.autoscaler.signals.fleet_readings import SILENT, HeldNode, Told
 from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Backoff
 
 LEAST_INTERVAL = 0.5
 """Seconds between two messages of the fleet; signals need no more."""

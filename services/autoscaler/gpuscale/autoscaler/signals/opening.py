@@ -14,7 +14,7 @@ from gpuscale.autoscaler.signals.room import Room
 from gpuscale.autoscaler.signals.sources import SignalSources
 from gpuscale.autoscaler.signals.waiting import WaitingRequests
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 
 
 @asynccontextmanager

@@ -15,8 +15,8 @@ from pathlib import Path
 from google.protobuf.json_format import MessageToJson
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import TaskScope
 
 MOST_WAITING = 1_000
 """Decisions that wait to be written; more are dropped."""

@@ -19,8 +19,8 @@ from gpuscale.autoscaler.wire.translate_state import decision_body
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.names import decision_name
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.paging import MAX_PAGE_SIZE, last_key, page
 from gpuscale.common.store.store import Store
+from gpuscale.common.wire import MAX_PAGE_SIZE, last_key, page
 
 _ID_DIGITS = 16
 MOST_INPUT_BYTES = 65_536

@@ -13,7 +13,7 @@ from sqlalchemy import Executable, RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.autoscaler.state.store import Connection, moment
-from gpuscale.common.store.columns import Whole
+from gpuscale.common.store.schema import Whole
 
 KEPT: Final = 1_000
 """Decisions that are kept of each endpoint."""

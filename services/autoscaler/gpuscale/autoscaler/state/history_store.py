@@ -8,7 +8,7 @@ from sqlmodel import Field, SQLModel, col, delete, insert, select
 from gpuscale.autoscaler.backtest import history
 from gpuscale.autoscaler.backtest.history import Reading
 from gpuscale.autoscaler.state.store import Connection
-from gpuscale.common.store.columns import Whole
+from gpuscale.common.store.schema import Whole
 
 
 class ReadingRow(SQLModel, table=True):

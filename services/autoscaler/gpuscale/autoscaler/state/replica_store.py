@@ -13,7 +13,7 @@ from gpuscale.autoscaler.domain.replicas import Goal, Lease, Replica, ReplicaSta
 from gpuscale.autoscaler.state.store import Connection, moment
 from gpuscale.autoscaler.wire.translate import template_from_wire, template_to_wire
 from gpuscale.autoscaler.wire.translate_capabilities import group_from_wire, group_to_wire, groups_from_wire
-from gpuscale.common.store.columns import Whole
+from gpuscale.common.store.schema import Whole
 
 KEPT: Final = 100
 """Ended replicas that are kept of each endpoint."""

@@ -16,8 +16,7 @@ from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.domain.model import Endpoint, EndpointSpec
 from gpuscale.autoscaler.wire.translate import spec_from_wire, spec_to_wire
-from gpuscale.common.runtime.revisions import revisions
-from gpuscale.common.store.columns import Whole
+from gpuscale.common.store.schema import Whole, revisions
 
 Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""

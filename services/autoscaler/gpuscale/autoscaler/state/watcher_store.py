@@ -8,7 +8,7 @@ from sqlalchemy import Connection, RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.autoscaler.domain.queues import Watcher, WatchSpec
-from gpuscale.common.store.columns import Whole
+from gpuscale.common.store.schema import Whole
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _SEPARATOR = "\n"  # the contract allows no control character in a text

@@ -2,10 +2,13 @@
 
 A channel reconnects by itself, 0.5 s after the first failure and at most every 10 s, each time with 20 % of jitter (gRPC
 core adds it). It has connections of its own, so that closing one channel never hurts another. Several addresses, with
-commas between, are one service: calls go to the one that leads (`gpuscale.common.rpc.following`).
+commas between, are one service: calls go to the one that leads (`gpuscale.common.rpc.wrapped_channel`).
 
 The usual variables of a proxy (`https_proxy` and its kin) count for nothing. The variable GPUSCALE_HTTP_PROXY, a URL
 http://HOST:PORT, names a proxy that tunnels connections with TLS; those without TLS never go through one.
+
+The channel arguments are gRPC core's (`grpc_types.h`). A message of 4 MiB and metadata of 16 KiB are what gRPC admits by
+default, stated so that both sides agree.
 """
 
 import ipaddress
@@ -18,18 +21,54 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
-from gpuscale.common.rpc.following import split_addresses
-from gpuscale.common.rpc.following_channel import FollowingChannel
-from gpuscale.common.rpc.following_sync import SyncFollowingChannel
-from gpuscale.common.rpc.limits import CHANNEL_ARGUMENTS, ChannelArguments, channel_arguments
-from gpuscale.common.rpc.token_metadata import SyncTokenChannel, TokenChannel
+from gpuscale.common.rpc.wrapped_channel import (
+    FollowingChannel,
+    SyncFollowingChannel,
+    SyncTokenChannel,
+    TokenChannel,
+    split_addresses,
+)
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
 
+ChannelArguments = tuple[tuple[str, int | str], ...]
+
+MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+MAX_METADATA_BYTES: Final = 16 * 1024
+MAX_STREAMS_PER_CONNECTION: Final = 1_000
+
+COMMON_ARGUMENTS: Final[ChannelArguments] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+"""Of servers and channels alike."""
+CHANNEL_ARGUMENTS: Final[ChannelArguments] = (
+    *COMMON_ARGUMENTS,
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),  # calls bear tokens: they go through no proxy that just happens to be set
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),  # 0: ping on while a stream is silent
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 10_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # the least time that one attempt to connect may take
+)
 PROXY_VARIABLE: Final = "GPUSCALE_HTTP_PROXY"
 RPC_TIMEOUT: Final = 10.0
 """Seconds that a unary call gets where nothing else is said; pass it as `timeout`."""
+
+
+def channel_arguments(dial_timeout: float | None = None) -> ChannelArguments:
+    """The arguments of a channel, one attempt to connect taking at most that many seconds; 5 when not given."""
+    if dial_timeout is None:
+        return CHANNEL_ARGUMENTS
+    attempt = "grpc.min_reconnect_backoff_ms"
+    others = tuple(pair for pair in CHANNEL_ARGUMENTS if pair[0] != attempt)
+    return (*others, (attempt, max(1, round(dial_timeout * 1000))))
 
 
 @dataclass(frozen=True, slots=True)

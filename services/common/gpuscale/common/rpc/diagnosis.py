@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import ClientTls
-from gpuscale.common.security.certificate_dates import shake_hands
+from gpuscale.common.security.tls import shake_hands
 
 PATIENCE = 2.0
 """Most seconds for each step."""

@@ -13,13 +13,303 @@ it writes, is answered here and the servicer's generator is closed at once. Inte
 handler returns (as OpenTelemetry's does) must therefore stand inside of this one.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+import asyncio
+import inspect
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from gpuscale.common.rpc.guard import Guard, GuardSettings, Handler
-from gpuscale.common.security.methods import find_method
+from gpuscale.common.errors import (
+    DeadlineExceededError,
+    GpuscaleError,
+    InternalError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnimplementedError,
+)
+from gpuscale.common.rpc.calls import CallWatcher, OpenCalls
+from gpuscale.common.rpc.status import to_rpc_status
+from gpuscale.common.rpc.validation import validate
+from gpuscale.common.runtime.connections import Connections
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import begin_call
+from gpuscale.common.security.auth import (
+    Authenticator,
+    MethodInfo,
+    Principal,
+    find_method,
+    find_principal,
+    require,
+    set_principal,
+)
+
+RECHECK_PERIOD = 60.0
+"""Seconds between two looks at the token of an open stream."""
+
+# gRPC's class is generic to type checkers only.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Task = asyncio.Task[Any]
+_Work = Callable[[Any, _Context, _Task, Principal | None], Awaitable[Any]]
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSettings:
+    """What all guards of a server share. `default_deadline` in seconds; `watcher` where calls are noted."""
+
+    authenticator: Authenticator
+    calls: OpenCalls
+    default_deadline: float
+    watcher: CallWatcher | None = None
+    connections: Connections = field(default_factory=Connections)
+
+
+class Guard:
+    """A handler of any of the four kinds, guarded.
+
+    Args:
+        path: `/package.Service/Method`.
+        info: what the contract says about it; None where nobody may call it.
+        handler: the servicer's handler: coroutine functions, and async generators or coroutine functions for streams.
+        settings: shared by all methods.
+    """
+
+    def __init__(self, path: str, info: MethodInfo | None, handler: Handler, settings: GuardSettings) -> None:
+        self._path = path
+        self._info = info
+        self._settings = settings
+        self._deserialize = handler.request_deserializer
+        self._serialize = handler.response_serializer
+        self._validates = info is not None and info.ours and self._deserialize is not None
+        self._streams_requests = handler.request_streaming
+        self._behavior = _behavior(handler)
+        self._generates = inspect.isasyncgenfunction(self._behavior)
+        self._implemented = self._generates or inspect.iscoroutinefunction(self._behavior)
+        self._work: _Work = self._stream
+        if not handler.response_streaming:
+            self._work = self._stream_unary if handler.request_streaming else self._unary
+        self.handler = self._guarded(handler)
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """The handler for gRPC. Decoding and encoding of what is one message happens here, where errors are caught."""
+        info = self._info
+        watched = self._settings.watcher is not None and info is not None and info.role is not None
+        call = self._watched if watched else self._answer
+        decode = self._decode if self._deserialize is not None else None
+        if handler.response_streaming:
+            if handler.request_streaming:
+                return grpc.stream_stream_rpc_method_handler(call, decode, self._serialize)
+            return grpc.unary_stream_rpc_method_handler(call, None, self._serialize)
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(call, decode, None)
+        return grpc.unary_unary_rpc_method_handler(call, None, None)
+
+    async def _watched(self, request: Any, context: _Context) -> Any:
+        """Answer a call, and note it."""
+        watcher, info = self._settings.watcher, self._info
+        if watcher is None or info is None:
+            return await self._answer(request, context)
+        began, code = time.monotonic(), grpc.StatusCode.CANCELLED
+        watcher.begun()
+        try:
+            answer = await self._answer(request, context)
+            code = grpc.StatusCode.OK
+        except grpc.aio.BaseError:
+            code = context.code()
+            raise
+        finally:
+            seconds = time.monotonic() - began
+            watcher.ended(info, find_principal(), context, request, code, seconds)
+        return answer
+
+    async def _answer(self, request: Any, context: _Context) -> Any:
+        """Do the work of a call; if it fails, end the call with the status that says why."""
+        task = _current_task()
+        begin_call()
+        try:
+            return await self._work(request, context, task, self._admit(context))
+        except asyncio.CancelledError:
+            ended = self._settings.calls.why_cancelled(task)
+            if ended is None and task.cancelling():
+                raise  # the caller is gone
+            # Without a request to cancel, a handler let a cancellation of something else escape; gRPC would not answer.
+            failure = ended or self._incident(None)
+        except grpc.aio.BaseError as error:
+            if not isinstance(error, grpc.aio.UsageError):
+                raise  # the handler aborted the call, or the connection is gone: gRPC knows
+            failure = self._incident(error)
+        except Exception as error:  # noqa: BLE001
+            failure = _expected(error) or self._incident(error)
+        finally:
+            self._settings.calls.leave(task)
+        if not context.done():
+            await context.abort_with_status(to_rpc_status(failure))
+        return None
+
+    def _admit(self, context: _Context, *, again: bool = False) -> Principal | None:
+        """Who calls; None for a method that anybody may call. `again` for a call that was admitted before."""
+        info = self._info
+        if info is None:
+            raise PermissionDeniedError(f"no role is given for {self._path}", reason="METHOD_WITHOUT_ROLE")
+        principal = None
+        if info.role is not None:
+            principal = self._settings.authenticator.identify(context)
+            self._settings.connections.vouch(context.peer())
+            set_principal(principal)
+            require(principal, info.role)
+            if self._settings.watcher is not None and not again:
+                self._settings.watcher.admit(principal)
+        else:  # a connection for health checks alone lasts, too, if it shows who makes them
+            with suppress(UnauthenticatedError):
+                self._settings.authenticator.identify(context)
+                self._settings.connections.vouch(context.peer())
+        remaining = _time_remaining(context)
+        if remaining is not None and remaining <= 0:
+            raise DeadlineExceededError("the deadline passed before the call was begun")
+        if not self._implemented:
+            raise UnimplementedError(f"{self._path} is not implemented here")
+        return principal
+
+    async def _unary(
+        self, request: bytes, context: _Context, task: _Task, principal: Principal | None
+    ) -> Any:
+        calls = self._settings.calls
+        if principal is None:
+            calls.public.add(task)
+        else:
+            calls.enter_unary(task)
+        message = self._decode_one(request)
+        if _time_remaining(context) is not None:
+            response = await self._behavior(message, context)
+        else:
+            response = await self._with_deadline(message, context)
+        return response if self._serialize is None else self._serialize(response)
+
+    async def _with_deadline(self, message: Any, context: _Context) -> Any:
+        deadline = self._settings.default_deadline
+        limit = asyncio.timeout(deadline)
+        try:
+            async with limit:
+                return await self._behavior(message, context)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineExceededError(
+                f"no answer within {deadline:g} s; the call had no deadline"
+            ) from None
+
+    async def _stream_unary(
+        self, requests: Any, context: _Context, task: _Task, principal: Principal | None
+    ) -> Any:
+        with self._open_stream(context, task, principal):
+            response = await self._behavior(requests, context)
+        return response if self._serialize is None else self._serialize(response)
+
+    async def _stream(
+        self, request: Any, context: _Context, task: _Task, principal: Principal | None
+    ) -> None:
+        with self._open_stream(context, task, principal):
+            message = request if self._streams_requests else self._decode_one(request)
+            if not self._generates:
+                await self._behavior(message, context)
+                return
+            async with aclosing(self._behavior(message, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+
+    @contextmanager
+    def _open_stream(self, context: _Context, task: _Task, principal: Principal | None) -> Generator[None]:
+        """Note an open stream. One that a token opened ends soon after the token does."""
+        calls = self._settings.calls
+        if principal is None:
+            calls.public.add(task)
+        else:
+            calls.enter_stream(task)
+        if principal is None or principal.kind != "token":
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def check_again() -> None:
+            nonlocal timer
+            try:
+                self._admit(context, again=True)
+            except GpuscaleError as error:
+                calls.end((task,), error)
+            else:
+                timer = loop.call_later(RECHECK_PERIOD, check_again)
+
+        timer = loop.call_later(RECHECK_PERIOD, check_again)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _decode_one(self, raw: bytes) -> Any:
+        """The request of a call that has one."""
+        if self._deserialize is None:
+            return raw
+        message = self._decode(raw)
+        if self._validates:
+            validate(message)
+        return message
+
+    def _decode(self, raw: bytes) -> Any:
+        """A message, or one of a request stream (gRPC calls it then, and what it raises passes through the handler)."""
+        try:
+            return self._deserialize(raw) if self._deserialize is not None else raw
+        except DecodeError:
+            raise InvalidArgumentError(
+                "the bytes are not a message of the method's request type", reason="MALFORMED_MESSAGE"
+            ) from None
+
+    def _incident(self, error: Exception | None) -> GpuscaleError:
+        """Log a fault of ours under an id, which is all that the caller learns."""
+        incident = uuid.uuid4().hex[:12]
+        _log.error("call failed unexpectedly", method=self._path, incident=incident, exc_info=error or True)
+        return InternalError(f"internal error, incident {incident}", metadata={"incident": incident})
+
+
+def _current_task() -> _Task:
+    task = asyncio.current_task()
+    if task is None:  # gRPC runs each call in a task of its own
+        raise RuntimeError("a guarded handler runs in a task")
+    return task
+
+
+def _time_remaining(context: _Context) -> float | None:
+    """Seconds until the caller's deadline; None where it set none (gRPC's stub omits that case)."""
+    return context.time_remaining()
+
+
+def _behavior(handler: Handler) -> Callable[[Any, _Context], Any]:
+    """The servicer's method, of whichever kind (gRPC's stub knows only the kinds of its threaded server)."""
+    kinds: tuple[Any, ...] = (
+        handler.unary_unary,
+        handler.unary_stream,
+        handler.stream_unary,
+        handler.stream_stream,
+    )
+    behavior: Callable[[Any, _Context], Any] = next(kind for kind in kinds if kind is not None)
+    return behavior
+
+
+def _expected(error: Exception) -> GpuscaleError | None:
+    """The error of the tree that was raised, or that a task group wrapped as the only one."""
+    grouped: tuple[Exception, ...] = getattr(error, "exceptions", ())
+    if len(grouped) == 1:
+        return _expected(grouped[0])
+    return error if isinstance(error, GpuscaleError) else None
 
 
 class GuardInterceptor(grpc.aio.ServerInterceptor):

@@ -16,12 +16,11 @@ from http import HTTPStatus
 import h11
 
 from gpuscale.common.errors import PermissionDeniedError, UnauthenticatedError
-from gpuscale.common.rpc.metrics_tls import FollowedCertificate
-from gpuscale.common.rpc.server import ServerOptions
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.rpc.server import ListenAddress, ServerOptions, bind_error, check_exposure, parse_listen
 from gpuscale.common.runtime.metrics_text import CONTENT_TYPE
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.security.auth import Authenticator, Caller, Role, require
-from gpuscale.common.security.bind import ListenAddress, bind_error, check_exposure, parse_listen
+from gpuscale.common.security.tls import FollowedCertificate
 
 PATH = "/metrics"
 MOST_CONNECTIONS = 8

@@ -1,33 +1,197 @@
-"""The server of every program: one address for any number of services, with health, TLS, limits and an orderly end."""
+"""The server of every program: one address for any number of services, with health, TLS, limits and an orderly end.
+
+Below it: the addresses to listen on, the standard health service (grpc.health.v1), and what services are added to.
+"""
 
 import asyncio
-from collections.abc import Callable, Iterable
+import errno
+import ipaddress
+import socket
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import grpc
 
-from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
-from gpuscale.common.rpc.call_watching import CallMeter, CallWatcher
-from gpuscale.common.rpc.calls import OpenCalls
-from gpuscale.common.rpc.guard import GuardSettings
-from gpuscale.common.rpc.handlers import HandlerCollector, add_reflection
-from gpuscale.common.rpc.health import Health
-from gpuscale.common.rpc.interceptor import GuardInterceptor
-from gpuscale.common.rpc.limits import SERVER_ARGUMENTS
-from gpuscale.common.rpc.rate_limits import RateLimits
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
+from gpuscale.common.rpc.calls import AuditLog, AuditOptions, CallMeter, CallWatcher, OpenCalls, RateLimits
+from gpuscale.common.rpc.channel import COMMON_ARGUMENTS, MAX_STREAMS_PER_CONNECTION, ChannelArguments
+from gpuscale.common.rpc.interceptor import GuardInterceptor, GuardSettings
 from gpuscale.common.runtime.connections import Connections
-from gpuscale.common.security.audit import AuditLog, AuditOptions
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.security.bind import ListenAddress, bind_error, check_exposure, parse_listen
 from gpuscale.common.security.tls import ServerTls, server_credentials
+
+SERVER_ARGUMENTS: Final[ChannelArguments] = (
+    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it silently
+    # Core's default refuses calls at random from about 1,000 that wait; thousands of agents may come back at once.
+    ("grpc.server.max_pending_requests", 20_000),
+    ("grpc.server.max_pending_requests_hard_limit", 40_000),
+    ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+    *COMMON_ARGUMENTS,
+    # Agents ping each 20 s: core's default (5 min) would close their connections for too many pings.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_connection_age_ms", 3_600_000),  # so that renewed certificates count
+    ("grpc.max_connection_age_grace_ms", 60_000),
+)
 
 HEALTH_NOTICE: Final = 0.1
 """Seconds that health watchers have to read NOT_SERVING before their streams end."""
 HARD_STOP: Final = 2.0
 """Seconds for calls to end after they were told to, before their connections are cut."""
+
+_MAX_PORT = 65_535
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """A host and port; `host` is without brackets."""
+
+    host: str
+    port: int
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this host can reach it. A name other than localhost may resolve to anything."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_listen(listen: str) -> ListenAddress:
+    """Read HOST:PORT or [IPV6]:PORT.
+
+    Raises:
+        InvalidArgumentError: it is neither.
+    """
+    host, colon, port = listen.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    valid_port = port.isascii() and port.isdigit() and int(port) <= _MAX_PORT
+    if not (colon and host and valid_port) or (":" in host) != bracketed:
+        raise InvalidArgumentError(f"{listen!r} is no address to listen on: HOST:PORT is", field="listen")
+    return ListenAddress(host, int(port))
+
+
+def check_exposure(address: ListenAddress, *, tls: bool, insecure_allow_remote: bool) -> None:
+    """Refuse to serve other hosts in plain text, unless that was asked for.
+
+    Raises:
+        FailedPreconditionError: it was not (reason INSECURE_BIND).
+    """
+    if tls or address.loopback:
+        return
+    if not insecure_allow_remote:
+        raise FailedPreconditionError(
+            f"{address} can be reached from other hosts: configure TLS, or set insecure_allow_remote",
+            reason="INSECURE_BIND",
+        )
+    _log.warning(
+        "serving other hosts in plain text: anyone on the network can listen in", listen=str(address)
+    )
+
+
+def bind_error(address: ListenAddress) -> FailedPreconditionError:
+    """Why an address could not be bound: gRPC itself does not say, so the address is tried once more."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return FailedPreconditionError(f"another program listens on {address}", reason="ADDRESS_IN_USE")
+        return FailedPreconditionError(f"cannot listen on {address}: {error.strerror}", reason="BIND_FAILED")
+    return FailedPreconditionError(f"cannot listen on {address}", reason="BIND_FAILED")
+
+
+# grpcio-health-checking has no types.
+_health: Final[Any] = import_module("grpc_health.v1.health")
+_pb2: Final[Any] = import_module("grpc_health.v1.health_pb2")
+_pb2_grpc: Final[Any] = import_module("grpc_health.v1.health_pb2_grpc")
+
+HEALTH_SERVICE: Final[str] = _health.SERVICE_NAME
+
+
+class Health:
+    """Answers health checks: what `report` says, and NOT_SERVING from `stop` on. The server itself is SERVING until then."""
+
+    def __init__(self) -> None:
+        self._servicer: Any = _health.aio.HealthServicer()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Add the health service to a server."""
+        _pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def report(self, services: Iterable[str], *, serving: bool) -> None:
+        """Report services as SERVING or NOT_SERVING."""
+        status = _pb2.HealthCheckResponse
+        for service in services:
+            await self._servicer.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self) -> None:
+        """Report everything as NOT_SERVING, for ever."""
+        await self._servicer.enter_graceful_shutdown()
+
+
+class HandlerCollector(grpc.aio.Server):
+    """What services are added to: passes their handlers on as generic ones.
+
+    Generated code registers every method a second time with gRPC core. A grpc.aio server then waits for as many calls as
+    there are methods, which costs a fifth of its throughput with forty of them (measured with grpcio 1.85.1).
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Add handlers of whole services."""
+        self._server.add_generic_rpc_handlers(tuple(generic_rpc_handlers))
+
+    def add_registered_method_handlers(
+        self, service_name: str, method_handlers: "Mapping[str, grpc.RpcMethodHandler[Any, Any]]"
+    ) -> None:
+        """Nothing: the generic handlers do."""
+
+    def add_insecure_port(self, address: str) -> int:
+        """As of the server."""
+        return self._server.add_insecure_port(address)
+
+    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
+        """As of the server."""
+        return self._server.add_secure_port(address, server_credentials)
+
+    async def start(self) -> None:
+        """As of the server."""
+        await self._server.start()
+
+    async def stop(self, grace: float | None) -> None:
+        """As of the server."""
+        await self._server.stop(grace)
+
+    async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109
+        """As of the server."""
+        return await self._server.wait_for_termination(timeout)
+
+
+def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
+    """Add the reflection service, which tells tools the contract of `services`."""
+    reflection: Any = import_module("grpc_reflection.v1alpha.reflection")  # has no types
+    names = [*services, HEALTH_SERVICE, reflection.SERVICE_NAME]
+    reflection.enable_server_reflection(names, server)
 
 
 @dataclass(frozen=True)

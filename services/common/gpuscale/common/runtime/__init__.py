@@ -1,4 +1,4 @@
-"""What every process needs: clocks, tasks and their scopes, logs, locks, failpoints, changes that are not interrupted.
+"""What every process needs: clocks, tasks and their scopes, logs, failpoints, signals.
 
-No network, no database, no identity of callers. Begin with `lifecycle` (tasks) and `uninterrupted` (write, then memory).
+No network, no database, no identity of callers. Begin with `tasks` and `lifecycle`.
 """

@@ -1,17 +1,20 @@
-"""The life of a program: its named tasks, its signals, and the one place where unforeseen errors end."""
+"""The life of a program: its signals, its directory, and the one place where unforeseen errors end."""
 
 import asyncio
 import faulthandler
+import fcntl
 import gc
 import os
 import signal
+import stat
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self, TypeGuard, TypeVar
+from typing import Self, TypeGuard
 
-from gpuscale.common.errors import GpuscaleError, InternalError
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.runtime.connections import raise_descriptor_limit
 from gpuscale.common.runtime.logs import get_logger
 
@@ -20,97 +23,7 @@ STOP_LIMIT_SECONDS = 9.5
 _STDERR = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-T = TypeVar("T")
 _log = get_logger(__name__)
-
-
-class TaskScope:
-    """Tasks that end no later than the block they were started in.
-
-    Leaving the block cancels and awaits them all. A task that fails cancels the block and the other tasks, and the
-    block raises its error, with a note that names the task; several errors are raised as one ExceptionGroup.
-    """
-
-    def __init__(self) -> None:
-        self._group = asyncio.TaskGroup()
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        try:
-            await self._group.__aexit__(kind, error, trace)
-        except BaseExceptionGroup as group:
-            if len(group.exceptions) != 1:
-                raise
-            failure = group.exceptions[0]
-            context = failure.__context__
-            try:
-                raise failure
-            finally:
-                # The group and the cancellation it caused say nothing about where the failure came from.
-                failure.__context__ = context
-
-    def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task that never ends by itself; its end, even without an error, ends the scope.
-
-        Raises:
-            RuntimeError: the scope is closing.
-        """
-        self._create(name, _never_ending(name, work), work)
-
-    def start(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a task that ends by itself; only its failure ends the scope.
-
-        Raises:
-            RuntimeError: the scope is closing.
-        """
-        return self._create(name, _named(name, work), work)
-
-    def _create(
-        self, name: str, guarded: Coroutine[Any, Any, T], work: Coroutine[Any, Any, Any]
-    ) -> asyncio.Task[T]:
-        try:
-            task = self._group.create_task(guarded, name=name)
-        except RuntimeError:
-            guarded.close()
-            work.close()
-            raise
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        # A task cancelled before its first step never reaches the work inside of it.
-        task.add_done_callback(lambda _: work.close())
-        return task
-
-
-class _Named:
-    """Adds the name of the task to an error that leaves the block."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception):
-            error.add_note(f"in task {self._name}")
-
-
-async def _named(name: str, work: Coroutine[Any, Any, T]) -> T:
-    with _Named(name):
-        return await work
-
-
-async def _never_ending(name: str, work: Coroutine[Any, Any, None]) -> None:
-    await _named(name, work)
-    raise InternalError(f"task {name} ended, which it never should", reason="TASK_ENDED")
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet: bool = False) -> int:
@@ -203,3 +116,67 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 def _is_group(error: BaseException) -> TypeGuard[BaseExceptionGroup[BaseException]]:
     return isinstance(error, BaseExceptionGroup)
+
+
+_MAX_PID_BYTES = 32
+
+
+class DirectoryLock:
+    """An exclusive lock on a directory, held from entering the context to leaving it.
+
+    The directory is made, for its owner only, if it is missing. The lock is flock(2) on a file `lock` in it, so the
+    kernel lets go of it when the process dies in whatever way; the file stays, and holds the pid of the last holder.
+
+    Raises:
+        FailedPreconditionError: on entering; DIRECTORY_LOCKED where another program holds it, DIRECTORY_UNUSABLE
+            where the directory cannot be made or written to, or where other users may change what is in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(self._path)
+            descriptor = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise FailedPreconditionError(
+                f"cannot use the directory {self._path}: {error.strerror}", reason="DIRECTORY_UNUSABLE"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, _MAX_PID_BYTES, 0).decode("ascii", "replace").strip()
+            os.close(descriptor)
+            raise FailedPreconditionError(
+                f"the directory {self._path} is in use by process {holder or 'unknown'}",
+                reason="DIRECTORY_LOCKED",
+                metadata={"directory": str(self._path), "pid": holder},
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _check_private(path: Path) -> None:
+    """Refuse a directory in which others could put, or take away, what is trusted here."""
+    status = path.stat()
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise FailedPreconditionError(
+            f"other users may write to the directory {path}: chmod go-w {path}", reason="DIRECTORY_UNUSABLE"
+        )
+    if status.st_uid not in {os.geteuid(), 0}:
+        raise FailedPreconditionError(
+            f"the directory {path} belongs to another user: chown it, or choose another",
+            reason="DIRECTORY_UNUSABLE",
+        )

@@ -1,4 +1,4 @@
-"""Who calls and what that caller may do: tokens, certificates, roles, and the audit log.
+"""Who calls and what that caller may do: tokens, certificates, roles.
 
 Nothing here serves RPCs. Begin with `auth`.
 """

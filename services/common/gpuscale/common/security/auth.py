@@ -1,4 +1,4 @@
-"""Authentication: from a connection and its metadata to a `Principal`.
+"""Authentication: from a connection and its metadata to a `Principal`, and the role that each method needs.
 
 | caller | is |
 |---|---|
@@ -10,30 +10,297 @@
 | anybody else | refused with UNAUTHENTICATED |
 
 A token that is sent decides alone, so that a wrong one is noticed; it is never looked past to a certificate.
+
+The tokens file says who may call with which bearer token, as SHA-256 digests:
+
+    [tokens.alice]
+    role = "operator"          # viewer, agent, operator or admin
+    sha256 = "9f86d081..."     # `printf %s "$TOKEN" | sha256sum`
+    expires = 2027-01-01T00:00:00Z  # optional, with its time zone
+    tenants = ["ml", "vision"] # optional: whose quotas it may use, in place of its own
+    max_priority = 10          # optional: the highest priority that it may ask for, in place of 0
+
+    [certificates.bob]         # the same two, of the caller whom a client certificate names
+    tenants = ["ml"]
+
+A token is 256 random bits or more, so that its plain digest tells nothing. The file is read again within a second of a
+change; one that cannot be used leaves the tokens in force as they were.
 """
 
+import hashlib
+import hmac
 import re
+import time
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import IntEnum
 from hmac import compare_digest
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import grpc
-from pydantic import SecretStr
-
-from gpuscale.common.errors import PermissionDeniedError, UnauthenticatedError
-from gpuscale.common.names import is_id
-from gpuscale.common.security.principal import (
-    ANONYMOUS,
-    LOCAL,
-    RESERVED_NAMES,
-    Limits,
-    Principal,
-    Role,
-    current_principal,
+from google.protobuf import descriptor_pool
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
 )
-from gpuscale.common.security.tokens import TokenFile
+
+from gpuscale.api.types.v1 import options_pb2
+from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError, UnauthenticatedError
+from gpuscale.common.names import is_id
+from gpuscale.common.runtime.logs import get_logger
+
+
+class Role(IntEnum):
+    """What a caller may do; each role includes the ones before it. The numbers are the contract's."""
+
+    VIEWER = options_pb2.ROLE_VIEWER
+    AGENT = options_pb2.ROLE_AGENT
+    OPERATOR = options_pb2.ROLE_OPERATOR
+    ADMIN = options_pb2.ROLE_ADMIN
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a caller that is no admin may ask of the queue.
+
+    Attributes:
+        tenants: whose quotas it may use, the one first that a request without a tenant counts against; its own name alone
+            where there are none.
+        max_priority: the highest priority that it may ask for.
+    """
+
+    tenants: tuple[str, ...] = ()
+    max_priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """An authenticated caller.
+
+    Attributes:
+        name: whom the token or certificate names; "local" for callers of this host, "anonymous" for any other caller of
+            a server that was told to trust its network.
+        role: what it may do.
+        kind: how it was recognised.
+        limits: what it may ask of the queue, unless it is an admin.
+    """
+
+    name: str
+    role: Role
+    kind: Literal["local", "token", "certificate", "anonymous"]
+    limits: Limits = Limits()
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Whose quotas it may use; an admin may use those of all others too."""
+        return self.limits.tenants or (self.name,)
+
+
+LOCAL = Principal("local", Role.ADMIN, "local")
+ANONYMOUS = Principal("anonymous", Role.ADMIN, "anonymous")
+RESERVED_NAMES = frozenset({LOCAL.name, ANONYMOUS.name})
+"""Names that no token and no certificate may have: its bearer would own what callers without one made."""
+
+_current: ContextVar[Principal] = ContextVar("gpuscale_principal")
+
+
+def current_principal() -> Principal:
+    """The caller of the RPC that is being handled, for the handler and all tasks that it starts.
+
+    Raises:
+        LookupError: no RPC is being handled, or one that needs no caller (health checks).
+    """
+    return _current.get()
+
+
+def find_principal() -> Principal | None:
+    """The caller of the RPC that is being handled; None where nobody was recognised."""
+    return _current.get(None)
+
+
+def set_principal(principal: Principal) -> None:
+    """For the interceptor: name the caller of the RPC at hand."""
+    _current.set(principal)
+
+
+# Methods of others' contracts, which cannot bear our option. None: no caller is needed.
+_FOREIGN: Final[Mapping[str, Role | None]] = {
+    "/grpc.health.v1.Health/Check": None,
+    "/grpc.health.v1.Health/List": None,
+    "/grpc.health.v1.Health/Watch": None,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Role.VIEWER,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Role.VIEWER,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MethodInfo:
+    """One method.
+
+    Attributes:
+        path: `/package.Service/Method`.
+        role: the least role that may call it; None where no caller is needed.
+        ours: whether its messages bear the rules of our contract.
+    """
+
+    path: str
+    role: Role | None
+    ours: bool
+
+
+def find_method(path: str) -> MethodInfo | None:
+    """What is known about a method; None where no role is given for it, so that nobody may call it.
+
+    A method of ours is found once its generated module has been imported, as every servicer does.
+    """
+    if path in _FOREIGN:
+        return MethodInfo(path, _FOREIGN[path], ours=False)
+    try:
+        method = descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
+    except KeyError:
+        return None
+    role = method.GetOptions().Extensions[options_pb2.role]
+    return None if role == options_pb2.ROLE_UNSPECIFIED else MethodInfo(path, Role(role), ours=True)
+
+
+CHECK_PERIOD: Final = 1.0
+"""Seconds between two looks at the file."""
+
+_log = get_logger(__name__)
+
+
+def _role(name: object) -> object:
+    return Role[name.upper()] if isinstance(name, str) and name.upper() in Role.__members__ else name
+
+
+_Tenant = Annotated[str, StringConstraints(min_length=1, max_length=253, strip_whitespace=True)]
+
+
+class _Limits(BaseModel, frozen=True, extra="forbid"):
+    tenants: tuple[_Tenant, ...] = Field((), max_length=1000)
+    max_priority: int = Field(0, ge=-1000, le=1000)
+
+    def limits(self) -> Limits:
+        """As a caller has them."""
+        return Limits(self.tenants, self.max_priority)
+
+
+class _Token(_Limits, frozen=True, extra="forbid"):
+    role: Annotated[Role, BeforeValidator(_role)]
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
+    expires: AwareDatetime | None = None
+
+
+def _free(name: str) -> str:
+    if name in RESERVED_NAMES:
+        raise ValueError(f"{name} stands for callers without a token; give it another name")
+    return name
+
+
+_Name = Annotated[str, AfterValidator(_free)]
+
+
+class _Tokens(BaseModel, frozen=True, extra="forbid"):
+    tokens: dict[_Name, _Token]
+    certificates: dict[_Name, _Limits] = Field(default_factory=dict[_Name, _Limits])
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    principal: Principal
+    digest: str
+    expires: datetime | None
+
+
+class TokenFile:
+    """The tokens of one file.
+
+    Raises:
+        FailedPreconditionError: the file cannot be used (reason TOKENS_FILE); only when it is opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._next_check = time.monotonic() + CHECK_PERIOD
+        try:
+            self._seen = self._signature()
+            self._entries, self._certificates = self._read()
+        except (OSError, ValueError) as error:
+            message = f"{path} cannot be used as tokens file: {_cause(error)}"
+            raise FailedPreconditionError(message, reason="TOKENS_FILE") from error
+
+    def principal(self, token: str) -> Principal:
+        """Whom a token stands for.
+
+        Raises:
+            UnauthenticatedError: nobody (TOKEN_INVALID), or not any more (TOKEN_EXPIRED).
+        """
+        self._refresh()
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        for entry in self._entries:
+            if hmac.compare_digest(entry.digest, digest):
+                if entry.expires is not None and entry.expires <= datetime.now(UTC):
+                    raise UnauthenticatedError("the token has expired", reason="TOKEN_EXPIRED")
+                return entry.principal
+        raise UnauthenticatedError("the token is not known here", reason="TOKEN_INVALID")
+
+    def limits_of_certificate(self, name: str) -> Limits:
+        """What the caller may ask of the queue whom a client certificate names."""
+        self._refresh()
+        return self._certificates.get(name, Limits())
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + CHECK_PERIOD
+        try:
+            signature = self._signature()
+            if signature == self._seen:
+                return
+            self._seen = signature
+            self._entries, self._certificates = self._read()
+        except (OSError, ValueError) as error:
+            _log.warning(
+                "changed tokens file cannot be used, the old tokens stay",
+                file=str(self._path),
+                problem=_cause(error),
+            )
+            return
+        _log.info("tokens file read again", file=str(self._path), tokens=len(self._entries))
+
+    def _signature(self) -> tuple[int, int, int]:
+        stat = self._path.stat()
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+    def _read(self) -> tuple[tuple[_Entry, ...], Mapping[str, Limits]]:
+        found = _Tokens.model_validate(tomllib.loads(self._path.read_text(encoding="utf-8")))
+        entries = tuple(
+            _Entry(Principal(name, token.role, "token", token.limits()), token.sha256, token.expires)
+            for name, token in found.tokens.items()
+        )
+        return entries, {name: one.limits() for name, one in found.certificates.items()}
+
+
+def _cause(error: OSError | ValueError) -> str:
+    """What is wrong with the file, without its contents."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_input=False, include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return str(error)
+
 
 __all__ = ["Authenticator", "Caller", "Principal", "Role", "current_principal", "require"]
 
@@ -66,7 +333,7 @@ class Authenticator:
     """Says who calls.
 
     Args:
-        tokens_file: the tokens that are accepted; see `gpuscale.common.security.tokens`. With it, loopback callers need one too.
+        tokens_file: the tokens that are accepted; see `gpuscale.common.security.auth`. With it, loopback callers need one too.
         accept_certificates: whether client certificates (checked by TLS against the client CA) name callers.
         insecure_allow_remote: whether plain text from other hosts is trusted.
         internal_token: what callers of the unix socket show, which serves the parts of this process alone; without one it

@@ -1,4 +1,4 @@
-"""TLS of servers: certificates from files, read again when they change."""
+"""TLS of servers, of gRPC and of `/metrics`: certificates from files, read again when they change."""
 
 import ssl
 import threading
@@ -6,13 +6,52 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.security.certificate_dates import end_of
+
+_ROUNDS: Final = 4  # more than a handshake takes
+
+
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> ssl.SSLObject:
+    """A handshake in memory; the client's side of it.
+
+    Raises:
+        ssl.SSLError: it fails; `SSLCertVerificationError` where one side refuses the certificate of the other.
+    """
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
+    for _ in range(_ROUNDS):
+        for side in sides:
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    return sides[0]
+
+
+def end_of(cert_file: Path, key_file: Path) -> datetime | None:
+    """When a certificate ends; None where that is over, or it has not begun.
+
+    Raises:
+        OSError: the files cannot be used.
+    """
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(cert_file, key_file)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(cert_file)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is what is trusted
+    try:
+        shown = shake_hands(client, server).getpeercert()
+    except ssl.SSLCertVerificationError:
+        return None
+    end = (shown or {}).get("notAfter")
+    return datetime.fromtimestamp(ssl.cert_time_to_seconds(end), UTC) if isinstance(end, str) else None
+
 
 SOON = timedelta(days=14)
 """A certificate that ends within this is warned of, at each start and each change."""
@@ -105,3 +144,49 @@ class _CertificateFiles:
 
 def _cause(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+class FollowedCertificate:
+    """A TLS context whose new connections use what the files hold now.
+
+    The authority of clients' certificates is read once: OpenSSL keeps that of the context a connection began with.
+
+    Raises:
+        FailedPreconditionError: a file cannot be read, or certificate and key do not fit (reason TLS_FILES).
+    """
+
+    def __init__(self, tls: ServerTls) -> None:
+        self._tls = tls
+        try:
+            self._seen = self._signature()
+            self.context = self._newest = self._load()
+            if tls.client_ca_file is not None:
+                self.context.load_verify_locations(tls.client_ca_file)
+                self.context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:  # ssl.SSLError is one of them
+            raise FailedPreconditionError(f"TLS files cannot be used: {error}", reason="TLS_FILES") from error
+        self.context.sni_callback = self._choose
+
+    def _choose(
+        self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext
+    ) -> None:
+        """Called in each handshake: give the connection the newest certificate."""
+        del name, context
+        try:
+            signature = self._signature()
+            if signature != self._seen:
+                self._seen = signature
+                self._newest = self._load()
+        except OSError as error:
+            _log.warning("new TLS files cannot be used, the old certificate stays", problem=str(error))
+        connection.context = self._newest
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self._tls.cert_file, self._tls.key_file)
+        return context
+
+    def _signature(self) -> tuple[tuple[int, int, int], ...]:
+        stats = [path.stat() for path in (self._tls.cert_file, self._tls.key_file)]
+        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)

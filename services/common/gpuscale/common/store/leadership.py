@@ -18,9 +18,8 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.runtime.backoff import Backoff
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Backoff, TaskScope
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.postgres import (
     LEASE,

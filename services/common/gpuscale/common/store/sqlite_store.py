@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.store.store_backend import Migrations
+from gpuscale.common.store.schema import Migrations
 
 BUSY_TIMEOUT_SECONDS = 5.0
 SMALL_FILE = 16 << 20
@@ -58,7 +58,7 @@ class Guard(Protocol):
 
 @dataclass(frozen=True)
 class Sqlite:
-    """A store's SQLite file as a `store_backend.Backend`.
+    """A store's SQLite file as a `store.Backend`.
 
     Args:
         path: the file; its directory is made too, for its owner only.

@@ -3,8 +3,8 @@
 One thread owns the only connection that writes and checkpoints (SQLite up to 3.51.2 may corrupt a WAL that two
 connections write), a second thread reads. Writes that wait together share one transaction and one fsync, each in a
 savepoint of its own; they are answered together with one wake-up of the event loop. With WAL, synchronous=FULL and
-BEGIN IMMEDIATE a commit that returned survives kill -9 and power loss. What is particular to a database is in
-`sqlite_store` and `postgres_store`, behind `store_backend`.
+BEGIN IMMEDIATE a commit that returned survives kill -9 and power loss. What is particular to a database is behind
+`Backend`, in `sqlite_store` and `postgres`.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Final, Generic, Protocol, Self, TypeVar
+from typing import Final, Generic, LiteralString, Protocol, Self, TypeVar
 
 from sqlalchemy import Connection, MetaData
 
 from gpuscale.common.errors import GpuscaleError, InternalError, ResourceExhaustedError, UnavailableError
 from gpuscale.common.runtime import failpoints
-from gpuscale.common.runtime.uninterrupted import require_uninterrupted
+from gpuscale.common.runtime.tasks import require_uninterrupted
+from gpuscale.common.store.schema import Migrations
 from gpuscale.common.store.sqlite_store import Guard, Sqlite
-from gpuscale.common.store.store_backend import Backend, Migrations
 
 MAX_WAITING = 10_000
 MAX_GROUP = 256
@@ -31,6 +31,51 @@ MAX_GROUP = 256
 NO_MIGRATIONS: Final[Migrations] = {}
 
 T = TypeVar("T")
+
+
+class Driver(Protocol):
+    """The connection of the database's driver, below SQLAlchemy's."""
+
+    def execute(self, query: LiteralString, /) -> object:
+        """Run a statement without parameters."""
+        ...
+
+
+class Backend(Protocol):
+    """A database. `writer` and `reader` are entered each by the thread that then uses the connection."""
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What its driver raises, and SQLAlchemy for it."""
+        ...
+
+    def writer(self) -> AbstractContextManager[Connection]:
+        """The connection that writes. Makes or migrates the tables first."""
+        ...
+
+    def reader(self) -> AbstractContextManager[Connection]:
+        """A connection that can only query; each of its transactions sees one moment."""
+        ...
+
+    def transaction(self, connection: Connection) -> AbstractContextManager[None]:
+        """A transaction that writes; durable when the block was left without an error."""
+        ...
+
+    def driver(self, connection: Connection) -> Driver:
+        """The driver's connection below one of these."""
+        ...
+
+    def in_transaction(self, connection: Connection) -> bool:
+        """Whether a transaction is open."""
+        ...
+
+    def failure(self, error: Exception) -> Exception:
+        """What to tell the callers whose work ended with `error`; errors that are not the storage's stay what they are."""
+        ...
+
+    def ended(self, *, committed: bool) -> None:
+        """A transaction that writes has ended; nobody was answered yet."""
+        ...
 
 
 class Store:

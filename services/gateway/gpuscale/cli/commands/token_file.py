@@ -1,6 +1,6 @@
 """The text of a tokens file with a token more or less; comments, order and all other lines stay. Pure.
 
-`gpuscale.common.security.tokens` says what the file holds: digests, never a token.
+`gpuscale.common.security.auth` says what the file holds: digests, never a token.
 """
 
 import json
@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Literal, TypeGuard
 
 from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
-from gpuscale.common.security.principal import Limits
+from gpuscale.common.security.auth import Limits
 
 Kind = Literal["tokens", "certificates"]
 

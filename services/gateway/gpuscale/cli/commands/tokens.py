@@ -16,7 +16,7 @@ from gpuscale.cli.grammar.options import Name, duration
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from gpuscale.common.security.principal import Limits
+    from gpuscale.common.security.auth import Limits
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -88,7 +88,7 @@ def create(
 
     from gpuscale.cli.commands.token_file import with_token
     from gpuscale.common.names import is_id
-    from gpuscale.common.security.principal import RESERVED_NAMES
+    from gpuscale.common.security.auth import RESERVED_NAMES
 
     if not is_id(name):
         raise InvalidArgumentError(
@@ -167,7 +167,7 @@ def limit(
 
 
 def _limits(tenants: list[str] | None, max_priority: int) -> "Limits":
-    from gpuscale.common.security.principal import Limits
+    from gpuscale.common.security.auth import Limits
 
     for one in tenants or ():
         if not (one.isprintable() and one.strip() == one and 0 < len(one) <= LONGEST_TENANT):

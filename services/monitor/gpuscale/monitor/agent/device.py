@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.monitor.agent.ports import GpuSource
 from gpuscale.monitor.agent.staleness import Deadlines, view
 from gpuscale.monitor.agent.worker import Reader, Worker

@@ -12,9 +12,9 @@ from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.monitor.agent.bus import pci_address
 from gpuscale.monitor.agent.collection import Calls, Collection
 from gpuscale.monitor.agent.convoy import Convoy

@@ -16,7 +16,7 @@ from gpuscale.common.errors import (
     UnimplementedError,
 )
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.security.principal import Principal, Role
+from gpuscale.common.security.auth import Principal, Role
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceAsyncStub

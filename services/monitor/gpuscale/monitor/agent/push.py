@@ -25,9 +25,9 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.wire import to_datetime, to_timestamp
 from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.dead_bands import DeadBands

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
-from gpuscale.common.runtime.lock import DirectoryLock
-from gpuscale.common.runtime.uninterrupted import uninterrupted
-from gpuscale.common.security.principal import Principal
+from gpuscale.common.runtime.lifecycle import DirectoryLock
+from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.security.auth import Principal
 from gpuscale.monitor.agent.admission import Admissions, FenceTooLow
 from gpuscale.monitor.agent.admission_file import AdmissionFile
 from gpuscale.monitor.agent.lease_checks import HeldLease, LeaseChecks

@@ -3,7 +3,7 @@
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.security.principal import current_principal
+from gpuscale.common.security.auth import current_principal
 from gpuscale.monitor.agent.lease_checks import HeldLease
 from gpuscale.monitor.agent.work import Work
 

@@ -10,7 +10,7 @@ import grpc
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.monitor.agent.admission import Holders
 from gpuscale.monitor.agent.bus import Bus, find_gpus
 from gpuscale.monitor.agent.collector import Collector

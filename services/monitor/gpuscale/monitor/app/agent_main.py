@@ -4,7 +4,7 @@ import asyncio
 import sys
 from contextlib import AsyncExitStack
 
-from gpuscale.common.config.program import run_program
+from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.logs import get_logger

@@ -7,7 +7,7 @@ from functools import partial
 
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.monitor.app.exposition import open_metrics
 from gpuscale.monitor.app.fleet_settings import FleetSettings
 from gpuscale.monitor.app.observing import Observing

@@ -4,10 +4,10 @@ import asyncio
 import sys
 from contextlib import nullcontext
 
-from gpuscale.common.config.program import run_program
+from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.fleet_settings import FleetSettings

@@ -16,8 +16,7 @@ from google.protobuf.message import Message
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.common.rpc.field_checks import number_range
-from gpuscale.common.rpc.validation import violations
+from gpuscale.common.rpc.validation import number_range, violations
 from gpuscale.monitor.fleet.sanity import refuse_memory
 from gpuscale.monitor.wire.merging import NO_NUMBERS, Change, Numbers, Picture
 

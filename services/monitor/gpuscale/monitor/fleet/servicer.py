@@ -11,8 +11,8 @@ from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedErro
 from gpuscale.common.names import NODE, parse
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.paging import page
 from gpuscale.common.security.auth import Role, current_principal
+from gpuscale.common.wire import page
 from gpuscale.monitor.fleet.feed import NodeFeed
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Stream

@@ -7,7 +7,7 @@ import grpc
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.names import GPU, NODE, parse
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.paging import page
+from gpuscale.common.wire import page
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.health.translate import to_event
 from gpuscale.monitor.health.watching import HealthWatch

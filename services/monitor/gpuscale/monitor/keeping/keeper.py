@@ -13,8 +13,8 @@ from pathlib import Path
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.saved import from_text as event_from_text
 from gpuscale.monitor.health.saved import to_text as event_to_text

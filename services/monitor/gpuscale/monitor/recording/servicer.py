@@ -11,9 +11,8 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import parse
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.paging import page
-from gpuscale.common.runtime.uninterrupted import uninterrupted
-from gpuscale.common.wire import fingerprint, optional_seconds
+from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.wire import fingerprint, optional_seconds, page
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.model.recordings import Order, Recording
 from gpuscale.monitor.recording.recordings import Recordings

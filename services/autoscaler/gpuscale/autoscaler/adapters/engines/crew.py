@@ -19,10 +19,10 @@ from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.orders import Desired
 from gpuscale.autoscaler.adapters.records import Phase, Record
 from gpuscale.autoscaler.domain.replicas import ReplicaReport
-from gpuscale.common.runtime.backoff import Backoff
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Backoff
 
 FRESH = 10.0
 """Seconds for which what the engine said counts; after that nothing is reported until it answers again."""

@@ -15,7 +15,7 @@ from gpuscale.autoscaler.adapters.engines.model import Engine
 from gpuscale.autoscaler.adapters.engines.settings import EngineAdapterSettings
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 
 
 async def asked_to_finish(settings: EngineAdapterSettings) -> set[str]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from gpuscale.autoscaler.domain.queues import QueueFailure
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import is_id
-from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.secrets import SecretUrl, read_secret
 
 _VARIABLE = re.compile(r"GPUSCALE_BROKER_(?P<name>.+)_(?P<url>(AMQP|MANAGEMENT)_URL(_FILE)?)")

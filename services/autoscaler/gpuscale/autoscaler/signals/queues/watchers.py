@@ -28,11 +28,10 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.names import watcher_name
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.lifecycle import TaskScope
-from gpuscale.common.runtime.paging import page
-from gpuscale.common.runtime.uninterrupted import uninterrupted
+from gpuscale.common.runtime.tasks import TaskScope, uninterrupted
 from gpuscale.common.secrets import environment as own_environment
 from gpuscale.common.store.store import Store
+from gpuscale.common.wire import page
 
 # AMQP carries both names as short strings.
 MAX_NAME_BYTES = 255

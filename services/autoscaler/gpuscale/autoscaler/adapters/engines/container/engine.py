@@ -29,9 +29,8 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Step,
 )
 from gpuscale.autoscaler.adapters.engines.taking import Taking
-from gpuscale.common.runtime.backoff import Backoff
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Backoff, TaskScope
 
 POLL = 3.0
 """Seconds between two looks at the engine where no event comes."""

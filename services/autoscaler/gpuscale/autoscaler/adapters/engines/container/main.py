@@ -11,9 +11,9 @@ from gpuscale.autoscaler.adapters.engines.container.engine import open_container
 from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAdapterSettings
 from gpuscale.autoscaler.adapters.engines.container.starting import Shop
 from gpuscale.autoscaler.adapters.engines.program import asked_to_finish, open_engine_adapter
-from gpuscale.common.config.program import run_program
+from gpuscale.common.config.settings import run_program
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.secrets import environment
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from gpuscale.autoscaler.adapters.engines.container.docker_api import EngineRefusedError
 from gpuscale.autoscaler.adapters.engines.model import EngineUnavailableError
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import TaskScope
 
 _log = get_logger(__name__)
 

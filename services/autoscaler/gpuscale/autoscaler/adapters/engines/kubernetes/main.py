@@ -13,9 +13,9 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.model import Kind
 from gpuscale.autoscaler.adapters.engines.kubernetes.ranking import AllocatorRanking
 from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesAdapterSettings
 from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
-from gpuscale.common.config.program import run_program
+from gpuscale.common.config.settings import run_program
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 
 PROGRAM = "gpuscale-kubernetes-adapter"

@@ -9,10 +9,10 @@ from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
 from gpuscale.autoscaler.adapters.engines.ray.driver_process import RayDriver
 from gpuscale.autoscaler.adapters.engines.ray.engine import RayEngine
 from gpuscale.autoscaler.adapters.engines.ray.settings import RayAdapterSettings
-from gpuscale.common.config.program import run_program
+from gpuscale.common.config.settings import run_program
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.secrets import environment
 

@@ -9,9 +9,9 @@ from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
 from gpuscale.autoscaler.adapters.engines.slurm.commands import HANDED_ON, Commands
 from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmEngine
 from gpuscale.autoscaler.adapters.engines.slurm.settings import SlurmAdapterSettings
-from gpuscale.common.config.program import run_program
+from gpuscale.common.config.settings import run_program
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.lock import DirectoryLock
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.secrets import environment
 

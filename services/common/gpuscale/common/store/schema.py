@@ -1,16 +1,60 @@
-"""Statements that are compiled once and go to the driver as text: no plan is looked up for each write."""
+"""Tables that work in SQLite and PostgreSQL alike: column types, migrations, and statements that are compiled once.
+
+Migrations are alembic revisions: `versions/*.py` in a package, each named by the version that it leads to. Alembic is
+imported only when there is something to migrate. A revision runs in the transaction of the store and speaks to the database
+through `alembic.op`; the store keeps the version (docs/adr/0009).
+"""
 
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.resources import as_file, files
 from operator import itemgetter
-from typing import Self
+from typing import Self, TypeAlias
 
-from sqlalchemy import Boolean, Connection, Table
+from sqlalchemy import BigInteger, Boolean, Connection, Dialect, Integer, Table, TypeDecorator
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.compiler import Compiled, SQLCompiler
 from sqlalchemy.sql.elements import ClauseElement
+from sqlalchemy.types import TypeEngine
 
 from gpuscale.common.errors import AbortedError
+
+
+class Whole(TypeDecorator[int]):
+    """A whole number of 64 bits. SQLite's INTEGER has as many; PostgreSQL's has 32, so it is a BIGINT there."""
+
+    impl = Integer
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[int]:
+        """The type in a database."""
+        return dialect.type_descriptor(BigInteger() if dialect.name == "postgresql" else Integer())
+
+
+def revisions(package: str, *versions: int) -> Mapping[int, Callable[[Connection], None]]:
+    """The migrations that lead to these versions, by the version before."""
+    return {version - 1: partial(_run, package, version) for version in versions}
+
+
+def _run(package: str, version: int, connection: Connection) -> None:
+    """Apply one revision.
+
+    Raises:
+        CommandError: of alembic, there is no such revision.
+    """
+    from alembic.operations import Operations
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+
+    with as_file(files(package)) as folder:
+        script = ScriptDirectory(str(folder)).get_revision(str(version))
+        with Operations.context(MigrationContext.configure(connection)):
+            script.module.upgrade()
+
+
+Migrations: TypeAlias = Mapping[int, Callable[[Connection], None]]
+"""What takes a database from one schema version to the next, by the version that it starts from."""
 
 _Values = Callable[[Mapping[str, object]], Sequence[object]]
 """Takes the parameters of a statement out of a row, in their order."""

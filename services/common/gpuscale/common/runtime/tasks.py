@@ -1,0 +1,186 @@
+"""Tasks: scopes that end them, changes that no caller interrupts, and the waits between attempts.
+
+A change that is on its way to the disk cannot be called back: it is there after a restart, so it must be in memory as
+well. A use case that writes and then changes memory is marked with `uninterrupted`. Within a call, `Store.write` refuses
+to run outside of such a use case, so a mark that is missing fails the first call and not one cancelled call in a thousand.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from functools import wraps
+from random import SystemRandom
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from gpuscale.common.errors import GpuscaleError, InternalError
+
+_random = SystemRandom()
+
+
+class Backoff:
+    """The waits of one retry loop.
+
+    Args:
+        initial: ceiling of the first wait, in seconds.
+        cap: highest ceiling, in seconds.
+    """
+
+    def __init__(self, initial: float = 0.5, cap: float = 30.0) -> None:
+        self._initial = initial
+        self._cap = cap
+        self._ceiling = initial
+
+    def next(self) -> float:
+        """Seconds to wait before the next attempt."""
+        wait = _random.uniform(0.0, self._ceiling)
+        self._ceiling = min(self._cap, self._ceiling * 2)
+        return wait
+
+    def reset(self) -> None:
+        """The attempt succeeded: begin again with the first ceiling."""
+        self._ceiling = self._initial
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_interruptible: ContextVar[bool] = ContextVar("gpuscale_interruptible", default=False)
+
+
+def begin_call() -> None:
+    """For the guard of each method: from here on, whoever called may cancel the task at any await."""
+    _interruptible.set(True)
+
+
+def require_uninterrupted() -> None:
+    """Check that no caller can cancel the task between a write and what follows it.
+
+    Raises:
+        InternalError: the use case lacks its `uninterrupted`.
+    """
+    if _interruptible.get():
+        raise InternalError("a call writes outside of an uninterrupted use case")
+
+
+def uninterrupted(
+    change: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Decorate a coroutine function whose caller may give up: a cancellation is raised once the change is complete.
+
+    The change runs in a task of its own, which ends before the caller goes on. Each of its awaits must end by itself.
+    """
+
+    @wraps(change)
+    async def complete(*args: P.args, **kwargs: P.kwargs) -> T:
+        task = asyncio.create_task(_run(change(*args, **kwargs)), name=change.__qualname__)
+        gave_up: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:
+                gave_up = error
+        if gave_up is not None and (task.cancelled() or _expected(task.exception())):
+            raise gave_up
+        return task.result()
+
+    return complete
+
+
+async def _run(change: Coroutine[Any, Any, T]) -> T:
+    _interruptible.set(False)  # in the task's own copy of the context
+    return await change
+
+
+def _expected(error: BaseException | None) -> bool:
+    """Whether a caller that has gone need not be told how the change went: a fault of ours is told all the same."""
+    return error is None or isinstance(error, GpuscaleError)
+
+
+class TaskScope:
+    """Tasks that end no later than the block they were started in.
+
+    Leaving the block cancels and awaits them all. A task that fails cancels the block and the other tasks, and the
+    block raises its error, with a note that names the task; several errors are raised as one ExceptionGroup.
+    """
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await self._group.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) != 1:
+                raise
+            failure = group.exceptions[0]
+            context = failure.__context__
+            try:
+                raise failure
+            finally:
+                # The group and the cancellation it caused say nothing about where the failure came from.
+                failure.__context__ = context
+
+    def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task that never ends by itself; its end, even without an error, ends the scope.
+
+        Raises:
+            RuntimeError: the scope is closing.
+        """
+        self._create(name, _never_ending(name, work), work)
+
+    def start(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a task that ends by itself; only its failure ends the scope.
+
+        Raises:
+            RuntimeError: the scope is closing.
+        """
+        return self._create(name, _named(name, work), work)
+
+    def _create(
+        self, name: str, guarded: Coroutine[Any, Any, T], work: Coroutine[Any, Any, Any]
+    ) -> asyncio.Task[T]:
+        try:
+            task = self._group.create_task(guarded, name=name)
+        except RuntimeError:
+            guarded.close()
+            work.close()
+            raise
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # A task cancelled before its first step never reaches the work inside of it.
+        task.add_done_callback(lambda _: work.close())
+        return task
+
+
+class _Named:
+    """Adds the name of the task to an error that leaves the block."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            error.add_note(f"in task {self._name}")
+
+
+async def _named(name: str, work: Coroutine[Any, Any, T]) -> T:
+    with _Named(name):
+        return await work
+
+
+async def _never_ending(name: str, work: Coroutine[Any, Any, None]) -> None:
+    await _named(name, work)
+    raise InternalError(f"task {name} ended, which it never should", reason="TASK_ENDED")
