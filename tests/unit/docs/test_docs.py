@@ -80,11 +80,11 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
 @pytest.mark.parametrize(
     ("page", "module", "enum"),
     [
-        ("internals/allocator.md", "allocator.domain.feasibility", "Obstacle"),
-        ("internals/allocator.md", "allocator.placing.refusal", "RefusalKind"),
-        ("internals/autoscaler.md", "autoscaler.domain.model", "Code"),
-        ("internals/autoscaler.md", "autoscaler.domain.replicas", "ReplicaState"),
-        ("internals/autoscaler.md", "autoscaler.domain.queues", "QueueState"),
+        ("allocation.md", "allocator.domain.feasibility", "Obstacle"),
+        ("allocation.md", "allocator.placing.refusal", "RefusalKind"),
+        ("autoscaling.md", "autoscaler.domain.model", "Code"),
+        ("autoscaling.md", "autoscaler.domain.replicas", "ReplicaState"),
+        ("autoscaling.md", "autoscaler.domain.queues", "QueueState"),
         ("internals/monitor.md", "monitor.model.readings", "GpuState"),
         ("internals/monitor.md", "monitor.model.readings", "ReadingStatus"),
         ("internals/monitor.md", "monitor.model.nodes", "NodeState"),
