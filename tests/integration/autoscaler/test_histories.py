@@ -1,8 +1,7 @@
 """What the queues of an endpoint were like is kept for a day, through restarts and clocks that are set, and is in nobody's way."""
 
-import sqlite3
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, closing
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,13 +16,13 @@ from gpuscale.autoscaler.domain.model import EndpointSpec
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.domain.replicas import Moment
 from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.state import history_store, replica_store, watcher_store
+from gpuscale.autoscaler.state import history_store
 from gpuscale.autoscaler.state import store as autoscaler_store
 from gpuscale.autoscaler.state.history_store import ReadingRow
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.store.store import Store
-from tests.support.autoscaler_values import endpoint, replica, signal, spec
+from tests.support.autoscaler_values import signal, spec
 from tests.support.clock import ManualClock
 
 DAY = SPACING * KEPT
@@ -164,57 +163,6 @@ async def test_a_clock_that_was_wrong_for_a_while_leaves_no_readings_of_another_
     assert [one.ready for one in found][-4:] == [10, 11, 12, 13]
     assert [one.at for one in found] == sorted(one.at for one in found)
     assert await site.rows() <= 8
-
-
-@pytest.mark.parametrize("version", [1, 2, 3])
-async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
-    tmp_path: Path, version: int
-) -> None:
-    """The first knew neither patterns nor rates of watchers, the second kept no readings, the third each by itself; none knew
-    tokens of leases or capability sets.
-    """
-    path = tmp_path / "a.db"
-    made, one = endpoint(spec(), desired=3), replica()
-    async with opened(path) as store:
-        await store.write(partial(autoscaler_store.save_endpoint, one=made))
-        await store.write(partial(replica_store.add_replica, one=one))
-    with closing(sqlite3.connect(path)) as old, old:
-        old.execute("DROP TABLE IF EXISTS repetitionrow")
-        old.execute("ALTER TABLE readingrow DROP COLUMN since" if version == 3 else "DROP TABLE readingrow")
-        old.execute("ALTER TABLE replicarow DROP COLUMN lease_token")
-        old.execute("ALTER TABLE endpointrow DROP COLUMN sets")
-        old.execute("ALTER TABLE replicarow DROP COLUMN worker_group")
-        for column in ("pattern", "rates") if version == 1 else ():
-            old.execute(f"ALTER TABLE watcherrow DROP COLUMN {column}")
-        columns = "id, broker, virtual_host, queue, interval_seconds, etag, create_time_us, request_id, request_fingerprint"
-        values = "'jobs', 'default', '/', 'q', 2.5, 'e', 0, 'r', 'f'"
-        more, stated = ("", "") if version == 1 else (", pattern, rates", ", 1, 1")
-        old.execute(f"INSERT INTO watcherrow ({columns}{more}) VALUES ({values}{stated})")
-        old.execute(f"PRAGMA user_version={version}")
-    for _ in range(2):
-        async with opened(path) as store:
-            [watcher] = await store.read(watcher_store.load)
-            assert (watcher.watcher.spec.pattern, watcher.watcher.spec.rates) == (version > 1,) * 2
-            assert await store.read(autoscaler_store.endpoints) == [made]
-            assert await store.read(replica_store.replicas) == [one]
-            site = Site(store)
-            site.queues["jobs"] = reading(1)
-            await site.note(watches("jobs"))
-            assert len(await site.kept()) == 1
-
-
-async def test_a_file_of_a_later_version_is_refused_and_stays(tmp_path: Path) -> None:
-    path = tmp_path / "a.db"
-    async with opened(path):
-        pass
-    with closing(sqlite3.connect(path)) as later, later:
-        later.execute(f"PRAGMA user_version={autoscaler_store.VERSION + 1}")
-    with pytest.raises(FailedPreconditionError) as refused:
-        async with opened(path):
-            pass
-    assert refused.value.reason == "STATE_VERSION"
-    with closing(sqlite3.connect(path)) as later:
-        assert later.execute("PRAGMA user_version").fetchone() == (autoscaler_store.VERSION + 1,)
 
 
 async def test_a_reading_that_cannot_be_written_holds_up_nobody(

@@ -7,16 +7,12 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import Connection
 from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.queues import WatchSpec
 from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer
 from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings
 from gpuscale.autoscaler.signals.queues.watchers import open_watchers
-from gpuscale.autoscaler.state import store as autoscaler_store
-from gpuscale.autoscaler.state import watcher_store
 from gpuscale.common.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -274,23 +270,3 @@ async def test_patterns_and_rates_are_refused_without_a_management_api(tmp_path:
             with pytest.raises(FailedPreconditionError) as caught:
                 await watchers.create("watchers/jobs", queue, **fields)
             assert caught.value.reason == "NO_MANAGEMENT_API"
-
-
-async def test_watchers_of_the_first_schema_are_taken_over(tmp_path: Path) -> None:
-    """It knew neither patterns nor rates."""
-    path = tmp_path / "old.db"
-    metadata = SQLModel.metadata
-    async with Store.open(path, metadata, name="autoscaler", version=1) as state:
-
-        def as_it_was(connection: Connection) -> None:
-            for column in ("pattern", "rates"):
-                connection.exec_driver_sql(f"ALTER TABLE watcherrow DROP COLUMN {column}")
-            connection.exec_driver_sql(
-                "INSERT INTO watcherrow VALUES ('jobs', 'default', '/', 'q', 2.5, 'e', 0, 'r', 'f')"
-            )
-
-        await state.write(as_it_was)
-    migrations = autoscaler_store.MIGRATIONS
-    async with Store.open(path, metadata, name="autoscaler", version=2, migrations=migrations) as state:
-        [found] = await state.read(watcher_store.load)
-    assert found.watcher.spec == WatchSpec("default", "/", ("q",), interval=2.5)

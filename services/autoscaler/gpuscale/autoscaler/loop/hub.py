@@ -133,7 +133,7 @@ class AdapterHub:
 
     async def refresh(self, adapters: Iterable[str]) -> None:
         """Tell these adapters what is desired of them now. One that has not reported yet is told nothing."""
-        for adapter in adapters:
+        for adapter in sorted(adapters):
             session = self._sessions.get(adapter)
             if session is None or session.reported is None:
                 continue

@@ -104,13 +104,15 @@ class LeaseKeeper:
 
     async def _note_loss(self, replica: Replica, message: str) -> None:
         """Its GPUs may be somebody else's by now: it is stopped at once."""
-        name = replica_name(replica.endpoint, replica.id)
-        _log.error("a replica lost its GPUs", replica=name, error=message)
         at = Moment(self._clock.now(), self._clock.wall())
         reason = f"lost its reservation: {message}"
-        await self._store.write(partial(_stop, replica_id=replica.id, reason=reason, at=at))
+        if not await self._store.write(partial(_stop, replica_id=replica.id, reason=reason, at=at)):
+            return self._renew.set()  # it has ended meanwhile, and its reservation was released
+        name = replica_name(replica.endpoint, replica.id)
+        _log.error("a replica lost its GPUs", replica=name, error=message)
         await self._hub.refresh([replica.adapter])
         self._wakes.call(replica.endpoint)
+        return None
 
     async def release_forever(self) -> None:
         """Release the reservation of every replica that has ended, until the allocator has acknowledged it."""
@@ -142,6 +144,7 @@ class LeaseKeeper:
         except GpuscaleError as error:
             _log.warning("a reservation was not released", reservation=lease.reservation, error=error.message)
         else:
+            self._renew.set()  # it may be one of those that are renewed still
             self._wakes.call(replica.endpoint)
             self._wakes.call_waiting()
 
@@ -160,10 +163,13 @@ class LeaseKeeper:
                     group.create_task(one(replica, replica.lease), name=f"lease of {replica.id}")
 
 
-def _stop(connection: Connection, replica_id: str, reason: str, at: Moment) -> None:
+def _stop(connection: Connection, replica_id: str, reason: str, at: Moment) -> bool:
+    """Whether there is one to stop."""
     replica = replica_store.replica(connection, replica_id)
-    if replica is not None:
-        replica_store.save_replica(connection, asked_to_stop(replica, reason, at, hurry=True))
+    if replica is None or replica.ended:
+        return False
+    replica_store.save_replica(connection, asked_to_stop(replica, reason, at, hurry=True))
+    return True
 
 
 def _settle(connection: Connection, replica_id: str) -> None:

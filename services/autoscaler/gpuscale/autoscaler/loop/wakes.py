@@ -52,7 +52,7 @@ class Wakes:
 
     def call_each(self, endpoints: Iterable[str]) -> None:
         """Ask for a look at these."""
-        for endpoint in endpoints:
+        for endpoint in sorted(endpoints):
             self.call(endpoint)
 
     def call_all(self) -> None:

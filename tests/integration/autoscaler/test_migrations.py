@@ -1,0 +1,94 @@
+"""A file of an earlier version opens, everything in it is as it was, and what is new in this version works."""
+
+import sqlite3
+from contextlib import AbstractAsyncContextManager, closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gpuscale.autoscaler.backtest.history import Reading
+from gpuscale.autoscaler.state import history_store, replica_store, store, watcher_store
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.store.store import Store
+from tests.support.autoscaler_values import endpoint, lease, replica, spec
+
+DROPPED = {
+    1: ("watcherrow.pattern", "watcherrow.rates"),
+    2: ("readingrow",),
+    3: ("replicarow.lease_token",),
+    4: ("readingrow.since", "repetitionrow"),
+    5: ("endpointrow.sets", "replicarow.worker_group"),
+}
+"""Tables and columns that a version lacks and the next one has."""
+
+
+def opened(path: Path) -> AbstractAsyncContextManager[Store]:
+    return Store.open(
+        path, store.METADATA, name="autoscaler", version=store.VERSION, migrations=store.MIGRATIONS
+    )
+
+
+def make_old(path: Path, version: int) -> None:
+    """Turn a file into one of an earlier version."""
+    with closing(sqlite3.connect(path)) as old, old:
+        for lacking in (one for at in range(version, store.VERSION) for one in DROPPED[at]):
+            table, _, column = lacking.partition(".")
+            known = {row[1] for row in old.execute(f"PRAGMA table_info({table})")}
+            if column in known:
+                old.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+            elif not column:
+                old.execute(f"DROP TABLE IF EXISTS {table}")
+        columns = "id, broker, virtual_host, queue, interval_seconds, etag, create_time_us, request_id, request_fingerprint"
+        more, stated = ("", "") if version == 1 else (", pattern, rates", ", 1, 1")
+        values = "'jobs', 'default', '/', 'q', 2.5, 'e', 0, 'r', 'f'"
+        old.execute(f"INSERT INTO watcherrow ({columns}{more}) VALUES ({values}{stated})")
+        old.execute(f"PRAGMA user_version={version}")
+
+
+def test_every_version_is_tried() -> None:
+    assert DROPPED.keys() == store.MIGRATIONS.keys() == set(range(1, store.VERSION))
+
+
+@pytest.mark.parametrize("version", DROPPED)
+async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
+    tmp_path: Path, version: int
+) -> None:
+    """Leases of before version 4 have no token: their replicas were admitted when they started."""
+    path = tmp_path / "a.db"
+    made, waits, runs = endpoint(spec(), desired=3), replica(), replica(1, lease=lease())
+    async with opened(path) as state:
+        await state.write(partial(store.save_endpoint, one=made))
+        for one in (waits, runs):
+            await state.write(partial(replica_store.add_replica, one=one))
+    make_old(path, version)
+    expected = runs if version >= 4 else replace(runs, lease=replace(lease(), token=""))
+    measured = Reading(1000.0, 1.0, 0.0, since=970.0)
+    for _ in range(2):
+        async with opened(path) as state:
+            [watcher] = await state.read(watcher_store.load)
+            assert (watcher.watcher.spec.pattern, watcher.watcher.spec.rates) == (version > 1,) * 2
+            assert await state.read(store.endpoints) == [made]
+            assert await state.read(replica_store.replicas) == [waits, expected]
+            await state.write(partial(history_store.keep, readings=[("e", measured)]))
+            kept = partial(history_store.readings, endpoint="e", since=0.0, until=2000.0)
+            assert await state.read(kept) == [measured]
+            granted = replace(expected, lease=lease(2))
+            await state.write(partial(replica_store.save_replica, one=granted))
+            assert await state.read(replica_store.replicas) == [waits, granted]
+            await state.write(partial(replica_store.save_replica, one=expected))
+
+
+async def test_a_file_of_a_later_version_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    async with opened(path):
+        pass
+    with closing(sqlite3.connect(path)) as later, later:
+        later.execute(f"PRAGMA user_version={store.VERSION + 1}")
+    with pytest.raises(FailedPreconditionError) as refused:
+        async with opened(path):
+            pass
+    assert refused.value.reason == "STATE_VERSION"
+    with closing(sqlite3.connect(path)) as later:
+        assert later.execute("PRAGMA user_version").fetchone() == (store.VERSION + 1,)
