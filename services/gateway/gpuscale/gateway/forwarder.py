@@ -17,6 +17,7 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.status import DETAILS_KEY
+from gpuscale.common.security.auth import Context
 from gpuscale.gateway.upstreams import Upstream
 
 RETRY_AFTER = 1.0
@@ -35,7 +36,6 @@ _BROKEN = frozenset(
     }
 )
 
-_Context = grpc.aio.ServicerContext[bytes, bytes]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _UnaryCall = grpc.aio.UnaryUnaryCall[bytes, bytes] | grpc.aio.StreamUnaryCall[bytes, bytes]
 _StreamCall = grpc.aio.UnaryStreamCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, bytes]
@@ -80,31 +80,31 @@ class _Method:
         self._upstream = upstream
         self._unary_unary: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = upstream.channel.unary_unary(path)
 
-    async def unary_unary(self, request: bytes, context: _Context) -> bytes:
+    async def unary_unary(self, request: bytes, context: Context) -> bytes:
         call = self._unary_unary(request, timeout=context.time_remaining(), metadata=self._metadata(context))
         return await self._response(call, context)
 
-    async def stream_unary(self, requests: AsyncIterator[bytes], context: _Context) -> bytes:
+    async def stream_unary(self, requests: AsyncIterator[bytes], context: Context) -> bytes:
         with self._upstream.streams.stream() as channel:
             method: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(self._path)
             call = method(requests, timeout=context.time_remaining(), metadata=self._metadata(context))
             return await self._response(call, context)
 
-    async def unary_stream(self, request: bytes, context: _Context) -> AsyncIterator[bytes]:
+    async def unary_stream(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
         with self._upstream.streams.stream() as channel:
             method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(self._path)
             call = method(request, timeout=context.time_remaining(), metadata=self._metadata(context))
             async for response in self._responses(call, context):
                 yield response
 
-    async def stream_stream(self, requests: AsyncIterator[bytes], context: _Context) -> AsyncIterator[bytes]:
+    async def stream_stream(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         with self._upstream.streams.stream() as channel:
             method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(self._path)
             call = method(requests, timeout=context.time_remaining(), metadata=self._metadata(context))
             async for response in self._responses(call, context):
                 yield response
 
-    async def _response(self, call: _UnaryCall, context: _Context) -> bytes:
+    async def _response(self, call: _UnaryCall, context: Context) -> bytes:
         """The response of a unary call. Awaiting it while we are cancelled cancels it upstream."""
         try:
             response = await call
@@ -114,7 +114,7 @@ class _Method:
         context.set_trailing_metadata(tuple(await call.trailing_metadata()))
         return response
 
-    async def _responses(self, call: _StreamCall, context: _Context) -> AsyncIterator[bytes]:
+    async def _responses(self, call: _StreamCall, context: Context) -> AsyncIterator[bytes]:
         """The responses of a stream; it ends upstream when it is not read to its end here."""
         try:
             async for response in call:
@@ -126,7 +126,7 @@ class _Method:
             call.cancel()
         context.set_trailing_metadata(tuple(await call.trailing_metadata()))
 
-    async def _fail(self, error: grpc.aio.AioRpcError, context: _Context) -> NoReturn:
+    async def _fail(self, error: grpc.aio.AioRpcError, context: Context) -> NoReturn:
         """End the call as the upstream did, or say that the upstream is away."""
         trailing: _Metadata = tuple(error.trailing_metadata() or ())
         if any(key == DETAILS_KEY for key, _ in trailing):
@@ -142,7 +142,7 @@ class _Method:
             ) from error
         await context.abort(error.code(), error.details() or "", trailing)
 
-    def _metadata(self, context: _Context) -> _Metadata:
+    def _metadata(self, context: Context) -> _Metadata:
         """What the caller sent along. Its token stays here where others could read it on the way."""
         return tuple(
             (key, value)

@@ -1,8 +1,5 @@
 """CapacityService on the wire: messages to values, one use case, values to messages."""
 
-from typing import TypeAlias
-
-import grpc
 from google.protobuf.json_format import MessageToDict
 
 from gpuscale.allocator.domain.estimate import Wish, estimate
@@ -19,16 +16,8 @@ from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
-from gpuscale.common.security.auth import current_principal
+from gpuscale.common.security.auth import Context, current_principal
 
-_Check: TypeAlias = grpc.aio.ServicerContext[api.CheckAvailabilityRequest, api.CheckAvailabilityResponse]
-_Wait: TypeAlias = grpc.aio.ServicerContext[api.WaitForAvailabilityRequest, api.WaitForAvailabilityResponse]
-_Explain: TypeAlias = grpc.aio.ServicerContext[api.ExplainPlacementRequest, api.ExplainPlacementResponse]
-_Estimate: TypeAlias = grpc.aio.ServicerContext[
-    api.EstimateRequirementsRequest, api.EstimateRequirementsResponse
-]
-_Rank: TypeAlias = grpc.aio.ServicerContext[api.RankNodesRequest, api.RankNodesResponse]
-_Free: TypeAlias = grpc.aio.ServicerContext[api.RankGpusRequest, api.RankGpusResponse]
 MOST_FREE = 100
 """Free GPUs in an answer where the request does not say."""
 
@@ -41,7 +30,7 @@ class CapacityServicer(api.CapacityServiceServicer):
         self._settings = settings
 
     async def CheckAvailability(
-        self, request: api.CheckAvailabilityRequest, context: _Check
+        self, request: api.CheckAvailabilityRequest, context: Context
     ) -> api.CheckAvailabilityResponse:
         """Say whether there is room."""
         found = self._capacity.check(to_ask(request.ask, self._settings), current_principal().tenants[0])
@@ -53,7 +42,7 @@ class CapacityServicer(api.CapacityServiceServicer):
         )
 
     async def WaitForAvailability(
-        self, request: api.WaitForAvailabilityRequest, context: _Wait
+        self, request: api.WaitForAvailabilityRequest, context: Context
     ) -> api.WaitForAvailabilityResponse:
         """Say when there is room."""
         timeout = wire.optional_seconds(request, "timeout")
@@ -70,7 +59,7 @@ class CapacityServicer(api.CapacityServiceServicer):
         )
 
     async def ExplainPlacement(
-        self, request: api.ExplainPlacementRequest, context: _Explain
+        self, request: api.ExplainPlacementRequest, context: Context
     ) -> api.ExplainPlacementResponse:
         """Say what an ask would find."""
         found = self._capacity.explain(to_ask(request.ask, self._settings), current_principal().tenants[0])
@@ -93,7 +82,7 @@ class CapacityServicer(api.CapacityServiceServicer):
         )
 
     async def EstimateRequirements(
-        self, request: api.EstimateRequirementsRequest, context: _Estimate
+        self, request: api.EstimateRequirementsRequest, context: Context
     ) -> api.EstimateRequirementsResponse:
         """Say what a model needs."""
         found = estimate(_to_wish(request))
@@ -106,7 +95,7 @@ class CapacityServicer(api.CapacityServiceServicer):
             ask=api.Ask(gpu_count=found.gpu_count, min_memory_bytes=found.memory_bytes),
         )
 
-    async def RankNodes(self, request: api.RankNodesRequest, context: _Rank) -> api.RankNodesResponse:
+    async def RankNodes(self, request: api.RankNodesRequest, context: Context) -> api.RankNodesResponse:
         """Rank nodes by how idle they are."""
         idleness = Idleness(
             request.max_utilization_percent
@@ -121,7 +110,7 @@ class CapacityServicer(api.CapacityServiceServicer):
             fallback=not any(one.sufficient for one in found),
         )
 
-    async def RankGpus(self, request: api.RankGpusRequest, context: _Free) -> api.RankGpusResponse:
+    async def RankGpus(self, request: api.RankGpusRequest, context: Context) -> api.RankGpusResponse:
         """List free GPUs by their scores."""
         asked = api.Ask(min_memory_bytes=0)
         if request.HasField("ask"):

@@ -1,9 +1,6 @@
 """NodeService on the wire: messages to values, one use case, values to messages."""
 
 from datetime import datetime, timedelta
-from typing import TypeAlias
-
-import grpc
 
 from gpuscale.allocator.domain.cordons import Cordon, spot_of
 from gpuscale.allocator.servicers import translate
@@ -11,12 +8,7 @@ from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.security.auth import current_principal
-
-_Cordon: TypeAlias = grpc.aio.ServicerContext[api.CordonNodeRequest, api.CordonNodeResponse]
-_Uncordon: TypeAlias = grpc.aio.ServicerContext[api.UncordonNodeRequest, api.UncordonNodeResponse]
-_Drain: TypeAlias = grpc.aio.ServicerContext[api.DrainNodeRequest, api.DrainNodeResponse]
-_List: TypeAlias = grpc.aio.ServicerContext[api.ListCordonsRequest, api.ListCordonsResponse]
+from gpuscale.common.security.auth import Context, current_principal
 
 
 class NodeServicer(api.NodeServiceServicer):
@@ -26,7 +18,7 @@ class NodeServicer(api.NodeServiceServicer):
         self._maintenance = maintenance
         self._clock = clock
 
-    async def CordonNode(self, request: api.CordonNodeRequest, context: _Cordon) -> api.CordonNodeResponse:
+    async def CordonNode(self, request: api.CordonNodeRequest, context: Context) -> api.CordonNodeResponse:
         """Let nothing new onto a node or GPU."""
         if request.validate_only:
             self._maintenance.expect_known(spot_of(request.name))
@@ -37,7 +29,7 @@ class NodeServicer(api.NodeServiceServicer):
         return api.CordonNodeResponse(cordon=self._message(cordon, self._clock.now(), self._clock.wall()))
 
     async def UncordonNode(
-        self, request: api.UncordonNodeRequest, context: _Uncordon
+        self, request: api.UncordonNodeRequest, context: Context
     ) -> api.UncordonNodeResponse:
         """Lift a cordon."""
         if request.validate_only:
@@ -46,7 +38,7 @@ class NodeServicer(api.NodeServiceServicer):
         await self._maintenance.uncordon(spot_of(request.name), current_principal())
         return api.UncordonNodeResponse()
 
-    async def DrainNode(self, request: api.DrainNodeRequest, context: _Drain) -> api.DrainNodeResponse:
+    async def DrainNode(self, request: api.DrainNodeRequest, context: Context) -> api.DrainNodeResponse:
         """Have everything leave a node or GPU."""
         if request.validate_only:
             self._maintenance.expect_known(spot_of(request.name))
@@ -63,7 +55,7 @@ class NodeServicer(api.NodeServiceServicer):
             reservations=[translate.from_reservation(one, now, wall) for one in leaving],
         )
 
-    async def ListCordons(self, request: api.ListCordonsRequest, context: _List) -> api.ListCordonsResponse:
+    async def ListCordons(self, request: api.ListCordonsRequest, context: Context) -> api.ListCordonsResponse:
         """List a page of them."""
         cordons, token = self._maintenance.list_cordons(
             page_size=request.page_size, page_token=request.page_token

@@ -1,16 +1,9 @@
 """QuotaService on the wire: messages to values, one use case, values to messages."""
 
-from typing import TypeAlias
-
-import grpc
-
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.usecases.quotas import Quotas, Standing
 from gpuscale.api.allocator import v1 as api
-
-_Set: TypeAlias = grpc.aio.ServicerContext[api.SetQuotaRequest, api.SetQuotaResponse]
-_Delete: TypeAlias = grpc.aio.ServicerContext[api.DeleteQuotaRequest, api.DeleteQuotaResponse]
-_List: TypeAlias = grpc.aio.ServicerContext[api.ListQuotasRequest, api.ListQuotasResponse]
+from gpuscale.common.security.auth import Context
 
 
 class QuotaServicer(api.QuotaServiceServicer):
@@ -19,16 +12,16 @@ class QuotaServicer(api.QuotaServiceServicer):
     def __init__(self, quotas: Quotas) -> None:
         self._quotas = quotas
 
-    async def SetQuota(self, request: api.SetQuotaRequest, context: _Set) -> api.SetQuotaResponse:
+    async def SetQuota(self, request: api.SetQuotaRequest, context: Context) -> api.SetQuotaResponse:
         """Set a tenant's quota."""
         return api.SetQuotaResponse(quota=_from_standing(await self._quotas.set(_to_quota(request.quota))))
 
-    async def DeleteQuota(self, request: api.DeleteQuotaRequest, context: _Delete) -> api.DeleteQuotaResponse:
+    async def DeleteQuota(self, request: api.DeleteQuotaRequest, context: Context) -> api.DeleteQuotaResponse:
         """Remove a tenant's quota."""
         await self._quotas.delete(request.tenant)
         return api.DeleteQuotaResponse()
 
-    async def ListQuotas(self, request: api.ListQuotasRequest, context: _List) -> api.ListQuotasResponse:
+    async def ListQuotas(self, request: api.ListQuotasRequest, context: Context) -> api.ListQuotasResponse:
         """List a page of tenants."""
         found, token = self._quotas.list_quotas(page_size=request.page_size, page_token=request.page_token)
         return api.ListQuotasResponse(quotas=[_from_standing(one) for one in found], next_page_token=token)

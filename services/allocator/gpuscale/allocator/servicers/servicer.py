@@ -2,9 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
-from typing import TypeAlias, TypeVar
-
-import grpc
+from typing import TypeVar
 
 from gpuscale.allocator.domain.lease_tokens import LeaseTokens
 from gpuscale.allocator.domain.model import Reservation
@@ -17,21 +15,8 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common import wire
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.security.auth import Role, current_principal
+from gpuscale.common.security.auth import Context, Role, current_principal
 
-_Reserve: TypeAlias = grpc.aio.ServicerContext[api.ReserveRequest, api.ReserveResponse]
-_ReserveAndWatch: TypeAlias = grpc.aio.ServicerContext[
-    api.ReserveAndWatchRequest, api.ReserveAndWatchResponse
-]
-_BatchReserve: TypeAlias = grpc.aio.ServicerContext[api.BatchReserveRequest, api.BatchReserveResponse]
-_Renew: TypeAlias = grpc.aio.ServicerContext[api.RenewReservationRequest, api.RenewReservationResponse]
-_KeepAlive: TypeAlias = grpc.aio.ServicerContext[api.KeepAliveRequest, api.KeepAliveResponse]
-_Release: TypeAlias = grpc.aio.ServicerContext[api.ReleaseReservationRequest, api.ReleaseReservationResponse]
-_BatchRelease: TypeAlias = grpc.aio.ServicerContext[api.BatchReleaseRequest, api.BatchReleaseResponse]
-_Check: TypeAlias = grpc.aio.ServicerContext[api.CheckLeaseRequest, api.CheckLeaseResponse]
-_Get: TypeAlias = grpc.aio.ServicerContext[api.GetReservationRequest, api.GetReservationResponse]
-_List: TypeAlias = grpc.aio.ServicerContext[api.ListReservationsRequest, api.ListReservationsResponse]
-_Watch: TypeAlias = grpc.aio.ServicerContext[api.WatchReservationsRequest, api.WatchReservationsResponse]
 _One = TypeVar(
     "_One",
     api.ReserveResponse,
@@ -62,14 +47,14 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         self._settings = settings
         self._clock = clock
 
-    async def Reserve(self, request: api.ReserveRequest, context: _Reserve) -> api.ReserveResponse:
+    async def Reserve(self, request: api.ReserveRequest, context: Context) -> api.ReserveResponse:
         """Grant GPUs."""
         order = translate.to_order(request, current_principal(), self._settings)
         granted = await self._reserving.reserve(order, wire.optional_seconds(request, "wait") or 0.0)
         return self._put(api.ReserveResponse(lease_token=self._tokens.of(granted)), granted)
 
     async def ReserveAndWatch(
-        self, request: api.ReserveAndWatchRequest, context: _ReserveAndWatch
+        self, request: api.ReserveAndWatchRequest, context: Context
     ) -> AsyncIterator[api.ReserveAndWatchResponse]:
         """Grant GPUs, and tell the place in the queue meanwhile."""
         order = translate.to_order(request.reserve, current_principal(), self._settings, "reserve.")
@@ -84,7 +69,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
                     yield api.ReserveAndWatchResponse(waiting=place)
 
     async def BatchReserve(
-        self, request: api.BatchReserveRequest, context: _BatchReserve
+        self, request: api.BatchReserveRequest, context: Context
     ) -> api.BatchReserveResponse:
         """Grant several requests, all or none."""
         orders = translate.to_orders(request, current_principal(), self._settings)
@@ -92,7 +77,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         return self._add(api.BatchReserveResponse(lease_tokens=map(self._tokens.of, granted)), granted)
 
     async def RenewReservation(
-        self, request: api.RenewReservationRequest, context: _Renew
+        self, request: api.RenewReservationRequest, context: Context
     ) -> api.RenewReservationResponse:
         """Start a lease anew."""
         ttl = wire.optional_seconds(request, "ttl")
@@ -100,7 +85,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         return self._put(api.RenewReservationResponse(), renewed)
 
     async def KeepAlive(
-        self, request_iterator: AsyncIterator[api.KeepAliveRequest], context: _KeepAlive
+        self, request_iterator: AsyncIterator[api.KeepAliveRequest], context: Context
     ) -> AsyncIterator[api.KeepAliveResponse]:
         """Renew leases, message by message."""
         caller = current_principal()
@@ -112,28 +97,28 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             yield api.KeepAliveResponse(leases=[translate.from_renewal(one, now, wall) for one in renewals])
 
     async def ReleaseReservation(
-        self, request: api.ReleaseReservationRequest, context: _Release
+        self, request: api.ReleaseReservationRequest, context: Context
     ) -> api.ReleaseReservationResponse:
         """Give GPUs back."""
         released = await self._leases.release([translate.to_lease(request)], current_principal())
         return self._put(api.ReleaseReservationResponse(), released[0])
 
     async def BatchRelease(
-        self, request: api.BatchReleaseRequest, context: _BatchRelease
+        self, request: api.BatchReleaseRequest, context: Context
     ) -> api.BatchReleaseResponse:
         """Give several back, all or none."""
         leases = [translate.to_lease(one) for one in request.requests]
         released = await self._leases.release(leases, current_principal())
         return self._add(api.BatchReleaseResponse(), released)
 
-    async def CheckLease(self, request: api.CheckLeaseRequest, context: _Check) -> api.CheckLeaseResponse:
+    async def CheckLease(self, request: api.CheckLeaseRequest, context: Context) -> api.CheckLeaseResponse:
         """Say whether a lease holds GPUs."""
         lease, caller = translate.to_lease(request), current_principal()
         lowest = self._leases.check(lease, request.node, request.gpu_uuids, request.lease_token, caller)
         return api.CheckLeaseResponse(lowest_fences=lowest)
 
     async def GetReservation(
-        self, request: api.GetReservationRequest, context: _Get
+        self, request: api.GetReservationRequest, context: Context
     ) -> api.GetReservationResponse:
         """Look one up."""
         found = await self._records.get(translate.reservation_id(request.name))
@@ -143,7 +128,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         )
 
     async def ListReservations(
-        self, request: api.ListReservationsRequest, context: _List
+        self, request: api.ListReservationsRequest, context: Context
     ) -> api.ListReservationsResponse:
         """List a page of them."""
         reservations, token = await self._records.list_reservations(
@@ -157,7 +142,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         )
 
     async def WatchReservations(
-        self, request: api.WatchReservationsRequest, context: _Watch
+        self, request: api.WatchReservationsRequest, context: Context
     ) -> AsyncIterator[api.WatchReservationsResponse]:
         """Tell of reservations that change."""
         async for news in self._records.watch(request.holder):

@@ -3,8 +3,6 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TypeAlias
 
-import grpc
-
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.desired import DesiredReplica, Order
 from gpuscale.autoscaler.domain.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
@@ -23,12 +21,9 @@ from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name,
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.runtime.tasks import TaskScope
-from gpuscale.common.security.auth import Principal, Role, current_principal
+from gpuscale.common.security.auth import Context, Principal, Role, current_principal
 from gpuscale.common.wire import page, to_duration, to_timestamp
 
-_Connect: TypeAlias = grpc.aio.ServicerContext[api.ConnectRequest, api.ConnectResponse]
-_List: TypeAlias = grpc.aio.ServicerContext[api.ListAdaptersRequest, api.ListAdaptersResponse]
-_Forget: TypeAlias = grpc.aio.ServicerContext[api.ForgetAdapterRequest, api.ForgetAdapterResponse]
 _Messages: TypeAlias = AsyncIterator[api.ConnectRequest]
 
 _REPORTED = {
@@ -46,7 +41,7 @@ class AdapterServicer(api.AdapterServiceServicer):
         self._scope = scope
 
     async def Connect(
-        self, request_iterator: _Messages, context: _Connect
+        self, request_iterator: _Messages, context: Context
     ) -> AsyncGenerator[api.ConnectResponse]:
         """Take reports, send the desired state."""
         facts = _register(await anext(request_iterator, api.ConnectRequest()), current_principal())
@@ -80,7 +75,7 @@ class AdapterServicer(api.AdapterServiceServicer):
             session.close(failure)
 
     async def ListAdapters(
-        self, request: api.ListAdaptersRequest, context: _List
+        self, request: api.ListAdaptersRequest, context: Context
     ) -> api.ListAdaptersResponse:
         """List adapters by id."""
         some, token = page(
@@ -92,7 +87,7 @@ class AdapterServicer(api.AdapterServiceServicer):
         return api.ListAdaptersResponse(adapters=[_adapter(view) for view in some], next_page_token=token)
 
     async def ForgetAdapter(
-        self, request: api.ForgetAdapterRequest, context: _Forget
+        self, request: api.ForgetAdapterRequest, context: Context
     ) -> api.ForgetAdapterResponse:
         """Give up an adapter that is not connected."""
         adapter = parse(ADAPTER, request.name)["adapter"]

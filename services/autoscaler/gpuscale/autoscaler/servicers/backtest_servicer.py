@@ -3,9 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeAlias
-
-import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest.report import oracle_gpu_hours
@@ -17,10 +14,10 @@ from gpuscale.autoscaler.signals.histories import Histories
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import ENDPOINT, parse
 from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.security.auth import Context
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import optional_seconds
 
-_Backtest: TypeAlias = grpc.aio.ServicerContext[api.BacktestRequest, api.BacktestResponse]
 _ANSWERING = 0.2
 """Seconds of a call's deadline that are left for its answer."""
 
@@ -34,7 +31,7 @@ class BacktestServicer(api.BacktestServiceServicer):
         self._store = store
         self._clock = clock
 
-    async def Backtest(self, request: api.BacktestRequest, context: _Backtest) -> api.BacktestResponse:
+    async def Backtest(self, request: api.BacktestRequest, context: Context) -> api.BacktestResponse:
         """Run each policy on the workload."""
         left = _time_remaining(context)
         history = await self._history(request)
@@ -62,6 +59,6 @@ class BacktestServicer(api.BacktestServiceServicer):
         return await self._histories.workload(endpoint, service, self._clock.wall())
 
 
-def _time_remaining(context: _Backtest) -> float | None:
+def _time_remaining(context: Context) -> float | None:
     """Seconds until the caller's deadline; None where it set none (gRPC's stub omits that case)."""
     return context.time_remaining()

@@ -1,9 +1,6 @@
 """DecisionService on the wire."""
 
 from functools import partial
-from typing import TypeAlias
-
-import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.servicers.evaluations import Evaluations
@@ -12,12 +9,7 @@ from gpuscale.autoscaler.state.decision_log import DecisionLog, to_wire
 from gpuscale.autoscaler.wire.translate import spec_from_wire
 from gpuscale.autoscaler.wire.translate_evaluate import stated_from_wire
 from gpuscale.common.names import DECISION, ENDPOINT, parse
-
-_Get: TypeAlias = grpc.aio.ServicerContext[api.GetDecisionRequest, api.GetDecisionResponse]
-_List: TypeAlias = grpc.aio.ServicerContext[api.ListDecisionsRequest, api.ListDecisionsResponse]
-_Verify: TypeAlias = grpc.aio.ServicerContext[api.VerifyDecisionRequest, api.VerifyDecisionResponse]
-_Signals: TypeAlias = grpc.aio.ServicerContext[api.QuerySignalsRequest, api.QuerySignalsResponse]
-_Evaluate: TypeAlias = grpc.aio.ServicerContext[api.EvaluateRequest, api.EvaluateResponse]
+from gpuscale.common.security.auth import Context
 
 
 class DecisionServicer(api.DecisionServiceServicer):
@@ -27,7 +19,7 @@ class DecisionServicer(api.DecisionServiceServicer):
         self._log = log
         self._evaluations = evaluations
 
-    async def GetDecision(self, request: api.GetDecisionRequest, context: _Get) -> api.GetDecisionResponse:
+    async def GetDecision(self, request: api.GetDecisionRequest, context: Context) -> api.GetDecisionResponse:
         """Return one decision."""
         ids = parse(DECISION, request.name)
         return api.GetDecisionResponse(
@@ -35,14 +27,14 @@ class DecisionServicer(api.DecisionServiceServicer):
         )
 
     async def VerifyDecision(
-        self, request: api.VerifyDecisionRequest, context: _Verify
+        self, request: api.VerifyDecisionRequest, context: Context
     ) -> api.VerifyDecisionResponse:
         """Evaluate a stored decision again."""
         ids = parse(DECISION, request.name)
         return verified(to_wire(await self._log.get(ids["endpoint"], ids["decision"]), inputs=True))
 
     async def ListDecisions(
-        self, request: api.ListDecisionsRequest, context: _List
+        self, request: api.ListDecisionsRequest, context: Context
     ) -> api.ListDecisionsResponse:
         """List decisions, newest first."""
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
@@ -50,12 +42,12 @@ class DecisionServicer(api.DecisionServiceServicer):
         return api.ListDecisionsResponse(decisions=[to_wire(one) for one in stored], next_page_token=token)
 
     async def QuerySignals(
-        self, request: api.QuerySignalsRequest, context: _Signals
+        self, request: api.QuerySignalsRequest, context: Context
     ) -> api.QuerySignalsResponse:
         """Return what the signals of an endpoint showed."""
         return await self._evaluations.signals(parse(ENDPOINT, request.name)["endpoint"])
 
-    async def Evaluate(self, request: api.EvaluateRequest, context: _Evaluate) -> api.EvaluateResponse:
+    async def Evaluate(self, request: api.EvaluateRequest, context: Context) -> api.EvaluateResponse:
         """Say what an evaluation would come to."""
         endpoint = parse(ENDPOINT, request.name)["endpoint"] if request.name else ""
         spec = spec_from_wire(request.spec, "spec") if request.HasField("spec") else None

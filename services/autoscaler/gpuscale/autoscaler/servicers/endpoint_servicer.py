@@ -1,9 +1,6 @@
 """EndpointService on the wire."""
 
 from functools import partial
-from typing import TypeAlias
-
-import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.model import EndpointSpec
@@ -12,17 +9,8 @@ from gpuscale.autoscaler.servicers.log_reading import LogReading
 from gpuscale.autoscaler.wire.translate import merged, spec_from_wire
 from gpuscale.autoscaler.wire.translate_state import endpoint_to_wire, replica_to_wire
 from gpuscale.common.names import ENDPOINT, REPLICA, parse
-from gpuscale.common.security.auth import current_principal
+from gpuscale.common.security.auth import Context, current_principal
 from gpuscale.common.wire import fingerprint
-
-_Create: TypeAlias = grpc.aio.ServicerContext[api.CreateEndpointRequest, api.CreateEndpointResponse]
-_Get: TypeAlias = grpc.aio.ServicerContext[api.GetEndpointRequest, api.GetEndpointResponse]
-_List: TypeAlias = grpc.aio.ServicerContext[api.ListEndpointsRequest, api.ListEndpointsResponse]
-_Update: TypeAlias = grpc.aio.ServicerContext[api.UpdateEndpointRequest, api.UpdateEndpointResponse]
-_Delete: TypeAlias = grpc.aio.ServicerContext[api.DeleteEndpointRequest, api.DeleteEndpointResponse]
-_Set: TypeAlias = grpc.aio.ServicerContext[api.SetReplicasRequest, api.SetReplicasResponse]
-_Replicas: TypeAlias = grpc.aio.ServicerContext[api.ListReplicasRequest, api.ListReplicasResponse]
-_ReadLog: TypeAlias = grpc.aio.ServicerContext[api.ReadReplicaLogRequest, api.ReadReplicaLogResponse]
 
 
 class EndpointServicer(api.EndpointServiceServicer):
@@ -33,7 +21,7 @@ class EndpointServicer(api.EndpointServiceServicer):
         self._logs = logs
 
     async def CreateEndpoint(
-        self, request: api.CreateEndpointRequest, context: _Create
+        self, request: api.CreateEndpointRequest, context: Context
     ) -> api.CreateEndpointResponse:
         """Create an endpoint."""
         wire = request.endpoint
@@ -46,13 +34,13 @@ class EndpointServicer(api.EndpointServiceServicer):
         )
         return api.CreateEndpointResponse(endpoint=endpoint_to_wire(view))
 
-    async def GetEndpoint(self, request: api.GetEndpointRequest, context: _Get) -> api.GetEndpointResponse:
+    async def GetEndpoint(self, request: api.GetEndpointRequest, context: Context) -> api.GetEndpointResponse:
         """Return one endpoint."""
         view = await self._endpoints.get(_id(request.name))
         return api.GetEndpointResponse(endpoint=endpoint_to_wire(view))
 
     async def ListEndpoints(
-        self, request: api.ListEndpointsRequest, context: _List
+        self, request: api.ListEndpointsRequest, context: Context
     ) -> api.ListEndpointsResponse:
         """List endpoints by id."""
         views, token = await self._endpoints.list(request.page_size, request.page_token)
@@ -61,7 +49,7 @@ class EndpointServicer(api.EndpointServiceServicer):
         )
 
     async def UpdateEndpoint(
-        self, request: api.UpdateEndpointRequest, context: _Update
+        self, request: api.UpdateEndpointRequest, context: Context
     ) -> api.UpdateEndpointResponse:
         """Change the parts of a spec that the mask names."""
         view = await self._endpoints.update(
@@ -73,13 +61,13 @@ class EndpointServicer(api.EndpointServiceServicer):
         return api.UpdateEndpointResponse(endpoint=endpoint_to_wire(view))
 
     async def DeleteEndpoint(
-        self, request: api.DeleteEndpointRequest, context: _Delete
+        self, request: api.DeleteEndpointRequest, context: Context
     ) -> api.DeleteEndpointResponse:
         """Delete an endpoint after its replicas."""
         await self._endpoints.delete(_id(request.name), etag=request.etag)
         return api.DeleteEndpointResponse()
 
-    async def SetReplicas(self, request: api.SetReplicasRequest, context: _Set) -> api.SetReplicasResponse:
+    async def SetReplicas(self, request: api.SetReplicasRequest, context: Context) -> api.SetReplicasResponse:
         """Carry out a person's order."""
         view = await self._endpoints.set_replicas(
             _id(request.name),
@@ -91,7 +79,7 @@ class EndpointServicer(api.EndpointServiceServicer):
         return api.SetReplicasResponse(endpoint=endpoint_to_wire(view))
 
     async def ListReplicas(
-        self, request: api.ListReplicasRequest, context: _Replicas
+        self, request: api.ListReplicasRequest, context: Context
     ) -> api.ListReplicasResponse:
         """List replicas, oldest first."""
         found, token = await self._endpoints.replicas(
@@ -104,7 +92,7 @@ class EndpointServicer(api.EndpointServiceServicer):
         return api.ListReplicasResponse(replicas=replicas, next_page_token=token)
 
     async def ReadReplicaLog(
-        self, request: api.ReadReplicaLogRequest, context: _ReadLog
+        self, request: api.ReadReplicaLogRequest, context: Context
     ) -> api.ReadReplicaLogResponse:
         """Read a part of what a replica wrote."""
         ids = parse(REPLICA, request.name)

@@ -7,9 +7,7 @@ the other, arrives at our number. All answers come from the store: a signal that
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Final, TypeAlias, TypeVar
-
-import grpc
+from typing import Final, TypeVar
 
 from gpuscale.api import externalscaler as api
 from gpuscale.autoscaler.domain.model import Endpoint
@@ -18,6 +16,7 @@ from gpuscale.autoscaler.state import store
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.names import endpoint_name, is_id
 from gpuscale.common.rpc.server import Registration
+from gpuscale.common.security.auth import Context
 from gpuscale.common.store.store import Store
 
 METRIC: Final = "desired"
@@ -27,9 +26,6 @@ TARGET: Final = 1
 
 SERVICE: Final = "externalscaler.ExternalScaler"
 _T = TypeVar("_T")
-_Ask: TypeAlias = grpc.aio.ServicerContext[api.ScaledObjectRef, api.IsActiveResponse]
-_Spec: TypeAlias = grpc.aio.ServicerContext[api.ScaledObjectRef, api.GetMetricSpecResponse]
-_Metrics: TypeAlias = grpc.aio.ServicerContext[api.GetMetricsRequest, api.GetMetricsResponse]
 
 
 def registration(state: Store, followers: Followers) -> Registration:
@@ -50,31 +46,33 @@ class KedaServicer(api.ExternalScalerServicer):
         self._state = state
         self._followers = followers
 
-    async def IsActive(self, request: api.ScaledObjectRef, context: _Ask) -> api.IsActiveResponse:
+    async def IsActive(self, request: api.ScaledObjectRef, context: Context) -> api.IsActiveResponse:
         """Whether any replica is wanted."""
         return _active(await self._find(_endpoint_id(request)))
 
     async def StreamIsActive(
-        self, request: api.ScaledObjectRef, context: _Ask
+        self, request: api.ScaledObjectRef, context: Context
     ) -> AsyncGenerator[api.IsActiveResponse]:
         """Whether any replica is wanted, again and again."""
         async with aclosing(self._follow(_endpoint_id(request), _active)) as answers:
             async for answer in answers:
                 yield answer
 
-    async def GetMetricSpec(self, request: api.ScaledObjectRef, context: _Spec) -> api.GetMetricSpecResponse:
+    async def GetMetricSpec(
+        self, request: api.ScaledObjectRef, context: Context
+    ) -> api.GetMetricSpecResponse:
         """What the cluster is to hold to."""
         return _spec(await self._find(_endpoint_id(request)))
 
     async def StreamMetricSpec(
-        self, request: api.ScaledObjectRef, context: _Spec
+        self, request: api.ScaledObjectRef, context: Context
     ) -> AsyncGenerator[api.GetMetricSpecResponse]:
         """The same, again and again."""
         async with aclosing(self._follow(_endpoint_id(request), _spec)) as answers:
             async for answer in answers:
                 yield answer
 
-    async def GetMetrics(self, request: api.GetMetricsRequest, context: _Metrics) -> api.GetMetricsResponse:
+    async def GetMetrics(self, request: api.GetMetricsRequest, context: Context) -> api.GetMetricsResponse:
         """How many replicas are wanted."""
         endpoint_id = _endpoint_id(request.scaledObjectRef, "scaledObjectRef.")
         _require_metric(request.metricName, "metricName")

@@ -1,9 +1,6 @@
 """MetricService on the wire."""
 
 from functools import partial
-from typing import TypeAlias
-
-import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.replicas import Replica
@@ -13,12 +10,9 @@ from gpuscale.autoscaler.wire.translate_capabilities import tasks_from_wire
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from gpuscale.common.names import ENDPOINT, REPLICA, endpoint_name, match, replica_name
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.security.auth import Principal, Role, current_principal
+from gpuscale.common.security.auth import Context, Principal, Role, current_principal
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import optional_seconds, page, seconds, to_duration
-
-_Report: TypeAlias = grpc.aio.ServicerContext[api.ReportMetricsRequest, api.ReportMetricsResponse]
-_List: TypeAlias = grpc.aio.ServicerContext[api.ListMetricsRequest, api.ListMetricsResponse]
 
 
 class MetricServicer(api.MetricServiceServicer):
@@ -30,7 +24,7 @@ class MetricServicer(api.MetricServiceServicer):
         self._clock = clock
 
     async def ReportMetrics(
-        self, request: api.ReportMetricsRequest, context: _Report
+        self, request: api.ReportMetricsRequest, context: Context
     ) -> api.ReportMetricsResponse:
         """Take in values of an endpoint or replica."""
         subject = _subject(request.name, "name")
@@ -47,7 +41,7 @@ class MetricServicer(api.MetricServiceServicer):
             self._metrics.report_tasks(subject[0], tasks, now - seconds(request.tasks.age))
         return api.ReportMetricsResponse()
 
-    async def ListMetrics(self, request: api.ListMetricsRequest, context: _List) -> api.ListMetricsResponse:
+    async def ListMetrics(self, request: api.ListMetricsRequest, context: Context) -> api.ListMetricsResponse:
         """List a page of what was reported."""
         subject = _subject(request.parent, "parent") if request.parent else ("", "")
         now = self._clock.now()

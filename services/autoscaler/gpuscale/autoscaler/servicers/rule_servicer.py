@@ -1,9 +1,7 @@
 """RuleService on the wire."""
 
 from functools import partial
-from typing import TypeAlias
 
-import grpc
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
@@ -14,13 +12,8 @@ from gpuscale.autoscaler.wire.translate_rules import rule_from_wire, rule_to_wir
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import ENDPOINT, RULE, parse, rule_name
 from gpuscale.common.rpc import validation
+from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import to_duration
-
-_Create: TypeAlias = grpc.aio.ServicerContext[api.CreateRuleRequest, api.CreateRuleResponse]
-_Get: TypeAlias = grpc.aio.ServicerContext[api.GetRuleRequest, api.GetRuleResponse]
-_List: TypeAlias = grpc.aio.ServicerContext[api.ListRulesRequest, api.ListRulesResponse]
-_Update: TypeAlias = grpc.aio.ServicerContext[api.UpdateRuleRequest, api.UpdateRuleResponse]
-_Delete: TypeAlias = grpc.aio.ServicerContext[api.DeleteRuleRequest, api.DeleteRuleResponse]
 
 
 class RuleServicer(api.RuleServiceServicer):
@@ -29,7 +22,7 @@ class RuleServicer(api.RuleServiceServicer):
     def __init__(self, rules: EndpointRules) -> None:
         self._rules = rules
 
-    async def CreateRule(self, request: api.CreateRuleRequest, context: _Create) -> api.CreateRuleResponse:
+    async def CreateRule(self, request: api.CreateRuleRequest, context: Context) -> api.CreateRuleResponse:
         """Add a rule."""
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"]
         view = await self._rules.create(
@@ -37,12 +30,12 @@ class RuleServicer(api.RuleServiceServicer):
         )
         return api.CreateRuleResponse(rule=_to_wire(view))
 
-    async def GetRule(self, request: api.GetRuleRequest, context: _Get) -> api.GetRuleResponse:
+    async def GetRule(self, request: api.GetRuleRequest, context: Context) -> api.GetRuleResponse:
         """Return one rule."""
         ids = parse(RULE, request.name)
         return api.GetRuleResponse(rule=_to_wire(await self._rules.get(ids["endpoint"], ids["rule"])))
 
-    async def ListRules(self, request: api.ListRulesRequest, context: _List) -> api.ListRulesResponse:
+    async def ListRules(self, request: api.ListRulesRequest, context: Context) -> api.ListRulesResponse:
         """List rules in the order in which they are read."""
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
         found, token = await self._rules.list(
@@ -50,7 +43,7 @@ class RuleServicer(api.RuleServiceServicer):
         )
         return api.ListRulesResponse(rules=[_to_wire(view) for view in found], next_page_token=token)
 
-    async def UpdateRule(self, request: api.UpdateRuleRequest, context: _Update) -> api.UpdateRuleResponse:
+    async def UpdateRule(self, request: api.UpdateRuleRequest, context: Context) -> api.UpdateRuleResponse:
         """Change the parts of a rule that the mask names."""
         ids = parse(RULE, request.name)
         view = await self._rules.update(
@@ -62,7 +55,7 @@ class RuleServicer(api.RuleServiceServicer):
         )
         return api.UpdateRuleResponse(rule=_to_wire(view))
 
-    async def DeleteRule(self, request: api.DeleteRuleRequest, context: _Delete) -> api.DeleteRuleResponse:
+    async def DeleteRule(self, request: api.DeleteRuleRequest, context: Context) -> api.DeleteRuleResponse:
         """Take a rule away."""
         ids = parse(RULE, request.name)
         await self._rules.delete(ids["endpoint"], ids["rule"], etag=request.etag)

@@ -1,7 +1,5 @@
 """QueueWatcherService on the wire."""
 
-import grpc
-
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.queues import (
     DEFAULT_INTERVAL,
@@ -16,6 +14,7 @@ from gpuscale.autoscaler.signals.queues.watchers import QueueWatchers
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.security.auth import Context
 
 _Status = api.QueueWatcherStatus
 _STATES = {
@@ -39,7 +38,7 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     async def CreateQueueWatcher(
         self,
         request: api.CreateQueueWatcherRequest,
-        context: grpc.aio.ServicerContext[api.CreateQueueWatcherRequest, api.CreateQueueWatcherResponse],
+        context: Context,
     ) -> api.CreateQueueWatcherResponse:
         """Create a watcher."""
         watcher = await self._watchers.create(
@@ -53,7 +52,7 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     async def GetQueueWatcher(
         self,
         request: api.GetQueueWatcherRequest,
-        context: grpc.aio.ServicerContext[api.GetQueueWatcherRequest, api.GetQueueWatcherResponse],
+        context: Context,
     ) -> api.GetQueueWatcherResponse:
         """Return one watcher with what it read last."""
         watcher = self._watchers.get(_id(request.name, "name"))
@@ -62,7 +61,7 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     async def ListQueueWatchers(
         self,
         request: api.ListQueueWatchersRequest,
-        context: grpc.aio.ServicerContext[api.ListQueueWatchersRequest, api.ListQueueWatchersResponse],
+        context: Context,
     ) -> api.ListQueueWatchersResponse:
         """List watchers by id."""
         watchers, token = self._watchers.list(request.page_size, request.page_token)
@@ -73,7 +72,7 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     async def UpdateQueueWatcher(
         self,
         request: api.UpdateQueueWatcherRequest,
-        context: grpc.aio.ServicerContext[api.UpdateQueueWatcherRequest, api.UpdateQueueWatcherResponse],
+        context: Context,
     ) -> api.UpdateQueueWatcherResponse:
         """Replace what is watched."""
         watcher = await self._watchers.update(
@@ -87,7 +86,7 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     async def DeleteQueueWatcher(
         self,
         request: api.DeleteQueueWatcherRequest,
-        context: grpc.aio.ServicerContext[api.DeleteQueueWatcherRequest, api.DeleteQueueWatcherResponse],
+        context: Context,
     ) -> api.DeleteQueueWatcherResponse:
         """Delete a watcher that no endpoint reads."""
         await self._watchers.delete(_id(request.name, "name"))

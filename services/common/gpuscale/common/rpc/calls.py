@@ -34,7 +34,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.runtime.connections import Connections
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.security.auth import MethodInfo, Principal, Role
+from gpuscale.common.security.auth import Context, MethodInfo, Principal, Role
 
 LONGEST_RESOURCE: Final = 256
 """Characters of a name that the audit log keeps."""
@@ -294,7 +294,7 @@ class CallWatcher:
         self,
         info: MethodInfo,
         principal: Principal | None,
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: Context,
         request: object,
         code: grpc.StatusCode,
         seconds: float,

@@ -42,6 +42,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import begin_call
 from gpuscale.common.security.auth import (
     Authenticator,
+    Context,
     MethodInfo,
     Principal,
     find_method,
@@ -55,9 +56,8 @@ RECHECK_PERIOD = 60.0
 
 # gRPC's class is generic to type checkers only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-_Context = grpc.aio.ServicerContext[Any, Any]
 _Task = asyncio.Task[Any]
-_Work = Callable[[Any, _Context, _Task, Principal | None], Awaitable[Any]]
+_Work = Callable[[Any, Context, _Task, Principal | None], Awaitable[Any]]
 
 _log = get_logger(__name__)
 
@@ -113,7 +113,7 @@ class Guard:
             return grpc.stream_unary_rpc_method_handler(call, decode, None)
         return grpc.unary_unary_rpc_method_handler(call, None, None)
 
-    async def _watched(self, request: Any, context: _Context) -> Any:
+    async def _watched(self, request: Any, context: Context) -> Any:
         """Answer a call, and note it."""
         watcher, info = self._settings.watcher, self._info
         if watcher is None or info is None:
@@ -131,7 +131,7 @@ class Guard:
             watcher.ended(info, find_principal(), context, request, code, seconds)
         return answer
 
-    async def _answer(self, request: Any, context: _Context) -> Any:
+    async def _answer(self, request: Any, context: Context) -> Any:
         """Do the work of a call; if it fails, end the call with the status that says why."""
         task = _current_task()
         begin_call()
@@ -155,7 +155,7 @@ class Guard:
             await context.abort_with_status(to_rpc_status(failure))
         return None
 
-    def _admit(self, context: _Context, *, again: bool = False) -> Principal | None:
+    def _admit(self, context: Context, *, again: bool = False) -> Principal | None:
         """Who calls; None for a method that anybody may call. `again` for a call that was admitted before."""
         info = self._info
         if info is None:
@@ -179,9 +179,7 @@ class Guard:
             raise UnimplementedError(f"{self._path} is not implemented here")
         return principal
 
-    async def _unary(
-        self, request: bytes, context: _Context, task: _Task, principal: Principal | None
-    ) -> Any:
+    async def _unary(self, request: bytes, context: Context, task: _Task, principal: Principal | None) -> Any:
         calls = self._settings.calls
         if principal is None:
             calls.public.add(task)
@@ -194,7 +192,7 @@ class Guard:
             response = await self._with_deadline(message, context)
         return response if self._serialize is None else self._serialize(response)
 
-    async def _with_deadline(self, message: Any, context: _Context) -> Any:
+    async def _with_deadline(self, message: Any, context: Context) -> Any:
         deadline = self._settings.default_deadline
         limit = asyncio.timeout(deadline)
         try:
@@ -208,15 +206,13 @@ class Guard:
             ) from None
 
     async def _stream_unary(
-        self, requests: Any, context: _Context, task: _Task, principal: Principal | None
+        self, requests: Any, context: Context, task: _Task, principal: Principal | None
     ) -> Any:
         with self._open_stream(context, task, principal):
             response = await self._behavior(requests, context)
         return response if self._serialize is None else self._serialize(response)
 
-    async def _stream(
-        self, request: Any, context: _Context, task: _Task, principal: Principal | None
-    ) -> None:
+    async def _stream(self, request: Any, context: Context, task: _Task, principal: Principal | None) -> None:
         with self._open_stream(context, task, principal):
             message = request if self._streams_requests else self._decode_one(request)
             if not self._generates:
@@ -227,7 +223,7 @@ class Guard:
                     await context.write(response)
 
     @contextmanager
-    def _open_stream(self, context: _Context, task: _Task, principal: Principal | None) -> Generator[None]:
+    def _open_stream(self, context: Context, task: _Task, principal: Principal | None) -> Generator[None]:
         """Note an open stream. One that a token opened ends soon after the token does."""
         calls = self._settings.calls
         if principal is None:
@@ -287,12 +283,12 @@ def _current_task() -> _Task:
     return task
 
 
-def _time_remaining(context: _Context) -> float | None:
+def _time_remaining(context: Context) -> float | None:
     """Seconds until the caller's deadline; None where it set none (gRPC's stub omits that case)."""
     return context.time_remaining()
 
 
-def _behavior(handler: Handler) -> Callable[[Any, _Context], Any]:
+def _behavior(handler: Handler) -> Callable[[Any, Context], Any]:
     """The servicer's method, of whichever kind (gRPC's stub knows only the kinds of its threaded server)."""
     kinds: tuple[Any, ...] = (
         handler.unary_unary,
@@ -300,7 +296,7 @@ def _behavior(handler: Handler) -> Callable[[Any, _Context], Any]:
         handler.stream_unary,
         handler.stream_stream,
     )
-    behavior: Callable[[Any, _Context], Any] = next(kind for kind in kinds if kind is not None)
+    behavior: Callable[[Any, Context], Any] = next(kind for kind in kinds if kind is not None)
     return behavior
 
 

@@ -19,6 +19,7 @@ from gpuscale.common.errors import InternalError, UnavailableError
 from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.security.auth import Context
 from gpuscale.common.store.leadership import LOOK_PERIOD, Candidate
 from gpuscale.common.store.term import Term
 
@@ -27,7 +28,6 @@ RETRY_AFTER = 0.2
 
 # gRPC's class is generic to type checkers only.
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Stage:
@@ -85,10 +85,10 @@ class Stage:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
 
     def _handler(self, path: str, method: MethodDescriptor) -> _Handler:
-        async def answer(request: Any, context: _Context) -> Any:
+        async def answer(request: Any, context: Context) -> Any:
             return await _behavior(self._find(path))(request, context)
 
-        async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
             async with aclosing(_behavior(self._find(path))(request, context)) as responses:
                 async for response in responses:
                     yield response
@@ -114,7 +114,7 @@ class Stage:
         return self._acting[path]
 
 
-def _behavior(handler: _Handler) -> Callable[[Any, _Context], Any]:
+def _behavior(handler: _Handler) -> Callable[[Any, Context], Any]:
     """The servicer's method, of whichever kind."""
     kinds: tuple[Any, ...] = (
         handler.unary_unary,
@@ -122,7 +122,7 @@ def _behavior(handler: _Handler) -> Callable[[Any, _Context], Any]:
         handler.stream_unary,
         handler.stream_stream,
     )
-    behavior: Callable[[Any, _Context], Any] = next(kind for kind in kinds if kind is not None)
+    behavior: Callable[[Any, Context], Any] = next(kind for kind in kinds if kind is not None)
     return behavior
 
 

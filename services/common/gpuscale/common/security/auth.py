@@ -39,7 +39,7 @@ from datetime import UTC, datetime
 from enum import IntEnum
 from hmac import compare_digest
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import grpc
 from google.protobuf import descriptor_pool
@@ -58,6 +58,9 @@ from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError, UnauthenticatedError
 from gpuscale.common.names import is_id
 from gpuscale.common.runtime.logs import get_logger
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+"""A call, as servicers get it."""
 
 
 class Role(IntEnum):
@@ -359,7 +362,7 @@ class Authenticator:
         )
         self._trusts_loopback = self._tokens is None and not accept_certificates
 
-    def identify(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
+    def identify(self, context: Context) -> Principal:
         """The caller of an RPC.
 
         Raises:
@@ -383,7 +386,7 @@ class Authenticator:
             )
         )
 
-    def _own_part(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
+    def _own_part(self, context: Context) -> Principal:
         shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
         header = shown[0] if len(shown) == 1 else ""
         given = header.encode() if isinstance(header, str) else header

@@ -2,10 +2,9 @@
 
 from datetime import timedelta
 
-import grpc
-
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import seconds, to_timestamp
 from gpuscale.monitor.agent.gpus import Gpus
 
@@ -20,9 +19,7 @@ class DriverServicer(monitor_api.DriverServiceServicer):
     async def ReleaseDriver(
         self,
         request: monitor_api.ReleaseDriverRequest,
-        context: grpc.aio.ServicerContext[
-            monitor_api.ReleaseDriverRequest, monitor_api.ReleaseDriverResponse
-        ],
+        context: Context,
     ) -> monitor_api.ReleaseDriverResponse:
         """Let go of it for a time."""
         duration = seconds(request.max_duration)
@@ -34,7 +31,7 @@ class DriverServicer(monitor_api.DriverServiceServicer):
     async def ResumeDriver(
         self,
         request: monitor_api.ResumeDriverRequest,
-        context: grpc.aio.ServicerContext[monitor_api.ResumeDriverRequest, monitor_api.ResumeDriverResponse],
+        context: Context,
     ) -> monitor_api.ResumeDriverResponse:
         """Take it again."""
         return monitor_api.ResumeDriverResponse(was_released=self._gpus.resume())

@@ -7,6 +7,7 @@ import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import optional_seconds
 from gpuscale.monitor.agent.feed import SnapshotFeed
 from gpuscale.monitor.agent.sampler import Sampler
@@ -28,7 +29,7 @@ class AgentServicer(monitor_api.AgentServiceServicer):
     async def GetSnapshot(
         self,
         request: monitor_api.GetSnapshotRequest,
-        context: grpc.aio.ServicerContext[monitor_api.GetSnapshotRequest, monitor_api.GetSnapshotResponse],
+        context: Context,
     ) -> monitor_api.GetSnapshotResponse:
         """The newest snapshot that is young enough."""
         max_age = optional_seconds(request, "max_age")
@@ -38,9 +39,7 @@ class AgentServicer(monitor_api.AgentServiceServicer):
     async def WatchSnapshots(
         self,
         request: monitor_api.WatchSnapshotsRequest,
-        context: grpc.aio.ServicerContext[
-            monitor_api.WatchSnapshotsRequest, monitor_api.WatchSnapshotsResponse
-        ],
+        context: Context,
     ) -> AsyncGenerator[monitor_api.WatchSnapshotsResponse, None]:
         """The newest snapshot, then each. On the wire `add_agent` puts the encoded stream in its place."""
         async with aclosing(self.feed.stream(request, context)) as encoded:

@@ -1,9 +1,7 @@
 """WorkService on the wire."""
 
-import grpc
-
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.security.auth import current_principal
+from gpuscale.common.security.auth import Context, current_principal
 from gpuscale.monitor.agent.lease_checks import HeldLease
 from gpuscale.monitor.agent.work import Work
 
@@ -17,7 +15,7 @@ class WorkServicer(monitor_api.WorkServiceServicer):
     async def AdmitWork(
         self,
         request: monitor_api.AdmitWorkRequest,
-        context: grpc.aio.ServicerContext[monitor_api.AdmitWorkRequest, monitor_api.AdmitWorkResponse],
+        context: Context,
     ) -> monitor_api.AdmitWorkResponse:
         """On all of the GPUs, or on none."""
         pid = request.pid if request.HasField("pid") else None
@@ -29,7 +27,7 @@ class WorkServicer(monitor_api.WorkServiceServicer):
     async def ResetFences(
         self,
         request: monitor_api.ResetFencesRequest,
-        context: grpc.aio.ServicerContext[monitor_api.ResetFencesRequest, monitor_api.ResetFencesResponse],
+        context: Context,
     ) -> monitor_api.ResetFencesResponse:
         """Of all of the GPUs, or of none."""
         await self._work.reset(request.gpu_uuids)

@@ -11,7 +11,7 @@ from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedErro
 from gpuscale.common.names import NODE, parse
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.security.auth import Role, current_principal
+from gpuscale.common.security.auth import Context, Role, current_principal
 from gpuscale.common.wire import page
 from gpuscale.monitor.fleet.feed import NodeFeed
 from gpuscale.monitor.fleet.nodes import Nodes
@@ -39,9 +39,7 @@ class FleetServicer(monitor_api.FleetServiceServicer):
     async def StreamTelemetry(
         self,
         request_iterator: AsyncIterator[monitor_api.StreamTelemetryRequest],
-        context: grpc.aio.ServicerContext[
-            monitor_api.StreamTelemetryRequest, monitor_api.StreamTelemetryResponse
-        ],
+        context: Context,
     ) -> AsyncGenerator[monitor_api.StreamTelemetryResponse, None]:
         """Take in an agent's stream; acknowledge the first snapshot, then now and then, and whatever is refused."""
         requests = Requests(context.read)
@@ -61,7 +59,7 @@ class FleetServicer(monitor_api.FleetServiceServicer):
     async def ListNodes(
         self,
         request: monitor_api.ListNodesRequest,
-        context: grpc.aio.ServicerContext[monitor_api.ListNodesRequest, monitor_api.ListNodesResponse],
+        context: Context,
     ) -> monitor_api.ListNodesResponse:
         """A page of nodes."""
         nodes, boot_id = self._nodes.all(), request.boot_id
@@ -81,7 +79,7 @@ class FleetServicer(monitor_api.FleetServiceServicer):
     async def GetNode(
         self,
         request: monitor_api.GetNodeRequest,
-        context: grpc.aio.ServicerContext[monitor_api.GetNodeRequest, monitor_api.GetNodeResponse],
+        context: Context,
     ) -> monitor_api.GetNodeResponse:
         """One node."""
         record = self._nodes.get(parse(NODE, request.name)["node"])
@@ -90,7 +88,7 @@ class FleetServicer(monitor_api.FleetServiceServicer):
     async def WatchNodes(
         self,
         request: monitor_api.WatchNodesRequest,
-        context: grpc.aio.ServicerContext[monitor_api.WatchNodesRequest, monitor_api.WatchNodesResponse],
+        context: Context,
     ) -> AsyncGenerator[monitor_api.WatchNodesResponse, None]:
         """Every node, then those that changed. On the wire `add_fleet` puts the encoded stream in its place."""
         async with aclosing(self.feed.stream(request, context)) as encoded:
@@ -100,7 +98,7 @@ class FleetServicer(monitor_api.FleetServiceServicer):
     async def ForgetNode(
         self,
         request: monitor_api.ForgetNodeRequest,
-        context: grpc.aio.ServicerContext[monitor_api.ForgetNodeRequest, monitor_api.ForgetNodeResponse],
+        context: Context,
     ) -> monitor_api.ForgetNodeResponse:
         """Forget a node."""
         self._nodes.forget(parse(NODE, request.name)["node"])

@@ -2,11 +2,10 @@
 
 from collections.abc import AsyncGenerator, Sequence
 
-import grpc
-
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.names import GPU, NODE, parse
 from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import page
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.health.translate import to_event
@@ -28,9 +27,7 @@ class HealthServicer(monitor_api.HealthServiceServicer):
     async def ListHealthEvents(
         self,
         request: monitor_api.ListHealthEventsRequest,
-        context: grpc.aio.ServicerContext[
-            monitor_api.ListHealthEventsRequest, monitor_api.ListHealthEventsResponse
-        ],
+        context: Context,
     ) -> monitor_api.ListHealthEventsResponse:
         """A page of events."""
         node = _node(request.parent)
@@ -57,7 +54,7 @@ class HealthServicer(monitor_api.HealthServiceServicer):
     async def WatchHealth(
         self,
         request: monitor_api.WatchHealthRequest,
-        context: grpc.aio.ServicerContext[monitor_api.WatchHealthRequest, monitor_api.WatchHealthResponse],
+        context: Context,
     ) -> AsyncGenerator[monitor_api.WatchHealthResponse, None]:
         """Events that last, then those that change."""
         node, events = _node(request.parent), self._health.register.events
@@ -78,9 +75,7 @@ class HealthServicer(monitor_api.HealthServiceServicer):
     async def ClearQuarantine(
         self,
         request: monitor_api.ClearQuarantineRequest,
-        context: grpc.aio.ServicerContext[
-            monitor_api.ClearQuarantineRequest, monitor_api.ClearQuarantineResponse
-        ],
+        context: Context,
     ) -> monitor_api.ClearQuarantineResponse:
         """Lift the quarantine of a GPU."""
         node = parse(GPU, request.name)["node"]

@@ -5,11 +5,10 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from math import inf, nextafter
 
-import grpc
-
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import optional_seconds, seconds, to_duration
 from gpuscale.monitor.fleet.directory import Directory, Subject
 from gpuscale.monitor.history.history import History
@@ -43,7 +42,7 @@ class HistoryServicer(monitor_api.HistoryServiceServicer):
     async def QueryHistory(
         self,
         request: monitor_api.QueryHistoryRequest,
-        context: grpc.aio.ServicerContext[monitor_api.QueryHistoryRequest, monitor_api.QueryHistoryResponse],
+        context: Context,
     ) -> monitor_api.QueryHistoryResponse:
         """Points of a span."""
         dates = Dates.of(self._clock)
@@ -74,7 +73,7 @@ class HistoryServicer(monitor_api.HistoryServiceServicer):
     async def QueryTrends(
         self,
         request: monitor_api.QueryTrendsRequest,
-        context: grpc.aio.ServicerContext[monitor_api.QueryTrendsRequest, monitor_api.QueryTrendsResponse],
+        context: Context,
     ) -> monitor_api.QueryTrendsResponse:
         """Where metrics are going."""
         dates = Dates.of(self._clock)

@@ -5,13 +5,12 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 
-import grpc
-
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import parse
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import fingerprint, optional_seconds, page
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.model.recordings import Order, Recording
@@ -46,9 +45,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
     async def StartRecording(
         self,
         request: monitor_api.StartRecordingRequest,
-        context: grpc.aio.ServicerContext[
-            monitor_api.StartRecordingRequest, monitor_api.StartRecordingResponse
-        ],
+        context: Context,
     ) -> monitor_api.StartRecordingResponse:
         """Begin a recording."""
         dates = Dates.of(self._clock)
@@ -60,9 +57,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
     async def StopRecording(
         self,
         request: monitor_api.StopRecordingRequest,
-        context: grpc.aio.ServicerContext[
-            monitor_api.StopRecordingRequest, monitor_api.StopRecordingResponse
-        ],
+        context: Context,
     ) -> monitor_api.StopRecordingResponse:
         """End a recording."""
         dates = Dates.of(self._clock)
@@ -73,7 +68,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
     async def GetRecording(
         self,
         request: monitor_api.GetRecordingRequest,
-        context: grpc.aio.ServicerContext[monitor_api.GetRecordingRequest, monitor_api.GetRecordingResponse],
+        context: Context,
     ) -> monitor_api.GetRecordingResponse:
         """One recording."""
         dates = Dates.of(self._clock)
@@ -83,9 +78,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
     async def ListRecordings(
         self,
         request: monitor_api.ListRecordingsRequest,
-        context: grpc.aio.ServicerContext[
-            monitor_api.ListRecordingsRequest, monitor_api.ListRecordingsResponse
-        ],
+        context: Context,
     ) -> monitor_api.ListRecordingsResponse:
         """A page of recordings."""
         dates = Dates.of(self._clock)
@@ -101,9 +94,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
     async def DeleteRecording(
         self,
         request: monitor_api.DeleteRecordingRequest,
-        context: grpc.aio.ServicerContext[
-            monitor_api.DeleteRecordingRequest, monitor_api.DeleteRecordingResponse
-        ],
+        context: Context,
     ) -> monitor_api.DeleteRecordingResponse:
         """Forget a recording."""
         key = _id(request.name)
