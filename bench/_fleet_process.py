@@ -24,9 +24,8 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.server import SERVER_ARGUMENTS, Registration, Server, ServerOptions
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.monitor.app.fleet import MIB, SWEEP_SECONDS
-from gpuscale.monitor.app.fleet_settings import FleetSettings
-from gpuscale.monitor.app.observing import Observing
+from gpuscale.monitor.app.fleet import MIB, SWEEP_SECONDS, Observing
+from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.fleet import servicer
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.wire.merging import Change, Picture
@@ -88,7 +87,7 @@ async def _fleet(counts: Counts, *, history_mib: int | None = None) -> None:
     server = Server(ServerOptions(), Authenticator())
     address = server.bind()
     one = servicer.FleetServicer(nodes, clock)
-    server.add(Registration(servicer.SERVICE, lambda to: servicer.add_fleet(one, to)))
+    server.add(Registration(servicer.FLEET_SERVICE, lambda to: servicer.add_fleet(one, to)))
     async with server:
         answering = asyncio.create_task(_answer(address, counts))
         while not answering.done():

@@ -29,7 +29,7 @@ def print_answers(calls: int) -> None:
         double.gpus, double.moving = wired_gpus(GPUS), True
         double.write()
         address = f"127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", "gpuscale.monitor.app.agent_main", "--listen", address]
+        command = [sys.executable, "-m", "gpuscale.monitor.app.agent", "--listen", address]
         process = subprocess.Popen(command, env=env_with_double(double), stderr=subprocess.DEVNULL)
         try:
             with open_sync_channel(address) as channel:

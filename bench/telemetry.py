@@ -130,7 +130,7 @@ def _programs(double: NvmlDouble, pages: list[str]) -> Iterator[Iterator[Program
 
 def _ours(room: str) -> list[str]:
     """The command of a program of ours, as after `pip install gpuscale[agent]`: that brings no rich."""
-    code = f"import sys; sys.modules['rich'] = None; from gpuscale.monitor.app.{room}_main import main; sys.exit(main())"
+    code = f"import sys; sys.modules['rich'] = None; from gpuscale.monitor.app.{room} import main; sys.exit(main())"
     return [sys.executable, "-c", code]
 
 

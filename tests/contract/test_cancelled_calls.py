@@ -28,11 +28,10 @@ from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.agent.simulated import simulated_uuid
+from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.app.agent import open_agent
-from gpuscale.monitor.app.agent_settings import AgentSettings
 from gpuscale.monitor.app.fleet import open_fleet
-from gpuscale.monitor.app.fleet_settings import FleetSettings
+from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
 from tests.support.autoscaler_app import scaling
 from tests.support.cancelling import RefusedError, Room, copied, opened
 from tests.support.clock import ManualClock

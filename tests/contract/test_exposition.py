@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.metrics_text import Family, Page
 from gpuscale.monitor.app.fleet import open_fleet
-from gpuscale.monitor.app.fleet_settings import FleetSettings
-from gpuscale.monitor.exposition import agent, fleet, process, snapshots, xids
+from gpuscale.monitor.app.settings import FleetSettings
+from gpuscale.monitor.exposition import agent, fleet, snapshots
 from gpuscale.monitor.exposition.series import DCGM, DCGM_CHECKED, GPU, HOST
 from tests.support.monitor import running_agent, serve
 from tests.support.nvml_double import NvmlDouble, NvmlReturn, wired_gpus
@@ -58,7 +58,7 @@ async def metrics(
 
 def families() -> Iterator[Family]:
     """Every family that a page may have."""
-    for module in (agent, fleet, process, snapshots, xids):
+    for module in (agent, fleet, snapshots):
         yield from (value for value in vars(module).values() if isinstance(value, Family))
     yield from (series.family for series in (*DCGM, *GPU, *HOST))
 

@@ -57,7 +57,7 @@ def test_calls_reach_the_service_and_its_absence_is_named(address: str) -> None:
             ),
             timeout=30,
         )
-        with program("gpuscale.monitor.app.fleet_main", "--listen", fleet_address):
+        with program("gpuscale.monitor.app.fleet", "--listen", fleet_address):
             listed = eventually_sync(lambda: ctl(address, "get", "nodes", "-o", "json").stdout, timeout=30)
             assert json.loads(listed) == {"nodes": []}
             assert ctl(address, "get", "nodes", "no-such-node").returncode == 3

@@ -25,7 +25,6 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.monitor.agent.admission import Admissions, Holders
 from gpuscale.monitor.agent.processes import ProcessEntry as Entry
 from gpuscale.monitor.agent.processes import ProcessNames
-from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.model.readings import (
     GpuIdentity,
     GpuReading,
@@ -35,6 +34,7 @@ from gpuscale.monitor.model.readings import (
     HostReading,
     Snapshot,
 )
+from gpuscale.monitor.wire.snapshots import to_snapshot
 from tests.support.allocator_values import MIB, order, reserved
 
 GIB = 1 << 30

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.monitor.agent.device import Deadlines
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.staleness import Deadlines
 from gpuscale.monitor.model.readings import GpuState, GpuView
 from tests.support.monitor import FakeGpus
 from tests.support.monitor_values import identity

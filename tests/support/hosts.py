@@ -64,7 +64,7 @@ class Hosts:
     def start(self) -> None:
         """Everything, in any order: who comes first waits."""
         self.start_allocator()
-        self._run(SERVICES, "gpuscale.monitor.app.fleet_main", {"fleet": self._server(SERVICES, FLEET)})
+        self._run(SERVICES, "gpuscale.monitor.app.fleet", {"fleet": self._server(SERVICES, FLEET)})
         here = self.lan.address(SERVICES)
         autoscaler = self._server(SERVICES, AUTOSCALER) | self._caller("service")
         autoscaler |= {"data_dir": self.folder / "autoscaler", "fleet_address": f"{here}:{FLEET}"}
@@ -73,7 +73,7 @@ class Hosts:
         for name in (LEFT, RIGHT):
             agent = self._server(name, AGENT) | self._caller(name) | {"node": name, "period_seconds": 0.5}
             agent |= {"fleet_address": f"{here}:{FLEET}", "allocator_address": f"{here}:{ALLOCATOR}"}
-            self._run(name, "gpuscale.monitor.app.agent_main", {"agent": agent})
+            self._run(name, "gpuscale.monitor.app.agent", {"agent": agent})
             adapter = self._caller("adapter") | {"node": name, "data_dir": self.folder / f"adapter-{name}"}
             adapter |= {"autoscaler_address": f"{here}:{AUTOSCALER}", "require_admission": True}
             adapter |= {"agent_address": f"{self.lan.address(name)}:{AGENT}"}

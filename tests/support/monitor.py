@@ -17,11 +17,10 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.runtime.clock import Clock, SystemClock
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.app.agent import open_agent
-from gpuscale.monitor.app.agent_settings import AgentSettings
 from gpuscale.monitor.app.fleet import open_fleet
-from gpuscale.monitor.app.fleet_settings import FleetSettings
+from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
 from gpuscale.monitor.model.readings import (
     DriverEvent,
     GpuIdentity,

@@ -40,7 +40,7 @@ class Programs:
 
     def refused(self) -> str:
         """What a fleet says that cannot start on the directory."""
-        code = "from gpuscale.monitor.app.fleet_main import main; import sys; sys.exit(main())"
+        code = "from gpuscale.monitor.app.fleet import main; import sys; sys.exit(main())"
         flags = ("--listen", "127.0.0.1:0", "--data-dir", str(self.folder))
         ran = subprocess.run(
             [sys.executable, "-c", code, *flags], capture_output=True, timeout=60, check=False
@@ -58,7 +58,7 @@ class Programs:
             process.wait()
 
     def _start(self, program: str, *flags: str) -> subprocess.Popen[bytes]:
-        code = f"import sys; from gpuscale.monitor.app.{program}_main import main; sys.exit(main())"
+        code = f"import sys; from gpuscale.monitor.app.{program} import main; sys.exit(main())"
         process = subprocess.Popen([sys.executable, "-c", code, *flags], stderr=subprocess.DEVNULL)
         self._all.append(process)
         return process

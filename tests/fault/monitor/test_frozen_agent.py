@@ -24,7 +24,7 @@ PERIOD = 0.5
 
 
 async def test_a_stopped_agents_gpus_are_never_offered_and_what_is_held_stays(tmp_path: Path) -> None:
-    code = "import sys; from gpuscale.monitor.app.agent_main import main; sys.exit(main())"
+    code = "import sys; from gpuscale.monitor.app.agent import main; sys.exit(main())"
     flags = ("--listen", "127.0.0.1:0", "--node", "alpha", "--source", "simulated")
     async with running_fleet() as fleet, allocator(tmp_path, fleet.address) as address:
         command = [sys.executable, "-c", code, *flags, "--period-seconds", f"{PERIOD}"]
@@ -50,7 +50,7 @@ async def test_a_stopped_agents_gpus_are_never_offered_and_what_is_held_stays(tm
 
 
 async def test_a_stopped_agent_is_stale_within_three_periods_until_it_goes_on() -> None:
-    code = "import sys; from gpuscale.monitor.app.agent_main import main; sys.exit(main())"
+    code = "import sys; from gpuscale.monitor.app.agent import main; sys.exit(main())"
     flags = (
         "--listen",
         "127.0.0.1:0",

@@ -13,14 +13,13 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import seconds, to_duration
-from gpuscale.monitor.agent.isolated import IsolatedSource
-from gpuscale.monitor.agent.isolated.process import ChildProcess
-from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.agent.isolated import ChildProcess, IsolatedSource
+from gpuscale.monitor.agent.sources import GpuSourceError
 from tests.support.nvml_double import NvmlDouble, env_with_double, wired_gpus
 from tests.support.nvml_site import FRESH_SECONDS, HUNG, LOST, OK, Site, site
 from tests.support.waiting import eventually_sync
 
-CHILD = "gpuscale.monitor.agent.isolated.child"
+CHILD = "gpuscale.monitor.agent.isolated_child"
 # What the agent in this process starts; children of other tests are none of it.
 PARENT = """
 import sys, threading, time

@@ -8,8 +8,7 @@ import pytest
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.monitor.agent.events import GpuEvents
-from gpuscale.monitor.agent.faults import MOST_KEPT, Faults
+from gpuscale.monitor.agent.events import MOST_FAULTS, FaultLog, GpuEvents
 from gpuscale.monitor.app import agent as agent_app
 from gpuscale.monitor.model.readings import (
     DriverEvent,
@@ -57,12 +56,12 @@ def view(state: GpuState) -> GpuView:
     return GpuView(identity(0), state, GpuReading(), None)
 
 
-def numbers(faults: Faults, last: int = -1) -> list[int]:
+def numbers(faults: FaultLog, last: int = -1) -> list[int]:
     return [fault.seq for fault in faults.message(last, 100.0).faults]
 
 
 def test_faults_are_told_again_until_the_gpu_was_away() -> None:
-    faults = Faults()
+    faults = FaultLog()
     uuid = identity(0).uuid
     faults.add(uuid, 79, 90.0)
     faults.saw([view(GpuState.LOST)])
@@ -77,15 +76,15 @@ def test_faults_are_told_again_until_the_gpu_was_away() -> None:
 
 
 def test_few_faults_are_kept_and_their_ages_are_told() -> None:
-    faults = Faults()
-    for number in range(MOST_KEPT + 10):
+    faults = FaultLog()
+    for number in range(MOST_FAULTS + 10):
         faults.add("GPU-1", 31, float(number))
-    assert numbers(faults) == list(range(10, MOST_KEPT + 10))
+    assert numbers(faults) == list(range(10, MOST_FAULTS + 10))
     assert faults.message(-1, 100.0).faults[0].age.seconds == 90
 
 
 async def test_only_xid_events_of_the_driver_are_faults() -> None:
-    events, faults = GpuEvents(), Faults()
+    events, faults = GpuEvents(), FaultLog()
     following = asyncio.create_task(faults.follow(events))
     await asyncio.sleep(0)
     when = datetime(2026, 1, 1, tzinfo=UTC)

@@ -11,7 +11,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.security.auth import Authenticator, Principal, Role
 from gpuscale.common.wire import seconds, to_duration
-from gpuscale.monitor.fleet import feed
+from gpuscale.monitor.fleet import servicer as feed
 from tests.support.monitor import RunningFleet, narrow_channel, running_fleet
 from tests.support.monitor_values import epoch_id, gpu, hello, snapshot, telemetry
 
@@ -205,7 +205,7 @@ async def test_the_first_round_of_a_large_fleet_comes_in_parts(
     fleet: RunningFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All nodes in one message would pass the limit of a message's size at about 2,000 nodes."""
-    monkeypatch.setattr("gpuscale.monitor.fleet.feed.NODES_PER_MESSAGE", 2)
+    monkeypatch.setattr("gpuscale.monitor.fleet.servicer.NODES_PER_MESSAGE", 2)
     async with streaming(fleet, "a"), streaming(fleet, "b"), streaming(fleet, "c"):
         call = watch(fleet)
         parts = [await changes(call), await changes(call)]

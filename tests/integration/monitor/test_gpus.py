@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.monitor.agent.events import QUEUE_LENGTH
-from gpuscale.monitor.agent.ports import GpuSourceError
-from gpuscale.monitor.agent.worker import WorkerDiedError
+from gpuscale.monitor.agent.sources import GpuSourceError
+from gpuscale.monitor.agent.threads import ThreadDiedError
 from gpuscale.monitor.model.readings import (
     DriverEvent,
     GpuEventKind,
@@ -211,7 +211,7 @@ async def test_a_bug_in_a_source_ends_the_reading_and_is_not_hidden(monkeypatch:
     monkeypatch.setattr(threading, "excepthook", seen.append)
     async with rig() as one:
         one.source.errors[FIRST] = ZeroDivisionError("a bug")
-        with pytest.raises(WorkerDiedError):
+        with pytest.raises(ThreadDiedError):
             await one.refresh()
         await eventually(lambda: [one.exc_type for one in seen] == [ZeroDivisionError])
 

@@ -1,6 +1,6 @@
 """A driver that does not answer at all is interrupted where that can be done, and opened again."""
 
-from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.model.readings import GpuState
 from tests.support.gpus_rig import FIRST, SECOND, rig
 from tests.support.monitor import FakeGpus

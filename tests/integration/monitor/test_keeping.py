@@ -15,14 +15,13 @@ from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.xids import xid_finding
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
-from gpuscale.monitor.history.packing import CHUNK
 from gpuscale.monitor.history.series import Tier
-from gpuscale.monitor.keeping.keeper import Keeper, open_keeper
-from gpuscale.monitor.keeping.store import DATABASE, FleetStore, Saving
 from gpuscale.monitor.model.health import Event, HealthCheck
 from gpuscale.monitor.model.recordings import Order, RecordingState, Target
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.recording.saved import to_text
+from gpuscale.monitor.state.encoding import CHUNK, recording_to_text
+from gpuscale.monitor.state.saver import Saver, open_saver
+from gpuscale.monitor.state.store import DATABASE, FleetStore, Saving
 from tests.support.clock import ManualClock
 
 SAMPLE = (10.0, 20.0, 5.0, 50.0, 40.0, 300.0, 900.0)
@@ -34,17 +33,17 @@ class Fleet:
 
     def __init__(
         self,
-        keeper: Keeper | None,
+        saver: Saver | None,
         clock: ManualClock,
         history: History,
         recordings: Recordings,
         events: Events,
     ):
         self.history, self.recordings, self.clock, self.events = history, recordings, clock, events
-        self._keeper = keeper
+        self._keeper = saver
 
     @property
-    def keeper(self) -> Keeper:
+    def saver(self) -> Saver:
         assert self._keeper is not None
         return self._keeper
 
@@ -72,8 +71,8 @@ async def run(
 ) -> AsyncGenerator[Fleet, None]:
     history, recordings, events = History(tiers, 1 << 30), Recordings(), Events("65000000")
     with suppress(_EndError):
-        async with open_keeper(directory, history, recordings, events, clock) as keeper:
-            yield Fleet(keeper, clock, history, recordings, events)
+        async with open_saver(directory, history, recordings, events, clock) as saver:
+            yield Fleet(saver, clock, history, recordings, events)
             if crash:
                 raise _EndError
 
@@ -94,11 +93,13 @@ async def test_a_stop_keeps_history_and_recordings(tmp_path: Path, clock: Manual
         fleet.pass_time(1_000)
         fleet.recordings.start(order("r2"), clock.now())
         ended = fleet.recordings.stop("r2", clock.now())
-        await fleet.keeper.save_recording("r2")
+        await fleet.saver.save_recording("r2")
         seen = fleet.samples()
     async with run(tmp_path, clock) as fleet:
         assert seen - 3 <= fleet.samples() <= seen
-        assert to_text(fleet.recordings.get("r2", clock.now()), 0.0) == to_text(ended, 0.0)
+        assert recording_to_text(fleet.recordings.get("r2", clock.now()), 0.0) == recording_to_text(
+            ended, 0.0
+        )
         running = fleet.recordings.get("r1", clock.now())
         assert (running.state, running.sample_count) == (RecordingState.RUNNING, 200)
         fleet.pass_time(100)
@@ -112,7 +113,7 @@ async def test_a_crash_loses_what_came_after_the_last_write_and_no_more(
     async with run(tmp_path, clock, crash=True) as fleet:
         fleet.recordings.start(order(), clock.now())
         fleet.pass_time(300)
-        await fleet.keeper.save()
+        await fleet.saver.save()
         fleet.pass_time(40)
     async with run(tmp_path, clock) as fleet:
         assert 60 - 3 <= fleet.samples() <= 60
@@ -129,7 +130,7 @@ async def test_steps_of_ten_seconds_outlive_the_fleet_within_their_bound(
         async with run(tmp_path, clock, crash=crash, tiers=tiers) as fleet:
             for _ in range(40):
                 fleet.pass_time(50)
-                await fleet.keeper.save()
+                await fleet.saver.save()
     async with run(tmp_path, clock, tiers=tiers) as fleet:
         series = fleet.history.get("gpu-1")
         assert series is not None
@@ -185,14 +186,14 @@ async def test_the_file_stays_within_the_retention(tmp_path: Path, clock: Manual
     async with run(tmp_path, clock, tiers=tiers) as fleet:
         for _ in range(20):
             fleet.pass_time(1_800, step=20.0)
-            await fleet.keeper.save()
+            await fleet.saver.save()
     async with FleetStore.open(tmp_path) as store:
         chunks = [chunk async for part in store.chunks() for chunk in part]
     assert 4 <= len(chunks) <= 6
     clock.advance(3 * HOUR)
     async with run(tmp_path, clock, tiers=tiers) as fleet:
         assert len(fleet.history) == 0
-        await fleet.keeper.save()
+        await fleet.saver.save()
     async with FleetStore.open(tmp_path) as store:
         assert [part async for part in store.chunks()] == []
 
@@ -203,9 +204,9 @@ async def test_a_recording_that_was_deleted_or_made_room_stays_away(
     async with run(tmp_path, clock, crash=True) as fleet:
         for key in ("r1", "r2"):
             fleet.recordings.start(order(key), clock.now())
-            await fleet.keeper.save_recording(key)
+            await fleet.saver.save_recording(key)
         fleet.recordings.delete("r1", clock.now())
-        await fleet.keeper.save_recording("r1")
+        await fleet.saver.save_recording("r1")
     async with run(tmp_path, clock) as fleet:
         assert [one.order.id for one in fleet.recordings.all(clock.now())] == ["r2"]
 
@@ -216,14 +217,14 @@ async def test_a_recording_that_ended_by_itself_is_kept_as_it_ended(
     async with run(tmp_path, clock, crash=True) as fleet:
         fleet.recordings.start(replace(order(), max_duration=100.0), clock.now())
         fleet.pass_time(60)
-        await fleet.keeper.save()
+        await fleet.saver.save()
         fleet.pass_time(100)
         ended = fleet.recordings.get("r1", clock.now())
-        await fleet.keeper.save()
+        await fleet.saver.save()
     async with run(tmp_path, clock) as fleet:
         again = fleet.recordings.get("r1", clock.now())
         assert (again.state, again.sample_count) == (RecordingState.EXPIRED, 20)
-        assert to_text(again, 0.0) == to_text(ended, 0.0)
+        assert recording_to_text(again, 0.0) == recording_to_text(ended, 0.0)
 
 
 @pytest.mark.parametrize("turns", [0, 3, 12])
@@ -236,13 +237,13 @@ async def test_a_recording_that_is_stopped_while_all_are_written_has_ended_on_di
             most = 20.0 if number == 2 else DAY
             fleet.recordings.start(replace(order(f"r{number}"), max_duration=most), clock.now())
         fleet.pass_time(60)
-        saving = asyncio.create_task(fleet.keeper.save())
+        saving = asyncio.create_task(fleet.saver.save())
         for _ in range(turns):
             await asyncio.sleep(0)
         fleet.recordings.stop("r1", clock.now())
         fleet.recordings.delete("r2", clock.now())
         fleet.recordings.start(replace(order("r2"), request_id="other"), clock.now())
-        await asyncio.gather(*(fleet.keeper.save_recording(key) for key in ("r1", "r2")), saving)
+        await asyncio.gather(*(fleet.saver.save_recording(key) for key in ("r1", "r2")), saving)
     async with run(tmp_path, clock) as fleet:
         found = fleet.recordings.all(clock.now())
         assert [(one.state, one.sample_count) for one in found] == [
@@ -294,9 +295,9 @@ async def test_a_disk_that_fails_ends_nothing_and_is_tried_again(
 
         with monkeypatch.context() as patch:
             patch.setattr(FleetStore, "save", full)
-            await fleet.keeper.try_to_save()
+            await fleet.saver.try_to_save()
             with pytest.raises(UnavailableError):
-                await fleet.keeper.save_recording("r1")
+                await fleet.saver.save_recording("r1")
         fleet.pass_time(600)
     async with run(tmp_path, clock) as fleet:
         assert fleet.samples() >= 117
@@ -312,10 +313,10 @@ async def test_health_events_outlive_the_fleet(tmp_path: Path, clock: ManualCloc
     async with run(tmp_path, clock, crash=True) as fleet:
         over, lasts = fault(fleet, 13), fault(fleet, 79)
         fleet.events.resolve(over, clock.now())
-        await fleet.keeper.save()
+        await fleet.saver.save()
         lasts.boot_id = "boot 7"
         fleet.events.clear([lasts])
-        await fleet.keeper.save()
+        await fleet.saver.save()
     clock.advance(100.0)
     async with run(tmp_path, clock) as fleet:
         assert [(one.id, one.resolved_at, one.cleared) for one in fleet.events.newest_first()] == [
@@ -338,10 +339,10 @@ async def test_events_that_are_not_kept_any_more_leave_the_disk(
                 fleet.events.resolve(fault(fleet, 13), clock.now())
             with monkeypatch.context() as patch:
                 patch.setattr(FleetStore, "save", AsyncMock(side_effect=full))
-                await fleet.keeper.try_to_save()
+                await fleet.saver.try_to_save()
             kept = {one.id for one in fleet.events.newest_first()}
             assert len(kept) == 5, times
-            await fleet.keeper.save()
+            await fleet.saver.save()
         with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
             assert {key for (key,) in connection.execute("SELECT id FROM healthevent")} == kept
 
@@ -352,9 +353,9 @@ async def test_a_minute_that_goes_on_is_written_again(tmp_path: Path, clock: Man
     clock.advance(begin - clock.now())
     async with run(tmp_path, clock, crash=True) as fleet:
         fleet.pass_time(25)
-        await fleet.keeper.save()
+        await fleet.saver.save()
         fleet.pass_time(30)
-        await fleet.keeper.save()
+        await fleet.saver.save()
     async with run(tmp_path, clock) as fleet:
         assert fleet.samples() >= 9
 
@@ -372,8 +373,8 @@ async def test_only_what_is_new_is_written_also_after_a_restart(
     async with run(tmp_path, clock, crash=True) as fleet:
         fleet.pass_time(30)
         monkeypatch.setattr(FleetStore, "save", save)
-        await fleet.keeper.save()
-        await fleet.keeper.save()
+        await fleet.saver.save()
+        await fleet.saver.save()
     assert [(len(one.chunks) <= 2, len(one.finer) <= 2) for one in written] == [(True, True)] * 2
     assert (written[1].chunks, written[1].finer) == ([], [])
 
@@ -381,7 +382,7 @@ async def test_only_what_is_new_is_written_also_after_a_restart(
 async def test_every_series_comes_back_however_many_reads_it_takes(
     tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpuscale.monitor.keeping.store._CHUNKS_PER_READ", 3)
+    monkeypatch.setattr("gpuscale.monitor.state.store._CHUNKS_PER_READ", 3)
     async with run(tmp_path, clock) as fleet:
         for number in range(700):
             clock.advance(10.0)
@@ -415,10 +416,10 @@ async def test_nothing_is_kept_in_memory_of_series_that_ended(tmp_path: Path, cl
     """GPUs come and go for as long as the fleet runs."""
     async with run(tmp_path, clock) as fleet:
         fleet.pass_time(300)
-        await fleet.keeper.save()
-        assert fleet.keeper._saved.keys() == fleet.keeper._saved_finer.keys() == {"gpu-1"}
+        await fleet.saver.save()
+        assert fleet.saver._saved.keys() == fleet.saver._saved_finer.keys() == {"gpu-1"}
         clock.advance(8 * DAY)
         fleet.history.forget_ended(clock.now())
-        await fleet.keeper.save()
-        assert not fleet.keeper._saved
-        assert not fleet.keeper._saved_finer
+        await fleet.saver.save()
+        assert not fleet.saver._saved
+        assert not fleet.saver._saved_finer

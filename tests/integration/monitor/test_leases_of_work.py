@@ -30,11 +30,10 @@ from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.monitor.agent.simulated import simulated_uuid
+from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.app.agent import open_agent
-from gpuscale.monitor.app.agent_settings import AgentSettings
 from gpuscale.monitor.app.fleet import open_fleet
-from gpuscale.monitor.app.fleet_settings import FleetSettings
+from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
 from tests.support.tokens import bearer, token, write_tokens
 from tests.support.waiting import eventually
 

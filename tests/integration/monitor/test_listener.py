@@ -4,9 +4,8 @@ import asyncio
 import gc
 
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.monitor.agent.events import GpuEvents
-from gpuscale.monitor.agent.listener import Listener
-from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.agent.events import GpuEvents, Listener
+from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.model.readings import DriverEvent
 from tests.support.monitor import FakeGpus
 from tests.support.waiting import eventually

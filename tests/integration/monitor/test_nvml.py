@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpuscale.monitor.agent.nvml import NvmlSource
-from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     Absent,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.monitor.agent.device import Deadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.nvml import NvmlSource
-from gpuscale.monitor.agent.staleness import Deadlines
 from gpuscale.monitor.model.readings import DriverEvent, GpuEventKind, GpuState, MissingGpu, ReadingStatus
 from tests.support.nvml_double import GIB, DoubleGpu, NvmlDouble, NvmlReturn
 

@@ -25,7 +25,7 @@ def started() -> Iterator[Started]:
 
 
 def start(started: Started, program: str, *flags: str) -> subprocess.Popen[str]:
-    code = f"from gpuscale.monitor.app.{program}_main import main; main()"
+    code = f"from gpuscale.monitor.app.{program} import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

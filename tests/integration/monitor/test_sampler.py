@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 import pytest
 
 from gpuscale.common.runtime.tasks import TaskScope
-from gpuscale.monitor.agent.sampler import Sampler
-from gpuscale.monitor.agent.watch import Broadcast
+from gpuscale.monitor.agent.collector import Sampler
 from gpuscale.monitor.model.readings import HostIdentity, HostReading, Snapshot
+from gpuscale.monitor.wire.watch import Broadcast
 from tests.support.monitor_values import epoch_id
 
 FIRST = Snapshot(

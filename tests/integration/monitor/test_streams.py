@@ -14,8 +14,8 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.monitor.agent import feed as agent_feed
-from gpuscale.monitor.fleet import feed as fleet_feed
 from gpuscale.monitor.fleet import servicer
+from gpuscale.monitor.fleet import servicer as fleet_feed
 from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.monitor import running_agent, running_fleet
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry

@@ -18,11 +18,11 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.failpoints import VARIABLE
 from gpuscale.monitor.agent.admission import Admissions
-from gpuscale.monitor.agent.admission_file import FILE_NAME, AdmissionFile
 from gpuscale.monitor.agent.collector import Collector
+from gpuscale.monitor.agent.device import Deadlines
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.simulated import simulated_uuid
-from gpuscale.monitor.agent.staleness import Deadlines
+from gpuscale.monitor.agent.sources import simulated_uuid
+from gpuscale.monitor.agent.work import FILE_NAME, AdmissionFile
 from gpuscale.monitor.model.readings import (
     GpuProcess,
     GpuReading,
@@ -161,7 +161,7 @@ async def test_an_agent_killed_while_it_writes_leaves_a_whole_file(tmp_path: Pat
     """Admitted before: still there. Killed after the write and before the answer: admitted, which is the safe side."""
     script = (
         "from pathlib import Path; from gpuscale.monitor.agent.admission import Admissions;"
-        "from gpuscale.monitor.agent.admission_file import AdmissionFile;"
+        "from gpuscale.monitor.agent.work import AdmissionFile;"
         f"AdmissionFile(Path({str(tmp_path)!r}), 'boot').save(Admissions({{'a': 9}}))"
     )
     AdmissionFile(tmp_path, "boot").save(Admissions({"a": 3}))

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.monitor.agent.dead_bands import DeadBands
-from gpuscale.monitor.agent.deltas import Deltas
-from gpuscale.monitor.agent.translate import to_snapshot
-from gpuscale.monitor.fleet.delta import refuse_change
+from gpuscale.monitor.agent.deltas import DeadBands, Deltas
+from gpuscale.monitor.fleet.validation import refuse_change
 from gpuscale.monitor.model.readings import (
     Absent,
     GpuIdentity,
@@ -31,6 +29,7 @@ from gpuscale.monitor.model.readings import (
     Snapshot,
 )
 from gpuscale.monitor.wire.merging import Change, Picture
+from gpuscale.monitor.wire.snapshots import to_snapshot
 from tests.support.monitor_values import GIB, epoch_id
 
 BANDS = DeadBands()

@@ -9,12 +9,9 @@ from typing import TypeVar
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.monitor.agent.dead_bands import DeadBands
-from gpuscale.monitor.agent.deltas import Deltas
-from gpuscale.monitor.agent.translate import to_snapshot
+from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.health.saved import from_text, to_text
-from gpuscale.monitor.health.watching import HealthWatch
+from gpuscale.monitor.health.watch import HealthWatch
 from gpuscale.monitor.model.readings import (
     GpuIdentity,
     GpuReading,
@@ -25,6 +22,8 @@ from gpuscale.monitor.model.readings import (
     RecoveryAction,
     Snapshot,
 )
+from gpuscale.monitor.state.encoding import event_from_text, event_to_text
+from gpuscale.monitor.wire.snapshots import to_snapshot
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, epoch_id, hello, telemetry
 
@@ -140,7 +139,7 @@ class Site:
         self.nodes = Nodes(self.clock, 10)
         self.health = HealthWatch(self.clock, self.nodes)
         self.events = self.health.register.events
-        self.events.restore([from_text(text, 0.0) for text in saved])
+        self.events.restore([event_from_text(text, 0.0) for text in saved])
         self.health.resume()
         self.nodes.observers = (self.health.observe,)
         self.stream = self.stack.enter_context(self.nodes.connected(hello(), lambda: None))
@@ -150,7 +149,7 @@ class Site:
         """What lasted goes on; for how long something was well, or ill, is counted anew."""
         for gpu in self.gpus:
             gpu.heard, gpu.last, gpu.restored = {}, {}, self.told(gpu)
-        self.start([to_text(event, 0.0) for event in self.events.newest_first()])
+        self.start([event_to_text(event, 0.0) for event in self.events.newest_first()])
 
     def second(self) -> None:
         self.clock.advance(1.0)

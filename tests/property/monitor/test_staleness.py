@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.monitor.agent.staleness import Deadlines, view
-from gpuscale.monitor.fleet.staleness import is_gone, node_state
-from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample
+from gpuscale.monitor.agent.device import Deadlines, view
+from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, is_gone, node_state
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState, Timed
 from tests.support.monitor_values import identity, sample
 

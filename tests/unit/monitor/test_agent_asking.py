@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.monitor.agent.asking import Asking, Failure, Kept, Unsupported
+from gpuscale.monitor.agent.nvml.queries import Failure, Kept, Queries, Unsupported
 from gpuscale.monitor.model.readings import Absent, GpuState, ReadingStatus
 
 NOT_SUPPORTED = Failure(ReadingStatus.NOT_SUPPORTED, "Not Supported")
@@ -34,8 +34,8 @@ class Question:
         return answer
 
 
-def asking(unsupported: Unsupported | None = None, now: float = 0.0) -> Asking[RefusedError]:
-    return Asking(unsupported or Unsupported(), now, RefusedError, lambda error: error.failure)
+def asking(unsupported: Unsupported | None = None, now: float = 0.0) -> Queries[RefusedError]:
+    return Queries(unsupported or Unsupported(), now, RefusedError, lambda error: error.failure)
 
 
 def test_a_number_is_scaled_and_nothing_is_absent() -> None:
@@ -94,7 +94,7 @@ def test_zero_is_a_value() -> None:
 
 def keep(
     kept: Kept[float] | None, question: Question, now: float
-) -> tuple[Kept[float], Asking[RefusedError]]:
+) -> tuple[Kept[float], Queries[RefusedError]]:
     one = asking(now=now)
     return one.kept(kept, 30.0, lambda: one.number("power_limit_watts", question, high=1000)), one
 
@@ -166,6 +166,6 @@ def test_an_error_that_no_gpu_causes_ends_the_tick() -> None:
     def explain(error: RefusedError) -> Failure:
         raise LookupError(error.failure.detail)
 
-    one = Asking(Unsupported(), 0.0, RefusedError, explain)
+    one = Queries(Unsupported(), 0.0, RefusedError, explain)
     with pytest.raises(LookupError, match="Unknown Error"):
         one.number("power_watts", Question(UNKNOWN), high=1000)

@@ -1,8 +1,7 @@
 """When a GPU that answered too late may be read again."""
 
 from gpuscale.common.runtime.tasks import Backoff
-from gpuscale.monitor.agent.device import Breaker
-from gpuscale.monitor.agent.staleness import Deadlines
+from gpuscale.monitor.agent.device import Breaker, Deadlines
 
 
 def breaker() -> Breaker:

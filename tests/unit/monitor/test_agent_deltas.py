@@ -10,9 +10,7 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
-from gpuscale.monitor.agent.dead_bands import DeadBands
-from gpuscale.monitor.agent.deltas import Deltas
-from gpuscale.monitor.agent.translate import to_snapshot
+from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.model.readings import (
     Absent,
     GpuIdentity,
@@ -27,6 +25,7 @@ from gpuscale.monitor.model.readings import (
     Snapshot,
 )
 from gpuscale.monitor.wire.merging import Change, Picture
+from gpuscale.monitor.wire.snapshots import to_snapshot
 from tests.support.monitor_values import GIB
 
 MIB = 1024**2

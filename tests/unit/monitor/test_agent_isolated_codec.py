@@ -1,6 +1,6 @@
 """What goes from one process of an agent to the other arrives as it was."""
 
-from gpuscale.monitor.agent.isolated.codec import (
+from gpuscale.monitor.agent.isolated import (
     decode,
     encode,
     event_in,

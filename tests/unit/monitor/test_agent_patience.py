@@ -1,29 +1,29 @@
 """A fleet that refuses snapshots hears of the agent less and less often, and at once again when one is taken."""
 
-from gpuscale.monitor.agent.patience import LONGEST, Patience
+from gpuscale.monitor.agent.push import LONGEST_REFUSED_SECONDS, RefusalBackoff
 
 
 def test_a_single_bad_snapshot_is_followed_by_the_next() -> None:
-    patience = Patience(1.0)
-    patience.answered(10.0, refused=True)
-    assert not patience.waits(10.0)
+    backoff = RefusalBackoff(1.0)
+    backoff.answered(10.0, refused=True)
+    assert not backoff.waits(10.0)
 
 
 def test_each_further_refusal_doubles_the_wait_up_to_the_longest() -> None:
-    patience, now, waits = Patience(1.0), 0.0, list[float]()
+    backoff, now, waits = RefusalBackoff(1.0), 0.0, list[float]()
     for _ in range(40):
-        patience.answered(now, refused=True)
+        backoff.answered(now, refused=True)
         began = now
-        while patience.waits(now):
+        while backoff.waits(now):
             now += 1.0
         waits.append(now - began)
-    assert waits == [0.0, 2.0, 4.0, 8.0, 16.0, *[LONGEST] * 35]
+    assert waits == [0.0, 2.0, 4.0, 8.0, 16.0, *[LONGEST_REFUSED_SECONDS] * 35]
 
 
 def test_one_that_is_taken_begins_anew() -> None:
-    patience = Patience(1.0)
+    backoff = RefusalBackoff(1.0)
     for _ in range(5):
-        patience.answered(0.0, refused=True)
-    patience.answered(100.0, refused=False)
-    patience.answered(101.0, refused=True)
-    assert not patience.waits(101.0)
+        backoff.answered(0.0, refused=True)
+    backoff.answered(100.0, refused=False)
+    backoff.answered(101.0, refused=True)
+    assert not backoff.waits(101.0)

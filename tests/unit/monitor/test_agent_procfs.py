@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.monitor.agent.procfs import (
+from gpuscale.monitor.agent.host import (
     CpuTimes,
     Memory,
     Moved,

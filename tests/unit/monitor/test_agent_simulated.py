@@ -1,6 +1,6 @@
 """Simulated GPUs: the same at every start, idle, and always said to be simulated."""
 
-from gpuscale.monitor.agent.simulated import MEMORY_TOTAL_BYTES, SimulatedSource, simulated_uuid
+from gpuscale.monitor.agent.sources import MEMORY_TOTAL_BYTES, SimulatedSource, simulated_uuid
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.monitor.agent.isolated import IsolatedSource
-from gpuscale.monitor.agent.ports import GpuSourceError
-from gpuscale.monitor.agent.sources import AutoSource, make_source
+from gpuscale.monitor.agent.sources import AutoSource, GpuSourceError, make_source
 from tests.support.monitor import FakeGpus
 from tests.support.monitor_values import identity
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.monitor.agent.staleness import Deadlines, view
+from gpuscale.monitor.agent.device import Deadlines, view
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState, ReadingStatus, Timed
 from tests.support.monitor_values import identity, sample
 

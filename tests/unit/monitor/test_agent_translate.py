@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.validation import violations
 from gpuscale.common.wire import seconds
-from gpuscale.monitor.agent.translate import to_snapshot
 from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     HOST_FIELDS,
@@ -23,6 +22,7 @@ from gpuscale.monitor.model.readings import (
     Snapshot,
     throttle_reasons,
 )
+from gpuscale.monitor.wire.snapshots import to_snapshot
 from tests.support.monitor_values import epoch_id, identity
 
 READING = GpuReading(utilization_percent=0.0, processes=(GpuProcess(7, None, "a\x1b[2Jb\n"),))

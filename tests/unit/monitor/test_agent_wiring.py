@@ -1,6 +1,6 @@
 """Who is wired to whom by NVLink, from what each GPU says of its own links."""
 
-from gpuscale.monitor.agent.wiring import wire
+from gpuscale.monitor.agent.gpus import wire
 
 
 def test_links_between_two_gpus_are_counted() -> None:

@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.agent.bus import Bus, find_gpus
-from gpuscale.monitor.agent.collection import Collection
-from gpuscale.monitor.agent.watch import Broadcast
-from gpuscale.monitor.exposition.agent import AgentPage
+from gpuscale.monitor.agent.gpus import Collection
+from gpuscale.monitor.agent.pci import Bus, find_gpus
+from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids
 from gpuscale.monitor.exposition.fleet import FleetPage
-from gpuscale.monitor.exposition.meter import CollectionMeter
-from gpuscale.monitor.exposition.style import Style
-from gpuscale.monitor.exposition.xids import Xids
+from gpuscale.monitor.exposition.series import Style
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.model.health import Action, Event, Finding, HealthCheck, HealthSeverity
 from gpuscale.monitor.model.readings import (
@@ -28,6 +25,7 @@ from gpuscale.monitor.model.readings import (
     ReadingStatus,
     Snapshot,
 )
+from gpuscale.monitor.wire.watch import Broadcast
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import gpu, hello, identity, snapshot, telemetry
 from tests.support.promtool import named, samples, value

@@ -8,9 +8,8 @@ import pytest
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.metrics_text import Page
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.exposition.series import DCGM
+from gpuscale.monitor.exposition.series import DCGM, Names, Style
 from gpuscale.monitor.exposition.snapshots import add_snapshot
-from gpuscale.monitor.exposition.style import Names, Style
 from tests.support.monitor_values import GIB, snapshot
 from tests.support.promtool import named, samples, value
 

@@ -8,8 +8,8 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.fleet.delta import refuse_change
 from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.validation import refuse_change
 from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.clock import ManualClock

@@ -2,8 +2,15 @@
 
 import pytest
 
-from gpuscale.monitor.fleet.staleness import is_gone, node_state
-from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, refuse_epoch, refuse_sample
+from gpuscale.monitor.model.nodes import (
+    Epoch,
+    NodeState,
+    Sample,
+    is_gone,
+    node_state,
+    refuse_epoch,
+    refuse_sample,
+)
 
 OLD, NEW = Epoch(100.0, "a"), Epoch(200.0, "b")
 

@@ -10,7 +10,7 @@ from gpuscale.common.errors import AbortedError, NotFoundError, ResourceExhauste
 from gpuscale.common.wire import seconds, to_datetime
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Stream
-from gpuscale.monitor.fleet.translate import to_node
+from gpuscale.monitor.fleet.servicer import to_node
 from gpuscale.monitor.model.nodes import NodeState
 from tests.support.clock import WALL_START, ManualClock
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry

@@ -6,7 +6,7 @@ import pytest
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.fleet.sanity import refuse_snapshot
+from gpuscale.monitor.fleet.validation import refuse_snapshot
 from tests.support.monitor_values import GIB, epoch_id, gpu, snapshot
 
 

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.monitor.health.checks import PATIENCE, results
+from gpuscale.monitor.health.checks import HOLDS, MOST_REPLAYS_PER_MINUTE, REPLAY_WINDOW_SECONDS, results
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.register import GONE_SECONDS, HealthRegister
-from gpuscale.monitor.health.saved import from_text, to_text
-from gpuscale.monitor.health.trends import MOST_REPLAYS_PER_MINUTE, REPLAY_WINDOW_SECONDS
 from gpuscale.monitor.health.xids import XIDS, xid_finding
 from gpuscale.monitor.model.health import (
     Action,
@@ -19,6 +17,7 @@ from gpuscale.monitor.model.health import (
     HealthSeverity,
     Quarantine,
 )
+from gpuscale.monitor.state.encoding import event_from_text, event_to_text
 
 OK = GpuFacts("OK", 0, False, False, False, "NONE", 0, 0, 18)  # noqa: FBT003
 
@@ -86,15 +85,15 @@ def test_each_check_raises_one_event_keeps_work_away_if_fatal_and_comes_back(
     site: Site, check: HealthCheck
 ) -> None:
     facts, fatal = BAD[check]
-    patience = PATIENCE[check]
+    hold = HOLDS[check]
     site.see(OK, 3)
-    site.see(facts, patience.raise_after + 2)
+    site.see(facts, hold.raise_after + 2)
     [event] = site.lasting
     assert (event.check, event.uuid, event.finding.fatal) == (check, "GPU-1", fatal)
     assert (event.finding.message in site.quarantine) == fatal
     site.see(facts, 100)
     assert site.lasting == [event]
-    site.see(OK, patience.resolve_after - 1)
+    site.see(OK, hold.resolve_after - 1)
     assert site.lasting == [event]
     site.see(OK, 3)
     assert (site.lasting, site.quarantine) == ([], "")
@@ -133,7 +132,7 @@ def test_what_was_not_read_changes_nothing(site: Site) -> None:
 def test_time_alone_resolves_what_the_last_snapshot_showed_well(site: Site) -> None:
     site.see(replace(OK, ecc_uncorrected=1), 2)
     site.see(OK, 1)
-    site.tick(PATIENCE[HealthCheck.ECC_UNCORRECTED].resolve_after + 1)
+    site.tick(HOLDS[HealthCheck.ECC_UNCORRECTED].resolve_after + 1)
     assert site.lasting == []
 
 
@@ -200,7 +199,7 @@ def test_a_fatal_fault_quarantines_until_the_gpu_was_away_and_answers_again(site
     site.see(OK, 1000)
     assert "XID 119" in site.quarantine, "answering alone proves nothing"
     site.see(GpuFacts("RELEASED"), 3)
-    site.see(OK, PATIENCE[HealthCheck.XID].resolve_after - 1)
+    site.see(OK, HOLDS[HealthCheck.XID].resolve_after - 1)
     assert "XID 119" in site.quarantine
     site.see(OK, 3)
     assert (site.quarantine, site.lasting) == ("", [])
@@ -210,7 +209,7 @@ def test_a_boot_of_the_node_ends_a_fatal_fault(site: Site) -> None:
     site.see()
     site.fault(79)
     site.boot = "boot 2"
-    site.see(OK, PATIENCE[HealthCheck.XID].resolve_after + 2)
+    site.see(OK, HOLDS[HealthCheck.XID].resolve_after + 2)
     assert site.quarantine == ""
 
 
@@ -223,7 +222,7 @@ def test_a_gpu_that_does_not_come_back_from_a_boot_stays_in_quarantine(site: Sit
     site.tick(GONE_SECONDS / 2)
     assert "48" in site.quarantine
     site.boot = "boot 2"
-    site.see(OK, PATIENCE[HealthCheck.XID].resolve_after + 2)
+    site.see(OK, HOLDS[HealthCheck.XID].resolve_after + 2)
     assert site.quarantine == ""
 
 
@@ -238,7 +237,7 @@ def test_what_a_snapshot_no_longer_shows_is_not_over_by_time_alone(site: Site) -
 def test_a_gpu_that_is_left_out_as_soon_as_it_is_lost_is_an_event(site: Site) -> None:
     site.see(GpuFacts("LOST"))
     site.register.shown("alpha", site.boot, set(), site.now)
-    site.tick(PATIENCE[HealthCheck.GPU_LOST].raise_after + 1)
+    site.tick(HOLDS[HealthCheck.GPU_LOST].raise_after + 1)
     assert [event.check for event in site.lasting] == [HealthCheck.GPU_LOST]
 
 
@@ -347,7 +346,7 @@ def after_a_restart(before: Site) -> Site:
     after = Site()
     after.now = before.now + 10.0
     events = Events("65000001")
-    events.restore([from_text(to_text(one, 0.0), 0.0) for one in before.all])
+    events.restore([event_from_text(event_to_text(one, 0.0), 0.0) for one in before.all])
     after.register = HealthRegister(events)
     after.register.resume()
     return after
@@ -380,15 +379,15 @@ def test_what_lasted_is_over_once_it_is_seen_well_for_as_long_as_without_a_resta
     first_run: Site, check: HealthCheck
 ) -> None:
     facts, fatal = BAD[check]
-    patience = PATIENCE[check]
+    hold = HOLDS[check]
     first_run.see(OK, 3)
-    first_run.see(facts, patience.raise_after + 2)
+    first_run.see(facts, hold.raise_after + 2)
     after = after_a_restart(first_run)
     after.tick(2)
     after.now += 3 * GONE_SECONDS  # its node is silent
     after.tick(2)
     assert bool(after.quarantine) == fatal
-    after.see(OK, patience.resolve_after - 1)
+    after.see(OK, hold.resolve_after - 1)
     assert [event.check for event in after.lasting] == [check]
     after.see(OK, 3)
     assert (after.lasting, after.quarantine) == ([], "")
@@ -405,7 +404,7 @@ def test_a_fatal_fault_lasts_over_a_restart_until_the_gpu_was_away(first_run: Si
     if away == "seen":
         after.see(OK, 100)
         after.see(GpuFacts("LOST"), 1)
-    after.see(OK, PATIENCE[HealthCheck.XID].resolve_after - 1)
+    after.see(OK, HOLDS[HealthCheck.XID].resolve_after - 1)
     assert "79" in after.quarantine
     after.see(OK, 100)
     assert ("79" in after.quarantine) == (away == "no")
@@ -425,10 +424,10 @@ def test_a_gpu_that_its_node_no_longer_shows_after_a_restart_is_forgotten_in_the
 def test_an_event_of_a_file_that_names_no_boot_is_read(first_run: Site) -> None:
     first_run.see()
     first_run.fault(79)
-    text = to_text(first_run.lasting[0], 0.0).replace(', "boot_id": "boot 1"', "")
+    text = event_to_text(first_run.lasting[0], 0.0).replace(', "boot_id": "boot 1"', "")
     assert "boot" not in text
     events = Events("65000001")
-    events.restore([from_text(text, 0.0)])
+    events.restore([event_from_text(text, 0.0)])
     after = Site()
     after.register = HealthRegister(events)
     after.register.resume()

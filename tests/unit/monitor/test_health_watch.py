@@ -9,12 +9,11 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.translate import to_node
-from gpuscale.monitor.health.checks import PATIENCE, results
-from gpuscale.monitor.health.facts import facts_of, looks_well
-from gpuscale.monitor.health.saved import from_text, to_text
-from gpuscale.monitor.health.watching import EVERY_SECONDS, HealthWatch
+from gpuscale.monitor.fleet.servicer import to_node
+from gpuscale.monitor.health.checks import HOLDS, results
+from gpuscale.monitor.health.watch import EVERY_SECONDS, HealthWatch, facts_of, looks_well
 from gpuscale.monitor.model.health import HealthCheck
+from gpuscale.monitor.state.encoding import event_from_text, event_to_text
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
 
@@ -109,7 +108,7 @@ def test_a_change_of_a_reading_that_matters_is_looked_at_at_once(
         looked.append(one.uuid)
         return looks_well(one)
 
-    monkeypatch.setattr("gpuscale.monitor.health.watching.looks_well", look)
+    monkeypatch.setattr("gpuscale.monitor.health.watch.looks_well", look)
     site.send(gpu("GPU-1"), gpu("GPU-2"))
     site.clock.advance(1.0)
     looked.clear()
@@ -163,7 +162,7 @@ def test_a_gpu_that_something_is_found_of_is_looked_at_with_every_change(site: S
     """So that what lasts is told when its patience is over, and not at the next turn of all GPUs."""
     site.send(gpu("GPU-1"))
     assert site.change(0, throttle_reason_mask=float(0x40))
-    pass_quietly(site, PATIENCE[HealthCheck.THERMAL_SLOWDOWN].raise_after)
+    pass_quietly(site, HOLDS[HealthCheck.THERMAL_SLOWDOWN].raise_after)
     assert checks_told(site) == {HealthCheck.THERMAL_SLOWDOWN}
 
 
@@ -222,10 +221,10 @@ def test_a_quarantine_of_a_run_before_is_on_the_first_snapshot_of_its_node_howev
         before = Site(stack)
         before.send(gpu("GPU-1"), gpu("GPU-2"))
         before.fault("GPU-2", 0)
-        saved = [to_text(one, 0.0) for one in before.health.register.events.newest_first()]
+        saved = [event_to_text(one, 0.0) for one in before.health.register.events.newest_first()]
     nodes, clock = Nodes(before.clock, 10), before.clock
     health = HealthWatch(clock, nodes)
-    health.register.events.restore([from_text(one, 0.0) for one in saved])
+    health.register.events.restore([event_from_text(one, 0.0) for one in saved])
     health.resume()
     nodes.observers = (health.observe,)
     for _ in range(100):

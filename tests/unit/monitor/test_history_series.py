@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from gpuscale.monitor.history.history import DEFAULT_TIERS, History
-from gpuscale.monitor.history.query import plan, spread, trend
+from gpuscale.monitor.history.history import DEFAULT_TIERS, History, plan, spread, trend
 from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring
 from gpuscale.monitor.history.series import Series, Tier, _together, most_bytes, shorter
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Tally

@@ -8,13 +8,13 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.app.observing import Observing
+from gpuscale.monitor.app.fleet import Observing
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.model.recordings import Order, Target
-from gpuscale.monitor.recording.observer import SampleObserver, gpu_sample
 from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.recording.samples import SampleObserver, gpu_sample
 from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import hello, telemetry

@@ -3,11 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from gpuscale.common.config.settings import load_table
+from gpuscale.common.config.sources import load_table
 from gpuscale.common.names import is_id
-from gpuscale.monitor.agent.staleness import Deadlines
-from gpuscale.monitor.app.agent_settings import AgentSettings
-from gpuscale.monitor.app.fleet_settings import FleetSettings
+from gpuscale.monitor.agent.device import Deadlines
+from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
 
 
 def test_the_defaults_read_real_gpus_once_a_second_under_the_name_of_the_host() -> None:

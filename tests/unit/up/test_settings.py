@@ -10,7 +10,7 @@ from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, Settings, UpstreamSettings
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.gateway.settings import GatewaySettings
-from gpuscale.monitor.app.fleet_settings import FleetSettings
+from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.up.settings import UpAgentSettings, load_all
 
 FILE = """\

@@ -21,8 +21,7 @@ from gpuscale.common.config.sources import CONFIG_VARIABLE, load_table, read_con
 from gpuscale.common.runtime.logs import Level
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.monitor.agent.sources import SourceKind
-from gpuscale.monitor.app.agent_settings import AgentSettings
-from gpuscale.monitor.app.fleet_settings import FleetSettings
+from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
 
 PROGRAM = "gpuscalectl up"
 SECURITY = {"tls_cert_file", "tls_key_file", "tls_client_ca_file", "tokens_file", "insecure_allow_remote"}

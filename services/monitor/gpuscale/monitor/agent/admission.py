@@ -24,7 +24,7 @@ class FenceTooLow:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class AdmittedProcess:
     """A process that was admitted on GPUs for a reservation, `reservations/{reservation}`.
 
     Attributes:
@@ -45,7 +45,7 @@ class Admissions:
     """What was admitted so far: the lowest fence that may still hold each GPU, and the processes that said who they are."""
 
     fences: Mapping[str, int] = field(default_factory=dict[str, int])
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[AdmittedProcess, ...] = ()
 
     def admit(
         self,
@@ -77,7 +77,7 @@ class Admissions:
             others = (worker for worker in workers if worker.process != process)
             known = [worker for worker in workers if worker.process == process and worker.fence == fence]
             before = known[0].uuids if known else frozenset[str]()
-            worker = Worker(process, reservation, fence, before | frozenset(uuids), container, user)
+            worker = AdmittedProcess(process, reservation, fence, before | frozenset(uuids), container, user)
             workers = (*others, worker)
         held = {uuid: (lowest or {}).get(uuid, fence) for uuid in uuids}
         fences = {uuid: max(found, self.fences.get(uuid, 0)) for uuid, found in held.items()}
@@ -98,7 +98,7 @@ class Admissions:
             self, workers=tuple(worker for worker in self.workers if worker.process not in forgotten)
         )
 
-    def on(self, uuid: str) -> tuple[Worker, ...]:
+    def on(self, uuid: str) -> tuple[AdmittedProcess, ...]:
         """What was admitted on a GPU."""
         return tuple(worker for worker in self.workers if uuid in worker.uuids)
 
@@ -136,7 +136,7 @@ class Holders:
     def _marked(
         self,
         process: GpuProcess,
-        workers: Sequence[Worker],
+        workers: Sequence[AdmittedProcess],
         before: Mapping[ProcessKey, str],
         known: dict[ProcessKey, str],
     ) -> GpuProcess:
@@ -158,21 +158,21 @@ class Holders:
                 return replace(process, holder_unknown=True)
         return process
 
-    def _of_user(self, process: GpuProcess, workers: Sequence[Worker]) -> set[str]:
+    def _of_user(self, process: GpuProcess, workers: Sequence[AdmittedProcess]) -> set[str]:
         if not self._by_user or process.user is None:
             return set()
         return {worker.reservation for worker in workers if worker.user == process.user}
 
 
-def _descends(process: GpuProcess, workers: Sequence[Worker]) -> str | None:
+def _descends(process: GpuProcess, workers: Sequence[AdmittedProcess]) -> str | None:
     admitted = {worker.process: worker.reservation for worker in workers}
     return next((admitted[key] for key in process.lineage if key in admitted), None)
 
 
-def _contained(process: GpuProcess, workers: Sequence[Worker]) -> set[str]:
+def _contained(process: GpuProcess, workers: Sequence[AdmittedProcess]) -> set[str]:
     return {one.reservation for one in workers if one.container and one.container == process.container}
 
 
-def _named(process: GpuProcess, workers: Sequence[Worker]) -> set[str]:
+def _named(process: GpuProcess, workers: Sequence[AdmittedProcess]) -> set[str]:
     named = (one for one in workers if one.reservation == process.mark and one.user is not None)
     return {one.reservation for one in named if one.user == process.user}

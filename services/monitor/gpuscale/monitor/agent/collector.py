@@ -1,16 +1,20 @@
-"""Takes snapshots: orders a reading of the host and of every GPU, waits a moment, and says what is known then."""
+"""Takes snapshots: each orders a reading of the host and of every GPU, waits a moment, and says what is known then.
+
+The sampler takes one each period, and at once when somebody needs a fresh one. It is one loop, so there is one reading
+at a time: callers that need a fresh snapshot at the same moment share it, and none of them touches a driver.
+"""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from uuid import uuid4
 
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.monitor.agent.admission import Admissions, Holders
+from gpuscale.monitor.agent.device import Deadlines
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.ports import HostSource
-from gpuscale.monitor.agent.staleness import Deadlines
-from gpuscale.monitor.agent.worker import Reader, Worker, wait_until
+from gpuscale.monitor.agent.sources import HostSource
+from gpuscale.monitor.agent.threads import CallThread, Reader, wait_until
 from gpuscale.monitor.model.readings import (
     GpuView,
     HostIdentity,
@@ -20,6 +24,7 @@ from gpuscale.monitor.model.readings import (
     Snapshot,
     Timed,
 )
+from gpuscale.monitor.wire.watch import Broadcast
 
 LONGEST_WAIT_SECONDS = 0.5
 
@@ -64,7 +69,7 @@ class Collector:
         self.period = period
         self._gpus = gpus
         self._host = Reader(host.read, clock)
-        self._host_worker = Worker("host")
+        self._host_worker = CallThread("host")
         self._identity = identity
         self._clock = clock
         self._deadlines = deadlines
@@ -77,7 +82,7 @@ class Collector:
         """Take a snapshot; what has not answered within half a second is in it as it was last known.
 
         Raises:
-            WorkerDiedError: a source has a bug.
+            ThreadDiedError: a source has a bug.
         """
         deadline = asyncio.get_running_loop().time() + min(LONGEST_WAIT_SECONDS, self.period / 2)
         host = None if self._host.ordered_at is not None else self._host.order(self._host_worker)
@@ -132,3 +137,60 @@ class Collector:
         if last is None or waiting >= self._deadlines.hard:
             return HostReading.nothing(ReadingStatus.TIMEOUT, f"no answer for {waiting:.0f} s")
         return last.value
+
+
+# However many ask for new readings: a driver that is asked without a pause slows the work on its GPUs.
+SHORTEST_GAP_SECONDS = 0.1
+
+
+class Sampler:
+    """Holds the newest snapshot and tells subscribers of each.
+
+    Args:
+        collect: takes a snapshot.
+        period: seconds from one snapshot to the next.
+        clock: what tells the time.
+    """
+
+    def __init__(self, collect: Callable[[], Awaitable[Snapshot]], period: float, clock: Clock) -> None:
+        self._collect = collect
+        self._period = period
+        self._clock = clock
+        self._latest: Snapshot | None = None
+        self._wanted = asyncio.Event()
+        self._next: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self.snapshots: Broadcast[Snapshot] = Broadcast()
+
+    async def run(self) -> None:
+        """Read for ever; the rhythm is that of the loop's clock, and readings on demand do not shift it."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            began = loop.time()
+            self._publish(await self._collect())
+            self._wanted.clear()
+            if loop.time() >= due:
+                due += self._period * ((loop.time() - due) // self._period + 1)
+            try:
+                async with asyncio.timeout_at(due):
+                    await self._wanted.wait()
+                    await asyncio.sleep(began + SHORTEST_GAP_SECONDS - loop.time())
+            except TimeoutError:
+                due += self._period  # and not by the time: a timer may be early by a clock tick
+
+    async def get(self, max_age: float) -> Snapshot:
+        """The newest snapshot if it is at most `max_age` seconds old, else that of the reading that ends next.
+
+        A `max_age` of 0 always waits for a reading.
+        """
+        latest = self._latest
+        if latest is not None and self._clock.now() - latest.taken_at <= max_age and max_age > 0:
+            return latest
+        self._wanted.set()
+        return await asyncio.shield(self._next)
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        self._latest = snapshot
+        waiting, self._next = self._next, asyncio.get_running_loop().create_future()
+        waiting.set_result(snapshot)
+        self.snapshots.publish(snapshot)

@@ -8,15 +8,15 @@ different, and then the whole snapshot is sent.
 Values are compared, not messages: a tick in which nothing moved makes no message but the heartbeat.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import compress, count
+from operator import ne
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
-from gpuscale.monitor.agent.dead_bands import DeadBands, is_near, moves
-from gpuscale.monitor.agent.translate import GPU_NUMBERS, gpu_state, put, text
 from gpuscale.monitor.model.readings import (
     GpuReading,
     GpuState,
@@ -25,6 +25,48 @@ from gpuscale.monitor.model.readings import (
     Quarantine,
     Snapshot,
 )
+from gpuscale.monitor.wire.snapshots import GPU_NUMBERS, gpu_state, put, text
+
+Bands = tuple[float, ...]
+"""The dead-band of each field of a reading, in their order; 0 where every change is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadBands:
+    """How far a reading may move untold, by its unit: the last word of its name. Other readings are told exactly."""
+
+    percent: float = 0.5
+    bytes: float = 1024.0 * 1024.0
+    celsius: float = 0.5
+    watts: float = 1.0
+    mhz: float = 15.0
+    joules: float = 1000.0
+    age_seconds: float = 0.25
+
+    def of(self, fields: Iterable[str]) -> Bands:
+        """The bands of fields by their names."""
+        units = {name: float(getattr(self, name)) for name in self.__slots__}
+        return tuple(units.get(name.rpartition("_")[2], 0.0) for name in fields)
+
+
+def moves(before: Sequence[object], after: Sequence[object], bands: Bands) -> list[int]:
+    """Places of all readings that differ, once any of them has moved by more than its dead-band; none until then."""
+    if before == after:
+        return []
+    differ = list(compress(count(), map(ne, before, after)))
+    if all(is_near(before[place], after[place], bands[place]) for place in differ):
+        return []
+    return differ
+
+
+def is_near(before: object, after: object, band: float) -> bool:
+    """Whether both are absent, or both are numbers that are no further from each other than a dead-band."""
+    if before is None or after is None:
+        return before is after
+    if isinstance(before, int | float) and isinstance(after, int | float):
+        return abs(after - before) <= band
+    return False
+
 
 _GPU_FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
 # Numbers by their places in a reading; the mask is told with the list of its reasons.

@@ -1,5 +1,9 @@
 """One GPU as its owner sees it: the newest reading, a breaker, and a thread of its own while it is slow.
 
+A GPU whose call is out longer than the soft deadline is SLOW and keeps its last readings, with their age. From the
+hard deadline on it is HUNG: its last readings say nothing about it any more and are absent. (A monitor that keeps
+exporting the last values of a hung GPU hid such faults in NVIDIA/dcgm-exporter#164 and microsoft/pai#889.)
+
 A GPU whose call came back only after the hard deadline is not read at once again: it is first asked one cheap question,
 and read again once that is answered in time. Each late answer makes the pause before the next question longer. So a GPU
 that hangs now and then costs no more than a question, and at most one thread is ever stuck on it.
@@ -13,9 +17,8 @@ from typing import Any
 
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.tasks import Backoff
-from gpuscale.monitor.agent.ports import GpuSource
-from gpuscale.monitor.agent.staleness import Deadlines, view
-from gpuscale.monitor.agent.worker import Reader, Worker
+from gpuscale.monitor.agent.sources import GpuSource
+from gpuscale.monitor.agent.threads import CallThread, Reader
 from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     GpuIdentity,
@@ -24,7 +27,44 @@ from gpuscale.monitor.model.readings import (
     GpuState,
     GpuView,
     ReadingStatus,
+    Timed,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long a tick of one GPU may take: SLOW beyond `soft`, HUNG from `hard` on."""
+
+    soft: float = 2.0
+    hard: float = 10.0
+
+
+def view(
+    identity: GpuIdentity,
+    last: Timed[GpuSample] | None,
+    *,
+    ordered_at: float | None,
+    now: float,
+    deadlines: Deadlines,
+) -> GpuView:
+    """The GPU as it is to be shown at `now`; `ordered_at` is when the call that is out now was made, None for none."""
+    waiting = 0.0 if ordered_at is None else now - ordered_at
+    read_at = last.read_at if last else None
+    if waiting >= deadlines.hard:
+        reading = GpuReading.nothing(ReadingStatus.TIMEOUT, f"no answer for {waiting:.0f} s")
+        return GpuView(identity, GpuState.HUNG, reading, read_at)
+    if last is None:
+        reading = GpuReading.nothing(ReadingStatus.TIMEOUT, "no answer yet")
+        return GpuView(identity, GpuState.SLOW, reading, None)
+    late = max(waiting, last.read_at - last.ordered_at) >= deadlines.soft
+    state = _at_least_slow(last.value.state) if late else last.value.state
+    return GpuView(identity, state, last.value.reading, read_at)
+
+
+def _at_least_slow(state: GpuState) -> GpuState:
+    """A GPU that is gone or needs a reset stays so; any other is SLOW."""
+    return state if state in {GpuState.LOST, GpuState.RESET_REQUIRED} else GpuState.SLOW
+
 
 # A tick of a healthy GPU takes some milliseconds.
 QUICK_SECONDS = 0.1
@@ -68,7 +108,7 @@ class Device:
         self._clock = clock
         self._deadlines = deadlines
         self._breaker = Breaker(deadlines, Backoff(PROBE_INITIAL_SECONDS, PROBE_CAP_SECONDS))
-        self._worker: Worker | None = None
+        self._worker: CallThread | None = None
         self._reader = Reader(partial(source.read, identity.uuid), clock)
         self._prober = Reader(partial(source.probe, identity.uuid), clock)
         self._judged: tuple[object, object] = (None, None)
@@ -124,7 +164,7 @@ class Device:
     def order(self, reader: "Reader[Any]") -> "asyncio.Future[None]":
         """Have what is due asked in a thread of its own."""
         if self._worker is None:
-            self._worker = Worker(f"gpu-{self.identity.uuid}")
+            self._worker = CallThread(f"gpu-{self.identity.uuid}")
         return reader.order(self._worker)
 
     def unusable(self) -> bool:

@@ -1,15 +1,22 @@
-"""Events of GPUs, from the one thread that waits for them to whoever subscribes. To be used from one event loop.
+"""Events of GPUs: the thread that waits for them, who subscribes to them, and the faults that the fleet must be told of.
 
-Each subscriber has a bounded queue of its own. One that does not read loses the oldest events and is told how many:
-it can hold up neither the driver's thread nor another subscriber.
+To be used from one event loop. Each subscriber has a bounded queue of its own: one that does not read loses the oldest
+events and is told how many, and holds up neither the driver's thread nor another subscriber.
 """
 
 import asyncio
+import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from datetime import datetime
 
-from gpuscale.monitor.model.readings import GpuEvent
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.wire import to_duration
+from gpuscale.monitor.agent.sources import GpuSource
+from gpuscale.monitor.agent.threads import CallThread
+from gpuscale.monitor.model.readings import DriverEvent, GpuEvent, GpuEventKind, GpuState, GpuView
 
 QUEUE_LENGTH = 256
 
@@ -56,3 +63,124 @@ class GpuEvents:
         """Give an event to every subscriber."""
         for queue in self._queues:
             queue.put(event)
+
+
+class Listener:
+    """Hands the events of a source to subscribers. To be used from one event loop.
+
+    Args:
+        source: whose events they are.
+        clock: what tells the time.
+        events: the subscribers.
+        wait: seconds that a pause may have to wait. An event wakes the thread at once; each wait that ends without one
+            costs a little.
+    """
+
+    def __init__(self, source: GpuSource, clock: Clock, events: GpuEvents, wait: float) -> None:
+        self._source = source
+        self._wait = wait
+        self._clock = clock
+        self._events = events
+        self._worker = CallThread("gpu-events")
+        self._paused = threading.Event()
+        self._listening: asyncio.Future[None] | None = None
+
+    @property
+    def listening(self) -> "asyncio.Future[None] | None":
+        """Done once the thread has left the driver; None when it is not in there."""
+        if self._listening is not None and self._listening.done():
+            return None
+        return self._listening
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why listening ended other than by a pause: the source has a bug."""
+        ended = self._listening is not None and self._listening.done()
+        return self._listening.exception() if ended and self._listening is not None else None
+
+    def start(self) -> None:
+        """Begin to listen, or go on where a pause has not come to effect yet."""
+        self._paused.clear()
+        if self.listening is None:
+            loop = asyncio.get_running_loop()
+            self._listening = self._worker.call(lambda: self._listen(loop))
+            # A source that ends is told of by its GPUs: that nobody asks why this ended is nothing for the log.
+            self._listening.add_done_callback(lambda ended: ended.exception())
+
+    def pause(self) -> None:
+        """Stop listening, as soon as the thread comes back."""
+        self._paused.set()
+
+    def stop(self) -> None:
+        """Stop listening for good."""
+        self._paused.set()
+        self._worker.stop()
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._paused.is_set():
+            found = self._source.wait_event(self._wait)
+            if found is not None:
+                event = _event(found, self._clock.now(), self._clock.wall())
+                try:
+                    loop.call_soon_threadsafe(self._events.publish, event)
+                except RuntimeError:
+                    return  # the loop has closed: nobody listens any more
+
+
+def _event(found: DriverEvent, seen_at: float, seen_time: datetime) -> GpuEvent:
+    return GpuEvent(found.uuid, found.kind, found.xid, seen_at, seen_time)
+
+
+MOST_FAULTS = 64
+_AWAY = frozenset({GpuState.LOST, GpuState.RESET_REQUIRED, GpuState.RELEASED})
+
+
+class FaultLog:
+    """The newest faults of this host, numbered from 0."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, str, int, float]] = deque(maxlen=MOST_FAULTS)
+        self._count = 0
+        self._told = -1
+        self._arrived = asyncio.Event()
+
+    async def follow(self, events: GpuEvents) -> None:
+        """Keep what happens, for ever."""
+        with events.subscribe() as queue:
+            while True:
+                event = await queue.get()
+                if event.kind is GpuEventKind.XID and event.xid is not None:
+                    self.add(event.uuid, event.xid, event.seen_at)
+
+    def add(self, uuid: str, xid: int, at: float) -> None:
+        """Keep a fault that was heard of at `at`, in seconds of the clock."""
+        self._kept.append((self._count, uuid, xid, at))
+        self._count += 1
+        self._arrived.set()
+
+    async def after(self, last: int) -> None:
+        """Wait until there is a fault with a number above `last`. One may wait at a time."""
+        while not self._kept or self._kept[-1][0] <= last:
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def message(self, last: int, now: float) -> monitor_api.ReportedFaults:
+        """The faults that are kept with a number above `last`, oldest first."""
+        return monitor_api.ReportedFaults(
+            faults=[
+                monitor_api.ReportedFault(uuid=uuid, xid=xid, seq=seq, age=to_duration(max(now - at, 0.0)))
+                for seq, uuid, xid, at in self._kept
+                if seq > last
+            ]
+        )
+
+    def told(self, last: int) -> None:
+        """The fleet was told of those up to that number."""
+        self._told = max(self._told, last)
+
+    def saw(self, gpus: Iterable[GpuView]) -> None:
+        """A snapshot shows these GPUs: let go of faults that need not be told again."""
+        away = {gpu.identity.uuid for gpu in gpus if gpu.state in _AWAY} if self._kept else None
+        if away:
+            kept = [one for one in self._kept if one[0] > self._told or one[1] not in away]
+            self._kept = deque(kept, maxlen=MOST_FAULTS)

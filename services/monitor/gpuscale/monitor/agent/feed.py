@@ -11,12 +11,11 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.wire import seconds
-from gpuscale.monitor.agent.dead_bands import DeadBands
-from gpuscale.monitor.agent.deltas import Deltas
-from gpuscale.monitor.agent.translate import to_snapshot
-from gpuscale.monitor.agent.watch import Broadcast
+from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.model.readings import Snapshot
 from gpuscale.monitor.wire.merging import Change, Picture, count_on
+from gpuscale.monitor.wire.snapshots import to_snapshot
+from gpuscale.monitor.wire.watch import Broadcast
 
 # The ages in an encoding are counted to when it was made; this much they may lag behind.
 SHARED_SECONDS = 0.1

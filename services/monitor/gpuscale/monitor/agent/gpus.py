@@ -6,26 +6,22 @@ such a call is not documented.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection as Several
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 from uuid import NAMESPACE_URL, uuid5
 
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff
-from gpuscale.monitor.agent.bus import pci_address
-from gpuscale.monitor.agent.collection import Calls, Collection
-from gpuscale.monitor.agent.convoy import Convoy
-from gpuscale.monitor.agent.device import QUICK_SECONDS, Device
-from gpuscale.monitor.agent.events import GpuEvents
-from gpuscale.monitor.agent.interruption import Interruptions
-from gpuscale.monitor.agent.listener import Listener
-from gpuscale.monitor.agent.ports import GpuSource, GpuSourceError
-from gpuscale.monitor.agent.staleness import Deadlines
-from gpuscale.monitor.agent.wiring import wire
-from gpuscale.monitor.agent.worker import Reader, Worker, wait_until
+from gpuscale.monitor.agent.device import QUICK_SECONDS, Deadlines, Device
+from gpuscale.monitor.agent.events import GpuEvents, Listener
+from gpuscale.monitor.agent.pci import pci_address
+from gpuscale.monitor.agent.sources import GpuSource, GpuSourceError
+from gpuscale.monitor.agent.threads import CallThread, Reader, SharedThread, wait_until
 from gpuscale.monitor.model.readings import (
     GpuIdentity,
     GpuReading,
@@ -35,6 +31,114 @@ from gpuscale.monitor.model.readings import (
     MissingGpu,
     ReadingStatus,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """How the collection does.
+
+    Attributes:
+        open: whether the source is open.
+        released: whether the driver was let go of on request.
+        hung_threads: threads that are stuck in the driver, at most one for each GPU.
+        openings: how often the source was opened, failures included.
+        interruptions: how often a driver that did not answer was interrupted.
+        calls: how often the driver was called to read GPUs.
+        refusals: how many of these calls gave an error, what a GPU does not support among them.
+    """
+
+    open: bool
+    released: bool
+    hung_threads: int
+    openings: int
+    interruptions: int
+    calls: int
+    refusals: int
+
+
+class Counted(Protocol):
+    """What calls of the driver are counted of."""
+
+    calls: int
+    refusals: int
+
+
+@dataclass(slots=True)
+class Calls:
+    """Calls of the driver for GPUs that are not there any more; counters never go back."""
+
+    calls: int = 0
+    refusals: int = 0
+
+    def keep(self, gone: Iterable[Counted]) -> None:
+        """Remember what these have counted."""
+        for one in gone:
+            self.calls += one.calls
+            self.refusals += one.refusals
+
+    def with_those_of(self, there: Several[Counted]) -> tuple[int, int]:
+        """Calls and refusals in all."""
+        calls = self.calls + sum(one.calls for one in there)
+        return calls, self.refusals + sum(one.refusals for one in there)
+
+
+# A driver that had to be interrupted is tried again soon: it may just have got over it.
+LONGEST_PAUSE_SECONDS = 5.0
+
+
+class Interruptions:
+    """Since when the driver is silent, from the interruption until it is known how it goes on.
+
+    A GPU that was HUNG before goes on being so until it was read again: that the source was closed and opened meanwhile
+    is no news of it.
+
+    Attributes:
+        count: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._since: float | None = None
+        self._at = 0.0
+
+    def note(self, since: float, now: float) -> None:
+        """The driver was interrupted, having been silent since a time."""
+        self.count += 1
+        self._since = since if self._since is None else min(self._since, since)
+        self._at = now
+
+    def silent_since(self, read_at: float) -> float | None:
+        """Since when a GPU is silent that was read last at that time; None where it was read after the interruption."""
+        return self._since if read_at < self._at else None
+
+    def pause(self, usual: float) -> float:
+        """How long to wait until the source is opened again."""
+        return usual if self._since is None else min(usual, LONGEST_PAUSE_SECONDS)
+
+    def refused(self, asked_at: float) -> None:
+        """An opening failed that began at that time: unless it was interrupted itself, the driver answers again."""
+        if asked_at > self._at:
+            self._since = None
+
+
+def wire(ends: Mapping[str, tuple[str | None, ...]]) -> dict[str, tuple[tuple[str, int], ...]]:
+    """How many NVLinks lead from each GPU to each other one, by UUID.
+
+    Through a switch every GPU reaches every other that has links to one, over as many as the one with fewer has.
+
+    Args:
+        ends: for each GPU, the GPU at the other end of each of its links; None where that is a switch.
+    """
+    switched = {uuid: found.count(None) for uuid, found in ends.items()}
+    peers: dict[str, tuple[tuple[str, int], ...]] = {}
+    for uuid, found in ends.items():
+        counts = Counter(end for end in found if end is not None)
+        for other, links in switched.items():
+            if other != uuid:
+                counts[other] += min(links, switched[uuid])
+        peers[uuid] = tuple(sorted((other, count) for other, count in counts.items() if count))
+    return peers
+
 
 REOPEN_INITIAL_SECONDS = 1.0
 REOPEN_CAP_SECONDS = 30.0
@@ -88,9 +192,9 @@ class Gpus:
         self._clock = clock
         self._deadlines = deadlines
         self._node = node
-        self._control = Worker("gpu-source")
+        self._control = CallThread("gpu-source")
         self._listener = Listener(source, clock, self.events, event_wait)
-        self._convoy = Convoy()
+        self._convoy = SharedThread()
         self._devices: dict[str, Device] = {}
         self._inventory: Inventory | None = None
         self._problem = "the GPUs have not been looked for yet"
@@ -171,7 +275,7 @@ class Gpus:
             deadline: time of the running loop.
 
         Raises:
-            WorkerDiedError: the source has a bug.
+            ThreadDiedError: the source has a bug.
         """
         if self._window is not None:
             if self._clock.now() < self._window.until:
@@ -294,8 +398,8 @@ class Gpus:
     def _stuck(self) -> bool:
         """Whether the driver as a whole does not answer: no GPU does, and a call is out since the hard deadline."""
         if self._opening_since is not None:
-            patience = max(self._deadlines.hard, OPENING_SECONDS)
-            return self._clock.now() - self._opening_since >= patience
+            longest = max(self._deadlines.hard, OPENING_SECONDS)
+            return self._clock.now() - self._opening_since >= longest
         present = [device for device in self._devices.values() if device.present]
         return any(device.hung for device in present) and not any(device.answers for device in present)
 

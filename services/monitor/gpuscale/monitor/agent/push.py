@@ -9,6 +9,7 @@ end of a stream that is being written to as INTERNAL, and a refusal must be seen
 import asyncio
 from importlib.metadata import version
 from random import SystemRandom
+from typing import Final
 
 import grpc
 
@@ -29,14 +30,36 @@ from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.wire import to_datetime, to_timestamp
-from gpuscale.monitor.agent.collector import Collector
-from gpuscale.monitor.agent.dead_bands import DeadBands
-from gpuscale.monitor.agent.deltas import Deltas
-from gpuscale.monitor.agent.faults import Faults
-from gpuscale.monitor.agent.patience import Patience
-from gpuscale.monitor.agent.sampler import Sampler
-from gpuscale.monitor.agent.translate import to_snapshot
+from gpuscale.monitor.agent.collector import Collector, Sampler
+from gpuscale.monitor.agent.deltas import DeadBands, Deltas
+from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.model.readings import Quarantine, Snapshot
+from gpuscale.monitor.wire.snapshots import to_snapshot
+
+LONGEST_REFUSED_SECONDS: Final = 30.0
+
+
+class RefusalBackoff:
+    """Waits twice as long after each further one that is refused, from one period of the agent on."""
+
+    def __init__(self, period: float) -> None:
+        self._period = period
+        self._refused = 0
+        self._until = float("-inf")
+
+    def answered(self, now: float, *, refused: bool) -> None:
+        """The fleet has answered."""
+        if not refused:
+            self._refused = 0
+            return
+        self._refused += 1
+        if self._refused > 1:
+            self._until = now + min(LONGEST_REFUSED_SECONDS, self._period * 2 ** min(self._refused - 1, 10))
+
+    def waits(self, now: float) -> bool:
+        """Whether it is too soon for another one."""
+        return now < self._until
+
 
 # The fleet acknowledges at least every 20 s of snapshots; silence beyond this means that the stream leads nowhere.
 SILENCE_SECONDS = 45.0
@@ -78,7 +101,7 @@ class FleetPush:
         clock: Clock,
         bands: DeadBands,
         full_every: float,
-        faults: Faults,
+        faults: FaultLog,
         explain: Explain,
     ) -> None:
         self._stub = monitor_api.FleetServiceStub(channel)
@@ -91,7 +114,7 @@ class FleetPush:
         self._silence = SILENCE_SECONDS + SILENCE_PERIODS * collector.period
         self._explain = explain
         self._period = collector.period
-        self._patience = Patience(collector.period)
+        self._refusals = RefusalBackoff(collector.period)
         self._backoff = Backoff()
         self._hello = monitor_api.Hello(
             node=collector.node,
@@ -120,7 +143,7 @@ class FleetPush:
         """One stream, from its beginning to its end; returns why it ended."""
         call = self._stub.StreamTelemetry()
         self._deltas.reset()
-        self._patience = Patience(self._period)
+        self._refusals = RefusalBackoff(self._period)
         welcome = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as group:
@@ -144,7 +167,7 @@ class FleetPush:
                 await self._sampler.get(max_age=0.0)
                 while True:
                     snapshot, _ = await subscription.get()
-                    if self._patience.waits(self._clock.now()):
+                    if self._refusals.waits(self._clock.now()):
                         continue
                     async with self._writing:
                         await call.write(self._request(snapshot))
@@ -194,7 +217,7 @@ class FleetPush:
                         for one in answer.quarantines
                     }
                     welcome.set()
-                    self._patience.answered(self._clock.now(), refused=answer.rejected_count > rejected)
+                    self._refusals.answered(self._clock.now(), refused=answer.rejected_count > rejected)
                     self._note(answer, rejected)
                     rejected = answer.rejected_count
         except TimeoutError:

@@ -1,13 +1,222 @@
-"""Which GPUs the agent reads: real ones, simulated ones, or whichever the host has."""
+"""Where the agent reads GPUs from: what a source must offer, simulated GPUs, and which source a setting means.
+
+Every method of a source blocks and is called in worker threads only; a property does not block. `GpuSource.open` and
+`close` are never called while any other method of the source runs. `read` and `probe` are called for several GPUs at
+once, but never twice at once for one GPU; `wait_event` runs beside them in a thread of its own.
+"""
 
 import importlib.util
+import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
+from uuid import NAMESPACE_URL, UUID, uuid5
 
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.monitor.agent.ports import GpuSource, GpuSourceError
-from gpuscale.monitor.agent.simulated import SimulatedSource
-from gpuscale.monitor.model.readings import DriverEvent, GpuSample, Inventory
+from gpuscale.monitor.model.readings import (
+    DriverEvent,
+    GpuIdentity,
+    GpuReading,
+    GpuSample,
+    GpuState,
+    HostIdentity,
+    HostReading,
+    Inventory,
+    RecoveryAction,
+)
+
+
+class GpuSourceError(Exception):
+    """The GPUs of this host cannot be read at all; the text says why, such as "NVML: driver not loaded".
+
+    `no_driver` is True where the host simply has no driver, False where one is there but fails.
+    """
+
+    def __init__(self, problem: str, *, no_driver: bool = False) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.no_driver = no_driver
+
+
+class GpuSource(Protocol):
+    """Reads the GPUs of this host."""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether no hardware stands behind what it reads."""
+        ...
+
+    @property
+    def outdated(self) -> bool:
+        """Whether what `open` found is known to have changed, such as the MIG instances of a GPU."""
+        ...
+
+    def open(self) -> Inventory:
+        """Find the GPUs; again after `close`, to find what a driver reload changed.
+
+        Raises:
+            GpuSourceError: no GPU can be read.
+        """
+        ...
+
+    def read(self, uuid: str) -> GpuSample:
+        """Read one GPU of the last inventory. A reading that fails is absent with its reason.
+
+        Raises:
+            GpuSourceError: the source must be closed and opened again before it can read anything.
+        """
+        ...
+
+    def probe(self, uuid: str) -> None:
+        """Ask a GPU of the last inventory one cheap question. Any answer will do, a refusal too.
+
+        Raises:
+            GpuSourceError: as in `read`.
+        """
+        ...
+
+    def wait_event(self, timeout: float) -> DriverEvent | None:
+        """Wait at most `timeout` seconds for the next event of any GPU; None where there was none in time.
+
+        Only where the inventory says that there are events.
+        """
+        ...
+
+    def interrupt(self) -> bool:
+        """End every call that is out, with a GpuSourceError, so that the source can be opened again.
+
+        Returns whether that can be done at all, which it cannot where the driver is called in this process. Does not
+        block, and may be called at any time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the driver. Never raises."""
+        ...
+
+
+class HostSource(Protocol):
+    """Reads the host."""
+
+    def identity(self) -> HostIdentity:
+        """What the host is."""
+        ...
+
+    def read(self) -> HostReading:
+        """Read the host. A reading that fails is absent with its reason."""
+        ...
+
+
+GIB = 1024**3
+MEMORY_TOTAL_BYTES = 80 * GIB
+MEMORY_RESERVED_BYTES = GIB // 2
+MEMORY_USED_BYTES = GIB // 4
+
+_NAMESPACE = uuid5(NAMESPACE_URL, "gpuscale:simulated-gpu")
+_RIPPLE_SECONDS = 120.0
+_HIGHEST_UTILIZATION = 5.0
+
+
+_STEADY = GpuReading(
+    memory_total_bytes=MEMORY_TOTAL_BYTES,
+    memory_used_bytes=MEMORY_USED_BYTES,
+    memory_free_bytes=MEMORY_TOTAL_BYTES - MEMORY_RESERVED_BYTES - MEMORY_USED_BYTES,
+    memory_reserved_bytes=MEMORY_RESERVED_BYTES,
+    power_limit_watts=400.0,
+    power_limit_default_watts=400.0,
+    power_limit_min_watts=100.0,
+    power_limit_max_watts=400.0,
+    sm_clock_mhz=345.0,
+    memory_clock_mhz=1593.0,
+    video_clock_mhz=765.0,
+    performance_state=8,
+    throttle_reason_mask=1,
+    processes=(),
+    encoder_utilization_percent=0.0,
+    decoder_utilization_percent=0.0,
+    pcie_link_generation=4,
+    pcie_link_width=16,
+    pcie_replay_count=0,
+    pcie_sent_bytes=0,
+    pcie_received_bytes=0,
+    nvlink_active_count=0,
+    nvlink_sent_bytes=0,
+    nvlink_received_bytes=0,
+    nvlink_crc_error_count=0,
+    nvlink_replay_error_count=0,
+    nvlink_recovery_error_count=0,
+    ecc_volatile_corrected_count=0,
+    ecc_volatile_uncorrected_count=0,
+    ecc_aggregate_corrected_count=0,
+    ecc_aggregate_uncorrected_count=0,
+    retired_pages_corrected_count=0,
+    retired_pages_uncorrected_count=0,
+    retired_pages_pending=False,
+    remapped_rows_corrected_count=0,
+    remapped_rows_uncorrected_count=0,
+    remapped_rows_pending=False,
+    remapped_rows_failed=False,
+    recovery_action=RecoveryAction.NONE,
+)
+"""What does not move."""
+
+
+def simulated_uuid(node: str, index: int) -> str:
+    """The UUID of a simulated GPU: the same at every start."""
+    return f"SIM-{uuid5(_NAMESPACE, f'{node}/{index}')}"
+
+
+class SimulatedSource:
+    """A number of simulated GPUs of a node. `now` gives seconds of any clock."""
+
+    simulated = True
+    outdated = False
+
+    def __init__(self, node: str, count: int, now: Callable[[], float]) -> None:
+        self._now = now
+        self._gpus = tuple(
+            GpuIdentity(
+                uuid=simulated_uuid(node, index),
+                index=index,
+                model="Simulated GPU 80GB",
+                simulated=True,
+            )
+            for index in range(count)
+        )
+        self._phases = {gpu.uuid: (UUID(gpu.uuid[4:]).int % 997) / 997 for gpu in self._gpus}
+
+    def open(self) -> Inventory:
+        """List them."""
+        return Inventory(self._gpus)
+
+    def read(self, uuid: str) -> GpuSample:
+        """Figures of an idle GPU at this time."""
+        turn = self._now() / _RIPPLE_SECONDS + self._phases[uuid]
+        ripple = (1 + math.sin(2 * math.pi * turn)) / 2
+        return GpuSample(
+            GpuState.OK,
+            _STEADY._replace(
+                utilization_percent=round(_HIGHEST_UTILIZATION * ripple, 1),
+                memory_utilization_percent=round(_HIGHEST_UTILIZATION * ripple / 2, 1),
+                temperature_celsius=round(31 + 4 * ripple, 1),
+                memory_temperature_celsius=round(34 + 4 * ripple, 1),
+                power_watts=round(62 + 12 * ripple, 1),
+                energy_joules=round(68 * self._now(), 1),
+            ),
+        )
+
+    def probe(self, uuid: str) -> None:
+        """It answers."""
+
+    def wait_event(self, timeout: float) -> DriverEvent | None:
+        """Nothing ever happens on them."""
+
+    def interrupt(self) -> bool:
+        """No call of them is ever out for long."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 SourceKind = Literal["nvml", "simulated", "auto"]
 

@@ -1,19 +1,256 @@
-"""Admits work on this host's GPUs: one decision at a time, on disk before it is told."""
+"""Admits work on this host's GPUs: the allocator confirms the lease, and the fence is on disk before anybody is told.
+
+The file is replaced as a whole: a crash leaves the old one or the new one. A file that cannot be read is kept and
+refused: an agent that began with no fences would admit work whose lease is over.
+"""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
 
-from gpuscale.common.errors import FailedPreconditionError, NotFoundError
+import grpc
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    GpuscaleError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+    UnimplementedError,
+)
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.failpoints import hit
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.tasks import uninterrupted
-from gpuscale.common.security.auth import Principal
-from gpuscale.monitor.agent.admission import Admissions, FenceTooLow
-from gpuscale.monitor.agent.admission_file import AdmissionFile
-from gpuscale.monitor.agent.lease_checks import HeldLease, LeaseChecks
+from gpuscale.common.security.auth import Principal, Role
+from gpuscale.monitor.agent.admission import Admissions, AdmittedProcess, FenceTooLow
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
+
+FILE_NAME = "admissions.json"
+
+
+class _StoredProcess(BaseModel):
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    pid: int
+    started: int
+    reservation: str = ""
+    container: str = ""
+    user: int | None = None
+    fence: int
+    gpus: list[str]
+
+
+class _StoredAdmissions(BaseModel):
+    """What the file holds; processes count for the boot in which they were admitted."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    version: int
+    boot_id: str
+    fences: dict[str, int]
+    workers: list[_StoredProcess]
+
+
+_VERSION = 2
+_WITHOUT_RESERVATIONS = 1
+"""The version that knew workers by their fence alone: its fences count, its processes are unknown."""
+
+
+class AdmissionFile:
+    """The admissions of one agent in a directory that is its own. Its methods block."""
+
+    def __init__(self, directory: Path, boot_id: str) -> None:
+        self._path = directory / FILE_NAME
+        self._boot_id = boot_id
+
+    def load(self) -> Admissions:
+        """What was admitted before; processes of an earlier boot are gone.
+
+        Raises:
+            FailedPreconditionError: STATE_UNREADABLE, the file cannot be read or is not one of this version.
+        """
+        try:
+            found = _StoredAdmissions.model_validate_json(self._path.read_bytes())
+        except FileNotFoundError:
+            return Admissions()
+        except (OSError, ValidationError) as error:
+            raise self._unreadable(type(error).__name__) from error
+        if found.version not in {_VERSION, _WITHOUT_RESERVATIONS}:
+            raise self._unreadable(f"version {found.version}")
+        known = found.version == _VERSION and found.boot_id == self._boot_id
+        workers = found.workers if known else ()
+        return Admissions(found.fences, tuple(_processes(workers)))
+
+    def save(self, admissions: Admissions) -> None:
+        """Put them on disk; when this returns they are there.
+
+        Raises:
+            UnavailableError: STATE_UNAVAILABLE, they cannot be written.
+        """
+        text = _StoredAdmissions(
+            version=_VERSION,
+            boot_id=self._boot_id,
+            fences=dict(admissions.fences),
+            workers=[
+                _StoredProcess(
+                    pid=worker.process.pid,
+                    started=worker.process.started,
+                    reservation=worker.reservation,
+                    container=worker.container,
+                    user=worker.user,
+                    fence=worker.fence,
+                    gpus=sorted(worker.uuids),
+                )
+                for worker in admissions.workers
+            ],
+        ).model_dump_json()
+        hit("agent.admit.before_write")
+        try:
+            self._replace(text.encode("utf-8"))
+        except OSError as error:
+            raise UnavailableError(
+                f"the fence cannot be written: {error.strerror}", reason="STATE_UNAVAILABLE"
+            ) from error
+        hit("agent.admit.after_write")
+
+    def _replace(self, content: bytes) -> None:
+        draft = self._path.with_suffix(".new")
+        draft.touch(mode=0o600)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self._path)
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def _unreadable(self, why: str) -> FailedPreconditionError:
+        return FailedPreconditionError(
+            f"the fences in {self._path} cannot be read ({why}); the file is kept as it is",
+            reason="STATE_UNREADABLE",
+        )
+
+
+def _processes(found: Iterable[_StoredProcess]) -> Iterable[AdmittedProcess]:
+    for one in found:
+        process, uuids = ProcessKey(one.pid, one.started), frozenset(one.gpus)
+        yield AdmittedProcess(process, one.reservation, one.fence, uuids, one.container, one.user)
+
+
+if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceAsyncStub
+
+TIMEOUT: Final = 2.0
+"""Seconds for the allocator's answer: an adapter waits three for ours."""
+_REASONS_OF_LEASES: Final = frozenset(
+    {
+        "RESERVATION_NOT_FOUND",
+        "RESERVATION_ENDED",
+        "FENCE_MISMATCH",
+        "GPU_NOT_HELD",
+        "LEASE_TOKEN_INVALID",
+    }
+)
+"""What is wrong with the lease, and not with our question."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    """What somebody says it holds: `reservations/{reservation}`, its fence and GPUs, and the token that proves it."""
+
+    reservation: str
+    fence: int
+    gpu_uuids: tuple[str, ...]
+    token: str = field(default="", repr=False)
+
+
+class LeaseChecks:
+    """Checks leases.
+
+    Args:
+        allocator: leads to it; None where the agent is not told where it is.
+        node: id of this node.
+    """
+
+    def __init__(self, allocator: grpc.aio.Channel | None, node: str) -> None:
+        self._stub = None if allocator is None else allocator_api.AllocatorServiceStub(allocator)
+        self._node = node
+
+    async def check(self, lease: HeldLease, caller: Principal) -> dict[str, int]:
+        """See to it that a lease holds its GPUs on this node, and that the caller may speak for its holder.
+
+        Returns:
+            The lowest fence that holds each of the GPUs; of an older allocator, nothing.
+
+        Raises:
+            PermissionDeniedError: LEASE_TOKEN_MISSING, or LEASE_TOKEN_INVALID.
+            NotFoundError: RESERVATION_NOT_FOUND.
+            FailedPreconditionError: it has ended, or does not hold the GPUs; LEASE_NOT_CHECKED, nobody can be asked.
+            UnavailableError: LEASE_NOT_CHECKED, nobody answers now.
+        """
+        if not lease.token and caller.role < Role.ADMIN:
+            raise PermissionDeniedError(
+                f"lease_token is empty: only an admin may admit work for {lease.reservation} without the token that came"
+                " with its grant",
+                reason="LEASE_TOKEN_MISSING",
+            )
+        if self._stub is None:
+            raise _unchecked(
+                FailedPreconditionError, "set allocator_address in the settings of this node's agent"
+            )
+        request = allocator_api.CheckLeaseRequest(
+            name=lease.reservation,
+            fence=lease.fence,
+            node=self._node,
+            gpu_uuids=lease.gpu_uuids,
+            lease_token=lease.token,
+        )
+        try:
+            with rpc_errors():
+                answer = await self._ask(self._stub, request)
+        except (FailedPreconditionError, NotFoundError, PermissionDeniedError) as error:
+            if error.reason in _REASONS_OF_LEASES:
+                raise
+            raise _unchecked(
+                FailedPreconditionError, f"the allocator refuses to say: {error.message}"
+            ) from error
+        except UnimplementedError as error:
+            raise _unchecked(
+                FailedPreconditionError,
+                "no allocator is there where it was asked; set allocator_address in the settings of this node's agent",
+            ) from error
+        except GpuscaleError as error:
+            raise _unchecked(UnavailableError, f"the allocator does not answer: {error.message}") from error
+        return dict(zip(lease.gpu_uuids, answer.lowest_fences, strict=False))
+
+    @staticmethod
+    async def _ask(
+        stub: "AllocatorServiceAsyncStub", request: allocator_api.CheckLeaseRequest
+    ) -> allocator_api.CheckLeaseResponse:
+        """Ask; once more where the connection was lost, as one is that a restart or a cut link left behind unnoticed."""
+        end = asyncio.get_running_loop().time() + TIMEOUT
+        try:
+            return await stub.CheckLease(request, timeout=TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            left = end - asyncio.get_running_loop().time()
+            if error.code() != grpc.StatusCode.UNAVAILABLE or left <= 0:
+                raise
+            return await stub.CheckLease(request, timeout=left)
+
+
+def _unchecked(kind: type[GpuscaleError], why: str) -> GpuscaleError:
+    return kind(f"the lease cannot be checked: {why}", reason="LEASE_NOT_CHECKED")
 
 
 class Work:

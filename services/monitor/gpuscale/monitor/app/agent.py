@@ -1,36 +1,38 @@
-"""Puts the agent together: source, collector, sampler, stream to the fleet, service."""
+"""The program `gpuscale-agent`: reads one host and its GPUs, serves them, and streams them to the fleet."""
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.rpc.server import Registration
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.config.settings import run_program
+from gpuscale.common.rpc.server import Registration, Server
+from gpuscale.common.runtime.clock import Clock, SystemClock
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.monitor.agent.admission import Holders
-from gpuscale.monitor.agent.bus import Bus, find_gpus
-from gpuscale.monitor.agent.collector import Collector
-from gpuscale.monitor.agent.driver_servicer import DriverServicer
-from gpuscale.monitor.agent.faults import Faults
+from gpuscale.monitor.agent.collector import Collector, Sampler
+from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.agent.feed import SnapshotFeed
 from gpuscale.monitor.agent.gpus import LONGEST_EVENT_WAIT_SECONDS, Gpus
 from gpuscale.monitor.agent.host import ProcHost
-from gpuscale.monitor.agent.lease_checks import LeaseChecks
+from gpuscale.monitor.agent.pci import Bus, find_gpus
 from gpuscale.monitor.agent.push import FleetPush
-from gpuscale.monitor.agent.sampler import Sampler
-from gpuscale.monitor.agent.servicer import SERVICE, AgentServicer, add_agent
+from gpuscale.monitor.agent.servicers import (
+    AGENT_SERVICE,
+    AgentServicer,
+    DriverServicer,
+    WorkServicer,
+    add_agent,
+)
 from gpuscale.monitor.agent.sources import make_source
-from gpuscale.monitor.agent.work import Work
-from gpuscale.monitor.agent.work_servicer import WorkServicer
-from gpuscale.monitor.app.agent_settings import AgentSettings
-from gpuscale.monitor.app.exposition import open_metrics
-from gpuscale.monitor.exposition.agent import AgentPage
-from gpuscale.monitor.exposition.meter import CollectionMeter
-from gpuscale.monitor.exposition.xids import Xids
+from gpuscale.monitor.agent.work import LeaseChecks, Work
+from gpuscale.monitor.app.settings import AgentSettings, open_metrics
+from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids
 
 DRIVER_SERVICE = "gpuscale.api.monitor.v1.DriverService"
 WORK_SERVICE = "gpuscale.api.monitor.v1.WorkService"
@@ -95,13 +97,16 @@ async def open_agent(
             tasks.spawn("agent sampler", sampler.run())
             tasks.spawn("agent XID counts", xids.follow(gpus.events))
             if fleet is not None:
-                faults = Faults()
+                faults = FaultLog()
                 tasks.spawn("agent faults", faults.follow(gpus.events))
                 bands, full_every = settings.dead_bands(), settings.full_every_seconds
                 why = partial(settings.why_unavailable, settings.fleet_address)
                 push = FleetPush(fleet, sampler, collector, clock, bands, full_every, faults, why)
                 tasks.spawn("agent stream to the fleet", push.run())
-            yield (Registration(SERVICE, partial(add_agent, servicer)), *_host_services(gpus, work, clock))
+            yield (
+                Registration(AGENT_SERVICE, partial(add_agent, servicer)),
+                *_host_services(gpus, work, clock),
+            )
     finally:
         await collector.close()
 
@@ -117,3 +122,35 @@ def _host_services(gpus: Gpus, work: Work, clock: Clock) -> tuple[Registration, 
             WORK_SERVICE, lambda server: monitor_api.add_WorkServiceServicer_to_server(worker, server)
         ),
     )
+
+
+PROGRAM = "gpuscale-agent"
+DESCRIPTION = "Reads the GPUs and the host it runs on."
+
+_log = get_logger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    return run_program(AgentSettings, serve, argv, program=PROGRAM, description=DESCRIPTION, quiet=True)
+
+
+async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set."""
+    server = Server(settings.server_options(), settings.authenticator())
+    address = server.bind()
+    async with AsyncExitStack() as stack:
+        fleet = allocator = None
+        if settings.fleet_address:
+            fleet = allocator = await stack.enter_async_context(settings.open_channel(settings.fleet_address))
+        if settings.allocator_address:
+            allocator = await stack.enter_async_context(settings.open_channel(settings.allocator_address))
+        agent = open_agent(settings, fleet=fleet, allocator=allocator, clock=SystemClock())
+        server.add(*await stack.enter_async_context(agent))
+        await stack.enter_async_context(server)
+        _log.info("agent serves", address=address, node=settings.node, fleet=settings.fleet_address or None)
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

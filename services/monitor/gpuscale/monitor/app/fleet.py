@@ -1,21 +1,90 @@
-"""Puts the fleet together: the index of nodes, the passing of time, the service."""
+"""The program `gpuscale-fleet`: takes in every agent's stream, answers for all nodes, and observes them."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
-from gpuscale.common.rpc.server import Registration
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.config.settings import run_program
+from gpuscale.common.rpc.server import Registration, Server
+from gpuscale.common.runtime.clock import Clock, SystemClock
+from gpuscale.common.runtime.lifecycle import DirectoryLock
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
-from gpuscale.monitor.app.exposition import open_metrics
-from gpuscale.monitor.app.fleet_settings import FleetSettings
-from gpuscale.monitor.app.observing import Observing
+from gpuscale.monitor.app.settings import FleetSettings, open_metrics
 from gpuscale.monitor.exposition.fleet import FleetPage
+from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.servicer import SERVICE, FleetServicer, add_fleet
-from gpuscale.monitor.keeping.keeper import open_keeper
-from gpuscale.monitor.recording.servicer import Keep, forget
+from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, FleetServicer, add_fleet
+from gpuscale.monitor.health.servicer import HealthServicer
+from gpuscale.monitor.health.watch import HealthWatch
+from gpuscale.monitor.history.history import History
+from gpuscale.monitor.history.series import Tier
+from gpuscale.monitor.history.servicer import HistoryServicer
+from gpuscale.monitor.model.health import Event
+from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.recording.samples import SampleObserver
+from gpuscale.monitor.recording.servicer import Keep, RecordingServicer, forget
+from gpuscale.monitor.state.saver import open_saver
+
+RECORDING_SERVICE = "gpuscale.api.monitor.v1.RecordingService"
+HISTORY_SERVICE = "gpuscale.api.monitor.v1.HistoryService"
+HEALTH_SERVICE = "gpuscale.api.monitor.v1.HealthService"
+TICK_SECONDS = 1.0
+
+
+class Observing:
+    """Observes an index of nodes from when it is made.
+
+    Attributes:
+        history: what nodes and GPUs did.
+        recordings: what was asked to be recorded.
+        events: what is, or was, wrong.
+    """
+
+    def __init__(self, nodes: Nodes, clock: Clock, tiers: Sequence[Tier], history_bytes: int) -> None:
+        self._nodes = nodes
+        self._clock = clock
+        self.history = History(tiers, history_bytes)
+        self.recordings = Recordings()
+        self._health = HealthWatch(clock, nodes)
+        self.events = self._health.register.events
+        self._samples = SampleObserver(self.history, self.recordings)
+        nodes.observers = (*nodes.observers, self._samples.observe, self._health.observe)
+        nodes.fault_observers = (*nodes.fault_observers, self._health.hear)
+
+    async def run(self) -> None:
+        """Let time pass for what only time changes, for ever."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._health.tick()
+            self.history.forget_ended(self._clock.now())
+            self._samples.forget_unknown(self._nodes)
+
+    def resume(self) -> None:
+        """What was wrong when a run before ended still is; to be called first, once the events were restored."""
+        self._health.resume()
+
+    def lasting_events(self) -> list[Event]:
+        """The health events that are not resolved."""
+        return self.events.lasting()
+
+    def registrations(self, keep: Keep = forget) -> tuple[Registration, ...]:
+        """The three services. `keep` makes a recording last, by id, before its caller is answered."""
+        directory = Directory(self._nodes)
+        recording = RecordingServicer(self.recordings, directory, self._clock, keep)
+        history = HistoryServicer(self.history, directory, self._clock)
+        health = HealthServicer(self._health, directory, self._clock)
+        return (
+            Registration(
+                RECORDING_SERVICE, partial(monitor_api.add_RecordingServiceServicer_to_server, recording)
+            ),
+            Registration(HISTORY_SERVICE, partial(monitor_api.add_HistoryServiceServicer_to_server, history)),
+            Registration(HEALTH_SERVICE, partial(monitor_api.add_HealthServiceServicer_to_server, health)),
+        )
+
 
 # How late a watcher may learn that a node became STALE.
 SWEEP_SECONDS = 0.25
@@ -45,7 +114,7 @@ async def open_fleet(
     ):
         tasks.spawn("fleet sweep", _sweep(nodes))
         tasks.spawn("fleet health", observing.run())
-        fleet = Registration(SERVICE, partial(add_fleet, FleetServicer(nodes, clock)))
+        fleet = Registration(FLEET_SERVICE, partial(add_fleet, FleetServicer(nodes, clock)))
         yield (fleet, *observing.registrations(keep))
 
 
@@ -55,14 +124,45 @@ async def _keep(settings: FleetSettings, observing: Observing, clock: Clock) -> 
     if settings.data_dir is None:
         yield forget
         return
-    async with open_keeper(
+    async with open_saver(
         settings.data_dir, observing.history, observing.recordings, observing.events, clock
-    ) as keeper:
+    ) as saver:
         observing.resume()
-        yield keeper.save_recording
+        yield saver.save_recording
 
 
 async def _sweep(nodes: Nodes) -> None:
     while True:
         await asyncio.sleep(SWEEP_SECONDS)
         nodes.sweep()
+
+
+PROGRAM = "gpuscale-fleet"
+DESCRIPTION = "Collects what every agent tells of its node."
+
+_log = get_logger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    return run_program(FleetSettings, serve, argv, program=PROGRAM, description=DESCRIPTION)
+
+
+async def serve(settings: FleetSettings, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set.
+
+    Raises:
+        GpuscaleError: the data directory, what is in it, or the address cannot be used.
+    """
+    server = Server(settings.server_options(), settings.authenticator())
+    with nullcontext() if settings.data_dir is None else DirectoryLock(settings.data_dir):
+        address = server.bind()
+        async with open_fleet(settings, clock=SystemClock()) as registrations:
+            server.add(*registrations)
+            async with server:
+                _log.info("fleet serves", address=address)
+                await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,20 +1,137 @@
-"""The agent's page: its newest snapshot, and how collecting goes."""
+"""The agent's page: its newest snapshot, how collecting goes, and the XID errors since the agent started."""
 
-from collections.abc import AsyncGenerator, Callable, Container
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable
 from importlib.metadata import version
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.metrics_text import Family, Page, labels
-from gpuscale.monitor.agent.collection import Collection
-from gpuscale.monitor.agent.translate import to_snapshot
-from gpuscale.monitor.agent.watch import Broadcast
-from gpuscale.monitor.exposition.meter import CollectionMeter
-from gpuscale.monitor.exposition.process import add_process
-from gpuscale.monitor.exposition.snapshots import add_snapshot, dcgm_labels, own_labels
-from gpuscale.monitor.exposition.style import Style
-from gpuscale.monitor.exposition.xids import Xids
-from gpuscale.monitor.model.readings import GpuState, Snapshot
+from gpuscale.monitor.agent.events import GpuEvents
+from gpuscale.monitor.agent.gpus import Collection
+from gpuscale.monitor.agent.pci import Bus, pci_address
+from gpuscale.monitor.exposition.series import Style
+from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot, dcgm_labels, own_labels
+from gpuscale.monitor.model.readings import GpuEvent, GpuState, GpuView, ReadingStatus, Snapshot
+from gpuscale.monitor.wire.snapshots import to_snapshot
+from gpuscale.monitor.wire.watch import Broadcast
+
+_WORKING = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW, GpuState.DIVIDED})
+# Absent for a reason that says nothing against the GPU.
+_EXCUSED = frozenset({ReadingStatus.NOT_SUPPORTED, ReadingStatus.NO_PERMISSION})
+
+
+class CollectionMeter:
+    """Stands between a collector and whoever has it collect.
+
+    Args:
+        collect: takes a snapshot.
+        clock: what tells the time.
+        bus: which GPUs are on the host's PCI bus, whatever NVIDIA's driver says.
+
+    Attributes:
+        newest: the newest snapshot; None before the first.
+        duration: seconds that it took; None before the first.
+        last_success: when the newest snapshot was taken that had every GPU, each of them answering, since the epoch;
+            None for never.
+        failures: readings that should have been there and were not, by reason, since the start.
+    """
+
+    def __init__(self, collect: Callable[[], Awaitable[Snapshot]], clock: Clock, bus: Bus) -> None:
+        self._collect = collect
+        self._clock = clock
+        self._bus = bus
+        self.newest: Snapshot | None = None
+        self.duration: float | None = None
+        self.last_success: float | None = None
+        self.failures: Counter[ReadingStatus] = Counter()
+
+    async def collect(self) -> Snapshot:
+        """Take a snapshot."""
+        began = self._clock.now()
+        snapshot = await self._collect()
+        self.duration = self._clock.now() - began
+        self.newest = snapshot
+        self.failures.update(
+            absent.status
+            for view in snapshot.gpus
+            for absent in view.reading.absent
+            if absent.status not in _EXCUSED
+        )
+        if self._bus.given_away or not self.succeeded():
+            await asyncio.to_thread(self._bus.look)
+        if self.succeeded():
+            self.last_success = snapshot.sample_time.timestamp()
+        return snapshot
+
+    def expected(self) -> int:
+        """How many GPUs there should be: those on the bus, or those that were found if they are more."""
+        return max(self._on_bus(), self._found())
+
+    def succeeded(self) -> bool:
+        """Whether the newest snapshot has every GPU that is expected, and each answers."""
+        if self.newest is None:
+            return False
+        all_given_away = bool(self._bus.gpus) and not self._on_bus()
+        if self.newest.gpu_problem and not all_given_away:
+            return False
+        return self._found() >= self._on_bus() and all(view.state in _WORKING for view in self._views())
+
+    def _on_bus(self) -> int:
+        return len(self._bus.gpus - self._bus.given_away)
+
+    def _found(self) -> int:
+        """How many GPUs of the bus the newest snapshot has; MIG instances are on the bus as their GPU."""
+        return len({view.identity.pci_bus_id or view.identity.uuid for view in self._views()})
+
+    def _views(self) -> list[GpuView]:
+        """The GPUs of the newest snapshot, but for those that are given away."""
+        views = self.newest.gpus if self.newest is not None else ()
+        return [view for view in views if pci_address(view.identity.pci_bus_id) not in self._bus.given_away]
+
+
+COUNT = Family(
+    "gpuscale_gpu_xid_errors_total", "counter", "XID errors of a GPU since the agent started, by code."
+)
+TIME = Family("gpuscale_gpu_xid_last_timestamp_seconds", "gauge", "When a GPU last had that XID error.")
+DCGM_LAST = Family("DCGM_FI_DEV_XID_ERRORS", "gauge", "Code of the last XID error.")
+
+
+class Xids:
+    """Counts what `follow` hears. The first error is as visible as any: its time stands beside the count."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, int]] = Counter()
+        self._last: dict[tuple[str, int], float] = {}
+
+    async def follow(self, events: GpuEvents) -> None:
+        """Count for ever."""
+        with events.subscribe() as queue:
+            while True:
+                self.note(await queue.get())
+
+    def add_to(self, page: Page, gpus: Iterable[tuple[str, dict[str, str], str]]) -> None:
+        """Add the errors of these GPUs: UUID, our own labels, and the text of DCGM's, empty for none."""
+        whose = {uuid: (own, dcgm) for uuid, own, dcgm in gpus}
+        newest: dict[str, int] = {}
+        for (uuid, xid), seen in sorted(self._last.items(), key=lambda item: item[1]):
+            if uuid not in whose:
+                continue
+            text = labels({**whose[uuid][0], "xid": str(xid)})
+            page.add(COUNT, text, self._counts[uuid, xid])
+            page.add(TIME, text, round(seen, 3))
+            newest[uuid] = xid
+        for uuid, xid in newest.items():
+            if whose[uuid][1]:
+                page.add(DCGM_LAST, whose[uuid][1], xid)
+
+    def note(self, event: GpuEvent) -> None:
+        """Count an event, if it is an XID error."""
+        if event.xid is not None:
+            self._counts[event.uuid, event.xid] += 1
+            self._last[event.uuid, event.xid] = event.seen_time.timestamp()
+
 
 STALE_PERIODS = 3
 

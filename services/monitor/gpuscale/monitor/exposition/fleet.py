@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.metrics_text import Family, Page, labels
-from gpuscale.monitor.exposition.process import add_process
-from gpuscale.monitor.exposition.snapshots import add_snapshot
-from gpuscale.monitor.exposition.style import Style
+from gpuscale.monitor.exposition.series import Style
+from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Record
 from gpuscale.monitor.model.health import Event

@@ -3,13 +3,35 @@
 A line says which field of `GpuReading` (or `HostReading`) is shown under which name, and how its unit is changed. A
 reading that is absent has no series; it is never shown as 0. `DCGM` has the names, types and units of NVIDIA's
 dcgm-exporter (etc/default-counters.csv and dcgm_fields.h there), `DCGM_CHECKED` those that its Grafana board needs and
-Prometheus' own checker passes; the other tables have our own names in base units. A reading that DCGM knows and the driver cannot tell is in neither.
+Prometheus' own checker passes; the other tables have our own names in base units. A reading that DCGM knows and the
+driver cannot tell is in neither.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from gpuscale.common.runtime.metrics_text import Family, Kind
+
+Names = Literal["checked", "all", "dcgm", "gpuscale"]
+HostLabel = Literal["hostname", "Hostname"]
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How series are named.
+
+    Attributes:
+        names: which names the readings of GPUs have: our own and DCGM's as far as `promtool check metrics` has no
+            complaint, both to the letter, DCGM's, or our own.
+        host_label: how DCGM's host label is written.
+        many_nodes: whether the page shows several nodes: series of DCGM then have a label `node` more.
+    """
+
+    names: Names = "checked"
+    host_label: HostLabel = "hostname"
+    many_nodes: bool = False
+
 
 MIB = 1024**2
 PRESSURE = "Share of time in which some task waited for {}."

@@ -20,14 +20,11 @@ from gpuscale.common.rpc.validation import violations
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.wire import seconds
-from gpuscale.monitor.fleet.delta import refuse_change
-from gpuscale.monitor.fleet.online import Online
-from gpuscale.monitor.fleet.owners import Owners
-from gpuscale.monitor.fleet.record import Record, Stream
-from gpuscale.monitor.fleet.sanity import refuse_snapshot
-from gpuscale.monitor.fleet.watch import Watchers
+from gpuscale.monitor.fleet.record import Online, Owners, Record, Stream
+from gpuscale.monitor.fleet.validation import refuse_change, refuse_snapshot
 from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, refuse_epoch, refuse_sample
 from gpuscale.monitor.wire.merging import Change, Picture
+from gpuscale.monitor.wire.watch import Watchers
 
 Observer = Callable[[str, Picture, float, Change | None], None]
 """Told of each snapshot that was taken in: id of the node; its picture, changes merged, which the observer must not change

@@ -1,13 +1,14 @@
-"""What the fleet keeps of a node, and of the stream that reports for it."""
+"""What the fleet keeps of a node and of the stream that reports for it; which node has which GPU, and which turns stale when."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from heapq import heappop, heappush
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.monitor.fleet.staleness import is_gone, node_state
-from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample
+from gpuscale.common.names import node_name
+from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, is_gone, node_state, stale_at
 from gpuscale.monitor.wire.merging import Picture
 
 
@@ -84,3 +85,87 @@ class Stream:
     def node(self) -> str:
         """Id of the node."""
         return self.record.node
+
+
+class Owners:
+    """The nodes of all GPUs, by UUID in lower case."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, Record] = {}
+
+    def find(self, uuid: str) -> Record | None:
+        """The node of a GPU; None if no node reports it."""
+        return self._owners.get(uuid.lower())
+
+    def refuse(self, record: Record, picture: Picture, now: float) -> str:
+        """Why a node may not report the GPUs of a picture; empty if it may."""
+        if record.uuids == picture.uuids:
+            return ""
+        for place, uuid in enumerate(picture.uuids):
+            owner = self._owners.get(uuid, record)
+            if owner is not record and not owner.is_gone(now):
+                return f"GPU {picture.snapshot.gpus[place].uuid} is reported by {node_name(owner.node)}"
+        return ""
+
+    def own(self, record: Record, picture: Picture) -> list[Record]:
+        """Note the GPUs of a picture that is about to become the node's; the nodes that lost one to it."""
+        if record.uuids == picture.uuids:
+            return []
+        self._release(record, set(record.uuids).difference(picture.uuids))
+        losers: list[Record] = []
+        for uuid in picture.uuids:
+            owner = self._owners.get(uuid)
+            if owner is not None and owner is not record:
+                _strike(owner, uuid)
+                losers.append(owner)
+            self._owners[uuid] = record
+        return losers
+
+    def forget(self, record: Record) -> None:
+        """Release all GPUs of a node."""
+        self._release(record, record.uuids)
+
+    def _release(self, record: Record, uuids: Iterable[str]) -> None:
+        for uuid in uuids:
+            if self._owners.get(uuid) is record:
+                del self._owners[uuid]
+
+
+def _strike(record: Record, uuid: str) -> None:
+    """Remove a GPU from what is known of a node that is gone."""
+    if record.picture is not None:
+        kept = types_api.Snapshot()
+        record.picture.write(kept)
+        del kept.gpus[record.uuids.index(uuid)]
+        record.picture = Picture(kept)
+        record.picture.rest()
+
+
+class Online:
+    """Nodes that were ONLINE, each by the time at which the snapshot that it had then turns stale.
+
+    That time passes for every node: only then it is seen whether a newer snapshot has come since.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Record]] = []
+        self._count = 0
+
+    def await_stale(self, record: Record) -> None:
+        """Begin to watch a node that has a snapshot."""
+        if record.sample is not None:
+            record.awaited = True
+            self._count += 1
+            heappush(self._heap, (stale_at(record.sample), self._count, record))
+
+    def due(self, now: float) -> list[Record]:
+        """The nodes whose last snapshot has turned stale; they are not watched any more."""
+        found: list[Record] = []
+        while self._heap and self._heap[0][0] < now:
+            record = heappop(self._heap)[2]
+            record.awaited = False
+            if record.sample is not None and stale_at(record.sample) >= now:
+                self.await_stale(record)
+            else:
+                found.append(record)
+        return found

@@ -1,26 +1,180 @@
-"""FleetService on the wire."""
+"""FleetService on the wire: streams of agents in, nodes out, each encoded once for all who are told of it at that time."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from random import SystemRandom
 
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError
-from gpuscale.common.names import NODE, parse
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    PermissionDeniedError,
+)
+from gpuscale.common.names import NODE, node_name, parse
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.auth import Context, Role, current_principal
-from gpuscale.common.wire import page
-from gpuscale.monitor.fleet.feed import NodeFeed
+from gpuscale.common.wire import page, seconds, to_timestamp
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import Stream
-from gpuscale.monitor.fleet.stream import Requests
-from gpuscale.monitor.fleet.translate import to_node
-from gpuscale.monitor.wire.encoded import encoded_stream
+from gpuscale.monitor.fleet.record import Record, Stream
+from gpuscale.monitor.model.nodes import NodeState
+from gpuscale.monitor.wire.merging import count_on
+from gpuscale.monitor.wire.watch import encoded_stream
 
-SERVICE = "gpuscale.api.monitor.v1.FleetService"
+
+class Requests:
+    """Reads a request stream, in the task that made this; `end` interrupts it from outside.
+
+    Thousands of streams bring a message each second: there is no timer for each, and no iterator around `read`.
+
+    Args:
+        read: what gives a message at a time, such as `read` of a call's context; anything else means the end.
+    """
+
+    def __init__(self, read: Callable[[], Awaitable[object]]) -> None:
+        self._read = read
+        self._task = asyncio.current_task()
+        self._waiting = False
+        self._ended = False
+
+    def end(self) -> None:
+        """Make `next` raise AbortedError, now or when it is called next."""
+        if self._waiting and not self._ended and self._task is not None:
+            self._task.cancel()
+        self._ended = True
+
+    async def first(self, limit: float) -> monitor_api.StreamTelemetryRequest | None:
+        """The first message; None when the agent has ended the stream.
+
+        Raises:
+            AbortedError: another stream of the node took over.
+            DeadlineExceededError: nothing came within `limit` seconds.
+        """
+        try:
+            async with asyncio.timeout(limit):
+                return await self.next()
+        except TimeoutError:
+            raise DeadlineExceededError(f"no message within {limit:g} s", reason="NO_HELLO") from None
+
+    async def next(self) -> monitor_api.StreamTelemetryRequest | None:
+        """The next message; None when the agent has ended the stream.
+
+        Raises:
+            AbortedError: another stream of the node took over.
+        """
+        if self._ended:
+            raise _superseded()
+        self._waiting = True
+        try:
+            message = await self._read()
+        except asyncio.CancelledError:
+            if self._ended and self._task is not None and self._task.uncancel() == 0:
+                raise _superseded() from None
+            raise
+        finally:
+            self._waiting = False
+        return message if isinstance(message, monitor_api.StreamTelemetryRequest) else None
+
+
+def _superseded() -> AbortedError:
+    return AbortedError("another stream reports for this node now", reason="STREAM_SUPERSEDED")
+
+
+_STATE = {one: monitor_api.NodeState.Value(f"NODE_STATE_{one.name}") for one in NodeState}
+
+
+def quarantine_of(
+    gpu: types_api.Gpu, quarantines: Mapping[str, monitor_api.Quarantine]
+) -> monitor_api.Quarantine | None:
+    """The quarantine of a GPU by those of its node, by UUID in lower case; a MIG instance has that of its GPU."""
+    found = quarantines.get(gpu.uuid.lower())
+    return found or (quarantines.get(gpu.parent_uuid.lower()) if gpu.parent_uuid else None)
+
+
+def to_node(record: Record, now: float) -> monitor_api.Node:
+    """The node as it is at `now`, in seconds of the fleet's clock: ages are counted on until then."""
+    state = record.state(now)
+    node = monitor_api.Node(
+        name=node_name(record.node),
+        state=_STATE[state],
+        agent_version=record.agent_version,
+        first_seen_time=to_timestamp(record.first_seen),
+        rejected_count=record.rejected_count,
+    )
+    if record.picture is not None:
+        record.picture.write(node.snapshot)
+        count_on(node.snapshot, now - record.received_at)
+        if state is not NodeState.ONLINE:
+            for gpu in node.snapshot.gpus:
+                gpu.state = types_api.GpuState.GPU_STATE_STALE
+        for gpu in node.snapshot.gpus if record.quarantines else ():
+            quarantine = quarantine_of(gpu, record.quarantines)
+            if quarantine is not None:
+                gpu.quarantine = quarantine.reason
+                gpu.quarantine_time.CopyFrom(quarantine.start_time)
+    return node
+
+
+# A message of a watch stays far below gRPC's limit of 4 MiB: a node with eight GPUs takes about 3 KiB.
+NODES_PER_MESSAGE = 500
+# The ages in an encoding are counted to when it was made; this much they may lag behind.
+SHARED_SECONDS = 0.1
+
+_FULL = monitor_api.WatchNodesResponse(full=True).SerializeToString()
+
+
+class NodeFeed:
+    """Streams the nodes of an index."""
+
+    def __init__(self, nodes: Nodes, clock: Clock) -> None:
+        self._nodes = nodes
+        self._clock = clock
+
+    async def stream(self, request: monitor_api.WatchNodesRequest, _: object) -> AsyncGenerator[bytes, None]:
+        """Every node, then those that changed, as encoded WatchNodesResponse."""
+        interval = seconds(request.min_interval)
+        with self._nodes.watchers.watch() as watch:
+            everything = [record.node for record in self._nodes.all()]
+            for start in range(0, len(everything) or 1, NODES_PER_MESSAGE):
+                end = start + NODES_PER_MESSAGE
+                full = _FULL if end >= len(everything) else b""
+                yield self._message(everything[start:end]) + full
+            while True:
+                await asyncio.sleep(interval)
+                changed = await watch.changed()
+                for start in range(0, len(changed), NODES_PER_MESSAGE):
+                    yield self._message(changed[start : start + NODES_PER_MESSAGE])
+
+    def _message(self, nodes: Sequence[str]) -> bytes:
+        """The nodes as they are now; those that are not known any more, by name."""
+        now = self._clock.now()
+        parts: list[bytes] = []
+        for node in nodes:
+            record = self._nodes.find(node)
+            if record is None:
+                parts.append(monitor_api.WatchNodesResponse(removed=[node_name(node)]).SerializeToString())
+            else:
+                parts.append(_encoded(record, now))
+        return b"".join(parts)
+
+
+def _encoded(record: Record, now: float) -> bytes:
+    """A WatchNodesResponse with this node alone."""
+    if record.encoded is not None:
+        encoding, made_at = record.encoded
+        if now - made_at <= SHARED_SECONDS:
+            return encoding
+    encoding = monitor_api.WatchNodesResponse(nodes=[to_node(record, now)]).SerializeToString()
+    record.encoded = encoding, now
+    return encoding
+
+
+FLEET_SERVICE = "gpuscale.api.monitor.v1.FleetService"
 HELLO_SECONDS = 10.0
 # An answer costs about as much as taking in a snapshot, so few are given; agents wait for one much longer.
 ACKNOWLEDGE_SECONDS = 20.0
@@ -57,9 +211,7 @@ class FleetServicer(monitor_api.FleetServiceServicer):
                     yield _acknowledgement(stream)
 
     async def ListNodes(
-        self,
-        request: monitor_api.ListNodesRequest,
-        context: Context,
+        self, request: monitor_api.ListNodesRequest, context: Context
     ) -> monitor_api.ListNodesResponse:
         """A page of nodes."""
         nodes, boot_id = self._nodes.all(), request.boot_id
@@ -77,18 +229,14 @@ class FleetServicer(monitor_api.FleetServiceServicer):
         )
 
     async def GetNode(
-        self,
-        request: monitor_api.GetNodeRequest,
-        context: Context,
+        self, request: monitor_api.GetNodeRequest, context: Context
     ) -> monitor_api.GetNodeResponse:
         """One node."""
         record = self._nodes.get(parse(NODE, request.name)["node"])
         return monitor_api.GetNodeResponse(node=to_node(record, self._clock.now()))
 
     async def WatchNodes(
-        self,
-        request: monitor_api.WatchNodesRequest,
-        context: Context,
+        self, request: monitor_api.WatchNodesRequest, context: Context
     ) -> AsyncGenerator[monitor_api.WatchNodesResponse, None]:
         """Every node, then those that changed. On the wire `add_fleet` puts the encoded stream in its place."""
         async with aclosing(self.feed.stream(request, context)) as encoded:
@@ -96,9 +244,7 @@ class FleetServicer(monitor_api.FleetServiceServicer):
                 yield monitor_api.WatchNodesResponse.FromString(message)
 
     async def ForgetNode(
-        self,
-        request: monitor_api.ForgetNodeRequest,
-        context: Context,
+        self, request: monitor_api.ForgetNodeRequest, context: Context
     ) -> monitor_api.ForgetNodeResponse:
         """Forget a node."""
         self._nodes.forget(parse(NODE, request.name)["node"])
@@ -107,7 +253,7 @@ class FleetServicer(monitor_api.FleetServiceServicer):
 
 def add_fleet(servicer: FleetServicer, server: grpc.aio.Server) -> None:
     """Add the service to a server."""
-    watch = encoded_stream(SERVICE, "WatchNodes", monitor_api.WatchNodesRequest, servicer.feed.stream)
+    watch = encoded_stream(FLEET_SERVICE, "WatchNodes", monitor_api.WatchNodesRequest, servicer.feed.stream)
     server.add_generic_rpc_handlers((watch,))
     monitor_api.add_FleetServiceServicer_to_server(servicer, server)
 

@@ -1,4 +1,4 @@
-"""What the facts of one GPU say, check by check. Pure.
+"""What the facts of one GPU say, check by check, and in the light of what was before. Pure.
 
 A check that finds nothing wrong gives None. One that cannot tell, since what it needs was not read, gives nothing at
 all: then its last result stands.
@@ -41,27 +41,27 @@ _RECOVERY: Mapping[str, Finding] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Hold:
     """How long a finding must last until it is an event, and how long it must be gone until that is resolved; seconds."""
 
     raise_after: float
     resolve_after: float
 
 
-PATIENCE: Mapping[HealthCheck, Patience] = {
-    HealthCheck.XID: Patience(0.0, 30.0),
-    HealthCheck.ECC_UNCORRECTED: Patience(0.0, 30.0),
-    HealthCheck.ROW_REMAP_FAILURE: Patience(0.0, 30.0),
-    HealthCheck.MEMORY_REPAIR_PENDING: Patience(0.0, 30.0),
-    HealthCheck.GPU_LOST: Patience(2.0, 30.0),
-    HealthCheck.RESET_REQUIRED: Patience(0.0, 30.0),
-    HealthCheck.GPU_HUNG: Patience(0.0, 30.0),
-    HealthCheck.RECOVERY_ACTION: Patience(0.0, 30.0),
-    HealthCheck.THERMAL_SLOWDOWN: Patience(10.0, 60.0),
-    HealthCheck.PCIE_REPLAY: Patience(0.0, 120.0),
-    HealthCheck.NVLINK_DOWN: Patience(5.0, 30.0),
-    HealthCheck.COLLECTION_STALE: Patience(2.0, 5.0),
-    HealthCheck.GPUS_UNREADABLE: Patience(10.0, 5.0),
+HOLDS: Mapping[HealthCheck, Hold] = {
+    HealthCheck.XID: Hold(0.0, 30.0),
+    HealthCheck.ECC_UNCORRECTED: Hold(0.0, 30.0),
+    HealthCheck.ROW_REMAP_FAILURE: Hold(0.0, 30.0),
+    HealthCheck.MEMORY_REPAIR_PENDING: Hold(0.0, 30.0),
+    HealthCheck.GPU_LOST: Hold(2.0, 30.0),
+    HealthCheck.RESET_REQUIRED: Hold(0.0, 30.0),
+    HealthCheck.GPU_HUNG: Hold(0.0, 30.0),
+    HealthCheck.RECOVERY_ACTION: Hold(0.0, 30.0),
+    HealthCheck.THERMAL_SLOWDOWN: Hold(10.0, 60.0),
+    HealthCheck.PCIE_REPLAY: Hold(0.0, 120.0),
+    HealthCheck.NVLINK_DOWN: Hold(5.0, 30.0),
+    HealthCheck.COLLECTION_STALE: Hold(2.0, 5.0),
+    HealthCheck.GPUS_UNREADABLE: Hold(10.0, 5.0),
 }
 """So that what flickers is one event, and a GPU that comes back is trusted a while later."""
 
@@ -118,3 +118,49 @@ CHECKS: tuple[Callable[[GpuFacts], Results], ...] = (
 def results(facts: GpuFacts) -> Results:
     """What all checks that need no memory say."""
     return {check: finding for one in CHECKS for check, finding in one(facts).items()}
+
+
+REPLAY_WINDOW_SECONDS = 60.0
+MOST_REPLAYS_PER_MINUTE = 30
+
+
+@dataclass(slots=True)
+class Past:
+    """What was seen of one GPU before."""
+
+    replays: int | None = None
+    replays_at: float = 0.0
+    most_links: int = 0
+
+
+def past_results(past: Past, facts: GpuFacts, now: float) -> Results:
+    """What the facts say in the light of the past, which is brought up to date.
+
+    A GPU that was away begins anew: its counters do, and its links may have been wired in another way.
+    """
+    if facts.state in AWAY:
+        past.replays, past.most_links = None, 0
+        return {}
+    found: Results = {}
+    if facts.pcie_replays is not None:
+        found |= _replays(past, facts.pcie_replays, now)
+    if facts.nvlinks_active is not None:
+        past.most_links = max(past.most_links, facts.nvlinks_active)
+        down = past.most_links - facts.nvlinks_active
+        message = f"{down} of {past.most_links} NVLinks that were up are down"
+        finding = Finding(HealthSeverity.WARNING, Action.RESET_GPU, message)
+        found[HealthCheck.NVLINK_DOWN] = finding if down else None
+    return found
+
+
+def _replays(past: Past, replays: int, now: float) -> Results:
+    """How fast the counter grew in the last window; nothing while the window runs."""
+    if past.replays is None or replays < past.replays:
+        past.replays, past.replays_at = replays, now
+    if now - past.replays_at < REPLAY_WINDOW_SECONDS:
+        return {}
+    per_minute = (replays - past.replays) * 60.0 / (now - past.replays_at)
+    past.replays, past.replays_at = replays, now
+    message = f"{per_minute:.0f} PCIe packets a minute have to be sent again"
+    finding = Finding(HealthSeverity.WARNING, Action.CHECK_HARDWARE, message)
+    return {HealthCheck.PCIE_REPLAY: finding if per_minute > MOST_REPLAYS_PER_MINUTE else None}

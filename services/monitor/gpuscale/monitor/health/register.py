@@ -3,11 +3,8 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from gpuscale.monitor.health.checks import Results, results
-from gpuscale.monitor.health.conditions import Conditions
-from gpuscale.monitor.health.events import Events
-from gpuscale.monitor.health.faults import Faults
-from gpuscale.monitor.health.trends import Past, past_results
+from gpuscale.monitor.health.checks import Past, Results, past_results, results
+from gpuscale.monitor.health.events import Conditions, Events, GpuFaults
 from gpuscale.monitor.model.health import (
     Action,
     Event,
@@ -35,7 +32,7 @@ class _Gpu:
     uuid: str
     facts: GpuFacts
     conditions: Conditions
-    faults: Faults
+    faults: GpuFaults
     missing_since: float | None = None
 
     @property
@@ -188,7 +185,7 @@ class HealthRegister:
         return found
 
     def _begin(self, node: str, uuid: str, facts: GpuFacts) -> _Gpu:
-        conditions, faults = Conditions(self.events, node, uuid), Faults(self.events, node, uuid)
+        conditions, faults = Conditions(self.events, node, uuid), GpuFaults(self.events, node, uuid)
         gpu = self._node(node).gpus[uuid.lower()] = _Gpu(uuid, facts, conditions, faults)
         return gpu
 

@@ -3,15 +3,14 @@
 from collections.abc import AsyncGenerator, Sequence
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.names import GPU, NODE, parse
+from gpuscale.common.names import GPU, NODE, gpu_name, parse
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import page
 from gpuscale.monitor.fleet.directory import Directory
-from gpuscale.monitor.health.translate import to_event
-from gpuscale.monitor.health.watching import HealthWatch
+from gpuscale.monitor.health.watch import HealthWatch
 from gpuscale.monitor.model.health import Event, HealthCheck
-from gpuscale.monitor.wire.dates import Dates
+from gpuscale.monitor.wire.values import Dates
 
 EVENTS_PER_MESSAGE = 500
 
@@ -25,9 +24,7 @@ class HealthServicer(monitor_api.HealthServiceServicer):
         self._clock = clock
 
     async def ListHealthEvents(
-        self,
-        request: monitor_api.ListHealthEventsRequest,
-        context: Context,
+        self, request: monitor_api.ListHealthEventsRequest, context: Context
     ) -> monitor_api.ListHealthEventsResponse:
         """A page of events."""
         node = _node(request.parent)
@@ -52,9 +49,7 @@ class HealthServicer(monitor_api.HealthServiceServicer):
         )
 
     async def WatchHealth(
-        self,
-        request: monitor_api.WatchHealthRequest,
-        context: Context,
+        self, request: monitor_api.WatchHealthRequest, context: Context
     ) -> AsyncGenerator[monitor_api.WatchHealthResponse, None]:
         """Events that last, then those that change."""
         node, events = _node(request.parent), self._health.register.events
@@ -73,9 +68,7 @@ class HealthServicer(monitor_api.HealthServiceServicer):
                     yield monitor_api.WatchHealthResponse(health_events=shown)
 
     async def ClearQuarantine(
-        self,
-        request: monitor_api.ClearQuarantineRequest,
-        context: Context,
+        self, request: monitor_api.ClearQuarantineRequest, context: Context
     ) -> monitor_api.ClearQuarantineResponse:
         """Lift the quarantine of a GPU."""
         node = parse(GPU, request.name)["node"]
@@ -94,3 +87,26 @@ def _node(parent: str) -> str:
 
 def _about(event: Event, node: str) -> bool:
     return not node or event.node == node
+
+
+def to_event(event: Event, dates: Dates) -> monitor_api.HealthEvent:
+    """An event as a message."""
+    return monitor_api.HealthEvent(
+        name=f"healthEvents/{event.id}",
+        check=monitor_api.HealthCheck.Value(f"HEALTH_CHECK_{event.check.name}"),
+        severity=monitor_api.HealthSeverity.Value(f"HEALTH_SEVERITY_{event.finding.severity.name}"),
+        fatal=event.finding.fatal,
+        node=event.node,
+        uuid=event.uuid,
+        gpu=gpu_name(event.node, event.uuid) if event.uuid else "",
+        recommended_action=monitor_api.RecommendedAction.Value(
+            f"RECOMMENDED_ACTION_{event.finding.action.name}"
+        ),
+        xid=event.xid,
+        message=event.finding.message,
+        start_time=dates.timestamp(event.started_at),
+        last_time=dates.timestamp(event.last_at),
+        resolved_time=None if event.resolved_at is None else dates.timestamp(event.resolved_at),
+        count=event.count,
+        cleared=event.cleared,
+    )

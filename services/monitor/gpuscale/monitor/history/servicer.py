@@ -11,12 +11,10 @@ from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import optional_seconds, seconds, to_duration
 from gpuscale.monitor.fleet.directory import Directory, Subject
-from gpuscale.monitor.history.history import History
-from gpuscale.monitor.history.query import plan, spread, trend
+from gpuscale.monitor.history.history import History, plan, spread, trend
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric
-from gpuscale.monitor.wire.dates import Dates
-from gpuscale.monitor.wire.recordings import to_stats
+from gpuscale.monitor.wire.values import Dates, to_stats
 
 DEFAULT_SPAN_SECONDS = 600.0
 MOST_POINTS = 30_000
@@ -40,9 +38,7 @@ class HistoryServicer(monitor_api.HistoryServiceServicer):
         self._clock = clock
 
     async def QueryHistory(
-        self,
-        request: monitor_api.QueryHistoryRequest,
-        context: Context,
+        self, request: monitor_api.QueryHistoryRequest, context: Context
     ) -> monitor_api.QueryHistoryResponse:
         """Points of a span."""
         dates = Dates.of(self._clock)
@@ -71,9 +67,7 @@ class HistoryServicer(monitor_api.HistoryServiceServicer):
         return response
 
     async def QueryTrends(
-        self,
-        request: monitor_api.QueryTrendsRequest,
-        context: Context,
+        self, request: monitor_api.QueryTrendsRequest, context: Context
     ) -> monitor_api.QueryTrendsResponse:
         """Where metrics are going."""
         dates = Dates.of(self._clock)

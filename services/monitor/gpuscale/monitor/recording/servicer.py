@@ -1,5 +1,6 @@
 """RecordingService on the wire."""
 
+import asyncio
 import uuid
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,12 +12,11 @@ from gpuscale.common.names import parse
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.security.auth import Context
-from gpuscale.common.wire import fingerprint, optional_seconds, page
+from gpuscale.common.wire import fingerprint, optional_seconds, page, to_duration
 from gpuscale.monitor.fleet.directory import Directory
-from gpuscale.monitor.model.recordings import Order, Recording
+from gpuscale.monitor.model.recordings import Order, RecordedGpu, Recording
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.wire.dates import Dates
-from gpuscale.monitor.wire.recordings import to_recording
+from gpuscale.monitor.wire.values import Dates, to_stats
 
 DEFAULT_INTERVAL_SECONDS = 1.0
 DEFAULT_MAX_DURATION_SECONDS = 3_600.0
@@ -43,9 +43,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
 
     @uninterrupted
     async def StartRecording(
-        self,
-        request: monitor_api.StartRecordingRequest,
-        context: Context,
+        self, request: monitor_api.StartRecordingRequest, context: Context
     ) -> monitor_api.StartRecordingResponse:
         """Begin a recording."""
         dates = Dates.of(self._clock)
@@ -55,9 +53,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
 
     @uninterrupted
     async def StopRecording(
-        self,
-        request: monitor_api.StopRecordingRequest,
-        context: Context,
+        self, request: monitor_api.StopRecordingRequest, context: Context
     ) -> monitor_api.StopRecordingResponse:
         """End a recording."""
         dates = Dates.of(self._clock)
@@ -66,9 +62,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
         return monitor_api.StopRecordingResponse(recording=await to_recording(recording, dates))
 
     async def GetRecording(
-        self,
-        request: monitor_api.GetRecordingRequest,
-        context: Context,
+        self, request: monitor_api.GetRecordingRequest, context: Context
     ) -> monitor_api.GetRecordingResponse:
         """One recording."""
         dates = Dates.of(self._clock)
@@ -76,9 +70,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
         return monitor_api.GetRecordingResponse(recording=await to_recording(recording, dates))
 
     async def ListRecordings(
-        self,
-        request: monitor_api.ListRecordingsRequest,
-        context: Context,
+        self, request: monitor_api.ListRecordingsRequest, context: Context
     ) -> monitor_api.ListRecordingsResponse:
         """A page of recordings."""
         dates = Dates.of(self._clock)
@@ -92,9 +84,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
 
     @uninterrupted
     async def DeleteRecording(
-        self,
-        request: monitor_api.DeleteRecordingRequest,
-        context: Context,
+        self, request: monitor_api.DeleteRecordingRequest, context: Context
     ) -> monitor_api.DeleteRecordingResponse:
         """Forget a recording."""
         key = _id(request.name)
@@ -142,3 +132,39 @@ def _that_fit(recordings: Sequence[Recording]) -> int:
 
 def _id(name: str) -> str:
     return parse(RECORDING, name)["recording"]
+
+
+GPUS_AT_ONCE = 64
+"""So many GPUs are written into a message before other work gets its turn."""
+
+
+async def to_recording(recording: Recording, dates: Dates) -> monitor_api.Recording:
+    """A recording as a message."""
+    ended = recording.ended_at
+    message = monitor_api.Recording(
+        name=f"recordings/{recording.order.id}",
+        state=monitor_api.Recording.State.Value(f"STATE_{recording.state.name}"),
+        interval=to_duration(recording.order.interval),
+        max_duration=to_duration(recording.order.max_duration),
+        start_time=dates.timestamp(recording.started_at),
+        end_time=None if ended is None else dates.timestamp(ended),
+        duration=to_duration(recording.duration(dates.now)),
+    )
+    for start in range(0, len(recording.gpus), GPUS_AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        message.gpus.extend(_to_gpu(gpu) for gpu in recording.gpus[start : start + GPUS_AT_ONCE])
+    message.sample_count = max((gpu.sample_count for gpu in message.gpus), default=0)
+    return message
+
+
+def _to_gpu(gpu: RecordedGpu) -> monitor_api.RecordedGpu:
+    figures = gpu.figures()
+    return monitor_api.RecordedGpu(
+        name=gpu.target.name,
+        uuid=gpu.target.uuid,
+        index=gpu.target.index,
+        model=gpu.target.model,
+        sample_count=figures.sample_count,
+        stats=[to_stats(metric, stats) for metric, stats in figures.stats()],
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pynvml
 
-from gpuscale.monitor.agent.asking import Asking, Failure
+from gpuscale.monitor.agent.nvml.queries import Failure, Queries
 from gpuscale.monitor.model.readings import ReadingStatus, RecoveryAction
 
 # Readings by name, as the tables give them; that name and type fit the model is what the tests are for.
@@ -118,38 +118,38 @@ _NO_LINKS = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU has no NVLink")
 
 
 def ask_slow(
-    asking: Asking[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, links: tuple[int, ...]
+    queries: Queries[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, links: tuple[int, ...]
 ) -> Values:
     """Everything that is read seldom, in one call; `links` are the GPU's NVLinks."""
     if not links:
-        asking.note((*(field.name for field in _NVLINK), _NVLINK_STATE), _NO_LINKS)
-        return ask(asking, handle, "slow fields", _SLOW)
+        queries.note((*(field.name for field in _NVLINK), _NVLINK_STATE), _NO_LINKS)
+        return ask(queries, handle, "slow fields", _SLOW)
     state = Field(_NVLINK_STATE, tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in links))
-    return ask(asking, handle, "slow fields", (*_SLOW, *_NVLINK, state))
+    return ask(queries, handle, "slow fields", (*_SLOW, *_NVLINK, state))
 
 
 def ask(
-    asking: Asking[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, question: str, fields: Iterable[Field]
+    queries: Queries[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, question: str, fields: Iterable[Field]
 ) -> Values:
     """Readings by name, in one call; those that the GPU is known not to support are left out of it."""
     wanted: list[Field] = []
     for field in fields:
-        refusal = asking.unsupported(field.name)
+        refusal = queries.unsupported(field.name)
         if refusal is None:
             wanted.append(field)
         else:
-            asking.note((field.name,), refusal)
+            queries.note((field.name,), refusal)
     if not wanted:
         return {}
     keys = [key for field in wanted for key in field.keys]
-    found = asking.attempt(question, lambda: pynvml.nvmlDeviceGetFieldValues(handle, keys))
+    found = queries.attempt(question, lambda: pynvml.nvmlDeviceGetFieldValues(handle, keys))
     if isinstance(found, Failure):
-        asking.note((field.name for field in wanted), found)
+        queries.note((field.name for field in wanted), found)
         return {}
     readings: Values = {}
     place = 0
     for field in wanted:
-        value = _reading(asking, field, found, place)
+        value = _reading(queries, field, found, place)
         place += len(field.keys)
         if value is not None:
             readings[field.name] = value
@@ -157,16 +157,16 @@ def ask(
 
 
 def _reading(
-    asking: Asking[pynvml.NVMLError], field: Field, found: Sequence[pynvml.c_nvmlFieldValue_t], place: int
+    queries: Queries[pynvml.NVMLError], field: Field, found: Sequence[pynvml.c_nvmlFieldValue_t], place: int
 ) -> Value | None:
     total: float = 0
     for at in range(place, place + len(field.keys)):
-        answer = asking.attempt(field.name, partial(_number, found[at]), counted=False)
+        answer = queries.attempt(field.name, partial(_number, found[at]), counted=False)
         if isinstance(answer, Failure):
-            asking.note((field.name,), answer)
+            queries.note((field.name,), answer)
             return None
         total += answer
-    if asking.within(field.name, total, high=field.high) is None:
+    if queries.within(field.name, total, high=field.high) is None:
         return None
     return field.convert(total)
 

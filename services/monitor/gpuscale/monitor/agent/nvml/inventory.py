@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pynvml
 
-from gpuscale.monitor.agent.bus import Bus, find_gpus, pci_address
-from gpuscale.monitor.agent.nvml.errors import raise_if_driver_gone
-from gpuscale.monitor.agent.nvml.reading import Device
+from gpuscale.monitor.agent.nvml.queries import raise_if_driver_gone
+from gpuscale.monitor.agent.nvml.reading import NvmlDevice
+from gpuscale.monitor.agent.pci import Bus, find_gpus, pci_address
 from gpuscale.monitor.model.readings import GpuIdentity, MissingGpu
 
 _MIG_PROFILE = re.compile(r"\bMIG (\S+)$")
@@ -32,7 +32,7 @@ class Survey:
 
     def __init__(self, sys: Path) -> None:
         self._sys = sys
-        self.devices: dict[str, Device] = {}
+        self.devices: dict[str, NvmlDevice] = {}
         self.missing: list[MissingGpu] = []
 
     def look(self) -> None:
@@ -55,7 +55,7 @@ class Survey:
             for part in mig_parts(device):
                 self.devices[part.identity.uuid] = part
 
-    def _whole(self, index: int) -> Device | None:
+    def _whole(self, index: int) -> NvmlDevice | None:
         """The GPU at an index; None, and noted as missing, if it cannot be identified."""
         address = ""
         try:
@@ -73,7 +73,7 @@ class Survey:
             raise_if_driver_gone(error)
             self.missing.append(MissingGpu(index, address, str(error)))
             return None
-        return Device(handle, identity)
+        return NvmlDevice(handle, identity)
 
     def _look_at_bus(self, known: AbstractSet[str]) -> None:
         """Find the addresses of GPUs that would not tell theirs, and the GPUs that the driver does not list.
@@ -94,7 +94,7 @@ class Survey:
         )
 
 
-def mig_parts(parent: Device) -> Iterator[Device]:
+def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
     """The MIG instances of a GPU; none of one that is not divided."""
     if not parent.identity.divided:
         return
@@ -106,7 +106,7 @@ def mig_parts(parent: Device) -> Iterator[Device]:
             raise_if_driver_gone(error)
             continue  # the places of instances that were taken away stay empty
         profile = _MIG_PROFILE.search(name)
-        yield Device(
+        yield NvmlDevice(
             handle,
             replace(
                 parent.identity,

@@ -14,12 +14,89 @@ from functools import partial
 
 import pynvml
 
-from gpuscale.monitor.agent.asking import Asking, Failure, Kept, Unsupported
 from gpuscale.monitor.agent.nvml.fields import METERS, Values, ask, ask_slow
-from gpuscale.monitor.agent.nvml.links import link_ends
-from gpuscale.monitor.agent.nvml.lists import ask_processes
+from gpuscale.monitor.agent.nvml.queries import Failure, Kept, Queries, Unsupported, raise_if_driver_gone
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import GpuIdentity, GpuProcess, GpuReading, ReadingStatus
+
+_MOST_LINKS = 36
+# There is no link of that number, or none at all.
+_NO_MORE = {
+    pynvml.NVML_ERROR_INVALID_ARGUMENT,
+    pynvml.NVML_ERROR_NOT_SUPPORTED,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+}
+
+
+def link_ends(handle: pynvml.c_nvmlDevice_t, by_address: Mapping[str, str]) -> dict[int, str | None] | None:
+    """Each active link by number, with the UUID of the GPU at its other end; None for a switch.
+
+    Returns None where the GPU gave an error: it is to be asked again.
+
+    Raises:
+        GpuSourceError: NVML is gone.
+    """
+    ends: dict[int, str | None] = {}
+    for link in range(_MOST_LINKS):
+        try:
+            if pynvml.nvmlDeviceGetNvLinkState(handle, link):
+                ends[link] = by_address.get(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
+        except pynvml.NVMLError as error:
+            raise_if_driver_gone(error)
+            return ends if error.value in _NO_MORE else None
+    return ends
+
+
+_Processes = list[pynvml.nvmlFriendlyObject]
+_ProcessCall = Callable[[pynvml.c_nvmlDevice_t], _Processes]
+_COMPUTE: tuple[_ProcessCall, _ProcessCall] = (
+    pynvml.nvmlDeviceGetComputeRunningProcesses_v3,
+    pynvml.nvmlDeviceGetComputeRunningProcesses_v2,
+)
+_GRAPHICS: tuple[_ProcessCall, _ProcessCall] = (
+    pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3,
+    pynvml.nvmlDeviceGetGraphicsRunningProcesses_v2,
+)
+
+
+def ask_processes(
+    queries: Queries[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, names: ProcessNames
+) -> tuple[GpuProcess, ...] | None:
+    """Those that compute and those that draw; one kind alone where the GPU does not list the other."""
+    kinds = [
+        _list(queries, handle, names, "compute", *_COMPUTE),
+        _list(queries, handle, names, "graphics", *_GRAPHICS),
+    ]
+    failures = [found for found in kinds if isinstance(found, Failure)]
+    serious = [failure for failure in failures if failure.status is not ReadingStatus.NOT_SUPPORTED]
+    if serious or len(failures) == len(kinds):
+        queries.note(("processes",), (serious or failures)[0])
+        return None
+    lists = [found for found in kinds if not isinstance(found, Failure)]
+    return names.merge((process.pid, process.usedGpuMemory) for found in lists for process in found)
+
+
+def _list(
+    queries: Queries[pynvml.NVMLError],
+    handle: pynvml.c_nvmlDevice_t,
+    names: ProcessNames,
+    kind: str,
+    newer: _ProcessCall,
+    older: _ProcessCall,
+) -> _Processes | Failure:
+    """By the v3 call; by the v2 call where v3 is missing, or its records have another driver's layout."""
+    found = queries.attempt(f"{kind} v3", lambda: _believed(newer, handle, names))
+    if isinstance(found, Failure) and found.status is ReadingStatus.NOT_SUPPORTED:
+        return queries.attempt(f"{kind} v2", lambda: _believed(older, handle, names))
+    return found
+
+
+def _believed(call: _ProcessCall, handle: pynvml.c_nvmlDevice_t, names: ProcessNames) -> _Processes | Failure:
+    found = call(handle)
+    if names.believable(process.pid for process in found):
+        return found
+    return Failure(ReadingStatus.NOT_SUPPORTED, "the driver gives impossible process ids")
+
 
 ENGINES_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 5.0
@@ -45,7 +122,7 @@ _NO_MEMORY: _Memory = (None, None, None, None)
 
 
 @dataclass(slots=True)
-class Device:
+class NvmlDevice:
     """What is known of a GPU between ticks.
 
     Attributes:
@@ -67,10 +144,10 @@ class Device:
 class Tick:
     """One reading of one GPU."""
 
-    def __init__(self, device: Device, asking: Asking[pynvml.NVMLError], names: ProcessNames) -> None:
+    def __init__(self, device: NvmlDevice, queries: Queries[pynvml.NVMLError], names: ProcessNames) -> None:
         self._device = device
         self._handle = device.handle
-        self._asking = asking
+        self._asking = queries
         self._names = names
 
     def read(self) -> GpuReading:

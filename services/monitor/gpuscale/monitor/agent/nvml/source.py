@@ -1,18 +1,86 @@
-"""The GPU source over NVML: one owner of the driver, one session at a time."""
+"""The GPU source over NVML: one owner of the driver, one session at a time, and the events of that session."""
 
+import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pynvml
 
-from gpuscale.monitor.agent.asking import Asking
-from gpuscale.monitor.agent.nvml.errors import explain, raise_if_driver_gone, source_error
-from gpuscale.monitor.agent.nvml.event_set import EventSet
 from gpuscale.monitor.agent.nvml.inventory import Survey, mig_enabled, mig_parts
-from gpuscale.monitor.agent.nvml.reading import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, Device, Tick
+from gpuscale.monitor.agent.nvml.queries import Queries, explain, raise_if_driver_gone, source_error
+from gpuscale.monitor.agent.nvml.reading import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, NvmlDevice, Tick
 from gpuscale.monitor.agent.processes import ProcessNames
-from gpuscale.monitor.model.readings import DriverEvent, GpuReading, GpuSample, Inventory, MissingGpu
+from gpuscale.monitor.model.readings import (
+    DriverEvent,
+    GpuEventKind,
+    GpuReading,
+    GpuSample,
+    Inventory,
+    MissingGpu,
+)
+
+_KINDS = {
+    pynvml.nvmlEventTypeXidCriticalError: GpuEventKind.XID,
+    pynvml.nvmlEventTypeSingleBitEccError: GpuEventKind.ECC_CORRECTED,
+    pynvml.nvmlEventTypeDoubleBitEccError: GpuEventKind.ECC_UNCORRECTED,
+}
+
+
+class EventSet:
+    """The event set of one session of NVML; ends with the session, and is to be freed before."""
+
+    def __init__(self, devices: Iterable[NvmlDevice]) -> None:
+        """Register every whole GPU.
+
+        Raises:
+            NVMLError: the driver has no event sets.
+        """
+        self._set = pynvml.nvmlEventSetCreate()
+        self._uuids: dict[int | None, str] = {}
+        for device in devices:
+            if not device.identity.parent_uuid and self._register(device.handle):
+                self._uuids[_address(device.handle)] = device.identity.uuid
+
+    def __bool__(self) -> bool:
+        """Whether any GPU has events."""
+        return bool(self._uuids)
+
+    def wait(self, timeout: float) -> DriverEvent | None:
+        """The next event; None where there was none in time, or none of a known kind."""
+        try:
+            found = pynvml.nvmlEventSetWait_v2(self._set, int(timeout * 1000))
+        except pynvml.NVMLError as error:
+            if error.value != pynvml.NVML_ERROR_TIMEOUT:
+                time.sleep(timeout)  # it answers at once: without a pause this would be asked without end
+            return None
+        kind, uuid = _KINDS.get(found.eventType), self._uuids.get(_address(found.device))
+        if kind is None or uuid is None:
+            return None
+        return DriverEvent(uuid, kind, found.eventData if kind is GpuEventKind.XID else None)
+
+    def free(self) -> None:
+        """Give the set back. A failure is ignored: the session ends next."""
+        try:
+            pynvml.nvmlEventSetFree(self._set)
+        except pynvml.NVMLError:
+            return
+
+    def _register(self, handle: pynvml.c_nvmlDevice_t) -> bool:
+        """Whether the GPU has any of the events."""
+        try:
+            offered = pynvml.nvmlDeviceGetSupportedEventTypes(handle)
+            wanted = sum(kind for kind in _KINDS if offered & kind)
+            if wanted:
+                pynvml.nvmlDeviceRegisterEvents(handle, wanted, self._set)
+        except pynvml.NVMLError:
+            return False
+        return wanted != 0
+
+
+def _address(handle: pynvml.c_nvmlDevice_t) -> int | None:
+    """What a handle points to, by which handles can be compared."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 class NvmlSource:
@@ -34,7 +102,7 @@ class NvmlSource:
         self._now = now
         self._sys = sys
         self._names = ProcessNames(proc, now)
-        self._devices: dict[str, Device] = {}
+        self._devices: dict[str, NvmlDevice] = {}
         self._events: EventSet | None = None
         self._initialised = False
         self._outdated = False
@@ -78,15 +146,15 @@ class NvmlSource:
             GpuSourceError: NVML has to be started again.
         """
         device = self._devices[uuid]
-        asking = Asking(device.unsupported, self._now(), pynvml.NVMLError, explain)
-        reading = Tick(device, asking, self._names).read()
-        silence = asking.silence()
+        queries = Queries(device.unsupported, self._now(), pynvml.NVMLError, explain)
+        reading = Tick(device, queries, self._names).read()
+        silence = queries.silence()
         if silence is not None:
             reading = GpuReading.nothing(silence.status, silence.detail)
         elif not device.identity.parent_uuid:
             self._look_at_parts(device)
         ends = tuple((device.links or {}).values())
-        return GpuSample(asking.state(), reading, ends, asking.calls, asking.refusals)
+        return GpuSample(queries.state(), reading, ends, queries.calls, queries.refusals)
 
     def probe(self, uuid: str) -> None:
         """Ask for the performance state: one call that reaches the GPU and is among the cheapest.
@@ -128,7 +196,7 @@ class NvmlSource:
         except pynvml.NVMLError:
             return None
 
-    def _look_at_parts(self, parent: Device) -> None:
+    def _look_at_parts(self, parent: NvmlDevice) -> None:
         """Now and then, compare MIG mode and instances of a GPU with what was found.
 
         A GPU that can be divided is asked again then what it did not support: that may have been while it was divided.

@@ -1,18 +1,63 @@
-"""Settings of the agent."""
+"""Settings of the agent and of the fleet, and `/metrics` where they ask for it."""
 
 import socket
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from gpuscale.common.config.settings import UpstreamSettings
+from gpuscale.common.config.settings import ServerSettings, UpstreamSettings
 from gpuscale.common.names import is_id, to_id
-from gpuscale.monitor.agent.dead_bands import DeadBands
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.monitor.agent.deltas import DeadBands
+from gpuscale.monitor.agent.device import Deadlines
 from gpuscale.monitor.agent.sources import SourceKind
-from gpuscale.monitor.agent.staleness import Deadlines
-from gpuscale.monitor.app.exposition_settings import ExpositionSettings
+from gpuscale.monitor.exposition.series import HostLabel, Names, Style
+from gpuscale.monitor.history.series import Tier
+
+
+class ExpositionSettings(ServerSettings):
+    """Settings of `/metrics`; TLS, tokens and the rule for other hosts are those of the program's gRPC server."""
+
+    metrics_listen: str = Field("", description="address of /metrics, HOST:PORT; not served when empty")
+    metrics_names: Names = Field(
+        "checked",
+        description="names of GPU series: checked (all that promtool passes), all, dcgm or gpuscale",
+    )
+    metrics_host_label: HostLabel = Field(
+        "hostname", description="host label of DCGM series: hostname, or Hostname as before 2026-05"
+    )
+
+    def style(self, *, many_nodes: bool = False) -> Style:
+        """How series are named."""
+        return Style(self.metrics_names, self.metrics_host_label, many_nodes)
+
+
+_log = get_logger(__name__)
+
+
+@asynccontextmanager
+async def open_metrics(
+    settings: ExpositionSettings, render: Callable[[], AsyncGenerator[bytes]]
+) -> AsyncGenerator[str]:
+    """Serve a page until the block ends; yields the address, empty where nothing is served.
+
+    Raises:
+        FailedPreconditionError: the address cannot be listened on, or needs TLS; a file cannot be used.
+        InvalidArgumentError: the address is none.
+    """
+    if not settings.metrics_listen:
+        yield ""
+        return
+    from gpuscale.common.rpc.metrics_http import serve_metrics
+
+    options, authenticator = settings.server_options(), settings.authenticator()
+    async with serve_metrics(settings.metrics_listen, options, authenticator, render) as address:
+        _log.info("metrics are served", address=address)
+        yield address
+
 
 _MOST_LABELS = 64
 _LONGEST_NAME = 253
@@ -112,3 +157,39 @@ def _is_label(name: str, value: str) -> bool:
     """What the contract takes as the key and the value of a label."""
     whole = name == name.strip() and 0 < len(name) <= _LONGEST_NAME
     return whole and (name + value).isprintable() and len(value) <= _LONGEST_NAME
+
+
+class FleetSettings(ExpositionSettings):
+    """Settings of `gpuscale-fleet`."""
+
+    section: ClassVar[str] = "fleet"
+
+    listen: str = Field("127.0.0.1:7072", description="address to serve on, HOST:PORT")
+    data_dir: Path | None = Field(
+        None,
+        description="directory of recordings and history, one fleet each; without it a restart forgets them",
+    )
+    max_nodes: int = Field(20_000, ge=1, description="most nodes that may report")
+    history_fine_seconds: float = Field(
+        600.0, ge=10, le=86_400, description="how long history is kept in steps of 1 s"
+    )
+    history_medium_seconds: float = Field(
+        21_600.0, ge=60, le=604_800, description="how long history is kept in steps of 10 s"
+    )
+    history_coarse_seconds: float = Field(
+        604_800.0, ge=60, le=31_536_000, description="how long history is kept in steps of 1 min"
+    )
+    history_memory_mib: int = Field(
+        1_024, ge=0, description="memory for history; where it is short all tiers are, and 0 keeps none"
+    )
+    metrics_max_gpus: int = Field(
+        2_000, ge=0, description="/metrics has no series of single GPUs once there are more GPUs than this"
+    )
+
+    def history_tiers(self) -> tuple[Tier, ...]:
+        """The tiers of history, from the finest to the coarsest."""
+        return (
+            Tier(1.0, self.history_fine_seconds),
+            Tier(10.0, self.history_medium_seconds),
+            Tier(60.0, self.history_coarse_seconds),
+        )

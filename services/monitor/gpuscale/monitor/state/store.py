@@ -1,7 +1,9 @@
 """The fleet's file: recordings and health events as text, and history in chunks of the two coarsest tiers.
 
-Times and numbers of buckets are those of `gpuscale.monitor.keeping.timeline`. What is written stands in place of what was
-there, so a write may be repeated.
+One count of seconds goes over all runs and boots. The clock of samples begins anew with each boot, and the wall clock may
+be set at any time. So a stored time is seconds of the clock plus an offset that stays the same for a whole boot. The first
+run of a boot takes it from the wall clock, but never so that time would go back: where the wall clock is behind what was
+stored, the count goes on from there. What is written stands in place of what was there, so a write may be repeated.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -15,7 +17,42 @@ from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
 from gpuscale.common.store.store import Store
-from gpuscale.monitor.keeping.timeline import Timeline
+
+STEP_SECONDS = 60.0
+"""Offsets are whole multiples of the coarsest step of history, so that buckets stay buckets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The count during one boot: seconds of its clock plus `offset`."""
+
+    boot_id: str
+    offset: float
+
+    def stored(self, at: float) -> float:
+        """A time of the clock as it is stored."""
+        return at + self.offset
+
+    def clock(self, stored: float) -> float:
+        """A stored time in seconds of the clock; below 0 before this boot."""
+        return stored - self.offset
+
+
+def continued(before: Timeline | None, newest: float, boot_id: str, now: float, wall: float) -> Timeline:
+    """The count of this boot.
+
+    Args:
+        before: that of the run before; None for the first one.
+        newest: the newest time that is stored.
+        boot_id: of this boot.
+        now: seconds of its clock.
+        wall: seconds since 1970 by the wall clock.
+    """
+    if before is not None and before.boot_id == boot_id:
+        return before
+    least = max(wall, newest + STEP_SECONDS) - now
+    return Timeline(boot_id, (least // STEP_SECONDS) * STEP_SECONDS)
+
 
 VERSION = 2
 DATABASE = "fleet.db"
@@ -30,21 +67,21 @@ class _Table(SQLModel, registry=registry()):
 
 
 class Recording(_Table, table=True):
-    """A recording; `body` is that of `gpuscale.monitor.recording.saved`."""
+    """A recording; `body` is that of `gpuscale.monitor.state.encoding`."""
 
     id: str = Field(primary_key=True)
     body: str
 
 
 class HealthEvent(_Table, table=True):
-    """A health event; `body` is that of `gpuscale.monitor.health.saved`."""
+    """A health event; `body` is that of `gpuscale.monitor.state.encoding`."""
 
     id: str = Field(primary_key=True)
     body: str
 
 
 class HistoryChunk(_Table, table=True):
-    """Rows of one series; `body` is that of `gpuscale.monitor.history.packing`."""
+    """Rows of one series; `body` is that of `gpuscale.monitor.state.encoding`."""
 
     key: str = Field(primary_key=True)
     number: int = Field(primary_key=True, index=True)

@@ -1,6 +1,6 @@
-"""Whether what an agent says has changed can be believed, without looking again at what has not.
+"""What a snapshot, or what an agent says has changed, must be to be believed, beyond the rules of the contract.
 
-This is the hot path of the fleet: thousands of these come in each second. A whole snapshot passes the contract's full
+Deltas are the hot path of the fleet: thousands come in each second. A whole snapshot passes the contract's full
 validation. Of a delta, the numbers are compared with the range that the contract gives their field, a column at a time;
 only what is no number, or out of its range, meets the full validation.
 """
@@ -17,8 +17,43 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.rpc.validation import number_range, violations
-from gpuscale.monitor.fleet.sanity import refuse_memory
 from gpuscale.monitor.wire.merging import NO_NUMBERS, Change, Numbers, Picture
+
+LONGEST_PERIOD_SECONDS = 3600
+
+
+def refuse_snapshot(snapshot: types_api.Snapshot, node: str, epoch: str) -> str:
+    """Why a snapshot of a stream that began with this node and epoch is refused; empty if it is not."""
+    problems = violations(snapshot)
+    if problems:
+        return f"{problems[0].field} {problems[0].description}"
+    if snapshot.node != node or snapshot.epoch != epoch:
+        return "its node and epoch are not those of Hello"
+    if not snapshot.HasField("period") or snapshot.period.seconds > LONGEST_PERIOD_SECONDS:
+        return "its period is not within an hour"
+    seen: set[str] = set()
+    for index, gpu in enumerate(snapshot.gpus):
+        uuid = gpu.uuid.lower()
+        if uuid in seen:
+            return f"gpus[{index}] has the UUID of another one"
+        seen.add(uuid)
+    return refuse_memory(snapshot)
+
+
+def refuse_memory(snapshot: types_api.Snapshot) -> str:
+    """Why a GPU of a snapshot cannot have the memory that it shows; empty if all can."""
+    for index, gpu in enumerate(snapshot.gpus):
+        reading = gpu.reading
+        if not reading.HasField("memory_total_bytes"):
+            continue
+        total = reading.memory_total_bytes
+        if reading.memory_free_bytes > total:
+            return f"gpus[{index}].reading.memory_free_bytes is above memory_total_bytes"
+        # Free and used are read one after the other, and v1 records count reserved memory as used.
+        if reading.memory_free_bytes + reading.memory_used_bytes > total * 1.05:
+            return f"gpus[{index}].reading.memory_used_bytes and memory_free_bytes are above memory_total_bytes together"
+    return ""
+
 
 _GPU_STATES = frozenset(types_api.GpuState.values())
 _MOST_INTEGER = {FieldDescriptor.CPPTYPE_INT32: 2**31 - 1, FieldDescriptor.CPPTYPE_INT64: 2**53}

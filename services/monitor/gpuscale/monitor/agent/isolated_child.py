@@ -1,4 +1,4 @@
-"""The program that reads the driver on behalf of an agent: `python -m gpuscale.monitor.agent.isolated.child FD PID`.
+"""The program that reads the driver on behalf of an agent: `python -m gpuscale.monitor.agent.isolated_child FD PID`.
 
 It imports nothing that only the agent needs. Lanes come over the socket FD; its end is the end of this program, and so is
 that of process PID, its parent.
@@ -13,10 +13,9 @@ import sys
 import threading
 from collections.abc import Callable
 
-from gpuscale.monitor.agent.isolated.codec import Json, event_out, inventory_out, sample_out
-from gpuscale.monitor.agent.isolated.lane import receive, send
+from gpuscale.monitor.agent.isolated import Json, event_out, inventory_out, receive, sample_out, send
 from gpuscale.monitor.agent.nvml import NvmlSource
-from gpuscale.monitor.agent.ports import GpuSource, GpuSourceError
+from gpuscale.monitor.agent.sources import GpuSource, GpuSourceError
 
 _PR_SET_PDEATHSIG = 1
 

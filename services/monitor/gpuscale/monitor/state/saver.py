@@ -1,8 +1,8 @@
 """Carries recordings, health events and history over the end of the fleet's process.
 
 The two coarsest tiers of history, health events that changed, and what running recordings have come to, are written every
-`SAVE_SECONDS`; a recording also when it begins, ends or is deleted, before the answer. What a crash loses is what was read since the last write, and of
-history up to a step of the tier before the coarsest: less than a minute in all.
+`SAVE_SECONDS`; a recording also when it begins, ends or is deleted, before the answer. What a crash loses is what was
+read since the last write, and of history up to a step of the tier before the coarsest: less than a minute in all.
 """
 
 import asyncio
@@ -16,17 +16,29 @@ from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.monitor.health.events import Events
-from gpuscale.monitor.health.saved import from_text as event_from_text
-from gpuscale.monitor.health.saved import to_text as event_to_text
 from gpuscale.monitor.history.history import History, metrics_of
-from gpuscale.monitor.history.packing import CHUNK, chunks, unpack
 from gpuscale.monitor.history.ring import Rows
 from gpuscale.monitor.history.series import Series, Tier
-from gpuscale.monitor.keeping.store import DATABASE, Chunk, FleetStore, Saving
-from gpuscale.monitor.keeping.timeline import STEP_SECONDS, Timeline, continued
 from gpuscale.monitor.model.recordings import Recording, RecordingState
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.recording.saved import from_text, pieces
+from gpuscale.monitor.state.encoding import (
+    CHUNK,
+    chunks,
+    event_from_text,
+    event_to_text,
+    recording_from_text,
+    recording_pieces,
+    unpack,
+)
+from gpuscale.monitor.state.store import (
+    DATABASE,
+    STEP_SECONDS,
+    Chunk,
+    FleetStore,
+    Saving,
+    Timeline,
+    continued,
+)
 
 SAVE_SECONDS = 45.0
 SERIES_AT_ONCE = 100
@@ -41,7 +53,7 @@ _BEGIN = -(2**31)
 _log = get_logger(__name__)
 
 
-class Keeper:
+class Saver:
     """Writes what is to be kept, and brings it back at the start; `restore` comes first."""
 
     def __init__(
@@ -71,7 +83,7 @@ class Keeper:
         self._timeline = continued(before, newest, self._clock.boot_id, now, wall)
         try:
             for text in await self._store.recordings():
-                recording = from_text(text, self._timeline.offset)
+                recording = recording_from_text(text, self._timeline.offset)
                 self._recordings.restore(recording)
                 self._note_final(recording, recording.state)
             offset = self._timeline.offset
@@ -140,7 +152,7 @@ class Keeper:
         """A recording as text; other work gets its turn meanwhile, and where that ends it the text is made anew."""
         while True:
             state, made = recording.state, list[str]()
-            for piece in pieces(recording, self._timeline.offset):
+            for piece in recording_pieces(recording, self._timeline.offset):
                 made.append(piece)
                 await asyncio.sleep(0)
             if recording.state is state:
@@ -223,9 +235,9 @@ def _newest(rows: Rows, width: int) -> _Newest:
 
 
 @asynccontextmanager
-async def open_keeper(
+async def open_saver(
     directory: Path, history: History, recordings: Recordings, events: Events, clock: Clock
-) -> AsyncGenerator[Keeper, None]:
+) -> AsyncGenerator[Saver, None]:
     """Bring back what a directory has of a run before, and keep it up to date until the block ends.
 
     The caller holds the lock on the directory.
@@ -235,9 +247,9 @@ async def open_keeper(
         UnavailableError: it cannot be used now.
     """
     async with FleetStore.open(directory) as store:
-        keeper = Keeper(store, history, recordings, events, clock)
-        await keeper.restore()
+        saver = Saver(store, history, recordings, events, clock)
+        await saver.restore()
         async with TaskScope() as tasks:
-            tasks.spawn("fleet save", keeper.run())
-            yield keeper
-        await keeper.try_to_save()
+            tasks.spawn("fleet save", saver.run())
+            yield saver
+        await saver.try_to_save()

@@ -1,4 +1,4 @@
-"""Between seconds of the clock and dates.
+"""What several services put into their messages: dates, and the figures of a metric.
 
 What the fleet keeps is dated in seconds of its own clock, which steps of the wall clock do not touch. For display they
 become dates by the wall clock as it is when they are asked for.
@@ -10,8 +10,10 @@ from typing import Self
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.wire import to_datetime, to_timestamp
+from gpuscale.monitor.model.metrics import Metric, Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +35,17 @@ class Dates:
     def seconds(self, timestamp: Timestamp) -> float:
         """A date in seconds of the clock."""
         return self.now - (self.wall - to_datetime(timestamp)).total_seconds()
+
+
+_METRICS = {metric: monitor_api.Metric.Value(f"METRIC_{metric.name}") for metric in Metric}
+
+
+def to_stats(metric: Metric, stats: Stats) -> monitor_api.MetricStats:
+    """Figures of one metric as a message."""
+    return monitor_api.MetricStats(
+        metric=_METRICS[metric],
+        min=stats.min,
+        max=stats.max,
+        mean=stats.mean,
+        sample_count=stats.count,
+    )

@@ -1,20 +1,80 @@
 """Health of the fleet's nodes: an observer of what they stream, and what the judgement is told to."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.watch import Watchers
+from gpuscale.monitor.health.checks import HARDWARE_THERMAL, POWER_BRAKE, SOFTWARE_THERMAL
 from gpuscale.monitor.health.events import Events
-from gpuscale.monitor.health.facts import WATCHED_FIELDS, facts_of, looks_well
 from gpuscale.monitor.health.register import HealthRegister
-from gpuscale.monitor.health.translate import to_quarantines
-from gpuscale.monitor.model.health import Event, GpuFacts, HealthSeverity
-from gpuscale.monitor.wire.dates import Dates
+from gpuscale.monitor.model.health import Event, GpuFacts, HealthSeverity, Quarantine
 from gpuscale.monitor.wire.merging import Change, Picture
+from gpuscale.monitor.wire.values import Dates
+from gpuscale.monitor.wire.watch import Watchers
+
+_STATES = {value: name.removeprefix("GPU_STATE_") for name, value in types_api.GpuState.items()}
+_ACTIONS = {value: name.removeprefix("RECOVERY_ACTION_") for name, value in types_api.RecoveryAction.items()}
+
+
+def facts_of(gpu: types_api.Gpu) -> GpuFacts:
+    """What the checks look at of a GPU."""
+    reading = gpu.reading
+    has = reading.HasField
+    return GpuFacts(
+        state=_STATES.get(gpu.state, ""),
+        ecc_uncorrected=reading.ecc_volatile_uncorrected_count
+        if has("ecc_volatile_uncorrected_count")
+        else None,
+        remap_failed=reading.remapped_rows_failed if has("remapped_rows_failed") else None,
+        remap_pending=reading.remapped_rows_pending if has("remapped_rows_pending") else None,
+        retired_pending=reading.retired_pages_pending if has("retired_pages_pending") else None,
+        recovery_action=_ACTIONS.get(reading.recovery_action, "OTHER") if has("recovery_action") else None,
+        throttle_reason_mask=reading.throttle_reason_mask if has("throttle_reason_mask") else None,
+        pcie_replays=reading.pcie_replay_count if has("pcie_replay_count") else None,
+        nvlinks_active=reading.nvlink_active_count if has("nvlink_active_count") else None,
+    )
+
+
+_FINE = frozenset(
+    types_api.GpuState.Value(f"GPU_STATE_{word}") for word in ("OK", "DEGRADED", "SLOW", "DIVIDED", "STALE")
+)
+_SLOWDOWN = SOFTWARE_THERMAL | HARDWARE_THERMAL | POWER_BRAKE
+_NO_ACTION = types_api.RecoveryAction.RECOVERY_ACTION_NONE
+
+WATCHED_FIELDS = frozenset(
+    types_api.GpuReading.DESCRIPTOR.fields_by_name[name].number
+    for name in (
+        "ecc_volatile_uncorrected_count",
+        "throttle_reason_mask",
+        "remapped_rows_failed",
+        "remapped_rows_pending",
+        "retired_pages_pending",
+        "recovery_action",
+    )
+)
+"""The readings that decide whether a GPU looks well, by number: a change of others need not be looked at."""
+
+
+def looks_well(gpu: types_api.Gpu) -> bool:
+    """Whether no check that needs no memory can find anything: quick, since thousands are looked at each second.
+
+    An absent reading is 0 to protobuf, which here says no more than that nothing is found.
+    """
+    reading = gpu.reading
+    return gpu.state in _FINE and not (
+        reading.ecc_volatile_uncorrected_count
+        or reading.throttle_reason_mask & _SLOWDOWN
+        or reading.remapped_rows_failed
+        or reading.remapped_rows_pending
+        or reading.retired_pages_pending
+        or reading.recovery_action > _NO_ACTION
+    )
+
 
 EVERY_SECONDS = 30.0
 """A GPU that looks well is looked at closely this often: what then is compared with before is read no more often."""
@@ -126,3 +186,11 @@ def _note(event: Event | None) -> None:
         message=event.finding.message,
         fatal=event.finding.fatal,
     )
+
+
+def to_quarantines(found: Mapping[str, Quarantine], dates: Dates) -> dict[str, monitor_api.Quarantine]:
+    """Quarantines as messages, by UUID in lower case."""
+    return {
+        uuid: monitor_api.Quarantine(uuid=uuid, reason=one.reason, start_time=dates.timestamp(one.since))
+        for uuid, one in found.items()
+    }

@@ -1,29 +1,34 @@
-"""Daemon threads that make blocking calls for an event loop, one call at a time each.
+"""Daemon threads that make blocking calls for an event loop.
 
 Not a thread pool: a thread that is stuck in a driver call cannot be freed, and the interpreter waits for the threads
 of a pool when it ends. A stuck thread here is left behind and holds up nobody but its own GPU.
+
+Waking a thread for every GPU and every tick costs more than the reading. Healthy GPUs therefore share one
+(`SharedThread`), and whoever holds it up keeps it: the readings behind are given back to be ordered elsewhere, and the
+next round has a new thread.
 """
 
 import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.monitor.agent.ports import GpuSourceError
+from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.model.readings import Timed
 
 T = TypeVar("T")
 
 
-class WorkerDiedError(Exception):
+class ThreadDiedError(Exception):
     """A call ended its thread with an error that it may not raise; the thread's own traceback says which."""
 
 
-class Worker:
+class CallThread:
     """A named thread. To be used from the event loop only."""
 
     def __init__(self, name: str) -> None:
@@ -32,7 +37,7 @@ class Worker:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def call(self, work: Callable[[], T]) -> "asyncio.Future[T]":
-        """Queue a call; the future gives its value, a GpuSourceError that it raised, or WorkerDiedError."""
+        """Queue a call; the future gives its value, a GpuSourceError that it raised, or ThreadDiedError."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._jobs.put(partial(self._perform, work, future, loop))
@@ -49,7 +54,7 @@ class Worker:
     def _perform(
         self, work: Callable[[], T], future: "asyncio.Future[T]", loop: asyncio.AbstractEventLoop
     ) -> None:
-        deliver = partial(_fail, future, WorkerDiedError(f"thread {self._name} died"))
+        deliver = partial(_fail, future, ThreadDiedError(f"thread {self._name} died"))
         try:
             deliver = partial(_resolve, future, work())
         except GpuSourceError as error:
@@ -89,7 +94,7 @@ class Reader(Generic[T]):
         self.ordered_at: float | None = None
         self.error: Exception | None = None
 
-    def order(self, worker: Worker) -> "asyncio.Future[None]":
+    def order(self, worker: CallThread) -> "asyncio.Future[None]":
         """Order a reading by a worker; only where none is out."""
         self.ordered_at = self._clock.now()
         future = worker.call(self.perform)
@@ -101,7 +106,7 @@ class Reader(Generic[T]):
         ordered_at = self.ordered_at
         if ordered_at is None:
             ordered_at = self.ordered_at = self._clock.now()
-        self._outcome = WorkerDiedError("the thread that read died")
+        self._outcome = ThreadDiedError("the thread that read died")
         try:
             self._outcome = Timed(self._read(), ordered_at, self._clock.now())
         except GpuSourceError as error:
@@ -114,7 +119,7 @@ class Reader(Generic[T]):
         if isinstance(outcome, Timed):
             self.last, self.error = outcome, None
         else:
-            self.error = outcome or WorkerDiedError(str(died))
+            self.error = outcome or ThreadDiedError(str(died))
 
 
 async def wait_until(futures: Iterable[asyncio.Future[Any]], deadline: float) -> None:
@@ -122,3 +127,80 @@ async def wait_until(futures: Iterable[asyncio.Future[Any]], deadline: float) ->
     waiting = list(futures)
     if waiting:
         await asyncio.wait(waiting, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+
+
+class _Round:
+    """The readings of one round: those that wait, and those that are done and not settled yet."""
+
+    def __init__(self, readers: Sequence[Reader[Any]]) -> None:
+        self.waiting = deque(readers)
+        self.done: deque[Reader[Any]] = deque()
+
+    def run(self) -> None:
+        """Read one after the other. Ends with the first that has a bug."""
+        while True:
+            try:
+                reader = self.waiting.popleft()
+            except IndexError:
+                return
+            try:
+                reader.perform()
+            finally:
+                self.done.append(reader)
+
+    def settle(self) -> None:
+        """Take in what is done so far. To be called on the event loop."""
+        while self.done:
+            self.done.popleft().settle()
+
+    def give_back(self) -> list[Reader[Any]]:
+        """Those that have not begun; they no longer will."""
+        left: list[Reader[Any]] = []
+        while True:
+            try:
+                left.append(self.waiting.popleft())
+            except IndexError:
+                return left
+
+
+class SharedThread:
+    """A thread for whoever answers at once. To be used from one event loop."""
+
+    def __init__(self) -> None:
+        self._worker: CallThread | None = None
+        self._round: asyncio.Future[None] | None = None
+
+    @property
+    def round(self) -> "asyncio.Future[None] | None":
+        """Done once the thread has done all of the last round that it will do; None before the first."""
+        return self._round
+
+    async def drive(
+        self, readers: Sequence[Reader[Any]], limit: float
+    ) -> tuple[list[Reader[Any]], "asyncio.Future[None] | None"]:
+        """Read them in this order, for at most `limit` seconds.
+
+        Returns:
+            Those that have not begun when the limit ended, and what is done when the one that held them up is.
+        """
+        if not readers:
+            return [], None
+        if self._worker is None:
+            self._worker = CallThread("gpu-convoy")
+        turn = _Round(readers)
+        future = self._round = self._worker.call(turn.run)
+        future.add_done_callback(lambda _: turn.settle())
+        await asyncio.wait([future], timeout=limit)
+        if future.done():
+            if future.exception() is not None:
+                self._worker = None  # its thread died of a bug, which the reader tells
+            return turn.give_back(), None
+        turn.settle()
+        self._worker.stop()
+        self._worker = None
+        return turn.give_back(), future
+
+    def stop(self) -> None:
+        """End the thread once it is free."""
+        if self._worker is not None:
+            self._worker.stop()

@@ -1,0 +1,214 @@
+"""Recordings and health events as text, and rows of history as bytes, for the disk. Pure.
+
+Times are shifted to the count that is stored, and back. The bytes of rows are their arrays one after another, in the byte
+order of nearly all machines: numbers (32 bits), minima, means and maxima (32-bit floats), counts (16 bits).
+"""
+
+import json
+import sys
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gpuscale.monitor.history.ring import Rows
+from gpuscale.monitor.model.health import Action, Event, Finding, HealthCheck, HealthSeverity
+from gpuscale.monitor.model.metrics import GPU_METRICS, Tally
+from gpuscale.monitor.model.recordings import (
+    NEVER,
+    Figures,
+    Order,
+    RecordedGpu,
+    Recording,
+    RecordingState,
+    Target,
+)
+
+GPUS_AT_ONCE = 64
+
+
+def recording_to_text(recording: Recording, shift: float) -> str:
+    """A recording with what it has come to so far; `shift` seconds are added to its times."""
+    return "".join(recording_pieces(recording, shift))
+
+
+def recording_pieces(recording: Recording, shift: float) -> Iterator[str]:
+    """The same in recording_pieces that each take a moment to make: those of large recordings have a megabyte in all."""
+    targets, gpus = recording.order.targets, recording.gpus
+    ended = recording.ended_at
+    yield json.dumps(
+        {
+            "state": recording.state.name,
+            "started_at": recording.started_at + shift,
+            "ended_at": None if ended is None else ended + shift,
+        }
+    ).removesuffix("}")
+    yield f', "order": {json.dumps(_from_order(recording.order)).removesuffix("}")}, "targets": ['
+    for start in range(0, len(targets), GPUS_AT_ONCE):
+        part = targets[start : start + GPUS_AT_ONCE]
+        yield (", " if start else "") + ", ".join(json.dumps(_from_target(one)) for one in part)
+    yield ']}, "gpus": ['
+    for start in range(0, len(gpus), GPUS_AT_ONCE):
+        each = gpus[start : start + GPUS_AT_ONCE]
+        yield (", " if start else "") + ", ".join(json.dumps(_from_gpu(one, shift)) for one in each)
+    yield "]}"
+
+
+def recording_from_text(text: str, shift: float) -> Recording:
+    """The recording of a text; `shift` seconds are taken off its times.
+
+    Raises:
+        ValueError: it is not the text of one.
+    """
+    try:
+        found: dict[str, Any] = json.loads(text)
+        order = found["order"]
+        targets = tuple(Target(**target) for target in order.pop("targets"))
+        gpus = zip(targets, found["gpus"], strict=True)
+        ended = found["ended_at"]
+        return Recording(
+            Order(targets=targets, **order),
+            found["started_at"] - shift,
+            [_to_gpu(target, gpu, shift) for target, gpu in gpus],
+            RecordingState[found["state"]],
+            None if ended is None else ended - shift,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is no recording: {error}") from error
+
+
+def _from_order(order: Order) -> dict[str, object]:
+    return {
+        "id": order.id,
+        "request_id": order.request_id,
+        "fingerprint": order.fingerprint,
+        "interval": order.interval,
+        "max_duration": order.max_duration,
+    }
+
+
+def _from_target(target: Target) -> dict[str, object]:
+    return {
+        "name": target.name,
+        "uuid": target.uuid,
+        "index": target.index,
+        "model": target.model,
+        "period": target.period,
+    }
+
+
+def _from_gpu(gpu: RecordedGpu, shift: float) -> dict[str, object]:
+    figures = gpu.figures()
+    return {
+        "sample_count": figures.sample_count,
+        "last_at": figures.last_at + shift if figures.sample_count else None,
+        "tallies": {
+            metric.name: {"min": tally.min, "max": tally.max, "total": tally.total, "count": tally.count}
+            for metric, tally in zip(GPU_METRICS, figures.tallies, strict=False)
+            if tally.count
+        },
+    }
+
+
+def _to_gpu(target: Target, found: Mapping[str, Any], shift: float) -> RecordedGpu:
+    last, tallies = found["last_at"], found["tallies"]
+    each = [Tally(**tallies[metric.name]) if metric.name in tallies else Tally() for metric in GPU_METRICS]
+    return RecordedGpu(target, Figures(found["sample_count"], NEVER if last is None else last - shift, each))
+
+
+def event_to_text(event: Event, shift: float) -> str:
+    """An event; `shift` seconds are added to its times."""
+    finding = event.finding
+    return json.dumps(
+        {
+            "id": event.id,
+            "check": event.check.name,
+            "node": event.node,
+            "uuid": event.uuid,
+            "severity": finding.severity.name,
+            "action": finding.action.name,
+            "message": finding.message,
+            "fatal": finding.fatal,
+            "started_at": event.started_at + shift,
+            "last_at": event.last_at + shift,
+            "xid": event.xid,
+            "resolved_at": None if event.resolved_at is None else event.resolved_at + shift,
+            "count": event.count,
+            "cleared": event.cleared,
+            "boot_id": event.boot_id,
+        }
+    )
+
+
+def event_from_text(text: str, shift: float) -> Event:
+    """The event of a text; `shift` seconds are taken off its times.
+
+    Raises:
+        ValueError: it is not the text of one.
+    """
+    try:
+        found: dict[str, Any] = json.loads(text)
+        resolved = found["resolved_at"]
+        return Event(
+            id=found["id"],
+            check=HealthCheck[found["check"]],
+            node=found["node"],
+            uuid=found["uuid"],
+            finding=Finding(
+                HealthSeverity[found["severity"]], Action[found["action"]], found["message"], found["fatal"]
+            ),
+            started_at=found["started_at"] - shift,
+            last_at=found["last_at"] - shift,
+            xid=found["xid"],
+            resolved_at=None if resolved is None else resolved - shift,
+            count=found["count"],
+            cleared=found["cleared"],
+            boot_id=found.get("boot_id", ""),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is no health event: {error}") from error
+
+
+CHUNK = 30
+"""Steps in a chunk, which is what is stored at a time: half an hour of the coarsest tier."""
+_BYTES_OF_NUMBER, _BYTES_OF_METRIC = 4, 3 * 4 + 2
+
+
+def chunks(rows: Rows, width: int, shift: int) -> Iterator[tuple[int, bytes]]:
+    """Rows of `width` metrics by chunk: its number and its bytes. Numbers are stored with `shift` added."""
+    stored = array("i", [number + shift for number in rows.numbers])
+    begin = 0
+    while begin < len(stored):
+        chunk = stored[begin] // CHUNK
+        end = begin + sum(number // CHUNK == chunk for number in stored[begin : begin + CHUNK])
+        part = rows._replace(numbers=stored).part(begin, end, width)
+        yield chunk, b"".join(_ordered(one).tobytes() for one in part)
+        begin = end
+
+
+def unpack(body: bytes, width: int, shift: int) -> Rows:
+    """The rows of a chunk; what was added to their numbers is taken off.
+
+    Raises:
+        ValueError: these are not the bytes of rows with so many metrics.
+    """
+    count, rest = divmod(len(body), _BYTES_OF_NUMBER + width * _BYTES_OF_METRIC)
+    if rest:
+        raise ValueError(f"{len(body)} bytes are no rows of {width} metrics")
+    rows = Rows.empty()
+    at = 0
+    for one in rows:
+        size = (count if one is rows.numbers else count * width) * one.itemsize
+        one.frombytes(body[at : at + size])
+        _ordered(one)
+        at += size
+    try:
+        return rows._replace(numbers=array("i", [number - shift for number in rows.numbers]))
+    except OverflowError as error:
+        raise ValueError(f"a row has a number that is no number of a step: {error}") from error
+
+
+def _ordered(numbers: "array[int] | array[float]") -> "array[int] | array[float]":
+    """Numbers with their bytes in the stored order, or back from it."""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
