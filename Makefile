@@ -11,7 +11,7 @@ ENGINE ?= docker
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run install test unit check api docs format bench wheel image clean
+.PHONY: help run install test unit check house api docs format bench wheel image clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
 	$(BIN)/python tools/generate_docs.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	$(BIN)/python tools/check_size.py
+	$(BIN)/python tools/house.py --check
+
+house: $(VENV)/.dev  ## measure the house: sizes, circles, names, and the files of a call's way (ARGS=--trace names them)
+	@$(BIN)/python tools/house.py $(ARGS)
 
 api: $(VENV)/.dev  ## write the Python of the contract again, after a change of a .proto file
 	cd protos && ../$(BIN)/buf format -w
