@@ -85,7 +85,7 @@ def _rows(records: int) -> Iterator[dict[str, object]]:
         ReservedGpu("n0", f"GPU-{index}", index, "A100", simulated=False, score=Score(1.0, ()))
         for index in range(2)
     ]
-    live = activated(ledger.grant(order, gpus, suffix="aa", now=NOW, wall=WALL))
+    live = activated(ledger.grant(order, gpus, now=NOW, wall=WALL))
     row = schema.to_row(ledger.close(live, State.RELEASED, now=NOW, wall=WALL), BOOT, 1)
     for fence in range(1, records + 1):
         row |= {

@@ -250,7 +250,7 @@ def granted(host: Host) -> Ledger:
     for claim in host.claims:
         memory = None if host.whole else claim // MIB
         gpu = reserved(GPU, node=NODE, milli=1000 if host.whole else 250, memory=memory)
-        ledger.confirm(ledger.grant(order(), [gpu], suffix="aa", now=NOW, wall=WALL))
+        ledger.confirm(ledger.grant(order(), [gpu], now=NOW, wall=WALL))
     return ledger
 
 

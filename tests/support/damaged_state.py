@@ -109,7 +109,7 @@ async def grants(store: AllocatorStore, ledger: Ledger, count: int, *, ended: in
     for index in range(count):
         number = ledger.fence + 1
         wish = replace(order(), labels={"team": f"team {index}"}, tenant="ann")
-        one = ledger.grant(wish, [reserved(f"GPU-{number}", index=index)], suffix="aa", now=NOW, wall=WALL)
+        one = ledger.grant(wish, [reserved(f"GPU-{number}", index=index)], now=NOW, wall=WALL)
         granted.append(ledger.confirm(one))
         await store.save([granted[-1]], [])
     for one in granted[:ended]:

@@ -57,4 +57,4 @@ def _without(words: list[str], options: dict[str, bool]) -> Iterator[str]:
 
 
 def test_the_help_ends_with_it() -> None:
-    assert "Example:\n    gpuscalectl renew r1-6e6e --ttl 1h\n" in run_cli("renew", "--help").out
+    assert "Example:\n    gpuscalectl renew r3fa7kq2vnb4d --ttl 1h\n" in run_cli("renew", "--help").out

@@ -148,7 +148,7 @@ async def test_the_database_itself_refuses_to_hold_a_gpu_twice(tmp_path: Path) -
     """Two allocators on one file, which the lock forbids: the second grant of the GPU is not written."""
     one, other = Ledger(), Ledger(fence=10)
     grants = [
-        ledger.confirm(ledger.grant(order(), [reserved("GPU-a")], suffix="aa", now=NOW, wall=WALL))
+        ledger.confirm(ledger.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL))
         for ledger in (one, other)
     ]
     async with open_store(tmp_path / DATABASE, "boot") as store:
@@ -163,8 +163,8 @@ async def test_the_database_itself_refuses_a_second_grant_for_a_request(tmp_path
     wish = order("id")
     one, other = Ledger(), Ledger(fence=10)
     async with open_store(tmp_path / DATABASE, "boot") as store:
-        first = one.confirm(one.grant(wish, [reserved("GPU-a")], suffix="aa", now=NOW, wall=WALL))
-        second = other.confirm(other.grant(wish, [reserved("GPU-b")], suffix="aa", now=NOW, wall=WALL))
+        first = one.confirm(one.grant(wish, [reserved("GPU-a")], now=NOW, wall=WALL))
+        second = other.confirm(other.grant(wish, [reserved("GPU-b")], now=NOW, wall=WALL))
         await store.save([first], [])
         with pytest.raises(UnavailableError):
             await store.save([second], [])
@@ -173,7 +173,7 @@ async def test_the_database_itself_refuses_a_second_grant_for_a_request(tmp_path
 async def test_everything_about_a_reservation_survives_the_file(tmp_path: Path) -> None:
     ledger = Ledger()
     granted = ledger.confirm(
-        ledger.grant(order(ttl=7.5), [reserved("a"), reserved("b", index=1)], suffix="aa", now=NOW, wall=WALL)
+        ledger.grant(order(ttl=7.5), [reserved("a"), reserved("b", index=1)], now=NOW, wall=WALL)
     )
     async with open_store(tmp_path / DATABASE, "boot-1") as store:
         await store.save([granted], [])

@@ -209,7 +209,14 @@ async def test_only_the_owner_or_an_admin_may_change_a_reservation(tmp_path: Pat
             with pytest.raises(PermissionDeniedError) as caught:
                 await call(granted)
             assert caught.value.reason == "NOT_OWNER"
-        assert (await bob.get(granted.name)).state == Reservation.STATE_ACTIVE
+        told = await bob.get(granted.name)
+        assert (told.state, told.fence) == (Reservation.STATE_ACTIVE, 0)
+        for call in (bob.renew, bob.release):  # without the fence, which is not told to everybody
+            with pytest.raises(PermissionDeniedError, match="belongs to ann") as caught:
+                await call(told)
+            assert (caught.value.reason, caught.value.metadata["owner"]) == ("NOT_OWNER", "ann")
+        with pytest.raises(FailedPreconditionError, match="fence 0 is not the one"):
+            await ann.release(told)
         assert (await root.renew(granted)).owner == "ann"
         assert (await root.release(granted)).state == Reservation.STATE_RELEASED
 

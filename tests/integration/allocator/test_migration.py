@@ -12,6 +12,7 @@ from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.state.cordon_store import CordonStore
+from gpuscale.allocator.state.ended_store import EndedStore
 from gpuscale.allocator.state.quota_store import QuotaStore
 from gpuscale.allocator.state.schema_store import VERSION
 from gpuscale.allocator.state.store import open_store
@@ -77,6 +78,27 @@ async def test_a_file_of_version_2_is_migrated_in_place(tmp_path: Path) -> None:
         assert cordons == [Cordon(Spot("n0"), "fans", "bob", WALL, NOW + 600, 600.0)]
 
 
+async def test_what_version_4_archived_is_found_by_its_id(tmp_path: Path) -> None:
+    """Its ids are made of their fences, which later ones do not tell; there was no index of them."""
+    path = tmp_path / DATABASE
+    async with open_store(path, "boot") as store:
+        await store.load()
+        ledger = Ledger(new_id=lambda: "r1-aa")
+        one = ledger.confirm(ledger.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL))
+        await store.save([one], [])
+        await store.save([], [ledger.close(one, State.RELEASED, now=NOW, wall=WALL)])
+        await EndedStore(store, "boot", NOW).retire([one.id], ledger.fence)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DROP INDEX ended_by_id")
+        connection.execute("PRAGMA user_version = 4")
+    async with open_store(path, "boot") as store:
+        await store.load()
+        assert [found.id for found in await EndedStore(store, "boot", NOW).find(ids=["r1-aa"])] == ["r1-aa"]
+    with closing(sqlite3.connect(path)) as connection:
+        plan = connection.execute("EXPLAIN QUERY PLAN SELECT * FROM ended WHERE id IN ('x')").fetchall()
+    assert "ended_by_id" in plan[0][-1]
+
+
 @pytest.mark.parametrize("dump", [VERSION_1, VERSION_2], ids=["1", "2"])
 async def test_what_was_migrated_is_sealed(tmp_path: Path, dump: Path) -> None:
     make(dump, tmp_path / DATABASE)
@@ -126,9 +148,7 @@ async def test_the_database_itself_refuses_more_of_a_gpu_than_there_is(
 ) -> None:
     make_version_1(tmp_path / DATABASE)
     grants = [
-        ledger.confirm(
-            ledger.grant(order(), [reserved("GPU-a", milli=milli)], suffix="bb", now=NOW, wall=WALL)
-        )
+        ledger.confirm(ledger.grant(order(), [reserved("GPU-a", milli=milli)], now=NOW, wall=WALL))
         for ledger, milli in ((Ledger(fence=10), first), (Ledger(fence=20), second))
     ]
     async with open_store(tmp_path / DATABASE, "boot") as store:

@@ -60,7 +60,7 @@ async def test_everything_is_there_in_the_next_term(url: SecretUrl) -> None:
         await store.save_ranks({"n0": 0, "n1": 1})
         await grants(store, ledger, 4, ended=1)
         wish = replace(order(), labels={"team": "vision é"})
-        granted = ledger.grant(wish, [reserved("GPU-x", memory=40_000)], suffix="aa", now=NOW, wall=WALL)
+        granted = ledger.grant(wish, [reserved("GPU-x", memory=40_000)], now=NOW, wall=WALL)
         last = replace(ledger.confirm(granted), host_memory_bytes=LARGE, preemptible=True)
         await store.save([last], [])
         for weight in (1.0, 2.0):
@@ -88,7 +88,7 @@ async def test_everything_is_there_in_the_next_term(url: SecretUrl) -> None:
 async def test_what_has_ended_never_lives_again(url: SecretUrl) -> None:
     ledger = Ledger(0)
     async with opened(url) as store:
-        granted = ledger.confirm(ledger.grant(order(), [reserved("GPU-x")], suffix="aa", now=NOW, wall=WALL))
+        granted = ledger.confirm(ledger.grant(order(), [reserved("GPU-x")], now=NOW, wall=WALL))
         await store.save([granted], [])
         await store.save([], [ledger.close(granted, State.RELEASED, now=NOW, wall=WALL)])
         await store.save([], [replace(granted, deadline=NOW + 999)])
@@ -104,9 +104,7 @@ async def test_the_database_itself_refuses_more_of_a_gpu_than_there_is(
     url: SecretUrl, first: int, second: int, fits: bool
 ) -> None:
     made = [
-        ledger.confirm(
-            ledger.grant(order(), [reserved("GPU-a", milli=milli)], suffix="bb", now=NOW, wall=WALL)
-        )
+        ledger.confirm(ledger.grant(order(), [reserved("GPU-a", milli=milli)], now=NOW, wall=WALL))
         for ledger, milli in ((Ledger(fence=10), first), (Ledger(fence=20), second))
     ]
     async with opened(url) as store:
@@ -143,7 +141,7 @@ async def test_a_row_that_is_not_as_it_was_written_is_refused(
         await store.save_ranks({"n0": 0})
         await grants(store, ledger, 1, ended=1)
         wish = replace(order(), labels={"team": "vision é"}, preemptible=True)
-        granted = ledger.grant(wish, [reserved("GPU-x", memory=40_000)], suffix="aa", now=NOW, wall=WALL)
+        granted = ledger.grant(wish, [reserved("GPU-x", memory=40_000)], now=NOW, wall=WALL)
         await store.save([ledger.confirm(granted)], [])
         await QuotaStore(store).save(Quota("ann", 8000, 1.5))
         await CordonStore(store, BOOT).save([Cordon(Spot("n1"), "fans", "bob", WALL, None, None)])

@@ -92,8 +92,7 @@ async def test_writes_that_fail_accuse_nobody_at_the_next_start(
     """One that the state refuses, one that cannot be committed, and a change of what has ended already."""
     ledger, other = Ledger(), Ledger(10)
     kept, refused = [
-        one.confirm(one.grant(order(), [reserved("GPU-a")], suffix="aa", now=NOW, wall=WALL))
-        for one in (ledger, other)
+        one.confirm(one.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL)) for one in (ledger, other)
     ]
     for _ in range(2):
         async with open_store(tmp_path / DATABASE, "boot") as store:

@@ -67,11 +67,9 @@ class LedgerMachine(RuleBasedStateMachine):
             full = next((uuid for uuid in GPUS if uuid not in free), None)
             if full is not None:
                 with pytest.raises(ValueError, match="is held already"):
-                    self.ledger.grant(
-                        wish, [*gpus, reserved(full, milli=milli)], suffix="aaaa", now=self.now, wall=WALL
-                    )
+                    self.ledger.grant(wish, [*gpus, reserved(full, milli=milli)], now=self.now, wall=WALL)
             return None
-        granted = self.ledger.grant(wish, gpus, suffix="aaaa", now=self.now, wall=WALL)
+        granted = self.ledger.grant(wish, gpus, now=self.now, wall=WALL)
         assert granted.fence > self.highest
         self.highest = granted.fence
         for gpu in granted.gpus:

@@ -55,7 +55,7 @@ class Desk:
     def _granted(self) -> Reservation:
         self._number += 1
         gpus = [reserved(f"gpu-{self._number}")]
-        return self.ledger.grant(order(f"request-{self._number}"), gpus, suffix="s", now=0.0, wall=WALL)
+        return self.ledger.grant(order(f"request-{self._number}"), gpus, now=0.0, wall=WALL)
 
 
 @asynccontextmanager

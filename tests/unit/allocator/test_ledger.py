@@ -1,5 +1,7 @@
 """The state machine of reservations: holds, fences, request ids, renewals, ends, and the undoing of failed writes."""
 
+import re
+
 import pytest
 
 from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated, rebased, retention_of
@@ -11,7 +13,7 @@ from tests.support.allocator_values import NOW, WALL, order, reserved
 def granted(ledger: Ledger, *uuids: str, wish: Order | None = None, now: float = NOW) -> Reservation:
     """A grant that is not on disk yet."""
     gpus = [reserved(uuid) for uuid in uuids or ("GPU-a",)]
-    return ledger.grant(wish or order(), gpus, suffix="0a1b", now=now, wall=WALL)
+    return ledger.grant(wish or order(), gpus, now=now, wall=WALL)
 
 
 def active(ledger: Ledger, *uuids: str, wish: Order | None = None, now: float = NOW) -> Reservation:
@@ -42,7 +44,7 @@ def test_a_grant_holds_its_gpus_at_once_and_shows_only_once_it_is_on_disk() -> N
 def test_a_held_gpu_is_never_granted_twice() -> None:
     ledger = Ledger()
     granted(ledger, "GPU-a")
-    with pytest.raises(ValueError, match="GPU-a is held already by r1-0a1b"):
+    with pytest.raises(ValueError, match="GPU-a is held already by r"):
         granted(ledger, "GPU-b", "GPU-a")
     assert "GPU-b" not in ledger.use
     assert ledger.fence == 1, "a grant that is refused spends none"
@@ -64,6 +66,16 @@ def test_fences_grow_and_never_come_again() -> None:
     second = active(ledger, "GPU-a")
     assert (first.fence, second.fence) == (42, 43)
     assert first.id != second.id
+
+
+def test_an_id_tells_nothing_of_the_fence() -> None:
+    """Nor does it come again: two ledgers that give the same fences give other ids."""
+    grants = [[active(ledger, f"GPU-{n}") for n in range(50)] for ledger in (Ledger(41), Ledger(41))]
+    assert [one.fence for one in grants[0]] == [one.fence for one in grants[1]]
+    ids = [one.id for ledger in grants for one in ledger]
+    assert len(set(ids)) == 100
+    assert all(re.fullmatch("r[a-z2-7]{12}", one) for one in ids)
+    assert sorted(ids[:50]) != ids[:50], "nor of the order"
 
 
 def test_a_repeated_request_finds_the_same_grant_whatever_has_become_of_it() -> None:
@@ -239,7 +251,7 @@ def test_a_restored_ledger_goes_on_where_the_old_one_stopped() -> None:
 def test_a_disk_that_holds_one_gpu_twice_is_refused() -> None:
     one, other = Ledger(), Ledger(fence=1)
     both = [active(one, "GPU-a"), active(other, "GPU-a")]
-    with pytest.raises(ValueError, match="GPU-a is held already by r1-0a1b"):
+    with pytest.raises(ValueError, match="GPU-a is held already by r"):
         Ledger().restore(both)
 
 

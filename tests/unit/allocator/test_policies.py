@@ -9,6 +9,7 @@ from gpuscale.allocator.domain.model import Ask, Node, Policy, Weights
 from gpuscale.allocator.domain.placement import Pick
 from gpuscale.allocator.domain.scoring import spread
 from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.placing import members
 from gpuscale.allocator.placing.demand import Demand
 from gpuscale.allocator.placing.fragmentation import gradients, integer_scores, typical
 from gpuscale.allocator.placing.placer import Placer
@@ -163,3 +164,36 @@ def test_a_gpu_that_no_node_has_is_named_also_where_no_node_is() -> None:
     found = of.place(Ask(1, 0, 100.0, gpus=frozenset({"a-7"})), NOW)
     assert isinstance(found, Refusal)
     assert found.kind is RefusalKind.GPU_NOT_FOUND
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_free_gpus_come_by_the_score_of_each_and_only_those_shown_are_made(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of all of a large fleet would keep the event loop from everything else."""
+    made: list[str] = []
+    reserved_gpu = members.ReservedGpu
+    monkeypatch.setattr(members, "ReservedGpu", lambda *a, **b: (made.append(a[1]), reserved_gpu(*a, **b))[1])
+    nodes = [
+        replace(
+            node(
+                f"n{n}",
+                *(gpu(f"n{n}-{i}", index=i, free=9_000 * ((n + i) % 7 + 1)) for i in range(4)),
+                rank=n,
+            ),
+            cpu_milli=1000 * (n % 5 + 1),
+        )
+        for n in range(30)
+    ]
+    of = placer(nodes)
+    one = wish(policy, cpu_milli=500)
+    shown, count = of.free(one, NOW, 10)
+    assert (len(shown), count, len(made)) == (10, 120, 10)
+    everyone, _ = of.free(one, NOW, 1000)
+    totals = [one.score.total for one in everyone]
+    assert everyone[:10] == shown
+    assert totals == sorted(totals, reverse=True)
+    for found in shown:
+        alone = of.place(replace(one, gpus=frozenset({found.uuid.lower()})), NOW, again=True)
+        assert isinstance(alone, Pick)
+        assert alone.gpus[0].score.total == pytest.approx(found.score.total)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.allocator.domain.model import Gpu, Node, NodeState
-from gpuscale.allocator.domain.ranking import Idleness, RankedNode, rank
+from gpuscale.allocator.domain.ranking import Idleness, RankedNode, best_first, rank
 from tests.support.allocator_values import NOW, gpu, node
 
 ANY = Idleness()
@@ -16,13 +16,14 @@ ANY = Idleness()
 def ranked(
     *nodes: Node, idleness: Idleness = ANY, held: Collection[str] = (), cordoned: Collection[str] = ()
 ) -> list[RankedNode]:
-    return rank(
+    found = rank(
         nodes,
         idleness,
-        held=held,
-        cordoned=lambda node, uuid: node in cordoned or uuid in cordoned,
+        held=lambda gpu: gpu.uuid in held,
+        cordoned=lambda node, gpu: node.id in cordoned or (gpu is not None and gpu.uuid in cordoned),
         now=NOW,
     )
+    return sorted(found, key=best_first)
 
 
 def with_gpus(name: str, *gpus: Gpu, rank: int = 0) -> Node:

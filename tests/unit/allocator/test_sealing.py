@@ -16,7 +16,7 @@ COLUMNS = sorted(schema_store.Table.metadata.tables["reservation"].columns.keys(
 
 def row() -> dict[str, object]:
     """The row of a reservation that has something in every column."""
-    granted = Ledger().grant(order(ttl=60), [reserved("GPU-a")], suffix="aa", now=NOW, wall=WALL)
+    granted = Ledger().grant(order(ttl=60), [reserved("GPU-a")], now=NOW, wall=WALL)
     full = replace(granted, ended=WALL, revoke_at=int(NOW), end_reason="é", preemptible=True, ttl=60)
     return schema_store.to_row(full, "boot", 7)
 
@@ -49,7 +49,7 @@ def test_what_the_database_returns_has_the_same_sum() -> None:
 
 def test_a_reservation_that_lost_a_gpu_has_the_sum_of_the_labels_that_an_earlier_version_wrote() -> None:
     """The sum is made anew and the labels are not written: they are to be spelled as they were when the row was made."""
-    granted = Ledger().grant(order(), [reserved("GPU-a")], suffix="aa", now=NOW, wall=WALL)
+    granted = Ledger().grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL)
     labelled = replace(granted, labels={"job": "é", "team": "a"})
     written = schema_store.to_row(labelled, "boot", 7) | {"labels": r'{"job": "\u00e9", "team": "a"}'}
     lost = replace(labelled, gpus=(replace(labelled.gpus[0], lost=True),))

@@ -74,9 +74,7 @@ class Room:
         self.store = NoStore()
 
     def lease(self, ttl: float, uuid: str = "GPU-a") -> Reservation:
-        granted = self.ledger.grant(
-            order(ttl=ttl), [reserved(uuid)], suffix="aa", now=self.clock.now(), wall=WALL
-        )
+        granted = self.ledger.grant(order(ttl=ttl), [reserved(uuid)], now=self.clock.now(), wall=WALL)
         return self.ledger.confirm(granted)
 
     def state(self, one: Reservation) -> State:

@@ -13,7 +13,7 @@ def process(pid: int, reservation: str | None, memory: int | None = 100) -> GpuP
 
 
 def grant(ledger: Ledger, *gpus: ReservedGpu) -> Reservation:
-    return ledger.confirm(ledger.grant(order(), gpus, suffix="aa", now=NOW, wall=WALL))
+    return ledger.confirm(ledger.grant(order(), gpus, now=NOW, wall=WALL))
 
 
 def look(ledger: Ledger, one: Reservation, *gpus: Gpu, now: float = NOW) -> Usage:

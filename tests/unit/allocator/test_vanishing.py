@@ -22,7 +22,7 @@ def ledger() -> Ledger:
 @pytest.fixture
 def held(ledger: Ledger) -> Reservation:
     gpus = [reserved("GPU-a"), reserved("GPU-b", index=1)]
-    return ledger.confirm(ledger.grant(order(), gpus, suffix="aa", now=NOW, wall=WALL))
+    return ledger.confirm(ledger.grant(order(), gpus, now=NOW, wall=WALL))
 
 
 def test_a_gpu_that_stays_away_is_lost(ledger: Ledger, held: Reservation) -> None:

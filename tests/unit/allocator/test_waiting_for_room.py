@@ -34,7 +34,7 @@ class World:
         node = plain_node("n0", 1)
         view.apply([node], full=True)
         self.placer.apply_node(node)
-        granted = self.ledger.grant(order(), [reserved("n0-0")], suffix="x", now=NOW, wall=clock.wall())
+        granted = self.ledger.grant(order(), [reserved("n0-0")], now=NOW, wall=clock.wall())
         self.held = self.ledger.confirm(granted)
         waiting = create_autospec(Waiting, instance=True)
         waiting.look.side_effect = self.look

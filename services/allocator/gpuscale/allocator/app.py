@@ -6,9 +6,9 @@ from functools import partial
 
 import grpc
 
-from gpuscale.allocator.domain.lease_tokens import LeaseTokens
 from gpuscale.allocator.domain.ledger import Ledger, rebased
 from gpuscale.allocator.domain.model import Node, Reservation
+from gpuscale.allocator.domain.tokens import Tokens
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.model import Rules
 from gpuscale.allocator.queueing.queue import Queue
@@ -76,7 +76,7 @@ async def open_allocator(
         placer = Placer(ledger.use)
         changes = Changes()
         commits = Commits(ledger, store, changes)
-        tokens = LeaseTokens(await store.lease_key())
+        tokens = Tokens(await store.lease_key())
         limits = Limits(settings.ended_max_records, settings.ended_max_mib << 20)
         archive = Archive(ledger, EndedStore(store, clock.boot_id, clock.now()), limits, clock)
         await archive.open()
@@ -110,7 +110,9 @@ async def open_allocator(
                 clock=clock,
             ),
             leases=leases,
-            records=Records(ledger=ledger, archive=archive, view=view, changes=changes, clock=clock),
+            records=Records(
+                ledger=ledger, archive=archive, view=view, changes=changes, clock=clock, tokens=tokens
+            ),
             settings=settings,
             clock=clock,
             tokens=tokens,

@@ -308,7 +308,9 @@ class RenewReservationRequest(_message.Message):
     name: _builtins.str
     """reservations/{reservation}"""
     fence: _builtins.int
-    """Fence of the grant."""
+    """Fence of the grant. A caller who may not change the reservation is told so whatever it says, since it is not told
+    the fence.
+    """
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """How long the lease lasts from now on, 2 seconds to 7 days; as before when absent."""
@@ -491,7 +493,9 @@ class ReleaseReservationRequest(_message.Message):
     name: _builtins.str
     """reservations/{reservation}"""
     fence: _builtins.int
-    """Fence of the grant."""
+    """Fence of the grant. A caller who may not change the reservation is told so whatever it says, since it is not told
+    the fence.
+    """
     def __init__(
         self,
         *,

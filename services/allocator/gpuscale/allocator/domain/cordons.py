@@ -121,6 +121,8 @@ class Cordons:
 
         Without a UUID, that of the node.
         """
+        if not self._by_spot:
+            return None
         spots = [Spot(node), *(Spot(node, names.to_id(one)) for one in (uuid, parent) if one)]
         return next((self._by_spot[spot] for spot in spots if spot in self._by_spot), None)
 

@@ -10,7 +10,9 @@ free on disk as well, and nobody can look up or list what is not on disk yet. Ti
 `wall` is for display.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+import secrets
+from base64 import b32encode
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from itertools import islice
@@ -24,15 +26,22 @@ RETENTION = 24 * 3600.0
 """Seconds for which an ended reservation is kept, at least; twice its ttl where that is longer."""
 
 
+def random_id() -> str:
+    """A new id of a reservation: 60 random bits, so that it tells nothing of the fence and is never given twice."""
+    return f"r{b32encode(secrets.token_bytes(8))[:12].decode().lower()}"
+
+
 class Ledger:
     """All reservations that are kept, live and ended, and the highest fence ever given.
 
     Args:
         fence: a fence that was given already; only higher ones are given.
+        new_id: makes the ids of reservations.
     """
 
-    def __init__(self, fence: int = 0) -> None:
+    def __init__(self, fence: int = 0, new_id: Callable[[], str] = random_id) -> None:
         self._fence = fence
+        self._new_id = new_id
         self._reservations: dict[str, Reservation] = {}
         self._live: dict[str, Reservation] = {}
         self._by_request: dict[str, str] = {}
@@ -112,20 +121,15 @@ class Ledger:
             )
         return found
 
-    def grant(
-        self, order: Order, gpus: Iterable[ReservedGpu], *, suffix: str, now: float, wall: datetime
-    ) -> Reservation:
+    def grant(self, order: Order, gpus: Iterable[ReservedGpu], *, now: float, wall: datetime) -> Reservation:
         """Hold the GPUs under a new fence, PENDING until it is on disk.
-
-        The id is made of the fence, which is never given twice, and of `suffix`, a few random characters of this run
-        of the program that keep ids apart from those of a lost database.
 
         Raises:
             ValueError: one of the GPUs is not free for it; placement offers no such GPU.
         """
         fence = self._fence + 1
         granted = Reservation(
-            id=f"r{fence}-{suffix}",
+            id=self._new_id(),
             fence=fence,
             request_id=order.request_id,
             fingerprint=order.fingerprint,

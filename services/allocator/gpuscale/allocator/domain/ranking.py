@@ -6,7 +6,7 @@ there, thresholds are those of the caller, GPUs that are held or cordoned are no
 never taken for idle: there a node without metrics counted all its GPUs as idle and won.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import fmean
@@ -35,6 +35,16 @@ class Idleness:
         return utilization < self.max_utilization_percent and memory < self.max_memory_percent
 
 
+class Standing(IntEnum):
+    """How far a node can be counted on where the number of idle GPUs does not decide; less is better."""
+
+    MEASURED = 0
+    UNMEASURED = 1
+    CORDONED = 2
+    STALE = 3
+    OFFLINE = 4
+
+
 @dataclass(frozen=True, slots=True)
 class RankedNode:
     """A node in the ranking, with what put it there; means are None where nothing is measured."""
@@ -46,42 +56,32 @@ class RankedNode:
     message: str
     mean_utilization_percent: float | None
     mean_memory_percent: float | None
-
-
-class _Standing(IntEnum):
-    """How far a node can be counted on where the number of idle GPUs does not decide; less is better."""
-
-    MEASURED = 0
-    UNMEASURED = 1
-    CORDONED = 2
-    STALE = 3
-    OFFLINE = 4
+    standing: Standing
 
 
 _WORDS = {
-    _Standing.MEASURED: "no GPU of it is idle",
-    _Standing.UNMEASURED: "its GPUs are not measured",
-    _Standing.CORDONED: "it is cordoned",
-    _Standing.STALE: "its last report is too old",
-    _Standing.OFFLINE: "its agent is not connected",
+    Standing.MEASURED: "no GPU of it is idle",
+    Standing.UNMEASURED: "its GPUs are not measured",
+    Standing.CORDONED: "it is cordoned",
+    Standing.STALE: "its last report is too old",
+    Standing.OFFLINE: "its agent is not connected",
 }
 _WORST_PERCENT = 101.0
 
 
 def rank(
-    nodes: Sequence[Node],
+    nodes: Iterable[Node],
     idleness: Idleness,
     *,
-    held: Container[str],
-    cordoned: Callable[[str, str], bool],
+    held: Callable[[Gpu], bool],
+    cordoned: Callable[[Node, Gpu | None], bool],
     now: float,
-) -> list[RankedNode]:
-    """Rank the nodes that have at least `gpu_count` GPUs, best first; ties go to the node that was seen first.
+) -> Iterator[RankedNode]:
+    """Look at the nodes that have at least `gpu_count` GPUs; `best_first` sorts them.
 
-    `held` holds the UUIDs of GPUs on which there are reservations. `cordoned` says, given the id of a node and the UUID
-    of a GPU, whether nothing new may go there; with an empty UUID it speaks of the node as a whole.
+    `held` says whether there are reservations on a GPU, `cordoned` whether nothing new may go there; with None for the GPU
+    it speaks of the node as a whole.
     """
-    found: list[tuple[tuple[float, ...], RankedNode]] = []
     for node in nodes:
         if len(node.gpus) < idleness.gpu_count:
             continue
@@ -91,15 +91,21 @@ def rank(
             for gpu in node.gpus
             if online and now <= gpu.fresh_until and not gpu.trouble and not gpu.quarantine
         ]
-        idle = sum(
-            1
-            for gpu in fresh
-            if gpu.uuid not in held and not cordoned(node.id, gpu.uuid) and idleness.admits(gpu)
-        )
-        standing = _standing(node, fresh, cordoned=cordoned(node.id, ""), now=now)
-        ranked = _ranked(node, fresh, idle, standing, idleness)
-        found.append((_key(ranked, standing), ranked))
-    return [ranked for _, ranked in sorted(found, key=lambda one: one[0])]
+        idle = sum(1 for gpu in fresh if not held(gpu) and not cordoned(node, gpu) and idleness.admits(gpu))
+        standing = _standing(node, fresh, cordoned=cordoned(node, None), now=now)
+        yield _ranked(node, fresh, idle, standing, idleness)
+
+
+def best_first(ranked: RankedNode) -> tuple[float, ...]:
+    """Sort key; ties go to the node that was seen first."""
+    return (
+        not ranked.sufficient,
+        -ranked.idle_count,
+        ranked.standing,
+        _or_worst(ranked.mean_utilization_percent),
+        _or_worst(ranked.mean_memory_percent),
+        ranked.node.rank,
+    )
 
 
 def memory_percent(gpu: Gpu) -> float | None:
@@ -114,19 +120,19 @@ def memory_percent(gpu: Gpu) -> float | None:
     return 100 * used / gpu.memory_total_bytes
 
 
-def _standing(node: Node, fresh: Sequence[Gpu], *, cordoned: bool, now: float) -> _Standing:
+def _standing(node: Node, fresh: Sequence[Gpu], *, cordoned: bool, now: float) -> Standing:
     if node.state is NodeState.OFFLINE:
-        return _Standing.OFFLINE
+        return Standing.OFFLINE
     if node.state is NodeState.STALE or (node.gpus and all(now > gpu.fresh_until for gpu in node.gpus)):
-        return _Standing.STALE
+        return Standing.STALE
     if cordoned:
-        return _Standing.CORDONED
+        return Standing.CORDONED
     measured = any(gpu.utilization_percent is not None and memory_percent(gpu) is not None for gpu in fresh)
-    return _Standing.MEASURED if measured else _Standing.UNMEASURED
+    return Standing.MEASURED if measured else Standing.UNMEASURED
 
 
 def _ranked(
-    node: Node, fresh: Sequence[Gpu], idle: int, standing: _Standing, idleness: Idleness
+    node: Node, fresh: Sequence[Gpu], idle: int, standing: Standing, idleness: Idleness
 ) -> RankedNode:
     wanted = max(idleness.gpu_count, 1)
     message = f"{idle} of {len(node.gpus)} GPUs idle" if idle else _WORDS[standing]
@@ -140,17 +146,7 @@ def _ranked(
         message=message,
         mean_utilization_percent=_mean(gpu.utilization_percent for gpu in fresh),
         mean_memory_percent=_mean(memory_percent(gpu) for gpu in fresh),
-    )
-
-
-def _key(ranked: RankedNode, standing: _Standing) -> tuple[float, ...]:
-    return (
-        not ranked.sufficient,
-        -ranked.idle_count,
-        standing,
-        _or_worst(ranked.mean_utilization_percent),
-        _or_worst(ranked.mean_memory_percent),
-        ranked.node.rank,
+        standing=standing,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, GpuSet, Policy, ReservedGpu, Score, ScorePart
 from gpuscale.allocator.domain.scoring import scored
-from gpuscale.allocator.placing.columns import Columns, listed
+from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints, listed
 from gpuscale.allocator.placing.demand import Tariff
 from gpuscale.allocator.placing.fragmentation import Typical
 from gpuscale.allocator.placing.gpu_sets import Candidate, best_first, choose, tightest_first
@@ -19,6 +19,7 @@ from gpuscale.allocator.placing.policies import (
     fragmentation_gradients,
     fragmentation_scores,
     parts,
+    spread_scores,
 )
 from gpuscale.allocator.placing.row import Row
 from gpuscale.allocator.placing.shapes import Shape
@@ -64,10 +65,35 @@ class Members:
         score = self._scoring(shape, row)
         return {one.gpu.uuid: score(one) for one in self._candidates(shape, row)}
 
-    def free(self, shape: Shape, row: int) -> list[ReservedGpu]:
-        """The GPUs of a row that fit, each as if it were taken alone."""
-        score = self._scoring(shape, row)
-        return [self._reserved(shape.ask, row, one, score(one), 0) for one in self._candidates(shape, row)]
+    def best(self, shape: Shape, fits: Bools, most: int) -> tuple[list[ReservedGpu], int]:
+        """The GPUs that `fits` with the highest scores, each as if it were taken alone; and how many fit in all."""
+        rows, columns = np.nonzero(fits)
+        order = np.argsort(-self._totals(shape, rows, columns), kind="stable")[:most]
+        found: list[ReservedGpu] = []
+        scores: dict[int, Callable[[Candidate], Score]] = {}
+        for row, column in zip(listed(rows[order]), listed(columns[order]), strict=True):
+            if row not in scores:
+                scores[row] = self._scoring(shape, row)
+            one = self._candidate(row, self._columns.row(row), column, 0.0)
+            found.append(self._reserved(shape.ask, row, one, scores[row](one), 0))
+        return found, len(rows)
+
+    def _totals(self, shape: Shape, rows: Ints, columns: Ints) -> Floats:
+        """The totals of the scores of GPUs that fit, each by its row and column."""
+        ask, where = shape.ask, self._columns
+        if ask.policy is _SPREAD:
+            return spread_scores(ask, where, rows)[np.arange(len(rows)), columns]
+        if ask.policy is Policy.FIRSTFIT:
+            ranks: Floats = -np.array([node.rank for node in where.nodes], np.float64)
+            return ranks[rows]
+        nodes, back = np.unique(rows, return_inverse=True)
+        if ask.policy is Policy.FGD:
+            fits = shape.gpu_codes[nodes] == 0
+            return fragmentation_scores(ask, where, nodes, fits, self._typical())[back, columns]
+        tariff = self._tariff()
+        known = facts(where, nodes, shape.constraints.kind, ask, tariff)
+        total: Floats = np.sum([value * weight for _, value, weight in parts(ask, known, tariff)], axis=0)
+        return total[back]
 
     def _preferred(self, shape: Shape, at: int) -> Candidate:
         """The first GPU of a row by preference; of equals the one with the lowest index, which comes first."""
@@ -132,7 +158,12 @@ class Members:
         else:
             tariff = self._tariff()
             known = facts(columns, np.array([row]), shape.constraints.kind, ask, tariff)
-            score = summed(parts(ask, known, tariff))
+            score = summed(
+                tuple(
+                    ScorePart(name, float(value[0]), weight)
+                    for name, value, weight in parts(ask, known, tariff)
+                )
+            )
         return lambda _: score
 
     def _fragmentation(self, shape: Shape, row: int) -> Callable[[Candidate], Score]:

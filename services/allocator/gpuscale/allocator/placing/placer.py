@@ -99,13 +99,11 @@ class Placer:
         index = self._index
         return outlook(answer, index, self._survey(ask, now), index.shape(ask, now), self._use, now)
 
-    def free(self, ask: Ask, now: float) -> list[ReservedGpu]:
-        """All GPUs that fit, those with the highest score first; of equals in the order of nodes and indices."""
+    def free(self, ask: Ask, now: float, most: int) -> tuple[list[ReservedGpu], int]:
+        """The GPUs that fit with the highest scores, of equals in the order of nodes and indices; and how many fit in all."""
         index = self._arrange()
         shape = index.shape(ask, now)
-        rows = np.flatnonzero(index.value(shape) > -np.inf).tolist()
-        found = [gpu for row in rows for gpu in index.members.free(shape, row)]
-        return sorted(found, key=lambda gpu: -gpu.score.total)
+        return index.members.best(shape, index.free(shape) & (index.value(shape) > -np.inf)[:, None], most)
 
     def fitting(self, ask: Ask, now: float) -> list[str]:
         """The ids of the nodes that would serve one member, in the order of their ranks."""

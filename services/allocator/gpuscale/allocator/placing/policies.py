@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, Policy, ScorePart
+from gpuscale.allocator.domain.model import WHOLE, Ask, Policy
 from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU, Bools, Columns, Floats, Ints
 from gpuscale.allocator.placing.demand import Tariff
 from gpuscale.allocator.placing.fragmentation import Typical, gradients, integer_scores
@@ -72,19 +72,19 @@ def value(
     return np.floor(100.0 * (1.0 - 0.5 * (cpu + gpu)))
 
 
-def parts(ask: Ask, known: Facts, tariff: Tariff) -> tuple[ScorePart, ...]:
-    """The value of `pack` and `bestfit` for the first row, in parts, as compared but for the rounding."""
+def parts(ask: Ask, known: Facts, tariff: Tariff) -> tuple[tuple[str, Floats, float], ...]:
+    """The value of `pack` and `bestfit` in parts, as compared but for the rounding: names, values by row, and weights."""
     if ask.policy is Policy.PACK:
-        drop = float(_drop(ask, known, tariff)[0])
+        drop = _drop(ask, known, tariff)
         if not ask.gpu_count:
-            return (ScorePart("starvation_drop", drop, 1.0 / CPU_BUCKET),)
+            return (("starvation_drop", drop, 1.0 / CPU_BUCKET),)
         return (
-            ScorePart("starvation_drop", drop, 1.0 / BUCKET),
-            ScorePart("free_gpu", float(known.gpu[0]), -TIGHTNESS / BUCKET),
-            ScorePart("scarcity", float(known.price[0] * known.taken[0]), -PRICE_WEIGHT / BUCKET),
+            ("starvation_drop", drop, 1.0 / BUCKET),
+            ("free_gpu", known.gpu, -TIGHTNESS / BUCKET),
+            ("scarcity", known.price * known.taken, -PRICE_WEIGHT / BUCKET),
         )
     cpu, gpu = _left(ask, known)
-    return (ScorePart("cpu_left", float(cpu[0]), -50.0), ScorePart("gpu_left", float(gpu[0]), -50.0))
+    return (("cpu_left", cpu, -50.0), ("gpu_left", gpu, -50.0))
 
 
 def spread_scores(ask: Ask, columns: Columns, rows: Ints) -> Floats:

@@ -104,7 +104,7 @@ class CapacityServicer(api.CapacityServiceServicer):
             request.max_memory_percent if request.HasField("max_memory_percent") else IDLE_MEMORY_PERCENT,
             request.gpu_count,
         )
-        found = self._capacity.rank(idleness)
+        found = await self._capacity.rank(idleness)
         return api.RankNodesResponse(
             nodes=[_from_ranked(one) for one in found],
             fallback=not any(one.sufficient for one in found),
@@ -117,9 +117,8 @@ class CapacityServicer(api.CapacityServiceServicer):
             asked.CopyFrom(request.ask)
         asked.gpu_count = 1
         asked.ClearField("member_count")
-        found = self._capacity.free(to_ask(asked, self._settings))
-        shown = found[: request.max_count or MOST_FREE]
-        return api.RankGpusResponse(gpus=map(translate.from_gpu, shown), free_count=len(found))
+        found, count = self._capacity.free(to_ask(asked, self._settings), request.max_count or MOST_FREE)
+        return api.RankGpusResponse(gpus=map(translate.from_gpu, found), free_count=count)
 
 
 def _to_wish(request: api.EstimateRequirementsRequest) -> Wish:

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import TypeVar
 
-from gpuscale.allocator.domain.lease_tokens import LeaseTokens
 from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.domain.tokens import Tokens
 from gpuscale.allocator.servicers import translate
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.leases import Leases
@@ -38,7 +38,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         records: Records,
         settings: AllocatorSettings,
         clock: Clock,
-        tokens: LeaseTokens,
+        tokens: Tokens,
     ) -> None:
         self._tokens = tokens
         self._reserving = reserving
@@ -51,7 +51,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         """Grant GPUs."""
         order = translate.to_order(request, current_principal(), self._settings)
         granted = await self._reserving.reserve(order, wire.optional_seconds(request, "wait") or 0.0)
-        return self._put(api.ReserveResponse(lease_token=self._tokens.of(granted)), granted)
+        return self._put(api.ReserveResponse(lease_token=self._tokens.of_lease(granted)), granted)
 
     async def ReserveAndWatch(
         self, request: api.ReserveAndWatchRequest, context: Context
@@ -63,7 +63,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         async with aclosing(self._reserving.reserve_and_watch(order, wait)) as news:
             async for one in news:
                 if isinstance(one, Reservation):
-                    yield self._put(api.ReserveAndWatchResponse(lease_token=self._tokens.of(one)), one)
+                    yield self._put(api.ReserveAndWatchResponse(lease_token=self._tokens.of_lease(one)), one)
                 else:
                     place = translate.from_place(one, self._clock.now(), since)
                     yield api.ReserveAndWatchResponse(waiting=place)
@@ -74,7 +74,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         """Grant several requests, all or none."""
         orders = translate.to_orders(request, current_principal(), self._settings)
         granted = await self._reserving.reserve_all(orders)
-        return self._add(api.BatchReserveResponse(lease_tokens=map(self._tokens.of, granted)), granted)
+        return self._add(api.BatchReserveResponse(lease_tokens=map(self._tokens.of_lease, granted)), granted)
 
     async def RenewReservation(
         self, request: api.RenewReservationRequest, context: Context
@@ -124,7 +124,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         found = await self._records.get(translate.reservation_id(request.name))
         own = found.live and found.owner == current_principal().name
         return api.GetReservationResponse(
-            reservation=self._report(found), lease_token=self._tokens.of(found) if own else ""
+            reservation=self._report(found), lease_token=self._tokens.of_lease(found) if own else ""
         )
 
     async def ListReservations(

@@ -14,7 +14,7 @@ from gpuscale.allocator.domain import model
 from gpuscale.allocator.state import sealing
 from gpuscale.common.store.schema import Whole
 
-VERSION = 4
+VERSION = 5
 FENCE = "fence"
 """The counter that keeps the highest fence when records are forgotten."""
 LEASE_KEY = "lease_key"
@@ -80,6 +80,7 @@ class Ended(_Record, table=True):
     __table_args__ = (
         Index("ended_by_deadline", "boot_id", "deadline_seconds"),
         Index("ended_by_holder", "holder", "fence"),
+        Index("ended_by_id", "id"),
     )
 
     fence: int = Field(primary_key=True, sa_type=Whole, sa_column_kwargs={"autoincrement": False})

@@ -26,8 +26,8 @@ from sqlalchemy import (
     update,
 )
 
-from gpuscale.allocator.domain.lease_tokens import KEY_PARTS
 from gpuscale.allocator.domain.model import Reservation, State
+from gpuscale.allocator.domain.tokens import KEY_PARTS
 from gpuscale.allocator.state import schema_store as schema
 from gpuscale.allocator.state.guard import LAST_WRITE, UNCHECKED, Numbering, StateGuard
 from gpuscale.allocator.state.sealing import LIFE, sealed
@@ -47,7 +47,7 @@ SERVICE = "allocator"
 """Its threads, its failpoints, and its schema in PostgreSQL are named so."""
 T = TypeVar("T")
 
-MIGRATIONS = revisions("gpuscale.allocator.state.migrations", 2, 3, 4)
+MIGRATIONS = revisions("gpuscale.allocator.state.migrations", 2, 3, 4, 5)
 """By the version that they start from."""
 _TABLES = schema.Table.metadata.tables
 _RESERVATION = _TABLES["reservation"]

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from gpuscale.allocator.domain.lease_tokens import LeaseTokens
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation, State
+from gpuscale.allocator.domain.tokens import Tokens
 from gpuscale.allocator.domain.values import value
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Commits
@@ -40,7 +40,7 @@ class Leases:
     """Every method raises errors of `gpuscale.common.errors`, as the contract says."""
 
     def __init__(
-        self, *, ledger: Ledger, commits: Commits, archive: Archive, clock: Clock, tokens: LeaseTokens
+        self, *, ledger: Ledger, commits: Commits, archive: Archive, clock: Clock, tokens: Tokens
     ) -> None:
         self._ledger = ledger
         self._tokens = tokens
@@ -198,9 +198,10 @@ class Leases:
         found = self._ledger.get(reservation_id)
         if found.owner != caller.name and caller.role < Role.ADMIN:
             raise PermissionDeniedError(
-                f"reservation {reservation_id} was made by another caller: only it, or an admin, may change it",
+                f"reservation {reservation_id} belongs to {found.owner}, and only its owner or an admin may change it:"
+                f" ask {found.owner} or an admin",
                 reason="NOT_OWNER",
-                metadata={"reservation": reservation_id},
+                metadata={"reservation": reservation_id, "owner": found.owner},
             )
         return found
 

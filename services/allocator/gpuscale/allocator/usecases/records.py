@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.domain.tokens import Tokens
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.changes import Changes
 from gpuscale.allocator.usecases.usage import Usage, usage_of
 from gpuscale.allocator.usecases.view import FleetView
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.wire import last_key, page, page_limit
+from gpuscale.common.wire import page_limit
 
 CHUNK = 500
 """Most reservations in one message of a watch."""
@@ -28,8 +29,16 @@ class Records:
     """What is known of reservations. Errors are those of `gpuscale.common.errors`, as the contract says."""
 
     def __init__(
-        self, *, ledger: Ledger, archive: Archive, view: FleetView, changes: Changes, clock: Clock
+        self,
+        *,
+        ledger: Ledger,
+        archive: Archive,
+        view: FleetView,
+        changes: Changes,
+        clock: Clock,
+        tokens: Tokens,
     ) -> None:
+        self._tokens = tokens
         self._ledger = ledger
         self._archive = archive
         self._view = view
@@ -53,15 +62,15 @@ class Records:
         Raises:
             InvalidArgumentError: the token is not one of this list.
         """
+        most = page_limit(page_size)
+        after = self._tokens.fence_of_page(page_token) if page_token else 0
         kept = self._ledger.reservations(ended=ended)
-        wanted = {one.id: one for one in kept if not holder or one.holder == holder}
+        wanted = {one.id: one for one in kept if one.fence > after and holder in {"", one.holder}}
         if ended:  # looked up after what is in memory: what moves meanwhile is in both
-            after = last_key(page_token)
-            most = page_limit(page_size) + 1
-            old = await self._archive.page(after=int(after) if after else 0, holder=holder, most=most)
+            old = await self._archive.page(after=after, holder=holder, most=most + 1)
             wanted = {one.id: one for one in old} | wanted
-        found = sorted(wanted.values(), key=_age_key)
-        return page(found, key=_age_key, page_size=page_size, page_token=page_token)
+        found = sorted(wanted.values(), key=lambda one: one.fence)  # it grows with every grant
+        return found[:most], self._tokens.of_page(found[most - 1].fence) if len(found) > most else ""
 
     async def watch(self, holder: str) -> AsyncIterator[News]:
         """All live reservations of a holder, or of all, and then those that change, for ever."""
@@ -77,8 +86,3 @@ class Records:
         if not reservation.live:
             return None
         return usage_of(reservation, self._view.get, self._ledger.use, self._clock.now())
-
-
-def _age_key(reservation: Reservation) -> str:
-    """Sorts as the fence, which grows with every grant."""
-    return f"{reservation.fence:020d}"
