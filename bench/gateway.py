@@ -175,7 +175,7 @@ async def _serve_allocator(folder: Path) -> None:
 
 async def _serve_gateway(allocator_address: str) -> None:
     from gpuscale.common.rpc.server import Server
-    from gpuscale.gateway.app import open_gateway
+    from gpuscale.gateway.main import open_gateway
     from gpuscale.gateway.settings import GatewaySettings
 
     settings = GatewaySettings(listen="127.0.0.1:0", allocator_address=allocator_address)

@@ -103,7 +103,7 @@ REVEALED = [
     "str",
     "str",
     "google.protobuf.duration_pb2.Duration",
-    "gpuscale.client.async_lease.AsyncLease",
+    "gpuscale.client.lease.AsyncLease",
     "str",
     "str",
     "gpuscale.client.client.Client",

@@ -18,7 +18,7 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.gateway.app import open_gateway
+from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, running, scaling
 from tests.support.keda import Keda, scaled_object

@@ -27,7 +27,7 @@ def sleep_over(monkeypatch: pytest.MonkeyPatch) -> None:
     before = time.clock_gettime
     asleep = {time.CLOCK_BOOTTIME: HOUR}
     monkeypatch.setattr(
-        "gpuscale.client.held.time.clock_gettime", lambda clock: before(clock) + asleep.get(clock, 0.0)
+        "gpuscale.client.lease.time.clock_gettime", lambda clock: before(clock) + asleep.get(clock, 0.0)
     )
 
 

@@ -20,8 +20,8 @@ from gpuscale.client import (
     wait_ready_async,
     watch,
     watch_async,
-    watching,
 )
+from gpuscale.client import listing as watching
 from gpuscale.testing import FakeServer
 
 ENDPOINT = "endpoints/jobs"
@@ -36,7 +36,7 @@ def make_endpoint(client: Client) -> None:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuscale.client.waiting.PERIOD", 0.01)
+    monkeypatch.setattr("gpuscale.client.retries.PERIOD", 0.01)
     monkeypatch.setattr(watching, "_FIRST_WAIT", 0.01)
     monkeypatch.setattr(watching, "_LONGEST_WAIT", 0.01)
 

@@ -15,7 +15,7 @@ from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.gateway.app import open_gateway
+from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
 from tests.support.ports import free_port
 from tests.support.standby import Pair, two_servers

@@ -20,8 +20,8 @@ from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.gateway import upstreams
-from gpuscale.gateway.app import open_gateway
 from gpuscale.gateway.forwarder import Forwarder
+from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.gateway.upstreams import Lanes, Upstream
 from tests.support.ports import free_port

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from gpuscale.client.admitting import pid_namespace
+from gpuscale.client.this_host import pid_namespace
 from gpuscale.monitor.agent.processes import ProcessNames
 
 ALONE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")

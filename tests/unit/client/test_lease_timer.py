@@ -3,7 +3,7 @@
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.client.held import timer_of
+from gpuscale.client.lease import timer_of
 from gpuscale.client.lease_timer import LONGEST_MARGIN, LONGEST_PAUSE, LeaseTimer
 
 

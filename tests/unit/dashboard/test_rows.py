@@ -1,7 +1,7 @@
 """Tables are sorted by what their cells mean."""
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.dashboard import rows, words
+from gpuscale.dashboard import humanize, rows
 
 
 def sorted_cells(*cells: str, descending: bool = False) -> list[str]:
@@ -28,9 +28,9 @@ def test_what_is_unknown_comes_last_whichever_way() -> None:
 
 
 def test_a_part_is_told_in_the_unit_of_the_whole_and_watts_of_a_fleet_in_kilowatts() -> None:
-    assert words.part(27.25 * 2**40, 78.125 * 2**40) == "27.2 / 78.1 TiB"
-    assert words.part(None, 2**30) == "- / 1.0 GiB"
-    assert (words.power(537), words.power(309_527), words.power(None)) == ("537 W", "309.5 kW", "-")
+    assert humanize.part(27.25 * 2**40, 78.125 * 2**40) == "27.2 / 78.1 TiB"
+    assert humanize.part(None, 2**30) == "- / 1.0 GiB"
+    assert (humanize.power(537), humanize.power(309_527), humanize.power(None)) == ("537 W", "309.5 kW", "-")
 
 
 def test_a_capability_set_has_its_own_bounds_or_those_of_its_endpoint() -> None:

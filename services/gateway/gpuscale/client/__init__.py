@@ -4,14 +4,11 @@ It needs gRPC and protobuf and nothing else: no database driver, no broker libra
 """
 
 from gpuscale.client.asks import AskOptions, ReserveOptions, ask, reserve_request
-from gpuscale.client.async_lease import AsyncLease, AsyncReserving
 from gpuscale.client.client import AsyncClient, Client
 from gpuscale.client.connection import connect, connect_async, read_token
-from gpuscale.client.held import LostReservationError
-from gpuscale.client.lease import Lease
-from gpuscale.client.paging import pages, pages_async
-from gpuscale.client.waiting import wait_ready, wait_ready_async
-from gpuscale.client.watching import watch, watch_async
+from gpuscale.client.lease import AsyncLease, AsyncReserving, Lease, LostReservationError
+from gpuscale.client.listing import pages, pages_async, watch, watch_async
+from gpuscale.client.retries import wait_ready, wait_ready_async
 from gpuscale.common.errors import (
     AbortedError,
     AlreadyExistsError,

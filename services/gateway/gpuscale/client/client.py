@@ -19,15 +19,19 @@ import grpc
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client.abandoning import abandon, abandon_async
-from gpuscale.client.admitting import admission, admit, admit_async
 from gpuscale.client.asks import ReserveOptions, as_seconds, default_holder, reserve_request
-from gpuscale.client.async_lease import AsyncLease, AsyncReserving
-from gpuscale.client.held import now, timer_of
-from gpuscale.client.lease import Lease
-from gpuscale.client.paging import pages, pages_async
+from gpuscale.client.lease import AsyncLease, AsyncReserving, Lease, abandon, abandon_async, now, timer_of
+from gpuscale.client.listing import pages, pages_async
 from gpuscale.client.retries import retrying, retrying_async
-from gpuscale.client.this_host import NODE_VARIABLE, ThisHost, confine, only_here
+from gpuscale.client.this_host import (
+    NODE_VARIABLE,
+    ThisHost,
+    admission,
+    admit,
+    admit_async,
+    confine,
+    only_here,
+)
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnimplementedError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 

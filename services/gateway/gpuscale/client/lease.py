@@ -1,23 +1,216 @@
-"""Reserved GPUs for a block of code, without an event loop: kept in the background, given back at its end.
+"""Reserved GPUs for a block of code: kept in the background, given back at its end. `Lease` without an event loop, `AsyncLease` with one.
 
 with client.reserve(gpus=2, min_memory="8GiB") as lease:
-    subprocess.run(["python", "train.py"], env=lease.env(), check=True)
+subprocess.run(["python", "train.py"], env=lease.env(), check=True)
+
+async with client.reserve(gpus=2, min_memory="8GiB") as lease:
+await train(lease.gpu_uuids)
 """
 
+import asyncio
 import logging
+import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.allocator import v1 as api
 from gpuscale.client.asks import as_seconds
-from gpuscale.client.held import REFUSALS, Held, now
 from gpuscale.client.lease_timer import LOOK, LeaseTimer
-from gpuscale.common.errors import GpuscaleError
+from gpuscale.client.listing import pages, pages_async
+from gpuscale.client.this_host import expect_here
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    GpuscaleError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from gpuscale.common.wire import optional_seconds, seconds, to_datetime
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import AllocatorServiceStub
+    from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceAsyncStub
+
+
+REFUSALS = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
+"""Errors of a renewal after which no further one can succeed."""
+_STATE = allocator_api.Reservation.State
+_OVER = (_STATE.STATE_EXPIRED, _STATE.STATE_CANCELLED, _STATE.STATE_LOST)
+"""How a reservation ends that its holder did not give back."""
+_ELSEWHERE = (
+    'start its work there; lease.env(node="{node}") is the environment for it, lease.gpu_uuids has all UUIDs'
+)
+# macOS has it under the other name.
+_CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def now() -> float:
+    """Seconds that pass while the host sleeps as well, as the allocator counts leases (`gpuscale.common.runtime.clock`)."""
+    return time.clock_gettime(_CLOCK)
+
+
+class LostReservationError(FailedPreconditionError):
+    """The GPUs are not the holder's any more, or will not be in a moment: stop using them."""
+
+    default_reason = "LEASE_LOST"
+
+
+class Held:
+    """GPUs that are held under a lease."""
+
+    def __init__(
+        self, reservation: allocator_api.Reservation, timer: LeaseTimer, this_node: Callable[[], str | None]
+    ) -> None:
+        """`this_node`: tells which node this host is; None where it is none."""
+        self._reservation = reservation
+        self._timer = timer
+        self._this_node = this_node
+
+    @property
+    def reservation(self) -> allocator_api.Reservation:
+        """The reservation as it was granted, or renewed last."""
+        return self._reservation
+
+    @property
+    def name(self) -> str:
+        """`reservations/{reservation}`."""
+        return self._reservation.name
+
+    @property
+    def fence(self) -> int:
+        """Fence of the grant: whoever shows the higher one holds the GPU."""
+        return self._reservation.fence
+
+    @property
+    def gpus(self) -> Sequence[allocator_api.ReservedGpu]:
+        """The GPUs, in the order they were chosen."""
+        return self._reservation.gpus
+
+    @property
+    def gpu_uuids(self) -> list[str]:
+        """UUIDs of the GPUs, on whichever hosts they are."""
+        return [gpu.uuid for gpu in self._reservation.gpus]
+
+    @property
+    def cuda_visible_devices(self) -> str:
+        """The value of CUDA_VISIBLE_DEVICES on this host: UUIDs, never an index.
+
+        Raises:
+            FailedPreconditionError: GPUs are on another host (GPUS_ELSEWHERE), or which node this host is cannot be
+                told (NODE_AMBIGUOUS).
+            GpuscaleError: that could not be asked.
+        """
+        return self.env({})["CUDA_VISIBLE_DEVICES"]
+
+    @property
+    def lost_reason(self) -> str:
+        """Why the GPUs are lost; empty while they are held. By the clock, also where nothing could renew meanwhile."""
+        self._timer.is_over(now())
+        return self._timer.lost
+
+    def env(self, base: Mapping[str, str] | None = None, *, node: str | None = None) -> dict[str, str]:
+        """An environment for what uses the GPUs on this host; `gpuscale.client.worker` reads what it says.
+
+        Args:
+            base: further variables; those of this process when absent.
+            node: id of a node: the environment for work that is started there, with the GPUs of that node.
+
+        Raises:
+            FailedPreconditionError: without `node`: GPUs are on another host (GPUS_ELSEWHERE), or which node this host
+                is cannot be told (NODE_AMBIGUOUS).
+            ValueError: none of the GPUs is on `node`.
+            GpuscaleError: which node this host is could not be asked.
+        """
+        if node is None:
+            expect_here(self._reservation, self._this_node(), _ELSEWHERE)
+        found = [gpu.uuid for gpu in self.gpus if node is None or gpu.node == node.removeprefix("nodes/")]
+        if not found:
+            raise ValueError(f"{self.name} holds no GPU of {node}")
+        uuids = ",".join(found)
+        return {
+            **(os.environ if base is None else base),
+            "CUDA_VISIBLE_DEVICES": uuids,
+            "GPUSCALE_GPU_UUIDS": uuids,
+            "GPUSCALE_RESERVATION": self.name,
+            "GPUSCALE_FENCE": str(self.fence),
+        }
+
+    def check(self) -> None:
+        """Go on if the GPUs are still held.
+
+        Raises:
+            LostReservationError: they are not.
+        """
+        if self.lost_reason:
+            raise self._loss()
+
+    def _left(self, error: BaseException | None) -> None:
+        """At the end of a block: say that the GPUs were lost while it ran, if they were."""
+        if not self._timer.lost:
+            return
+        if error is None:
+            raise self._loss()
+        error.add_note(f"{self.name} was lost: {self._timer.lost}")
+
+    def _loss(self) -> LostReservationError:
+        return LostReservationError(f"{self.name} is lost: {self._timer.lost}", metadata={"name": self.name})
+
+    def _given_back(self, released: allocator_api.Reservation) -> None:
+        """Heed what became of it: it may have been over for a while, unnoticed."""
+        if released.state in _OVER:
+            self._timer.had_ended(released.end_reason or "it had ended")
+
+    def _heed(self, renewed: allocator_api.Reservation, sent: float) -> None:
+        """Count the lease anew from when its renewal was sent."""
+        self._reservation = renewed
+        early = 0.0
+        if renewed.HasField("revoke_time"):
+            # Both times are of the server's clock, so their distance is right whatever this host's says.
+            left = to_datetime(renewed.expire_time) - to_datetime(renewed.revoke_time)
+            early = max(0.0, left.total_seconds())
+        self._timer.renewed(sent, early)
+
+    def _renewal(self) -> allocator_api.RenewReservationRequest:
+        return allocator_api.RenewReservationRequest(name=self.name, fence=self.fence)
+
+    def _release(self) -> allocator_api.ReleaseReservationRequest:
+        return allocator_api.ReleaseReservationRequest(name=self.name, fence=self.fence)
+
+
+def timer_of(
+    request: allocator_api.ReserveRequest, granted: allocator_api.Reservation, sent: float
+) -> LeaseTimer:
+    """The timer of a grant that came now. One that waited in the queue may have been granted at any moment since.
+
+    Raises:
+        FailedPreconditionError: it was granted to an earlier call, and has ended (RESERVATION_ENDED).
+    """
+    expect_held(granted)
+    waited, ttl = request.HasField("wait"), seconds(granted.ttl)
+    left = optional_seconds(granted, "remaining")
+    passed = 0.0 if left is None else max(0.0, ttl - left)
+    return LeaseTimer(ttl, (now() if waited else sent) - passed, renew_at_once=waited)
+
+
+def expect_held(granted: allocator_api.Reservation) -> None:
+    """Go on unless a repeated request id was answered with what it was granted long ago.
+
+    Raises:
+        FailedPreconditionError: the reservation has ended (RESERVATION_ENDED).
+    """
+    if granted.state in (*_OVER, _STATE.STATE_RELEASED):
+        raise FailedPreconditionError(
+            f"what this request id was granted, {granted.name}, has ended: its GPUs may be another's;"
+            " choose a new UUID for each grant that is wanted",
+            reason="RESERVATION_ENDED",
+            metadata={"name": granted.name},
+        )
+
 
 _log = logging.getLogger(__name__)
 
@@ -108,3 +301,166 @@ class Lease(Held):
         except GpuscaleError as error:
             _log.info("%s was not renewed, trying again: %s", self.name, error.message)
             self._timer.unanswered(now())
+
+
+class AsyncLease(Held):
+    """GPUs that were reserved. `AsyncReserving` keeps the lease in its block.
+
+    Attributes:
+        lost: set as soon as the GPUs are lost, before they can be another's.
+    """
+
+    def __init__(
+        self,
+        allocator: "AllocatorServiceAsyncStub",
+        reservation: allocator_api.Reservation,
+        timer: LeaseTimer,
+        this_node: Callable[[], str | None],
+        admit: Callable[[], Awaitable[None]],
+    ) -> None:
+        super().__init__(reservation, timer, this_node)
+        self.lost = asyncio.Event()
+        self._admit = admit
+        self._allocator = allocator
+
+    async def renew(self, timeout: float | str | None = None) -> None:  # noqa: ASYNC109
+        """Start the lease anew, within `timeout` (seconds, or a text such as `5s`). In a block that is done for you.
+
+        Raises:
+            FailedPreconditionError: it has ended (RESERVATION_ENDED).
+            GpuscaleError: anything else that went wrong.
+        """
+        sent = now()
+        response = await self._allocator.RenewReservation(
+            self._renewal(), timeout=as_seconds("timeout", timeout)
+        )
+        self._heed(response.reservation, sent)
+
+    async def release(self) -> None:
+        """Give the GPUs back now; once more is harmless.
+
+        Raises:
+            GpuscaleError: that failed, and the lease runs out by itself.
+        """
+        self._timer.give_back(now())
+        self._given_back((await self._allocator.ReleaseReservation(self._release())).reservation)
+
+    async def admit(self) -> None:
+        """Have this host's agent know this process as the holder's; the GPUs are lost where the lease is over."""
+        try:
+            await self._admit()
+        except REFUSALS as error:
+            self._timer.refused(error.message)
+        except asyncio.CancelledError:
+            with suppress(GpuscaleError):  # the lease runs out by itself
+                await self.release()
+            raise
+
+    async def keep(self) -> None:
+        """Renew until the GPUs are lost; cancel it to end it."""
+        timer = self._timer
+        while not (timer.lost or timer.given_back):
+            await asyncio.sleep(min(LOOK, timer.wait(now())))
+            if not timer.is_over(now()) and timer.wait(now()) <= 0:
+                await self._try_to_renew()
+        if timer.lost:
+            self.lost.set()
+
+    async def leave(self, keeper: asyncio.Task[None], error: BaseException | None) -> None:
+        """End `keep`, and give the GPUs back.
+
+        Raises:
+            LostReservationError: they were lost before; where there is another error, it gets a note instead.
+        """
+        self._timer.give_back(now())
+        keeper.cancel()
+        await asyncio.wait((keeper,))
+        try:
+            await self.release()
+        except GpuscaleError as problem:
+            if not self._timer.lost:
+                _log.warning("%s was not given back, its lease runs out: %s", self.name, problem.message)
+        if self._timer.lost:
+            self.lost.set()
+        self._left(error)
+
+    async def _try_to_renew(self) -> None:
+        try:
+            await self.renew(self._timer.patience(now()))
+        except REFUSALS as error:
+            self._timer.refused(error.message)
+        except GpuscaleError as error:
+            _log.info("%s was not renewed, trying again: %s", self.name, error.message)
+            self._timer.unanswered(now())
+
+
+class AsyncReserving:
+    """A reservation to be made: awaited, it is a lease that nobody keeps; as a block, one that is kept and given back."""
+
+    def __init__(self, reserve: Callable[[], Awaitable[AsyncLease]]) -> None:
+        self._reserve = reserve
+        self._kept: tuple[AsyncLease, asyncio.Task[None]] | None = None
+
+    def __await__(self) -> Generator[object, None, AsyncLease]:
+        return self._reserve().__await__()
+
+    async def __aenter__(self) -> AsyncLease:
+        lease = await self._reserve()
+        await lease.admit()  # before the block touches a GPU
+        self._kept = lease, asyncio.create_task(lease.keep(), name=f"keep {lease.name}")
+        return lease
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._kept is None:
+            return
+        lease, keeper = self._kept
+        await lease.leave(keeper, error)
+
+
+PATIENCE = 2.0
+"""Seconds that all of it may take: somebody pressed Ctrl-C, or a time-out ran."""
+LOOKS = (0.0, 0.25)
+"""Seconds before each look: what is being written to disk at the first is there at the second."""
+_PAGE = 1000
+
+
+def abandon(allocator: "AllocatorServiceStub", request: api.ReserveRequest) -> None:
+    """Give back what a request was granted, if anything."""
+    with suppress(GpuscaleError):
+        for pause in LOOKS:
+            time.sleep(pause)
+            for page in pages(
+                lambda asked: allocator.ListReservations(asked, timeout=PATIENCE / 2), _listed(request)
+            ):
+                for release in _releases(page, request):
+                    allocator.ReleaseReservation(release, timeout=PATIENCE / 2)
+                    return
+
+
+async def abandon_async(allocator: "AllocatorServiceAsyncStub", request: api.ReserveRequest) -> None:
+    """`abandon`, for the running event loop."""
+    with suppress(GpuscaleError, TimeoutError):
+        async with asyncio.timeout(PATIENCE):
+            for pause in LOOKS:
+                await asyncio.sleep(pause)
+                async for page in pages_async(allocator.ListReservations, _listed(request)):
+                    for release in _releases(page, request):
+                        await allocator.ReleaseReservation(release)
+                        return
+
+
+def _listed(request: api.ReserveRequest) -> api.ListReservationsRequest:
+    return api.ListReservationsRequest(holder=request.holder, page_size=_PAGE)
+
+
+def _releases(
+    page: api.ListReservationsResponse, request: api.ReserveRequest
+) -> list[api.ReleaseReservationRequest]:
+    """The request that gives back what this one was granted; none where it is not on the page."""
+    return [
+        api.ReleaseReservationRequest(name=one.name, fence=one.fence)
+        for one in page.reservations
+        if one.request_id == request.request_id
+    ]

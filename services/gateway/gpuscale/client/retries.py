@@ -1,13 +1,23 @@
-"""Repeating a call that had no answer. Only for calls that may be repeated: those with a request_id, and reads."""
+"""Calls that are made again: where nothing answered, and until an endpoint is ready.
+
+Only calls that may be repeated: those with a request_id, and reads.
+"""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from math import inf
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.common.sizes import to_seconds
+
+if TYPE_CHECKING:
+    from gpuscale.client.client import AsyncClient, Client
+
 
 ATTEMPTS = 4
 """Times that a call is made at most. With the waits between, a service that is started anew is back by then."""
@@ -56,3 +66,92 @@ async def retrying_async(call: Callable[[], Awaitable[Answer]], until: float = i
 def _wait(error: GpuscaleError, waits: Backoff) -> float:
     """Seconds until the next attempt: what the server says, or a little longer each time."""
     return waits.next() if error.retry_after is None else min(2.0, error.retry_after)
+
+
+PERIOD = 0.5
+"""Seconds between two looks at an endpoint."""
+_LEAST = 0.1
+"""Seconds that a look gets where no time is left: there is always one."""
+
+
+def wait_ready(
+    client: "Client", endpoint: str, *, replicas: int | None = None, timeout: float | str = 300.0
+) -> autoscaler_api.Endpoint:
+    """Wait until an endpoint has as many READY replicas as are wanted.
+
+    Args:
+        client: of the gateway, or of the autoscaler.
+        endpoint: `endpoints/{endpoint}`.
+        replicas: how many; as many as the endpoint desires when not given, which may be none.
+        timeout: how long to wait: seconds, or a text such as `5m`.
+
+    Returns:
+        The endpoint, as it is then.
+
+    Raises:
+        DeadlineExceededError: that did not come about in time (reason NOT_READY); the message says how it stands.
+        GpuscaleError: the endpoint cannot be read, or is not there.
+    """
+    deadline = time.monotonic() + to_seconds(timeout)
+    request = autoscaler_api.GetEndpointRequest(name=endpoint)
+    while True:
+        found = retrying(
+            lambda: client.endpoints.GetEndpoint(request, timeout=_limit(deadline)), deadline
+        ).endpoint
+        if _is_ready(found, replicas):
+            return found
+        time.sleep(_pause(found, deadline))
+
+
+async def wait_ready_async(
+    client: "AsyncClient",
+    endpoint: str,
+    *,
+    replicas: int | None = None,
+    timeout: float | str = 300.0,  # noqa: ASYNC109
+) -> autoscaler_api.Endpoint:
+    """`wait_ready` for an async client.
+
+    Raises:
+        DeadlineExceededError: that did not come about in time (reason NOT_READY); the message says how it stands.
+        GpuscaleError: the endpoint cannot be read, or is not there.
+    """
+    deadline = time.monotonic() + to_seconds(timeout)
+    request = autoscaler_api.GetEndpointRequest(name=endpoint)
+    while True:
+        found = (
+            await retrying_async(
+                lambda: client.endpoints.GetEndpoint(request, timeout=_limit(deadline)), deadline
+            )
+        ).endpoint
+        if _is_ready(found, replicas):
+            return found
+        await asyncio.sleep(_pause(found, deadline))
+
+
+def _limit(deadline: float) -> float | None:
+    """Seconds that one look may take; None for what the client gives each call, where there is time for that."""
+    left = deadline - time.monotonic()
+    return None if left > RPC_TIMEOUT else max(_LEAST, left)
+
+
+def _is_ready(endpoint: autoscaler_api.Endpoint, replicas: int | None) -> bool:
+    status = endpoint.status
+    return status.ready_replicas >= (status.desired_replicas if replicas is None else replicas)
+
+
+def _pause(endpoint: autoscaler_api.Endpoint, deadline: float) -> float:
+    """Seconds until the next look.
+
+    Raises:
+        DeadlineExceededError: there is no time for one.
+    """
+    left = deadline - time.monotonic()
+    if left <= 0:
+        status = endpoint.status
+        raise DeadlineExceededError(
+            f"{endpoint.name} has {status.ready_replicas} of {status.desired_replicas} replicas ready: {status.summary}",
+            reason="NOT_READY",
+            metadata={"name": endpoint.name},
+        )
+    return min(PERIOD, left)

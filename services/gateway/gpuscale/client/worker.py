@@ -18,8 +18,8 @@ from types import FrameType, TracebackType
 from typing import Self, TypeAlias
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client.admitting import AGENT_VARIABLE, pid_namespace
 from gpuscale.client.connection import connect
+from gpuscale.client.this_host import AGENT_VARIABLE, pid_namespace
 
 READY_VARIABLE = "GPUSCALE_READY_FILE"
 """Names a file that is to be there once the worker can work, for a probe to look at."""

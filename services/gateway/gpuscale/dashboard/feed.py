@@ -11,8 +11,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, pages_async
 from gpuscale.common.runtime.tasks import Backoff, TaskScope
 from gpuscale.common.wire import to_duration
-from gpuscale.dashboard.facts import Facts
-from gpuscale.dashboard.tally import PERIOD, Tally, count
+from gpuscale.dashboard.facts import PERIOD, Facts, Tally, count
 
 INTERVAL = 1.0
 """Least seconds between two updates of the nodes: agents read once a second, but not all at the same moment."""

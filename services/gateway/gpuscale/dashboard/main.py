@@ -1,12 +1,111 @@
-"""`gpuscale-dashboard`: the dashboard as a program of its own."""
+"""`gpuscale-dashboard`: its socket, its client of the gateway, the feed, and the web server, all on one loop."""
 
 import asyncio
+import socket
+import ssl
 import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 
+import uvicorn
+
+from gpuscale.client import ClientTls, connect_async, read_token
 from gpuscale.common.config.settings import run_program
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.rpc.server import ListenAddress, bind_error, check_exposure, parse_listen
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.connections import Connections
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.dashboard.app import open_dashboard
+from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.security.tls import FollowedCertificate, ServerTls
+from gpuscale.dashboard.facts import Facts, Tally
+from gpuscale.dashboard.feed import Feed
+from gpuscale.dashboard.frame import Site
 from gpuscale.dashboard.settings import DashboardSettings
+from gpuscale.dashboard.visitors import Visitors
+from gpuscale.dashboard.web import Vouched, WebServer, application
+
+STOP_SECONDS = 2
+"""Seconds for requests to finish; browsers keep their sockets open for as long as they may."""
+
+
+@asynccontextmanager
+async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
+    """The dashboard, until the end of the block; yields its URL.
+
+    Raises:
+        FailedPreconditionError: ADDRESS_IN_USE; BIND_FAILED; INSECURE_BIND where other hosts could look unasked;
+            TLS_FILES or TOKEN_FILE where a file cannot be used.
+        InvalidArgumentError: the address to listen on is none.
+    """
+    address, server_tls = parse_listen(settings.listen), settings.server_tls()
+    check_exposure(address, tls=server_tls is not None, insecure_allow_remote=settings.insecure_allow_remote)
+    if not (address.loopback or settings.sign_in or settings.insecure_allow_remote):
+        message = f"{address} can be reached from other hosts: set sign_in, or insecure_allow_remote"
+        raise FailedPreconditionError(message, reason="INSECURE_BIND")
+    tls = ClientTls(settings.ca_file, settings.cert_file, settings.key_file) if settings.ca_file else None
+    connect = partial(connect_async, settings.gateway_address, tls=tls)
+    token = read_token(settings.token_file) if settings.token_file is not None else None
+    visitors: Visitors | None = None
+    if settings.sign_in:
+        visitors = Visitors(lambda shown: connect(token=shown), SystemClock(), secure=server_tls is not None)
+    context = _context_factory(server_tls)
+    with _bind(address) as bound:
+        facts, tally = Facts(), Tally()
+        async with connect(token=token) as client, Feed(client, facts, tally).running(), TaskScope() as scope:
+            hands = visitors.hands if visitors else _nobody
+            site = Site(facts, tally, client, settings.gateway_address, hands)
+            connections = Connections()
+            app = application(site, visitors, names=_names(settings), compress=not address.loopback)
+            config = uvicorn.Config(
+                Vouched(app, connections),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=STOP_SECONDS,
+                ssl_context_factory=context,
+            )
+            server = WebServer(config)
+            if visitors is not None:
+                scope.start("tokens of visitors", visitors.recheck())
+            scope.spawn("watch connections", connections.watch(bound.getsockname()[1]))
+            serving = scope.start("web server", server.serve(sockets=[bound]))
+            try:
+                yield f"http{'s' if context else ''}://{ListenAddress(address.host, bound.getsockname()[1])}/"
+            finally:
+                server.should_exit = True
+                await serving
+
+
+def _names(settings: DashboardSettings) -> frozenset[str] | None:
+    """What browsers may call this host beside its addresses; None where visitors sign in, who do so for one name."""
+    if settings.sign_in:
+        return None
+    return frozenset({"localhost", *(name.lower() for name in settings.allowed_hosts)})
+
+
+def _nobody() -> None:
+    """Nobody signs in: nobody acts."""
+
+
+def _bind(address: ListenAddress) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server((address.host, address.port), family=family)
+    except OSError as error:
+        raise bind_error(address) from error
+
+
+def _context_factory(
+    tls: ServerTls | None,
+) -> Callable[[uvicorn.Config, Callable[[], ssl.SSLContext]], ssl.SSLContext] | None:
+    """What gives uvicorn its TLS: the certificate is read again when its files change."""
+    if tls is None:
+        return None
+    followed = FollowedCertificate(tls)
+    return lambda _config, _default: followed.context
+
 
 PROGRAM = "gpuscale-dashboard"
 DESCRIPTION = "Shows the fleet, reservations, endpoints, recordings and health in a browser."

@@ -12,9 +12,9 @@ from typing import TypeAlias
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client.standing import Marks, capabilities, node_state, problem
-from gpuscale.dashboard import words
-from gpuscale.dashboard.facts import GpuFacts
+from gpuscale.client.states import Marks, capabilities, node_state, problem
+from gpuscale.dashboard import humanize
+from gpuscale.dashboard.facts import IDLE_PERCENT, GpuFacts
 
 Row: TypeAlias = Mapping[str, object]
 Columns: TypeAlias = Mapping[str, str]
@@ -88,8 +88,6 @@ HEALTH: Columns = {
 }
 SEVERITIES = ("critical", "warning", "info")
 """Worst first."""
-IDLE_PERCENT = 1.0
-"""A GPU below this utilization does nothing."""
 
 
 def gpu_row(gpu: GpuFacts) -> Row:
@@ -101,10 +99,10 @@ def gpu_row(gpu: GpuFacts) -> Row:
         "gpu_to": f"/gpus/{gpu.node}/{gpu.uuid}",
         "model": gpu.model + (" (simulated)" if simulated else ""),
         "state": gpu.state.lower(),
-        "util": words.number(gpu.utilization, "%"),
-        "memory": f"{words.size(gpu.memory_used)} / {words.size(gpu.memory_total)}",
-        "temperature": words.number(gpu.temperature, "°C"),
-        "power": f"{words.number(gpu.power)} / {words.number(gpu.power_limit, 'W')}",
+        "util": humanize.number(gpu.utilization, "%"),
+        "memory": f"{humanize.size(gpu.memory_used)} / {humanize.size(gpu.memory_total)}",
+        "temperature": humanize.number(gpu.temperature, "°C"),
+        "power": f"{humanize.number(gpu.power)} / {humanize.number(gpu.power_limit, 'W')}",
         "held": ", ".join(gpu.holders),
     }
 
@@ -115,7 +113,7 @@ def node_row(node: monitor_api.Node, marked: Marks) -> Row:
         "node": node.name.removeprefix("nodes/"),
         "state": node_state(node, marked).lower(),
         "gpus": str(len(node.snapshot.gpus)),
-        "problem": problem(node) or words.UNKNOWN,
+        "problem": problem(node) or humanize.UNKNOWN,
     }
 
 
@@ -127,16 +125,16 @@ def matches(row: Row, text: str) -> bool:
 
 def ordered(rows: Sequence[Row], column: str, *, descending: bool) -> list[Row]:
     """Rows by a column; those where it is unknown come last, whichever way."""
-    known = [row for row in rows if row[column] not in {"", words.UNKNOWN}]
+    known = [row for row in rows if row[column] not in {"", humanize.UNKNOWN}]
     known.sort(key=lambda row: sort_key(str(row[column])), reverse=descending)
-    return known + [row for row in rows if row[column] in {"", words.UNKNOWN}]
+    return known + [row for row in rows if row[column] in {"", humanize.UNKNOWN}]
 
 
 def sort_key(cell: str) -> tuple[bool, float, str]:
     """Numbers by their value, `912 MiB` before `1.0 GiB`, before words by the alphabet."""
     head, _, rest = cell.partition(" ")
     try:
-        return (False, float(head) * words.WORTH.get(rest.partition(" ")[0], 1.0), cell)
+        return (False, float(head) * humanize.WORTH.get(rest.partition(" ")[0], 1.0), cell)
     except ValueError:
         return (True, 0.0, cell)
 
@@ -151,9 +149,9 @@ def fleet_figures(nodes: Sequence[monitor_api.Node], gpus: Sequence[GpuFacts]) -
         "nodes_online": f"{online} / {len(nodes)}",
         "GPUs": str(len(gpus)),
         "reserved": f"{sum(gpu.held_milli for gpu in gpus) / 1000:g}",
-        "mean_utilization": words.number(mean(gpu.utilization for gpu in gpus), "%"),
-        "memory_in_use": words.part(sum(used) if used else None, sum(total) if total else None),
-        "power": words.power(sum(power) if power else None),
+        "mean_utilization": humanize.number(mean(gpu.utilization for gpu in gpus), "%"),
+        "memory_in_use": humanize.part(sum(used) if used else None, sum(total) if total else None),
+        "power": humanize.power(sum(power) if power else None),
     }
 
 
@@ -169,11 +167,11 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuFacts]
     return {
         "name": one.name.removeprefix("reservations/"),
         "holder": one.holder,
-        "state": words.word(one, "state"),
-        "gpus": f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else words.UNKNOWN,
+        "state": humanize.word(one, "state"),
+        "gpus": f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else humanize.UNKNOWN,
         "where": ", ".join(where),
         "used": _used([gpus[gpu.uuid] for gpu in one.gpus if gpu.uuid in gpus]),
-        "left": words.length(one.remaining) if one.HasField("remaining") else words.UNKNOWN,
+        "left": humanize.length(one.remaining) if one.HasField("remaining") else humanize.UNKNOWN,
         "priority": one.priority,
         "tenant": one.tenant,
     }
@@ -183,10 +181,10 @@ def _used(gpus: Sequence[GpuFacts]) -> str:
     """Utilization and memory of GPUs together; of those that can be read."""
     busy, memory = mean(gpu.utilization for gpu in gpus), mean(gpu.memory_percent for gpu in gpus)
     if busy is None and memory is None:
-        return words.UNKNOWN
+        return humanize.UNKNOWN
     read = [gpu.utilization for gpu in gpus if gpu.utilization is not None]
     idle = " · idle" if read and max(read) < IDLE_PERCENT else ""
-    return f"{words.number(busy, '%')} busy, {words.number(memory, '%')} memory{idle}"
+    return f"{humanize.number(busy, '%')} busy, {humanize.number(memory, '%')} memory{idle}"
 
 
 def reservation_figures(
@@ -251,7 +249,7 @@ def _capability_set_row(
         "workers": status.ready_workers,
     }
     if asked is None:  # taken out of the spec, and not gone yet
-        return row | {"capabilities": words.UNKNOWN, "bounds": words.UNKNOWN}
+        return row | {"capabilities": humanize.UNKNOWN, "bounds": humanize.UNKNOWN}
     most = asked.max_replicas if asked.HasField("max_replicas") else endpoint.max_replicas
     return row | {
         "capabilities": capabilities(asked.capabilities),
@@ -261,11 +259,11 @@ def _capability_set_row(
 
 def decision_row(one: autoscaler_api.Decision) -> Row:
     """What a table shows of a decision; one that was made again and again is one row."""
-    times = f" ({one.count} times, until {words.clock(one.last_time)})" if one.count > 1 else ""
+    times = f" ({one.count} times, until {humanize.clock(one.last_time)})" if one.count > 1 else ""
     return {
         "name": one.name,
         "endpoint": one.name.split("/")[1] if "/" in one.name else one.name,
-        "time": words.clock(one.create_time) + times,
+        "time": humanize.clock(one.create_time) + times,
         "change": f"{one.before} → {one.wanted}" if one.before != one.wanted else f"{one.wanted}",
         "granted": one.granted,
         "limit": one.limited_by,
@@ -277,10 +275,10 @@ def replica_row(one: autoscaler_api.Replica, now: datetime) -> Row:
     """What a table shows of a replica."""
     return {
         "name": one.name.rsplit("/", 1)[-1],
-        "state": words.word(one, "state"),
+        "state": humanize.word(one, "state"),
         "node": one.node.removeprefix("nodes/"),
         "gpus": ", ".join(one.gpu_uuids),
-        "age": words.ago(one.create_time, now),
+        "age": humanize.ago(one.create_time, now),
         "reason": one.reason,
     }
 
@@ -299,11 +297,11 @@ def _rank(row: Row) -> tuple[int, str]:
 def _health_row(one: monitor_api.HealthEvent, now: datetime) -> Row:
     return {
         "name": one.name,
-        "severity": words.word(one, "severity"),
-        "check": words.word(one, "check"),
+        "severity": humanize.word(one, "severity"),
+        "check": humanize.word(one, "check"),
         "where": f"{one.node.removeprefix('nodes/')} {one.uuid}".strip(),
         "message": one.message,
-        "action": words.word(one, "recommended_action"),
-        "since": words.ago(one.start_time, now),
+        "action": humanize.word(one, "recommended_action"),
+        "since": humanize.ago(one.start_time, now),
         "count": one.count,
     }

@@ -17,18 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuscale.common.runtime.connections import Connections
 from gpuscale.dashboard.frame import Site
-from gpuscale.dashboard.pages import (
-    endpoint,
-    endpoints,
-    fleet,
-    gpu,
-    health,
-    recording,
-    recordings,
-    reservations,
-    timeline,
-)
-from gpuscale.dashboard.signing_in import Visitors, add_door
+from gpuscale.dashboard.pages.endpoints import endpoint_page, endpoints_page
+from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
+from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
+from gpuscale.dashboard.pages.reservations import reservations_page
+from gpuscale.dashboard.visitors import Visitors, add_door
 
 KEPT_MESSAGES = 10
 """Messages to each browser that are kept in case its connection breaks; beyond them it loads the page again."""
@@ -48,24 +41,24 @@ def application(
     Without `compress` a first visit costs the server a third, and more bytes: what a browser on the same host wants.
     """
 
-    def gpu_page(node: str, uuid: str) -> None:
-        gpu.build(site, node, uuid)
+    def gpu(node: str, uuid: str) -> None:
+        gpu_page(site, node, uuid)
 
-    def endpoint_page(name: str) -> None:
-        endpoint.build(site, name)
+    def endpoint(name: str) -> None:
+        endpoint_page(site, name)
 
-    def recording_page(name: str) -> None:
-        recording.build(site, name)
+    def recording(name: str) -> None:
+        recording_page(site, name)
 
-    ui.page("/")(lambda: fleet.build(site))
-    ui.page("/gpus/{node}/{uuid}")(gpu_page)
-    ui.page("/time")(lambda: timeline.build(site))
-    ui.page("/reservations")(lambda: reservations.build(site))
-    ui.page("/endpoints")(lambda: endpoints.build(site))
-    ui.page("/endpoints/{name}")(endpoint_page)
-    ui.page("/recordings")(lambda: recordings.build(site))
-    ui.page("/recordings/{name}")(recording_page)
-    ui.page("/health")(lambda: health.build(site))
+    ui.page("/")(lambda: fleet_page(site))
+    ui.page("/gpus/{node}/{uuid}")(gpu)
+    ui.page("/time")(lambda: timeline_page(site))
+    ui.page("/reservations")(lambda: reservations_page(site))
+    ui.page("/endpoints")(lambda: endpoints_page(site))
+    ui.page("/endpoints/{name}")(endpoint)
+    ui.page("/recordings")(lambda: recordings_page(site))
+    ui.page("/recordings/{name}")(recording)
+    ui.page("/health")(lambda: health_page(site))
     pages.add_exception_handler(404, _no_page)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     if visitors is not None:

@@ -1,17 +1,86 @@
-"""`gpuscale-gateway`: the gateway as a program of its own."""
+"""`gpuscale-gateway`: a channel to each upstream, the forwarder over them, and `/metrics`, as a program of its own."""
 
 import asyncio
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.calls import CallMeter
 from gpuscale.common.rpc.metrics_http import serve_metrics
-from gpuscale.common.rpc.server import Server
+from gpuscale.common.rpc.server import Server, parse_listen
+from gpuscale.common.rpc.wrapped_channel import split_addresses
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.gateway.app import open_gateway
-from gpuscale.gateway.metrics import render
+from gpuscale.common.runtime.metrics_text import Family, Page, labels
+from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.settings import GatewaySettings
+from gpuscale.gateway.upstreams import SERVICES, Lanes, Upstream
+
+
+@asynccontextmanager
+async def open_gateway(settings: GatewaySettings) -> AsyncGenerator[tuple[Forwarder, tuple[str, ...]], None]:
+    """The forwarder and the names of the services it serves; channels are open until the block ends.
+
+    Raises:
+        FailedPreconditionError: a file of TLS cannot be read.
+        InvalidArgumentError: an upstream's address is none.
+    """
+    addresses = {
+        "fleet": settings.fleet_address,
+        "allocator": settings.allocator_address,
+        "autoscaler": settings.autoscaler_address,
+    }
+    upstreams: dict[str, Upstream] = {}
+    async with AsyncExitStack() as stack:
+        for name, address in addresses.items():
+            private = settings.ca_file is not None or all(map(_local, split_addresses(address)))
+            channel = await stack.enter_async_context(settings.open_channel(address))
+            streams = await stack.enter_async_context(Lanes(partial(settings.open_channel, address)))
+            upstreams.update(dict.fromkeys(SERVICES[name], Upstream(name, channel, streams, private)))
+        yield Forwarder(upstreams), tuple(upstreams)
+
+
+def _local(address: str) -> bool:
+    """Whether an address is surely on this host."""
+    return address.startswith("unix:") or parse_listen(address).loopback
+
+
+CALLS = Family("gpuscale_gateway_calls_total", "counter", "Calls that have ended, by method and status.")
+SECONDS = Family("gpuscale_gateway_call_seconds_total", "counter", "Time that calls took, streams included.")
+OPEN = Family("gpuscale_gateway_calls_open", "gauge", "Calls that are under way.")
+LIMITED = Family("gpuscale_gateway_rate_limited_total", "counter", "Calls turned away for coming too often.")
+
+CUT = Family("gpuscale_gateway_connections_cut_total", "counter", "Connections cut for showing no identity.")
+SHORT = Family(
+    "gpuscale_gateway_descriptor_shortages_total",
+    "counter",
+    "Looks at which no file descriptor was left (EMFILE).",
+)
+
+
+def render(meter: CallMeter) -> Callable[[], AsyncGenerator[bytes]]:
+    """What makes the page of one scrape."""
+
+    async def page() -> AsyncGenerator[bytes]:
+        for chunk in _page(meter).chunks():
+            yield chunk
+
+    return page
+
+
+def _page(meter: CallMeter) -> Page:
+    page = Page()
+    page.add(OPEN, "", meter.open)
+    page.add(LIMITED, "", meter.limited)
+    page.add(CUT, "", meter.connections.cut)
+    page.add(SHORT, "", meter.connections.short)
+    for (path, code), count in sorted(meter.ended.items()):
+        page.add(CALLS, labels({"method": path.removeprefix("/"), "code": code}), count)
+    for path, seconds in sorted(meter.seconds.items()):
+        page.add(SECONDS, labels({"method": path.removeprefix("/")}), round(seconds, 6))
+    return page
+
 
 PROGRAM = "gpuscale-gateway"
 DESCRIPTION = "One address for the fleet, the allocator and the autoscaler."

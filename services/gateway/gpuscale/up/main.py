@@ -1,18 +1,55 @@
-"""`gpuscalectl up` as a program: settings, then everything, until it is told to stop."""
+"""`gpuscalectl up` as a program: settings, then everything, until it is told to stop. It says when it is ready, and what to type next."""
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from importlib.metadata import version
 
+from gpuscale.api.types.v1 import Snapshot
 from gpuscale.common.config.sources import secret_variables
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.runtime import logs
 from gpuscale.common.runtime.lifecycle import run
 from gpuscale.common.secrets import hide_memory, take_variables
 from gpuscale.up.app import Running, open_all
-from gpuscale.up.banner import banner, hints
 from gpuscale.up.settings import PROGRAM, UpSettings, load_all
+
+DEFAULT_ADDRESS = "127.0.0.1:7070"
+
+
+def banner(running: Running, settings: UpSettings) -> list[str]:
+    """The lines of the banner."""
+    return [
+        f"gpuscale {version('gpuscale')} is up at {running.address}",
+        f"  dashboard  gpuscalectl{_where(running)} dashboard",
+        f"  data       {settings.data_dir}",
+        f"  GPUs       {gpus(running.snapshot)}",
+    ]
+
+
+def gpus(snapshot: Snapshot) -> str:
+    """`8 x NVIDIA H100`, `4 SIMULATED`, or why there are none."""
+    if snapshot.simulated:
+        return f"{len(snapshot.gpus)} SIMULATED: no hardware stands behind them"
+    models = Counter(gpu.model for gpu in snapshot.gpus)
+    found = ", ".join(f"{count} x {model}" for model, count in models.items())
+    return found or f"none: {snapshot.gpu_problem or 'the driver reports none'}"
+
+
+def hints(running: Running) -> list[str]:
+    """What to type next, in a second shell."""
+    where = _where(running)
+    return [
+        f"next:  gpuscalectl{where} get gpus",
+        f"       gpuscalectl{where} reserve --gpus 1 --ttl 60s",
+        "Ctrl-C ends it.",
+    ]
+
+
+def _where(running: Running) -> str:
+    return "" if running.address == DEFAULT_ADDRESS else f" --address {running.address}"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -172,7 +172,7 @@ def _commands(line: Line) -> list[Candidate]:
 def _names(session: Session, of: str) -> list[Candidate]:
     kind = _NAMED.get(of) or _PLURAL.get(of, "")
     if kind == "contexts":
-        from gpuscale.client.contexts import contexts_file, read_contexts
+        from gpuscale.client.connection import contexts_file, read_contexts
 
         with contextlib.suppress(GpuscaleError):
             return [

@@ -1,4 +1,4 @@
-"""`gpuscalectl config`: servers by name, in the user's file of contexts (`gpuscale.client.contexts` says what it holds)."""
+"""`gpuscalectl config`: servers by name, in the user's file of contexts (`gpuscale.client.connection` says what it holds)."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from gpuscale.cli.console.session import note, session_of
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
-    from gpuscale.client.contexts import Context
+    from gpuscale.client.connection import Context
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -64,7 +64,7 @@ def set_context(context: typer.Context, name: ContextName) -> None:
 
     What is not given stays as it is. The first one becomes the current one.
     """
-    from gpuscale.client.contexts import Context
+    from gpuscale.client.connection import Context
 
     path, current, by_name = _read()
     session = session_of(context)
@@ -121,7 +121,7 @@ def _said(context: typer.Context, name: str, words: str) -> None:
 
 def _read() -> "tuple[Path, str, Mapping[str, Context]]":
     """(file, name of the current context, the contexts)."""
-    from gpuscale.client.contexts import contexts_file, read_contexts
+    from gpuscale.client.connection import contexts_file, read_contexts
 
     path = contexts_file()
     found = read_contexts(path)

@@ -118,7 +118,7 @@ def _require_equal(verdict: "VerifyDecisionResponse | None") -> None:
 
 
 def _endpoint_lines(endpoint: "Endpoint") -> list[str]:
-    from gpuscale.client.standing import capabilities
+    from gpuscale.client.states import capabilities
 
     status, spec = endpoint.status, endpoint.spec
     paused = ", PAUSED" if spec.paused else ""
@@ -159,7 +159,7 @@ def step_lines(decision: "Decision") -> list[str]:
 def _observation(seen: "Observation") -> list[str]:
     from gpuscale.cli.console.cells import duration, number, word
     from gpuscale.cli.views.autoscaler import workers
-    from gpuscale.client.standing import capabilities
+    from gpuscale.client.states import capabilities
 
     age = duration(seen, "age")
     words = f"{seen.signal} = {number(seen, 'value')} {word(seen, 'status')}"

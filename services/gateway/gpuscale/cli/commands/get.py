@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from gpuscale.cli.console.cells import View
     from gpuscale.client import Client
-    from gpuscale.client.standing import Marks
+    from gpuscale.client.states import Marks
 
     M = TypeVar("M", bound=Message)
 
@@ -47,7 +47,7 @@ def nodes(context: typer.Context, name: Names = None) -> None:
     """Hosts with an agent: state, CPU, memory, load."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views import monitor
-    from gpuscale.client.standing import NO_MARKS, problem
+    from gpuscale.client.states import NO_MARKS, problem
 
     session = session_of(context)
     with session.connect() as client:
@@ -88,7 +88,7 @@ def _holders(client: "Client") -> dict[str, str]:
 def _marks(client: "Client") -> "Marks":
     """What is cordoned; unknown while the allocator is away."""
     from gpuscale.cli.console import resources
-    from gpuscale.client.standing import marks
+    from gpuscale.client.states import marks
     from gpuscale.common.errors import UnavailableError
 
     try:

@@ -45,7 +45,7 @@ def grant(client: "Client", request: "ReserveRequest") -> "ReserveResponse":
 
 
 def _held(granted: "ReserveResponse") -> "ReserveResponse":
-    from gpuscale.client.held import expect_held
+    from gpuscale.client.lease import expect_held
 
     expect_held(granted.reservation)
     return granted

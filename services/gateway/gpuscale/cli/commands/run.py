@@ -132,7 +132,7 @@ def _admit(client: "Client", granted: "ReserveResponse", here: str) -> None:
     Raises:
         FailedPreconditionError: the reservation is over.
     """
-    from gpuscale.client.admitting import admission, admit
+    from gpuscale.client.this_host import admission, admit
 
     request = admission(granted.reservation, granted.lease_token, here)
     if request is not None and (why := admit(request, client.work, client.address)):

@@ -54,7 +54,7 @@ def _knock(session: Session) -> None:
 def _show(session: Session, client: "Client") -> None:
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.top import screen
-    from gpuscale.client.standing import marks
+    from gpuscale.client.states import marks
 
     nodes = resources.nodes(client)
     reservations = resources.reservations(client)

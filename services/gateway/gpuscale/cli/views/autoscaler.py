@@ -2,7 +2,7 @@
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.cells import Column, View, duration, number, short, since, text, word
-from gpuscale.client.standing import capabilities
+from gpuscale.client.states import capabilities
 
 
 def _bounds(endpoint: api.Endpoint) -> str:

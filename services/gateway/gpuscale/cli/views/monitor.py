@@ -18,7 +18,7 @@ from gpuscale.cli.console.cells import (
     used_of,
 )
 from gpuscale.cli.grammar.jsonpath import parse_path
-from gpuscale.client.standing import NO_MARKS, Marks, gpu_state, node_state, problem
+from gpuscale.client.states import NO_MARKS, Marks, gpu_state, node_state, problem
 
 
 def gpu_count(node: monitor_api.Node) -> str:

@@ -12,7 +12,7 @@ from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
 from gpuscale.cli.views.monitor import gpu_model
 from gpuscale.cli.views.monitor import nodes as nodes_view
-from gpuscale.client.standing import Marks, gpu_state, problem
+from gpuscale.client.states import Marks, gpu_state, problem
 
 BAR_WIDTH = 20
 

@@ -1,1 +1,1 @@
-"""The pages of the dashboard, one file each."""
+"""The pages, one function each, by topic. What they show is made in `rows` and `charts`; `web` says where each is served."""

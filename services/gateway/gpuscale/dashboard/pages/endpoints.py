@@ -1,12 +1,99 @@
-"""Endpoints: how many replicas each has and wants, and why, in one line."""
+"""Endpoints: how many replicas each has and wants, and why; of one, its signals and decisions, its capability sets and replicas."""
 
-from gpuscale.dashboard import rows
-from gpuscale.dashboard.frame import Site, live, page
-from gpuscale.dashboard.tables import Table
+from datetime import UTC, datetime
+
+from nicegui import ui
+
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.client import GpuscaleError
+from gpuscale.dashboard import charts, rows
+from gpuscale.dashboard.frame import Chart, Site, Table, Tiles, live, page
+from gpuscale.dashboard.visitors import Hands
 
 
-def build(site: Site) -> None:
+def endpoints_page(site: Site) -> None:
     """Make the page."""
     with page(site, "Endpoints"):
         table = Table(rows.ENDPOINTS, key="name", links=("name",), empty="there is no endpoint")
     live(site.facts, lambda: table.show([rows.endpoint_row(one) for one in site.facts.endpoints]))
+
+
+REFRESH = 1.0
+"""Seconds between two questions for the decisions."""
+KEPT = 200
+"""Decisions that are shown."""
+DECISIONS = {name: heading for name, heading in rows.DECISIONS.items() if name != "endpoint"}
+
+
+def endpoint_page(site: Site, endpoint: str) -> None:
+    """Make the page of `endpoints/{endpoint}`."""
+    name = f"endpoints/{endpoint}"
+
+    def found() -> autoscaler_api.Endpoint | None:
+        return next((one for one in site.facts.endpoints if one.name == name), None)
+
+    with page(site, f"Endpoint {endpoint}"):
+        head = ui.label(endpoint).classes("text-h6")
+        why = ui.label().mark("why")
+        tiles = Tiles("desired", "granted", "starting", "ready", "draining", "min to max")
+        hands = site.hands()
+        if hands is not None:
+            with ui.row().classes("items-center"):
+                order = ui.number("replicas", value=_desired(found()), min=0, precision=0).props("dense")
+                ui.button("order", on_click=lambda: _order(hands, found(), order.value)).props(
+                    "dense no-caps"
+                )
+        with ui.element("div").classes("gs-charts"):
+            empty = charts.scaling(autoscaler_api.Endpoint(), (), datetime.now(UTC))
+            counts = Chart(empty)
+            read = Chart(charts.signals(()))
+        ui.label("Decisions").classes("text-subtitle1")
+        decided = Table(DECISIONS, key="name", length=10, empty="nothing was decided yet")
+        with ui.column().classes("full-width") as grouped:
+            ui.label("Capability sets").classes("text-subtitle1")
+            sets = Table(rows.CAPABILITY_SETS, key="set", empty="there is no capability set")
+        ui.label("Replicas").classes("text-subtitle1")
+        replicas = Table(rows.REPLICAS, key="name", empty="there is no replica")
+
+    def show() -> None:
+        one = found()
+        if one is None:
+            why.text = "there is no such endpoint (any more)"
+            tiles.clear()
+            return
+        head.text = endpoint + (" · paused" if one.spec.paused else "")
+        why.text = one.status.summary
+        tiles.show(**rows.endpoint_figures(one))
+        sets.show(rows.capability_set_rows(one))
+        grouped.set_visibility(bool(one.status.capability_sets))
+        now = datetime.now(UTC)
+        replicas.show([rows.replica_row(each, now) for each in site.facts.replicas_of(name)])
+
+    async def refresh() -> None:
+        one = found()
+        if one is None:
+            return
+        request = autoscaler_api.ListDecisionsRequest(parent=name, page_size=KEPT)
+        asked = autoscaler_api.QuerySignalsRequest(name=name)
+        try:
+            decisions = (await site.client.decisions.ListDecisions(request)).decisions
+            signals = (await site.client.decisions.QuerySignals(asked)).signals
+        except GpuscaleError as error:
+            why.text = f"the decisions cannot be read: {error.message}"
+            return
+        counts.show(charts.scaling(one, decisions, datetime.now(UTC)))
+        read.show(charts.signals(signals))
+        decided.show([rows.decision_row(each) for each in decisions])
+
+    live(site.facts, show)
+    ui.timer(REFRESH, refresh)
+
+
+def _desired(one: autoscaler_api.Endpoint | None) -> int | None:
+    """How many are aimed at: what stands there orders nothing, so that a click by mistake takes nothing away."""
+    return None if one is None else one.status.desired_replicas
+
+
+async def _order(hands: Hands, one: autoscaler_api.Endpoint | None, replicas: float | None) -> None:
+    if one is not None and replicas is not None:
+        await hands.set_replicas(one, int(replicas))

@@ -1,16 +1,19 @@
-"""The fleet: a map of all GPUs by what they read, figures, and a table to search."""
+"""The fleet: a map of all GPUs now and over time, one GPU, and what is wrong with which GPU or node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from nicegui import ui
 from nicegui.events import GenericEventArguments
 
-from gpuscale.client.standing import marks
-from gpuscale.dashboard import maps, rows
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client import GpuscaleError
+from gpuscale.client.states import marks
+from gpuscale.common.wire import seconds, to_duration
+from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.facts import GpuFacts
-from gpuscale.dashboard.frame import Chart, Site, Tiles, live, page
-from gpuscale.dashboard.tables import Table
+from gpuscale.dashboard.frame import Chart, Site, Table, Tiles, live, page
 
 FILTER = "filter: node, model, state, holder"
 
@@ -33,7 +36,7 @@ READINGS = {
 }
 
 
-def build(site: Site) -> None:
+def fleet_page(site: Site) -> None:
     """Make the page."""
     with page(site, "Fleet"):
         tiles = Tiles("nodes online", "GPUs", "reserved", "mean utilization", "memory in use", "power")
@@ -41,7 +44,7 @@ def build(site: Site) -> None:
             chosen = ui.toggle(list(READINGS), value="utilization").props("dense no-caps")
             ui.space()
             wanted = ui.input(placeholder=FILTER).props("dense clearable").style("width: 17rem")
-        heat = Chart(maps.map_of((), READINGS["utilization"].value, "%", 100.0), mark="map")
+        heat = Chart(charts.map_of((), READINGS["utilization"].value, "%", 100.0), mark="map")
         table = Table(rows.GPUS, key="uuid", links=("gpu",), empty="no GPU is known, or none matches")
         nodes = Table(rows.NODES, key="node", empty="no node is known, or none matches")
 
@@ -49,8 +52,8 @@ def build(site: Site) -> None:
         text = str(wanted.value or "")
         gpus, shown = matching(site, text)
         reading = READINGS[str(chosen.value)]
-        options = maps.map_of(gpus, reading.value, reading.unit, reading.top)
-        heat.show(options, height=90 + 24 * max(2, maps.rows_of(options)))
+        options = charts.map_of(gpus, reading.value, reading.unit, reading.top)
+        heat.show(options, height=90 + 24 * max(2, charts.rows_of(options)))
         table.show(shown)
         nodes.show(node_rows(site, text))
         tiles.show(**rows.fleet_figures(list(site.facts.nodes.values()), gpus))
@@ -85,3 +88,176 @@ def matching(site: Site, text: str) -> tuple[list[GpuFacts], list[rows.Row]]:
         if not text or rows.matches(row, text)
     ]
     return [gpu for gpu, _ in found], [row for _, row in found]
+
+
+GPU_REFRESH = 2.0
+"""Seconds between two questions for the history."""
+SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0, "7 d": 604800.0}
+POINTS = 200
+"""Points of a chart, at most about."""
+Metric = monitor_api.Metric
+CHARTS = (
+    (Metric.METRIC_UTILIZATION_PERCENT, "utilization", "%"),
+    (Metric.METRIC_MEMORY_USED_PERCENT, "memory", "%"),
+    (Metric.METRIC_TEMPERATURE_CELSIUS, "temperature", "°C"),
+    (Metric.METRIC_POWER_WATTS, "power", "W"),
+)
+
+
+def gpu_page(site: Site, node: str, uuid: str) -> None:
+    """Make the page of `uuid` on `node`."""
+    with page(site, f"GPU {uuid}"):
+        head = ui.label(f"{node} · {uuid}").classes("text-h6")
+        tiles = Tiles("state", "utilization", "memory", "temperature", "power", "reserved by")
+        chosen = ui.toggle(list(SPANS), value="10 min").props("dense no-caps")
+        with ui.element("div").classes("gs-charts"):
+            drawn = [Chart(charts.band(None, title, unit)) for _, title, unit in CHARTS]
+        note = ui.label().classes("gs-quiet")
+
+    def show() -> None:
+        found = next((gpu for gpu in site.gpus() if (gpu.node, gpu.uuid) == (node, uuid)), None)
+        if found is None:
+            head.text = f"{node} · {uuid}: not known (any more)"
+            tiles.clear()
+            return
+        head.text = f"{found.label} · {found.model} · {uuid}" + (" · simulated" if found.simulated else "")
+        tiles.show(**gpu_figures(found))
+
+    async def refresh() -> None:
+        length = SPANS[str(chosen.value)]
+        request = monitor_api.QueryHistoryRequest(
+            uuids=[uuid],
+            metrics=[metric for metric, _, _ in CHARTS],
+            span=monitor_api.HistorySpan(last=to_duration(length)),
+            step=to_duration(max(1.0, length / POINTS)),
+        )
+        try:
+            answer = await site.client.history.QueryHistory(request)
+        except GpuscaleError as error:
+            note.text = f"the history cannot be read: {error.message}"
+            return
+        found = {series.metric: series for series in answer.series}
+        for chart, (metric, title, unit) in zip(drawn, CHARTS, strict=True):
+            chart.show(charts.band(found.get(metric), title, unit))
+        if answer.not_kept:
+            note.text = (
+                "no history is kept of it: nothing was read yet, or the fleet's memory for history is used up"
+            )
+            return
+        note.text = f"a point each {humanize.length(answer.step)}; line: mean, band: smallest to largest"
+
+    live(site.facts, show)
+    ui.timer(GPU_REFRESH, refresh)
+    chosen.on_value_change(refresh)
+
+
+def gpu_figures(gpu: GpuFacts) -> dict[str, str]:
+    """What it reads now."""
+    return {
+        "state": gpu.state.lower(),
+        "utilization": humanize.number(gpu.utilization, "%"),
+        "memory": humanize.part(gpu.memory_used, gpu.memory_total),
+        "temperature": humanize.number(gpu.temperature, "°C"),
+        "power": f"{humanize.number(gpu.power)} / {humanize.number(gpu.power_limit, 'W')}",
+        "reserved_by": ", ".join(gpu.holders) or "nobody",
+    }
+
+
+TIMELINE_REFRESH = 5.0
+"""Least seconds between two questions for the history: one for each column."""
+STEPS = 120
+"""Columns, at most about."""
+MOST_GPUS = 96
+"""GPUs with a row each; of more of them, each node has one."""
+MOST_NAMES = 256
+"""Nodes that one question may name."""
+METRICS = {
+    "utilization": (Metric.METRIC_UTILIZATION_PERCENT, "%", 100.0),
+    "memory": (Metric.METRIC_MEMORY_USED_PERCENT, "%", 100.0),
+    "temperature": (Metric.METRIC_TEMPERATURE_CELSIUS, "°C", 100.0),
+    "power": (Metric.METRIC_POWER_WATTS, "W", 800.0),
+}
+
+
+def timeline_page(site: Site) -> None:
+    """Make the page."""
+    with page(site, "Over time"):
+        with ui.row().classes("items-center full-width"):
+            chosen = ui.toggle(list(METRICS), value="utilization").props("dense no-caps")
+            span = ui.toggle(list(SPANS), value="1 h").props("dense no-caps")
+            ui.space()
+            wanted = ui.input(placeholder=FILTER).props("dense clearable").style("width: 17rem")
+        heat = Chart(charts.over_time((), monitor_api.QueryHistoryResponse(), "%", 100.0), mark="over-time")
+        note = ui.label().classes("gs-quiet")
+
+    async def refresh() -> None:
+        gpus, _ = matching(site, str(wanted.value or ""))
+        metric, unit, top = METRICS[str(chosen.value)]
+        nodes = sorted({gpu.node for gpu in gpus}) if len(gpus) > MOST_GPUS else []
+        if nodes and metric != Metric.METRIC_UTILIZATION_PERCENT:
+            note.text = (
+                f"{len(gpus)} GPUs are too many for a row each: filter, or look at utilization by node"
+            )
+            return
+        if not gpus:
+            note.text = "no GPU is known, or none matches"
+            return
+        request = timeline_question(gpus, nodes, metric, SPANS[str(span.value)])
+        try:
+            answer = await site.client.history.QueryHistory(request)
+        except GpuscaleError as error:
+            note.text = f"the history cannot be read: {error.message}"
+            return
+        timer.interval = max(TIMELINE_REFRESH, seconds(answer.step))
+        lines = timeline_rows(answer, gpus, nodes)
+        height = 90 + len(lines) * charts.row_height(len(lines))
+        heat.show(charts.over_time(lines, answer, unit, top), height=height)
+        note.text = timeline_note(answer, nodes)
+
+    timer = ui.timer(TIMELINE_REFRESH, refresh)
+    for one in (chosen, span, wanted):
+        one.on_value_change(refresh)
+
+
+def timeline_question(
+    gpus: Sequence[GpuFacts], nodes: Sequence[str], metric: "Metric.ValueType", length: float
+) -> monitor_api.QueryHistoryRequest:
+    """Asks for `nodes`, or for each GPU where there are none."""
+    return monitor_api.QueryHistoryRequest(
+        names=[f"nodes/{node}" for node in nodes[:MOST_NAMES]],
+        uuids=[] if nodes else [gpu.uuid for gpu in gpus],
+        metrics=[metric],
+        span=monitor_api.HistorySpan(last=to_duration(length)),
+        step=to_duration(max(1.0, length / STEPS)),
+    )
+
+
+def timeline_rows(
+    answer: monitor_api.QueryHistoryResponse, gpus: Sequence[GpuFacts], nodes: Sequence[str]
+) -> list[tuple[str, monitor_api.HistorySeries | None]]:
+    """The rows of the map, with what is kept of each."""
+    by_name = {series.uuid or series.name: series for series in answer.series}
+    if nodes:
+        return [(node, by_name.get(f"nodes/{node}")) for node in nodes[:MOST_NAMES]]
+    return [(gpu.label, by_name.get(gpu.uuid)) for gpu in gpus]
+
+
+def timeline_note(answer: monitor_api.QueryHistoryResponse, nodes: Sequence[str]) -> str:
+    """What a row and a column are."""
+    left_out = f"; {len(nodes) - MOST_NAMES} more nodes match" if len(nodes) > MOST_NAMES else ""
+    row = "a row is a node, by the mean of its GPUs" if nodes else "a row is a GPU"
+    return f"{row}; a column is the mean of {humanize.length(answer.step)}; times are UTC{left_out}"
+
+
+def health_page(site: Site) -> None:
+    """Make the page."""
+    with page(site, "Health"):
+        tiles = Tiles(*rows.SEVERITIES)
+        table = Table(rows.HEALTH, key="name", empty="nothing is wrong with any GPU or node")
+
+    def draw() -> None:
+        shown = rows.health_rows(site.facts.events.values(), datetime.now(UTC))
+        table.show(shown)
+        tiles.show(**{word: str(sum(row["severity"] == word for row in shown)) for word in rows.SEVERITIES})
+
+    live(site.facts, draw)

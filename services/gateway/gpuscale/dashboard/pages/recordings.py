@@ -1,10 +1,16 @@
-"""Recordings: which there are."""
+"""Recordings: which there are; of one, a chart of each reading while it ran, and of each GPU the mean with the smallest and largest value."""
+
+from collections.abc import Sequence
+
+from nicegui import ui
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.dashboard import words
-from gpuscale.dashboard.frame import Site, live, page
+from gpuscale.client import GpuscaleError
+from gpuscale.common.wire import seconds, to_duration
+from gpuscale.dashboard import charts, humanize
+from gpuscale.dashboard.frame import Chart, Site, Table, Tiles, live, page
+from gpuscale.dashboard.pages.fleet import CHARTS
 from gpuscale.dashboard.rows import Row
-from gpuscale.dashboard.tables import Table
 
 _COLUMNS = {
     "name": "recording",
@@ -16,24 +22,148 @@ _COLUMNS = {
 }
 
 
-def build(site: Site) -> None:
+def recordings_page(site: Site) -> None:
     """Make the page of all recordings."""
     with page(site, "Recordings"):
         table = Table(
             _COLUMNS, key="name", links=("name",), empty="nothing was recorded: gpuscalectl record -- COMMAND"
         )
-    live(site.facts, lambda: table.show([row_of(one) for one in site.facts.recordings]))
+    live(site.facts, lambda: table.show([recording_row(one) for one in site.facts.recordings]))
 
 
-def row_of(one: monitor_api.Recording) -> Row:
+def recording_row(one: monitor_api.Recording) -> Row:
     """What the table shows of a recording."""
     name = one.name.removeprefix("recordings/")
     return {
         "name": name,
         "name_to": f"/recordings/{name}",
-        "state": words.word(one, "state"),
-        "start": words.clock(one.start_time),
-        "duration": words.length(one.duration),
+        "state": humanize.word(one, "state"),
+        "start": humanize.clock(one.start_time),
+        "duration": humanize.length(one.duration),
         "samples": one.sample_count,
         "gpus": len(one.gpus),
     }
+
+
+REFRESH = 2.0
+"""Least seconds between two questions for the history while it runs: one for each point."""
+REFRESH_ENDED = 60.0
+POINTS = 60
+"""Points of a line, at most about."""
+MOST_LINES = 16
+"""GPUs whose lines are drawn; the table has them all."""
+Metric = monitor_api.Metric
+_STATS = {
+    "gpu": "GPU",
+    "model": "model",
+    "utilization": "utilization",
+    "memory": "memory",
+    "temperature": "temperature",
+    "power": "power",
+    "samples": "samples",
+}
+
+
+def recording_page(site: Site, recording: str) -> None:
+    """Make the page of `recordings/{recording}`."""
+    name = f"recordings/{recording}"
+    with page(site, f"Recording {recording}"):
+        head = ui.label(recording).classes("text-h6")
+        tiles = Tiles("state", "started", "duration", "samples", "interval")
+        with ui.element("div").classes("gs-charts"):
+            drawn = [Chart(charts.lines((), title, unit)) for _, title, unit in CHARTS]
+        note = ui.label().classes("gs-quiet")
+        table = Table(_STATS, key="uuid", links=("gpu",), empty="no GPU was read")
+
+    def found() -> monitor_api.Recording | None:
+        return next((one for one in site.facts.recordings if one.name == name), None)
+
+    def draw() -> None:
+        one = found()
+        if one is None:
+            head.text = f"{recording}: there is no such recording (any more)"
+            return
+        tiles.show(
+            state=humanize.word(one, "state"),
+            started=humanize.clock(one.start_time)[:16],
+            duration=humanize.length(one.duration),
+            samples=str(one.sample_count),
+            interval=humanize.length(one.interval),
+        )
+        table.show([gpu_row(gpu) for gpu in one.gpus])
+
+    async def refresh() -> None:
+        one = found()
+        if one is None or not one.gpus:
+            return
+        try:
+            answer = await site.client.history.QueryHistory(history_question(one))
+        except GpuscaleError as error:
+            note.text = f"the history cannot be read: {error.message}"
+            return
+        running = one.state == monitor_api.Recording.STATE_RUNNING
+        timer.interval = max(REFRESH, seconds(answer.step)) if running else REFRESH_ENDED
+        for chart, (metric, title, unit) in zip(drawn, CHARTS, strict=True):
+            chart.show(charts.lines(lines_of(one, answer, metric), title, unit))
+        note.text = history_note(one, answer)
+
+    live(site.facts, draw)
+    timer = ui.timer(REFRESH, refresh)
+
+
+def history_question(one: monitor_api.Recording) -> monitor_api.QueryHistoryRequest:
+    """Asks what its first GPUs read while it ran."""
+    span = monitor_api.HistorySpan(start_time=one.start_time)
+    if one.HasField("end_time"):
+        span.end_time.CopyFrom(one.end_time)
+    return monitor_api.QueryHistoryRequest(
+        uuids=[gpu.uuid for gpu in one.gpus[:MOST_LINES]],
+        metrics=[metric for metric, _, _ in CHARTS],
+        span=span,
+        step=to_duration(max(1.0, seconds(one.duration) / POINTS)),
+    )
+
+
+def lines_of(
+    one: monitor_api.Recording, answer: monitor_api.QueryHistoryResponse, metric: "Metric.ValueType"
+) -> list[tuple[str, monitor_api.HistorySeries]]:
+    """A line for each GPU of which something is kept."""
+    found = {series.uuid: series for series in answer.series if series.metric == metric}
+    return [(label(gpu), found[gpu.uuid]) for gpu in one.gpus[:MOST_LINES] if gpu.uuid in found]
+
+
+def history_note(one: monitor_api.Recording, answer: monitor_api.QueryHistoryResponse) -> str:
+    """What the charts show, and what they cannot."""
+    if not answer.series:
+        return "the history of that time is not kept (any more); the figures below are those of the recording"
+    more = len(one.gpus) - MOST_LINES
+    left_out = f"; {more} more GPUs are in the table" if more > 0 else ""
+    return f"from the history: a point each {humanize.length(answer.step)}, its mean{left_out}"
+
+
+def label(gpu: monitor_api.RecordedGpu) -> str:
+    """`node/index`."""
+    return f"{gpu.name.split('/')[1]}/{gpu.index}"
+
+
+def gpu_row(gpu: monitor_api.RecordedGpu) -> Row:
+    """What the table shows of a recorded GPU: means, with smallest and largest value."""
+    return {
+        "uuid": gpu.uuid,
+        "gpu": label(gpu),
+        "gpu_to": f"/gpus/{gpu.name.split('/')[1]}/{gpu.uuid}",
+        "model": gpu.model,
+        "utilization": _stats(gpu.stats, Metric.METRIC_UTILIZATION_PERCENT, "%"),
+        "memory": _stats(gpu.stats, Metric.METRIC_MEMORY_USED_PERCENT, "%"),
+        "temperature": _stats(gpu.stats, Metric.METRIC_TEMPERATURE_CELSIUS, "°C"),
+        "power": _stats(gpu.stats, Metric.METRIC_POWER_WATTS, "W"),
+        "samples": gpu.sample_count,
+    }
+
+
+def _stats(stats: Sequence[monitor_api.MetricStats], metric: "Metric.ValueType", unit: str) -> str:
+    """`37 % (12 to 88)`."""
+    found = next((one for one in stats if one.metric == metric), None)
+    if found is None:
+        return humanize.UNKNOWN
+    return f"{humanize.number(found.mean, unit)} ({found.min:.0f} to {found.max:.0f})"

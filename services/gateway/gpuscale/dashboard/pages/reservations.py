@@ -5,10 +5,9 @@ from functools import partial
 
 from nicegui import ui
 
-from gpuscale.dashboard import charts, rows, words
-from gpuscale.dashboard.acting import Hands
-from gpuscale.dashboard.frame import Chart, Site, Tiles, live, page
-from gpuscale.dashboard.tables import ACT, Table
+from gpuscale.dashboard import charts, humanize, rows
+from gpuscale.dashboard.frame import ACT, Chart, Site, Table, Tiles, live, page
+from gpuscale.dashboard.visitors import Hands
 
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
 REFRESH = 5.0
@@ -17,7 +16,7 @@ POINTS = 240
 """Points of the chart, at most about."""
 
 
-def build(site: Site) -> None:
+def reservations_page(site: Site) -> None:
     """Make the page."""
     with page(site, "Reservations"):
         tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle", "GPU hours unused")
@@ -41,8 +40,8 @@ def build(site: Site) -> None:
         start = end - SPANS[str(chosen.value)]
         counts = site.tally.since(start, end, (end - start) / POINTS)
         chart.show(charts.reserved_and_used(counts))
-        tiles.show(GPU_hours_unused=words.number(site.tally.wasted_hours(start, end), digits=1))
-        since = words.moment(counts[0].at) if counts else "now"
+        tiles.show(GPU_hours_unused=humanize.number(site.tally.wasted_hours(start, end), digits=1))
+        since = humanize.moment(counts[0].at) if counts else "now"
         note.text = (
             f"used: reserved GPUs by their utilization; counted by this dashboard, here since {since} UTC"
         )

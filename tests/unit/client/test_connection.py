@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.client import ClientTls, FailedPreconditionError, InvalidArgumentError, connect
-from gpuscale.client.connection import _way
-from gpuscale.client.contexts import Context, Contexts, find_context, read_contexts
+from gpuscale.client.connection import Context, Contexts, _way, find_context, read_contexts
 
 FILE = """\
 current_context = "lab"

@@ -1,12 +1,16 @@
-"""The door: visitors show a bearer token before they see anything, where the settings say so.
+"""Visitors: they show a bearer token before they see anything, where the settings say so, and act with it then.
 
 The token is tried on the gateway itself, so that whoever may call the gateway may look, and nobody else; it is kept in the
-memory of this program, and the browser gets a random secret in a cookie that scripts cannot read.
+memory of this program, and the browser gets a random secret in a cookie that scripts cannot read. A restart signs everybody out.
 """
+
+from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from http.cookies import CookieError, SimpleCookie
 
 from fastapi import FastAPI, Request
@@ -15,11 +19,126 @@ from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client import GpuscaleError, PermissionDeniedError, UnauthenticatedError
+from gpuscale.client import AsyncClient, GpuscaleError, PermissionDeniedError, UnauthenticatedError
 from gpuscale.common.runtime.clock import Clock
-from gpuscale.dashboard.acting import Connect, Hands
-from gpuscale.dashboard.sessions import LENGTH, Sessions
+
+LENGTH = 12 * 3600.0
+"""Seconds after which a visitor has to sign in again."""
+MOST = 1_000
+"""Sessions at a time; the oldest makes room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A visitor that showed a token, until `end` (seconds of the same clock as `now`)."""
+
+    token: str
+    end: float
+
+
+class Sessions:
+    """All that are open."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Session] = {}
+
+    def begin(self, secret: str, token: str, now: float) -> None:
+        """Remember a token under a secret that nobody can guess."""
+        self._open = {key: one for key, one in self._open.items() if one.end > now}
+        while len(self._open) >= MOST:
+            del self._open[next(iter(self._open))]
+        self._open[secret] = Session(token, now + LENGTH)
+
+    def token(self, secret: str, now: float) -> str | None:
+        """The token of a session; None where there is none, or its time is over."""
+        found = self._open.get(secret)
+        return found.token if found is not None and found.end > now else None
+
+    def tokens(self, now: float) -> set[str]:
+        """The tokens of all that are open."""
+        return {one.token for one in self._open.values() if one.end > now}
+
+    def revoke(self, token: str) -> None:
+        """Forget all sessions of a token."""
+        self._open = {key: one for key, one in self._open.items() if one.token != token}
+
+    def end(self, secret: str) -> None:
+        """Forget it; harmless where there is none."""
+        self._open.pop(secret, None)
+
+
+Connect = Callable[[str], AsyncClient]
+"""Makes a client that sends a token."""
+Action = Callable[[AsyncClient], Awaitable[object]]
+
+
+class Hands:
+    """Acts for one visitor.
+
+    Args:
+        connect: makes the client.
+        token: gives what the visitor showed, for as long as the visitor is signed in.
+    """
+
+    def __init__(self, connect: Connect, token: Callable[[], str | None]) -> None:
+        self._connect = connect
+        self._token = token
+
+    @property
+    def tied(self) -> bool:
+        """Whether the visitor is not signed in any more: signed out on another page, or for too long."""
+        return self._token() is None
+
+    async def release(self, one: allocator_api.Reservation) -> None:
+        """Give the GPUs of a reservation back, after asking."""
+        name = one.name.removeprefix("reservations/")
+        if await _confirmed(f"Release {name}, held by {one.holder}? Whatever runs on its GPUs loses them."):
+            await self._do(partial(_give_back, one.name), f"{name} is released")
+
+    async def set_replicas(self, one: autoscaler_api.Endpoint, replicas: int) -> None:
+        """Order a number of replicas; refused where somebody else ordered another one meanwhile."""
+        request = autoscaler_api.SetReplicasRequest(
+            name=one.name, replicas=replicas, current_replicas=one.status.desired_replicas
+        )
+        await self._do(
+            lambda client: client.endpoints.SetReplicas(request), f"{replicas} replicas are wanted now"
+        )
+
+    async def _do(self, act: Action, done: str) -> None:
+        token = self._token()
+        if token is None:  # the page says so in a moment
+            return
+        try:
+            async with self._connect(token) as client:
+                await act(client)
+        except GpuscaleError as error:
+            ui.notify(error.message, type="negative")
+        else:
+            ui.notify(done, type="positive")
+
+
+async def _give_back(name: str, client: AsyncClient) -> None:
+    """Release by the fence that the visitor is told: what the dashboard itself was told may have none."""
+    one = (await client.allocator.GetReservation(allocator_api.GetReservationRequest(name=name))).reservation
+    await client.allocator.ReleaseReservation(
+        allocator_api.ReleaseReservationRequest(name=name, fence=one.fence)
+    )
+
+
+async def _confirmed(question: str) -> bool:
+    """Ask before what cannot be undone."""
+    with ui.dialog() as dialog, ui.card():
+        ui.label(question)
+        with ui.row():
+            ui.button("Yes", on_click=partial(dialog.submit, result=True)).mark("yes")
+            ui.button("No", on_click=partial(dialog.submit, result=False)).props("flat")
+    answer: object = await dialog
+    dialog.delete()
+    return answer is True
+
 
 COOKIE = "gpuscale_session"
 PATH = "/sign-in"

@@ -15,8 +15,7 @@ from gpuscale.client import (
 )
 from gpuscale.client.connection import connect_async
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.dashboard.acting import Hands
-from gpuscale.dashboard.signing_in import Visitors
+from gpuscale.dashboard.visitors import Hands, Visitors
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
 
@@ -45,7 +44,7 @@ async def test_what_is_no_token_is_refused(token: str) -> None:
 async def test_a_visitor_whose_token_is_revoked_is_signed_out(
     error: GpuscaleError, left: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpuscale.dashboard.signing_in.RECHECK", 0.01)
+    monkeypatch.setattr("gpuscale.dashboard.visitors.RECHECK", 0.01)
     asked: list[str] = []
     with FakeServer() as server:
         server.fail("ListNodes", error)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gpuscale.api.types.v1 import Gpu, Snapshot
 from gpuscale.up.app import Running
-from gpuscale.up.banner import banner, gpus, hints
+from gpuscale.up.main import banner, gpus, hints
 from gpuscale.up.settings import UpSettings
 
 

@@ -13,8 +13,7 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.gateway.forwarder import Forwarder
-from gpuscale.gateway.outage import PERIOD, Outage
-from gpuscale.gateway.upstreams import Lanes, Upstream
+from gpuscale.gateway.upstreams import PERIOD, Lanes, Outage, Upstream
 from tests.support.clock import ManualClock
 from tests.support.raw_service import FLEET, SERVER_STREAM, UNARY, RawService, ending
 
@@ -23,12 +22,14 @@ class Log:
     """What was logged of outages: (event, calls that got no line)."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO, "gpuscale.gateway.outage")
+        caplog.set_level(logging.INFO, "gpuscale.gateway.upstreams")
         self._caplog = caplog
 
     def taken(self) -> list[tuple[str, int]]:
         """Since the last time."""
-        found: list[Any] = [record.msg for record in self._caplog.records if record.name.endswith(".outage")]
+        found: list[Any] = [
+            record.msg for record in self._caplog.records if record.name.endswith(".upstreams")
+        ]
         self._caplog.clear()
         assert {one["upstream"] for one in found} <= {"fleet"}
         return [(one["event"], one["not_shown"]) for one in found]

@@ -1,6 +1,6 @@
 """Sessions end by themselves, and there are never too many."""
 
-from gpuscale.dashboard.sessions import LENGTH, MOST, Sessions
+from gpuscale.dashboard.visitors import LENGTH, MOST, Sessions
 
 
 def test_a_session_is_known_by_its_secret_until_its_time_is_over() -> None:

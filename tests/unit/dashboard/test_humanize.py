@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.dashboard import words
+from gpuscale.dashboard import humanize
 
 
 @pytest.mark.parametrize(
@@ -21,16 +21,16 @@ from gpuscale.dashboard import words
     ],
 )
 def test_a_span_has_at_most_two_parts(seconds: float, text: str) -> None:
-    assert words.span(seconds) == text
+    assert humanize.span(seconds) == text
 
 
 def test_what_is_not_known_is_a_dash() -> None:
-    assert words.number(None, "%") == words.size(None) == words.clock(Timestamp()) == "-"
-    assert words.ago(Timestamp(), datetime.now(UTC)) == "-"
+    assert humanize.number(None, "%") == humanize.size(None) == humanize.clock(Timestamp()) == "-"
+    assert humanize.ago(Timestamp(), datetime.now(UTC)) == "-"
 
 
 def test_sizes_have_binary_units() -> None:
-    assert [words.size(count) for count in (0, 1023, 1 << 10, 80 << 30)] == [
+    assert [humanize.size(count) for count in (0, 1023, 1 << 10, 80 << 30)] == [
         "0 B",
         "1023 B",
         "1.0 KiB",
@@ -40,11 +40,11 @@ def test_sizes_have_binary_units() -> None:
 
 def test_an_enum_is_words_and_a_value_from_the_future_its_number() -> None:
     node = monitor_api.Node(state=monitor_api.NodeState.NODE_STATE_ONLINE)
-    assert words.word(node, "state") == "online"
+    assert humanize.word(node, "state") == "online"
     node = monitor_api.Node.FromString(b"\x10\x63")  # field 2, value 99
-    assert words.word(node, "state") == "99"
+    assert humanize.word(node, "state") == "99"
 
 
 def test_what_fails_alike_is_named_together() -> None:
     found = {"nodes": "nothing answers", "health": "nothing answers", "endpoints": "refused"}
-    assert words.problems(found) == "endpoints: refused; health, nodes: nothing answers"
+    assert humanize.problems(found) == "endpoints: refused; health, nodes: nothing answers"

@@ -1,4 +1,4 @@
-"""Streams that go on: a Watch method is called again when its server goes away and comes back.
+"""Lists of any length, page by page, and Watch streams, which are opened again when their server comes back.
 
 Every Watch method begins with all there is, the last message of that round marked `full`, so that nothing is missed: a
 reader that drops, at each `full`, what that round did not name is never wrong.
@@ -6,13 +6,64 @@ reader that drops, at each `full`, what that round did not name is never wrong.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Protocol, TypeVar
 
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.tasks import Backoff
 
-Request = TypeVar("Request")
+
+class PagedRequest(Protocol):
+    """A request of any List method."""
+
+    page_token: str
+
+
+class Page(Protocol):
+    """A response of any List method."""
+
+    next_page_token: str
+
+
+Request = TypeVar("Request", bound=PagedRequest)
+Response = TypeVar("Response", bound=Page)
+
+
+def pages(method: Callable[[Request], Response], request: Request) -> Iterator[Response]:
+    """Every page of a List method; `request` is used up.
+
+        for page in pages(client.fleet.ListNodes, monitor_api.ListNodesRequest()):
+            for node in page.nodes:
+                print(node.name)
+
+    Raises:
+        GpuscaleError: a page could not be had.
+    """
+    while True:
+        page = method(request)
+        yield page
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
+
+
+async def pages_async(
+    method: Callable[[Request], Awaitable[Response]], request: Request
+) -> AsyncIterator[Response]:
+    """`pages` for an async client.
+
+    Raises:
+        GpuscaleError: a page could not be had.
+    """
+    while True:
+        page = await method(request)
+        yield page
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
+
+
+WatchRequest = TypeVar("WatchRequest")
 Message = TypeVar("Message")
 Message_co = TypeVar("Message_co", covariant=True)
 
@@ -38,7 +89,7 @@ class AsyncStream(Protocol[Message_co]):
         """End it."""
 
 
-def watch(method: Callable[[Request], Stream[Message]], request: Request) -> Iterator[Message]:
+def watch(method: Callable[[WatchRequest], Stream[Message]], request: WatchRequest) -> Iterator[Message]:
     """Every message of a Watch method, over restarts of its server; the round with all there is comes again then.
 
         for update in watch(client.fleet.WatchNodes, monitor_api.WatchNodesRequest()):
@@ -63,7 +114,7 @@ def watch(method: Callable[[Request], Stream[Message]], request: Request) -> Ite
 
 
 async def watch_async(
-    method: Callable[[Request], AsyncStream[Message]], request: Request
+    method: Callable[[WatchRequest], AsyncStream[Message]], request: WatchRequest
 ) -> AsyncIterator[Message]:
     """`watch` for an async client.
 
