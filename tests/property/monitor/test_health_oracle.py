@@ -27,7 +27,7 @@ from gpuscale.monitor.wire.snapshots import to_snapshot
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, epoch_id, hello, telemetry
 
-# Seconds until a finding is an event, seconds until it is resolved, and whether it keeps work away: docs/monitoring-data.md.
+# Seconds until a finding is an event, seconds until it is resolved, and whether it keeps work away: docs/monitoring.md.
 TABLE = {
     "ECC_UNCORRECTED": (0, 30, True),
     "ROW_REMAP_FAILURE": (0, 30, True),

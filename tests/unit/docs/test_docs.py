@@ -85,12 +85,12 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
         ("autoscaling.md", "autoscaler.domain.model", "Code"),
         ("autoscaling.md", "autoscaler.domain.replicas", "ReplicaState"),
         ("autoscaling.md", "autoscaler.domain.queues", "QueueState"),
-        ("internals/monitor.md", "monitor.model.readings", "GpuState"),
-        ("internals/monitor.md", "monitor.model.readings", "ReadingStatus"),
-        ("internals/monitor.md", "monitor.model.nodes", "NodeState"),
-        ("monitoring-data.md", "monitor.model.health", "HealthCheck"),
-        ("monitoring-data.md", "monitor.model.health", "HealthSeverity"),
-        ("monitoring-data.md", "monitor.model.health", "Action"),
+        ("monitoring.md", "monitor.model.readings", "GpuState"),
+        ("monitoring.md", "monitor.model.readings", "ReadingStatus"),
+        ("monitoring.md", "monitor.model.nodes", "NodeState"),
+        ("monitoring.md", "monitor.model.health", "HealthCheck"),
+        ("monitoring.md", "monitor.model.health", "HealthSeverity"),
+        ("monitoring.md", "monitor.model.health", "Action"),
     ],
 )
 def test_every_state_and_code_that_users_see_is_on_its_page(page: str, module: str, enum: str) -> None:
