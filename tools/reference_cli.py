@@ -14,7 +14,7 @@ HEAD = f"""# {PROGRAM}: every command
 Written by `make docs` from the code; what commands have in common, and examples, are in [../cli.md](../cli.md). Every command
 takes the [options of all commands](#options-of-all-commands), anywhere on the line.
 """
-SERVES = "Takes every setting of its programs as a flag: [../settings.md](../settings.md)."
+SERVES = "Takes every setting of its programs as a flag: [settings](settings.md)."
 
 
 def page() -> str:

@@ -26,7 +26,7 @@ class DashboardSettings(ProgramSettings, UpstreamSettings):
     )
     allowed_hosts: tuple[str, ...] = Field(
         (),
-        description="name that browsers may call this host, where nobody signs in; localhost and addresses always may be",
+        description="name that browsers may call this host, where nobody signs in; localhost and addresses always may be; may be repeated",
     )
 
     @model_validator(mode="after")

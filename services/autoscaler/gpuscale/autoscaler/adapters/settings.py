@@ -143,7 +143,8 @@ class AdapterSettings(UpstreamSettings, ProgramSettings):
         "", description="address of this node's agent, which admits work on its GPUs; not asked when empty"
     )
     require_admission: bool = Field(
-        default=False, description="start nothing on GPUs while the agent does not answer"
+        default=False,
+        description="start nothing on GPUs while the agent does not answer, or cannot ask the allocator",
     )
     templates: dict[str, TemplateSettings] = Field(
         default_factory=dict[str, TemplateSettings], description="command templates by name"

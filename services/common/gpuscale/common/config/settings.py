@@ -49,7 +49,7 @@ class ProgramSettings(Settings):
     """Settings of every program."""
 
     log_level: Level = Field("info", description="least level that is logged")
-    log_format: Format = Field("auto", description="console, json, or auto: console on a terminal")
+    log_format: Format = Field("auto", description="console, json, or auto: console on a terminal, else json")
 
 
 class ServerSettings(ProgramSettings):
@@ -59,16 +59,23 @@ class ServerSettings(ProgramSettings):
     tls_cert_file: Path | None = Field(None, description="certificate of the server, PEM")
     tls_key_file: Path | None = Field(None, description="key of that certificate, PEM")
     tls_client_ca_file: Path | None = Field(
-        None, description="authority that clients' certificates must come from"
+        None, description="authority that clients' certificates must come from; switches mTLS on"
     )
-    tokens_file: Path | None = Field(None, description="accepted bearer tokens, TOML")
+    tokens_file: Path | None = Field(
+        None, description="accepted bearer tokens, TOML; callers on loopback then need one too"
+    )
     insecure_allow_remote: bool = Field(default=False, description="serve other hosts without TLS")
     reflection: bool = Field(default=False, description="serve gRPC reflection")
     calls_per_second: float = Field(
-        0.0, ge=0, le=1_000_000, description="calls that each caller may make in a second; 0 for any number"
+        0.0,
+        ge=0,
+        le=1_000_000,
+        description="calls that each caller may make in a second, twice as many at once; 0 for any number",
     )
     audit_file: Path | None = Field(None, description="file of the audit log, JSON lines")
-    audit_max_mib: int = Field(64, ge=1, le=65_536, description="size of one file of it, in MiB")
+    audit_max_mib: int = Field(
+        64, ge=1, le=65_536, description="size of one file of it, in MiB; four full ones are kept"
+    )
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
@@ -156,9 +163,11 @@ class UpstreamSettings(Settings):
     """Settings of every program that calls other programs."""
 
     ca_file: Path | None = Field(None, description="authority of the servers called, PEM; switches TLS on")
-    cert_file: Path | None = Field(None, description="client certificate to show them, PEM")
+    cert_file: Path | None = Field(None, description="client certificate to show them, PEM; needs ca_file")
     key_file: Path | None = Field(None, description="key of the client certificate, PEM")
-    token_file: Path | None = Field(None, description="file with the bearer token to send")
+    token_file: Path | None = Field(
+        None, description="file with the bearer token to send, over TLS or to this host only"
+    )
 
     @model_validator(mode="after")
     def _check_upstream(self) -> Self:

@@ -70,15 +70,22 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
 
     listen: str = Field("127.0.0.1:7071", description="address to serve on, HOST:PORT")
     node: str = Field(to_id(socket.gethostname()), description="id of this node")
-    source: SourceKind = Field("nvml", description="GPUs to read: nvml, simulated, or auto")
+    source: SourceKind = Field(
+        "nvml", description="GPUs to read: nvml, simulated, or auto (simulated where there is no driver)"
+    )
     simulated_gpu_count: int = Field(4, ge=0, le=1024, description="how many GPUs to simulate")
     isolate: bool = Field(
         default=False, description="read GPUs in a process of its own, which is killed when it hangs"
     )
     period_seconds: float = Field(1.0, ge=0.1, le=3600.0, description="seconds between snapshots")
     soft_deadline_seconds: float = Field(2.0, gt=0.0, description="a GPU is SLOW beyond this")
-    hard_deadline_seconds: float = Field(10.0, gt=0.0, description="a GPU is HUNG beyond this")
-    labels: tuple[str, ...] = Field((), description="label of this node, NAME=VALUE")
+    hard_deadline_seconds: float = Field(
+        10.0, gt=0.0, description="a GPU is HUNG beyond this; above the soft deadline"
+    )
+    labels: tuple[str, ...] = Field(
+        (),
+        description="label of this node, NAME=VALUE; the flag may be repeated, the variable separates with commas",
+    )
     state_dir: Path | None = Field(
         None,
         description="directory of the fences of admitted work, one agent each; in memory only when empty",

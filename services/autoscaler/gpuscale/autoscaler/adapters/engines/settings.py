@@ -18,7 +18,8 @@ class EngineAdapterSettings(UpstreamSettings, ProgramSettings):
         "127.0.0.1:7074", description="address of the autoscaler, HOST:PORT; or several"
     )
     adapter: str = Field(
-        to_id(socket.gethostname()), description="id of this adapter; marks all that it owns"
+        to_id(socket.gethostname()),
+        description="id of this adapter; marks all that it owns; must differ from that of other adapters of the host",
     )
     data_dir: Path = Field(description="directory of what it started; one adapter each")
     max_replicas: int = Field(0, ge=0, le=100_000, description="most replicas to run; 0 for no limit")

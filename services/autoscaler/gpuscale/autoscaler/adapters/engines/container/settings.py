@@ -170,7 +170,8 @@ class ContainerAdapterSettings(EngineAdapterSettings):
     section: ClassVar[str] = "container_adapter"
 
     engine: str = Field(
-        "unix:///run/docker.sock", description="address of the engine: unix:///PATH, or tcp://HOST:PORT"
+        "unix:///run/docker.sock",
+        description="address of the engine: unix:///PATH, or tcp://HOST:PORT, which needs TLS on another host",
     )
     engine_ca_file: Path | None = Field(None, description="authority of the engine's certificate, PEM")
     engine_cert_file: Path | None = Field(None, description="client certificate to show the engine, PEM")
@@ -180,10 +181,12 @@ class ContainerAdapterSettings(EngineAdapterSettings):
         "", description="address of that node's agent, which admits work on its GPUs; not asked when empty"
     )
     require_admission: bool = Field(
-        default=False, description="start nothing on GPUs while the agent does not answer"
+        default=False,
+        description="start nothing on GPUs while the agent does not answer, or cannot ask the allocator",
     )
     allowed_images: tuple[str, ...] = Field(
-        (), description="patterns of images that may be run; none when empty"
+        (),
+        description="pattern of images that may be run, with * for any text without a slash; none when empty",
     )
     log_driver: Word = Field("json-file", description="how the engine keeps output; as by default when empty")
     replica_log_max_bytes: int = Field(
