@@ -12,9 +12,9 @@ from gpuscale.common.errors import (
     NotFoundError,
     UnavailableError,
 )
-from gpuscale.common.rpc.channel import open_sync_channel
+from gpuscale.common.rpc.channel import open_sync_channel, split_addresses
 from gpuscale.common.rpc.status import to_rpc_status
-from gpuscale.common.rpc.wrapped_channel import PATIENCE, Leader, Trail, split_addresses
+from gpuscale.common.rpc.wrapped_channel import PATIENCE, Leader, Trail
 
 NEVER_SENT = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
 

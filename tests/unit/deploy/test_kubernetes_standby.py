@@ -10,7 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from gpuscale.common.config.sources import load_table
-from gpuscale.common.rpc.wrapped_channel import split_addresses
+from gpuscale.common.rpc.channel import split_addresses
 from tests.unit.docs.pages import ROOT, programs
 
 BASE, FOLDER = ROOT / "deploy" / "kubernetes", ROOT / "deploy" / "kubernetes-standby"

@@ -1,7 +1,7 @@
 """What every call of an async client gets: a deadline where it has none, and errors of the tree."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,25 +29,10 @@ class AsyncCalls(WrappedChannel):
     """A channel whose calls raise errors of the tree; `timeout` seconds for a unary call that names none. Streams last."""
 
     def __init__(self, channel: grpc.aio.Channel, timeout: float, explain: Explain) -> None:
-        super().__init__(channel)
-        self._timeout = timeout
-        self._explain = explain
+        def method(kind: str, methods: Sequence[Any]) -> _Method:
+            return _Method(methods[0], timeout if kind == "unary_unary" else None, explain)
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel, with a deadline."""
-        return _Method(self._channel.unary_unary(*args, **kwargs), self._timeout, self._explain)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel."""
-        return _Method(self._channel.unary_stream(*args, **kwargs), None, self._explain)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel."""
-        return _Method(self._channel.stream_unary(*args, **kwargs), None, self._explain)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel."""
-        return _Method(self._channel.stream_stream(*args, **kwargs), None, self._explain)
+        super().__init__([channel], method)
 
 
 class _Method:

@@ -1,7 +1,7 @@
 """What every call of a sync client gets: a deadline where it has none, and errors of the tree."""
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Any, Self
@@ -58,26 +58,12 @@ class SyncCalls(SyncWrappedChannel):
     """A channel whose calls raise errors of the tree; `timeout` seconds for a unary call that names none. Streams last."""
 
     def __init__(self, channel: grpc.Channel, timeout: float, explain: Explain) -> None:
-        super().__init__(channel)
-        self._channel = channel
-        self._timeout = timeout
-        self._explain = explain
+        def method(kind: str, methods: Sequence[Any]) -> "_Unary | _Streaming":
+            if kind.endswith("stream"):
+                return _Streaming(methods[0], explain)
+            return _Unary(methods[0], timeout if kind == "unary_unary" else None, explain)
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel, with a deadline."""
-        return _Unary(self._channel.unary_unary(*args, **kwargs), self._timeout, self._explain)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel."""
-        return _Unary(self._channel.stream_unary(*args, **kwargs), None, self._explain)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel."""
-        return _Streaming(self._channel.unary_stream(*args, **kwargs), self._explain)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel."""
-        return _Streaming(self._channel.stream_stream(*args, **kwargs), self._explain)
+        super().__init__([channel], method)
 
 
 class _Unary:

@@ -8,9 +8,9 @@ from functools import partial
 
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.calls import CallMeter
+from gpuscale.common.rpc.channel import split_addresses
 from gpuscale.common.rpc.metrics_http import serve_metrics
 from gpuscale.common.rpc.server import Server, parse_listen
-from gpuscale.common.rpc.wrapped_channel import split_addresses
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.gateway.forwarder import Forwarder

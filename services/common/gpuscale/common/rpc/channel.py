@@ -22,11 +22,11 @@ import grpc
 
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc.wrapped_channel import (
-    FollowingChannel,
-    SyncFollowingChannel,
-    SyncTokenChannel,
-    TokenChannel,
-    split_addresses,
+    SyncWrappedChannel,
+    WrappedChannel,
+    following,
+    sync_following,
+    with_token,
 )
 
 if TYPE_CHECKING:
@@ -57,18 +57,12 @@ CHANNEL_ARGUMENTS: Final[ChannelArguments] = (
     ("grpc.max_reconnect_backoff_ms", 10_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # the least time that one attempt to connect may take
 )
+_OTHER_WAYS: Final = ("unix:", "unix-abstract:", "dns:///", "ipv4:", "ipv6:")
+_USUAL_PORT: Final = 7070
+_HIGHEST_PORT: Final = 65_535
 PROXY_VARIABLE: Final = "GPUSCALE_HTTP_PROXY"
 RPC_TIMEOUT: Final = 10.0
 """Seconds that a unary call gets where nothing else is said; pass it as `timeout`."""
-
-
-def channel_arguments(dial_timeout: float | None = None) -> ChannelArguments:
-    """The arguments of a channel, one attempt to connect taking at most that many seconds; 5 when not given."""
-    if dial_timeout is None:
-        return CHANNEL_ARGUMENTS
-    attempt = "grpc.min_reconnect_backoff_ms"
-    others = tuple(pair for pair in CHANNEL_ARGUMENTS if pair[0] != attempt)
-    return (*others, (attempt, max(1, round(dial_timeout * 1000))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +92,12 @@ def open_channel(
     """
     addresses = split_addresses(address)
     if len(addresses) > 1:
-        return FollowingChannel(addresses, [open_channel(one, tls=tls, token=token) for one in addresses])
+        return following(addresses, [open_channel(one, tls=tls, token=token) for one in addresses])
     plain_token = _reveal(token, address, tls)
     if tls is not None:
-        return grpc.aio.secure_channel(
-            address, _credentials(tls, plain_token), options=_tunnelled(CHANNEL_ARGUMENTS)
-        )
-    channel = grpc.aio.insecure_channel(address, options=CHANNEL_ARGUMENTS)
-    return channel if plain_token is None else TokenChannel(channel, plain_token)
+        return grpc.aio.secure_channel(address, _credentials(tls, plain_token), options=_arguments(tls))
+    channel = grpc.aio.insecure_channel(address, options=_arguments(tls))
+    return channel if plain_token is None else WrappedChannel([channel], with_token(plain_token))
 
 
 def open_sync_channel(
@@ -121,22 +113,25 @@ def open_sync_channel(
         opened = [
             open_sync_channel(one, tls=tls, token=token, dial_timeout=dial_timeout) for one in addresses
         ]
-        return SyncFollowingChannel(addresses, opened)
+        return sync_following(addresses, opened)
     plain_token = _reveal(token, address, tls)
-    arguments = channel_arguments(dial_timeout)
+    arguments = _arguments(tls, dial_timeout)
     if tls is not None:
-        return grpc.secure_channel(address, _credentials(tls, plain_token), options=_tunnelled(arguments))
+        return grpc.secure_channel(address, _credentials(tls, plain_token), options=arguments)
     channel = grpc.insecure_channel(address, options=arguments)
-    return channel if plain_token is None else SyncTokenChannel(channel, plain_token)
+    return channel if plain_token is None else SyncWrappedChannel([channel], with_token(plain_token))
 
 
-def _tunnelled(arguments: ChannelArguments) -> ChannelArguments:
-    """The arguments with the proxy that was asked for, if one was."""
+def _arguments(tls: ClientTls | None, dial_timeout: float | None = None) -> ChannelArguments:
+    """The arguments of a channel, with the proxy if one was asked for."""
+    arguments = dict(CHANNEL_ARGUMENTS)
+    if dial_timeout is not None:
+        arguments["grpc.min_reconnect_backoff_ms"] = max(1, round(dial_timeout * 1000))
     proxy = os.environ.get(PROXY_VARIABLE)
-    if not proxy:
-        return arguments
-    others = tuple(pair for pair in arguments if pair[0] != "grpc.enable_http_proxy")
-    return (*others, ("grpc.http_proxy", proxy))
+    if tls is not None and proxy:
+        del arguments["grpc.enable_http_proxy"]
+        arguments["grpc.http_proxy"] = proxy
+    return tuple(arguments.items())
 
 
 def _reveal(token: "SecretStr | None", address: str, tls: ClientTls | None) -> str | None:
@@ -152,6 +147,41 @@ def _reveal(token: "SecretStr | None", address: str, tls: ClientTls | None) -> s
             "that is no token: it has blanks, line ends or characters beyond ASCII", field="token"
         )
     return secret
+
+
+def split_addresses(text: str) -> tuple[str, ...]:
+    """The addresses of `HOST:PORT,HOST:PORT`; of a single one, that one.
+
+    Raises:
+        InvalidArgumentError: one is no address, or of several one is empty or stands there twice.
+    """
+    addresses = tuple(one.strip() for one in text.split(","))
+    if len(addresses) > 1 and ("" in addresses or len(set(addresses)) < len(addresses)):
+        raise InvalidArgumentError(
+            f"{text!r} must name different addresses, with commas between", field="address"
+        )
+    for one in addresses:
+        problem = _problem(one)
+        if problem:
+            raise InvalidArgumentError(f"the address {one!r} {problem}")
+    return addresses
+
+
+def _problem(address: str) -> str:
+    """What is wrong with an address to connect to; empty where nothing is."""
+    if address.startswith(_OTHER_WAYS):
+        return ""
+    scheme, found, rest = address.partition("://")
+    if found:
+        return f"has {scheme}:// before it: write {rest.rstrip('/')}"
+    host, colon, port = address.rpartition(":")
+    if not colon or address.endswith("]"):
+        return f"has no port: write HOST:PORT, such as {address or '127.0.0.1'}:{_USUAL_PORT}"
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        return f"is ambiguous: write an IPv6 address in brackets, such as [::1]:{_USUAL_PORT}"
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= _HIGHEST_PORT):
+        return f"has the port {port!r}: a port is a number from 1 to {_HIGHEST_PORT}"
+    return "" if host else f"has no host: write HOST:PORT, such as 127.0.0.1:{port}"
 
 
 def is_local(address: str) -> bool:

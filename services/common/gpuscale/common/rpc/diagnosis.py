@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import ClientTls
-from gpuscale.common.security.tls import shake_hands
 
 PATIENCE = 2.0
 """Most seconds for each step."""
@@ -217,6 +216,8 @@ def _own_fault(tls: ClientTls, cert_file: Path) -> int:
 
     The server does not say, so it is shown to a server in memory.
     """
+    from gpuscale.common.security.tls import shake_hands  # whose log is heavy for a client
+
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert_file, tls.key_file)
     server.verify_mode = ssl.CERT_REQUIRED

@@ -5,7 +5,6 @@ Below it: the addresses to listen on, the standard health service (grpc.health.v
 
 import asyncio
 import errno
-import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -18,7 +17,12 @@ import grpc
 
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.rpc.calls import AuditLog, AuditOptions, CallMeter, CallWatcher, OpenCalls, RateLimits
-from gpuscale.common.rpc.channel import COMMON_ARGUMENTS, MAX_STREAMS_PER_CONNECTION, ChannelArguments
+from gpuscale.common.rpc.channel import (
+    COMMON_ARGUMENTS,
+    MAX_STREAMS_PER_CONNECTION,
+    ChannelArguments,
+    is_local,
+)
 from gpuscale.common.rpc.interceptor import GuardInterceptor, GuardSettings
 from gpuscale.common.runtime.connections import Connections
 from gpuscale.common.runtime.logs import get_logger
@@ -58,12 +62,7 @@ class ListenAddress:
     @property
     def loopback(self) -> bool:
         """Whether only this host can reach it. A name other than localhost may resolve to anything."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_local(str(self))
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

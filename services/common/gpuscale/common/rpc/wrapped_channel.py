@@ -14,8 +14,6 @@ fails, and whoever opens it again, as every client of one must, reaches the next
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from functools import partial
-from types import TracebackType
 from typing import Any, Final, Self
 
 import grpc
@@ -23,26 +21,60 @@ import grpc
 from gpuscale.common.errors import (
     DeadlineExceededError,
     GpuscaleError,
-    InvalidArgumentError,
     UnavailableError,
 )
 from gpuscale.common.rpc.status import DETAILS_KEY, from_rpc_error
 from gpuscale.common.runtime.tasks import Backoff
 
+MakeMethod = Callable[[str, Sequence[Any]], Any]
+"""Makes a method of a stub of its kind, such as `unary_stream`, and of the methods of the channels inside."""
 
-class WrappedChannel(grpc.aio.Channel):
-    """A channel of the running event loop, around another."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
+class _Methods:
+    """The four kinds of methods of a stub."""
+
+    _channels: Sequence[Any]
+    _make: MakeMethod
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with one request and one response."""
+        return self._make("unary_unary", [one.unary_unary(*args, **kwargs) for one in self._channels])
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with one request and a stream of responses."""
+        return self._make("unary_stream", [one.unary_stream(*args, **kwargs) for one in self._channels])
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with a stream of requests and one response."""
+        return self._make("stream_unary", [one.stream_unary(*args, **kwargs) for one in self._channels])
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with a stream of requests and one of responses."""
+        return self._make("stream_stream", [one.stream_stream(*args, **kwargs) for one in self._channels])
+
+
+class WrappedChannel(_Methods, grpc.aio.Channel):
+    """A channel of the running event loop around others; closing it closes them.
+
+    Args:
+        channels: those inside.
+        make: makes the methods.
+        leader: says which of the channels' connections is looked at; the first one's without it.
+    """
+
+    def __init__(
+        self, channels: Sequence[grpc.aio.Channel], make: MakeMethod, leader: "Leader | None" = None
+    ) -> None:
+        self._channels: Sequence[grpc.aio.Channel] = channels
+        self._make = make
+        self._leader = leader
 
     def _inside(self) -> grpc.aio.Channel:
-        """The channel that is asked."""
-        return self._channel
+        return self._channels[0 if self._leader is None else self._leader.index]
 
     async def close(self, grace: float | None = None) -> None:
-        """As of the channel."""
-        await self._inside().close(grace)
+        """Close each of them."""
+        await asyncio.gather(*(one.close(grace) for one in self._channels))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """As of the channel."""
@@ -59,20 +91,16 @@ class WrappedChannel(grpc.aio.Channel):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
-class SyncWrappedChannel(grpc.Channel):
-    """A channel for code without an event loop, around one or several that do the same."""
+class SyncWrappedChannel(_Methods, grpc.Channel):
+    """A channel for code without an event loop around others; closing it closes them."""
 
-    def __init__(self, *channels: grpc.Channel) -> None:
-        self._channels = channels
+    def __init__(self, channels: Sequence[grpc.Channel], make: MakeMethod) -> None:
+        self._channels: Sequence[grpc.Channel] = channels
+        self._make = make
 
     def subscribe(
         self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool | None = False
@@ -94,75 +122,32 @@ class SyncWrappedChannel(grpc.Channel):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_val: BaseException | None,
-        exc_tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class _TokenCall:
-    """A multi-callable that sends a token along."""
+def with_token(token: str) -> MakeMethod:
+    """Sends a token with every call, over loopback and unix sockets, where gRPC's call credentials do not work."""
+    return lambda _, methods: _TokenMethod(methods[0], token)
 
-    def __init__(self, call: Any, token: str) -> None:
-        self._call = call
+
+class _TokenMethod:
+    """A method of a stub that sends a token along."""
+
+    def __init__(self, method: Any, token: str) -> None:
+        self._method = method
         self._header = ("authorization", f"Bearer {token}")
 
     def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        return self._call(*args, metadata=self._with_token(metadata), **kwargs)
+        return self._method(*args, metadata=(*(metadata or ()), self._header), **kwargs)
 
     def with_call(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        """Of channels without an event loop: the answer and its call."""
-        return self._call.with_call(*args, metadata=self._with_token(metadata), **kwargs)
+        """Without an event loop: the answer and its call."""
+        return self._method.with_call(*args, metadata=(*(metadata or ()), self._header), **kwargs)
 
     def future(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        """Of channels without an event loop: the answer to come."""
-        return self._call.future(*args, metadata=self._with_token(metadata), **kwargs)
-
-    def _with_token(self, metadata: Any) -> tuple[Any, ...]:
-        return (*(metadata or ()), self._header)
-
-
-class _TokenCalls:
-    """The four kinds of calls of a channel, with a token."""
-
-    def __init__(self, channel: Any, token: str) -> None:
-        self._calls = channel
-        self._token = token
-
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel."""
-        return _TokenCall(self._calls.unary_unary(*args, **kwargs), self._token)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel."""
-        return _TokenCall(self._calls.unary_stream(*args, **kwargs), self._token)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel."""
-        return _TokenCall(self._calls.stream_unary(*args, **kwargs), self._token)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel."""
-        return _TokenCall(self._calls.stream_stream(*args, **kwargs), self._token)
-
-
-class TokenChannel(_TokenCalls, WrappedChannel):
-    """An asyncio channel that sends a token with every call."""
-
-    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
-        WrappedChannel.__init__(self, channel)
-        _TokenCalls.__init__(self, channel, token)
-
-
-class SyncTokenChannel(_TokenCalls, SyncWrappedChannel):
-    """A channel without an event loop that sends a token with every call."""
-
-    def __init__(self, channel: grpc.Channel, token: str) -> None:
-        SyncWrappedChannel.__init__(self, channel)
-        _TokenCalls.__init__(self, channel, token)
+        """Without an event loop: the answer to come."""
+        return self._method.future(*args, metadata=(*(metadata or ()), self._header), **kwargs)
 
 
 NOT_LEADER: Final = "NOT_LEADER"
@@ -170,49 +155,11 @@ NOT_LEADER: Final = "NOT_LEADER"
 PATIENCE: Final = 10.0
 """Seconds for which a call without a deadline looks for the leader."""
 
-_OTHER_WAYS: Final = ("unix:", "unix-abstract:", "dns:///", "ipv4:", "ipv6:")
-_USUAL_PORT: Final = 7070
-_HIGHEST_PORT: Final = 65_535
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 1.0
 # What gRPC core says of a call that it never gave to a connection. Where it says it in other words one day, the caller
 # gets the error and calls again.
 _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving ")
-
-
-def split_addresses(text: str) -> tuple[str, ...]:
-    """The addresses of `HOST:PORT,HOST:PORT`; of a single one, that one.
-
-    Raises:
-        InvalidArgumentError: one is no address, or of several one is empty or stands there twice.
-    """
-    addresses = tuple(one.strip() for one in text.split(","))
-    if len(addresses) > 1 and ("" in addresses or len(set(addresses)) < len(addresses)):
-        raise InvalidArgumentError(
-            f"{text!r} must name different addresses, with commas between", field="address"
-        )
-    for one in addresses:
-        problem = _problem(one)
-        if problem:
-            raise InvalidArgumentError(f"the address {one!r} {problem}")
-    return addresses
-
-
-def _problem(address: str) -> str:
-    """What is wrong with an address to connect to; empty where nothing is."""
-    if address.startswith(_OTHER_WAYS):
-        return ""
-    scheme, found, rest = address.partition("://")
-    if found:
-        return f"has {scheme}:// before it: write {rest.rstrip('/')}"
-    host, colon, port = address.rpartition(":")
-    if not colon or address.endswith("]"):
-        return f"has no port: write HOST:PORT, such as {address or '127.0.0.1'}:{_USUAL_PORT}"
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        return f"is ambiguous: write an IPv6 address in brackets, such as [::1]:{_USUAL_PORT}"
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= _HIGHEST_PORT):
-        return f"has the port {port!r}: a port is a number from 1 to {_HIGHEST_PORT}"
-    return "" if host else f"has no host: write HOST:PORT, such as 127.0.0.1:{port}"
 
 
 class Leader:
@@ -283,6 +230,17 @@ class Trail:
         latest = self._patience if self._deadline is None else self._deadline
         return pause if time.monotonic() + pause < latest else None
 
+    def pause(self, error: grpc.RpcError) -> float:
+        """Seconds until the call is to be made again, as `after`.
+
+        Raises:
+            RpcError: it is not.
+        """
+        pause = self.after(error)
+        if pause is None:
+            raise error
+        return pause
+
 
 def _lost(problem: GpuscaleError) -> bool:
     """Whether later calls should go elsewhere."""
@@ -300,52 +258,39 @@ def _never_sent(error: grpc.RpcError) -> bool:
     return (error.details() or "").startswith(_NEVER_SENT)
 
 
-class FollowingChannel(WrappedChannel):
-    """One channel of several; closing it closes them.
+def following(addresses: Sequence[str], channels: Sequence[grpc.aio.Channel]) -> grpc.aio.Channel:
+    """One channel of several, for each address in the order in which they are tried, that follows the leader."""
+    leader = Leader(addresses)
 
-    Args:
-        addresses: what the channels lead to, in the order in which they are tried.
-        channels: one for each address.
-    """
-
-    def __init__(self, addresses: Sequence[str], channels: Sequence[grpc.aio.Channel]) -> None:
-        super().__init__(channels[0])
-        self._leader = Leader(addresses)
-        self._channels = tuple(channels)
-
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel of the leader."""
-        return self._method([one.unary_unary(*args, **kwargs) for one in self._channels], again=True)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel of the leader."""
-        return self._method([one.unary_stream(*args, **kwargs) for one in self._channels], again=True)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel of the leader."""
-        return self._method([one.stream_unary(*args, **kwargs) for one in self._channels], again=False)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel of the leader."""
-        return self._method([one.stream_stream(*args, **kwargs) for one in self._channels], again=False)
-
-    def _method(self, methods: Sequence[Any], *, again: bool) -> Callable[..., "_Call"]:
+    def method(kind: str, methods: Sequence[Any]) -> Any:
         def call(*args: Any, timeout: float | None = None, **kwargs: Any) -> _Call:
-            trail = Trail(self._leader, timeout, again=again)
+            trail = Trail(leader, timeout, again=kind.startswith("unary"))
             return _Call(lambda: methods[trail.index](*args, timeout=trail.timeout, **kwargs), trail)
 
         return call
 
-    async def close(self, grace: float | None = None) -> None:
-        """Close each of them."""
-        await asyncio.gather(*(one.close(grace) for one in self._channels))
-
-    def _inside(self) -> grpc.aio.Channel:
-        """The channel of the leader."""
-        return self._channels[self._leader.index]
+    return WrappedChannel(channels, method, leader)
 
 
-class _Call:
+def sync_following(addresses: Sequence[str], channels: Sequence[grpc.Channel]) -> grpc.Channel:
+    """`following` for code without an event loop."""
+    leader = Leader(addresses)
+
+    def method(kind: str, methods: Sequence[Any]) -> Any:
+        again = kind.startswith("unary")
+        if kind.endswith("unary"):
+            return _Unary(methods, leader, again=again)
+
+        def stream(*args: Any, timeout: float | None = None, **kwargs: Any) -> _Stream:
+            trail = Trail(leader, timeout, again=again)
+            return _Stream(lambda: methods[trail.index](*args, timeout=trail.timeout, **kwargs), trail)
+
+        return stream
+
+    return SyncWrappedChannel(channels, method)
+
+
+class _Attempts:
     """A call under way, begun at once. What is not said here is that of the attempt made last."""
 
     def __init__(self, start: Callable[[], Any], trail: Trail) -> None:
@@ -356,6 +301,16 @@ class _Call:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
+
+    def cancel(self) -> bool:
+        """End it, whichever attempt it is at; without an event loop any thread may."""
+        self._cancelled = True
+        ended: bool = self._call.cancel()
+        return ended
+
+
+class _Call(_Attempts):
+    """A call of the event loop."""
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._response().__await__()
@@ -382,12 +337,6 @@ class _Call:
                 self._trail.began()
                 return response
 
-    def cancel(self) -> bool:
-        """End it, whichever attempt it is at."""
-        self._cancelled = True
-        ended: bool = self._call.cancel()
-        return ended
-
     async def _response(self) -> Any:
         while True:
             try:
@@ -402,46 +351,10 @@ class _Call:
             AioRpcError: it is not.
             CancelledError: the call was cancelled.
         """
-        pause = self._trail.after(error)
-        if pause is None:
-            raise error
-        await asyncio.sleep(pause)
+        await asyncio.sleep(self._trail.pause(error))
         if self._cancelled:
             raise asyncio.CancelledError
         self._call = self._start()
-
-
-class SyncFollowingChannel(SyncWrappedChannel):
-    """One channel of several; closing it closes them.
-
-    Args:
-        addresses: what the channels lead to, in the order in which they are tried.
-        channels: one for each address.
-    """
-
-    def __init__(self, addresses: Sequence[str], channels: Sequence[grpc.Channel]) -> None:
-        super().__init__(*channels)
-        self._leader = Leader(addresses)
-
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel of the leader."""
-        methods = [one.unary_unary(*args, **kwargs) for one in self._channels]
-        return _Unary(methods, self._leader, again=True)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel of the leader."""
-        methods = [one.stream_unary(*args, **kwargs) for one in self._channels]
-        return _Unary(methods, self._leader, again=False)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel of the leader."""
-        methods = [one.unary_stream(*args, **kwargs) for one in self._channels]
-        return partial(_open_stream, methods, self._leader, again=True)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the channel of the leader."""
-        methods = [one.stream_stream(*args, **kwargs) for one in self._channels]
-        return partial(_open_stream, methods, self._leader, again=False)
 
 
 class _Unary:
@@ -469,32 +382,11 @@ class _Unary:
             try:
                 return attempt(self._methods[trail.index], trail.timeout)
             except grpc.RpcError as error:
-                _pause(trail, error)
+                time.sleep(trail.pause(error))
 
 
-def _open_stream(
-    methods: Sequence[Any],
-    leader: Leader,
-    *args: Any,
-    again: bool,
-    timeout: float | None = None,
-    **kwargs: Any,
-) -> "_Stream":
-    trail = Trail(leader, timeout, again=again)
-    return _Stream(lambda: methods[trail.index](*args, timeout=trail.timeout, **kwargs), trail)
-
-
-class _Stream:
-    """A stream of responses. What is not said here is that of the attempt made last."""
-
-    def __init__(self, start: Callable[[], Any], trail: Trail) -> None:
-        self._start = start
-        self._trail = trail
-        self._call = start()
-        self._cancelled = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._call, name)
+class _Stream(_Attempts):
+    """A stream of responses, without an event loop."""
 
     def __iter__(self) -> Self:
         return self
@@ -504,38 +396,12 @@ class _Stream:
             try:
                 response = next(self._call)
             except grpc.RpcError as error:
-                _pause(self._trail, error)
-                self._again(error)
+                time.sleep(self._trail.pause(error))
+                if self._cancelled:
+                    raise
+                self._call = self._start()
+                if self._cancelled:  # between the two
+                    self._call.cancel()
             else:
                 self._trail.began()
                 return response
-
-    def cancel(self) -> bool:
-        """End it, whichever attempt it is at; called by any thread."""
-        self._cancelled = True
-        ended: bool = self._call.cancel()
-        return ended
-
-    def _again(self, error: grpc.RpcError) -> None:
-        """Make the call again, unless it was cancelled meanwhile.
-
-        Raises:
-            RpcError: it was.
-        """
-        if self._cancelled:
-            raise error
-        self._call = self._start()
-        if self._cancelled:  # between the two
-            self._call.cancel()
-
-
-def _pause(trail: Trail, error: grpc.RpcError) -> None:
-    """Wait until the call is to be made again.
-
-    Raises:
-        RpcError: it is not.
-    """
-    pause = trail.after(error)
-    if pause is None:
-        raise error
-    time.sleep(pause)
