@@ -3,8 +3,11 @@
 Only the holder, or who was handed the lease token, or an admin admits, and only what the allocator granted.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -26,14 +29,16 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.names import gpu_name
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.security.auth import Authenticator, Principal, Role
 from gpuscale.monitor.agent.sources import simulated_uuid
+from gpuscale.monitor.agent.work import HeldLease, LeaseChecks
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
+from tests.support.monitor import serve
 from tests.support.tokens import bearer, token, write_tokens
 from tests.support.waiting import eventually
 
@@ -244,6 +249,52 @@ async def test_an_agent_asks_about_its_own_node_only(tmp_path: Path) -> None:
         assert other.value.reason == "OTHER_NODE"
         with pytest.raises(PermissionDeniedError), rpc_errors():
             await here.allocator.CheckLease(request, metadata=bearer("eve"), timeout=10)
+
+
+class LosesConnections(allocator_api.AllocatorServiceServicer):
+    """Answers CheckLease as a lost connection does, `losses` times, and then as an allocator that knows the lease."""
+
+    def __init__(self, losses: float) -> None:
+        self.losses = losses
+        self.asked = 0
+
+    async def CheckLease(self, request: Any, context: Any) -> allocator_api.CheckLeaseResponse:
+        self.asked += 1
+        if self.asked <= self.losses:
+            raise UnavailableError("Stream removed (sendmsg: Broken pipe)", reason="LOST")
+        return allocator_api.CheckLeaseResponse(lowest_fences=[7])
+
+
+@asynccontextmanager
+async def checking(allocator: LosesConnections) -> AsyncGenerator[LeaseChecks]:
+    add = partial(allocator_api.add_AllocatorServiceServicer_to_server, allocator)
+    service = Registration("gpuscale.api.allocator.v1.AllocatorService", add)
+    async with serve(service) as address, open_channel(address) as channel:
+        yield LeaseChecks(channel, "alpha")
+
+
+LEASE = HeldLease("reservations/r1", 7, ("GPU-1",), "token")
+CALLER = Principal("ann", Role.OPERATOR, "token")
+
+
+async def test_a_lease_is_asked_for_again_however_many_connections_were_lost() -> None:
+    """A restart or a cut link leaves several dead connections behind, and each fails the call that finds it."""
+    allocator = LosesConnections(losses=5)
+    async with checking(allocator) as checks:
+        assert await checks.check(LEASE, CALLER) == {"GPU-1": 7}
+    assert allocator.asked == 6
+
+
+async def test_an_allocator_that_stays_away_is_said_within_the_time_that_an_adapter_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gpuscale.monitor.agent.work.TIMEOUT", 0.3)
+    allocator = LosesConnections(losses=inf)
+    async with checking(allocator) as checks, asyncio.timeout(1.0):
+        with pytest.raises(UnavailableError, match="Broken pipe") as failed:
+            await checks.check(LEASE, CALLER)
+    assert failed.value.reason == "LEASE_NOT_CHECKED"
+    assert allocator.asked > 2
 
 
 async def test_an_agent_that_cannot_ask_says_so(tmp_path: Path) -> None:

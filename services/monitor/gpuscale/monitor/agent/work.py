@@ -27,7 +27,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.failpoints import hit
 from gpuscale.common.runtime.lifecycle import DirectoryLock
-from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.runtime.tasks import require_uninterrupted, uninterrupted
 from gpuscale.common.security.auth import Principal, Role
 from gpuscale.monitor.agent.admission import Admissions, AdmittedProcess, FenceTooLow
 from gpuscale.monitor.agent.processes import ProcessNames
@@ -153,6 +153,8 @@ if TYPE_CHECKING:
 
 TIMEOUT: Final = 2.0
 """Seconds for the allocator's answer: an adapter waits three for ours."""
+RETRY_PAUSE: Final = 0.05
+"""Seconds until the allocator is asked again, where the connection to it was lost."""
 _REASONS_OF_LEASES: Final = frozenset(
     {
         "RESERVATION_NOT_FOUND",
@@ -238,15 +240,16 @@ class LeaseChecks:
     async def _ask(
         stub: "AllocatorServiceAsyncStub", request: allocator_api.CheckLeaseRequest
     ) -> allocator_api.CheckLeaseResponse:
-        """Ask; once more where the connection was lost, as one is that a restart or a cut link left behind unnoticed."""
-        end = asyncio.get_running_loop().time() + TIMEOUT
-        try:
-            return await stub.CheckLease(request, timeout=TIMEOUT)
-        except grpc.aio.AioRpcError as error:
-            left = end - asyncio.get_running_loop().time()
-            if error.code() != grpc.StatusCode.UNAVAILABLE or left <= 0:
-                raise
-            return await stub.CheckLease(request, timeout=left)
+        """Ask again and again where the connection is lost: a restart or a cut link leaves several dead ones behind."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + TIMEOUT
+        while True:
+            try:
+                return await stub.CheckLease(request, timeout=end - loop.time())
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE or loop.time() + RETRY_PAUSE >= end:
+                    raise
+            await asyncio.sleep(RETRY_PAUSE)
 
 
 def _unchecked(kind: type[GpuscaleError], why: str) -> GpuscaleError:
@@ -344,6 +347,7 @@ class Work:
 
     async def _put(self, decided: Admissions) -> None:
         """First on disk, then in memory."""
+        require_uninterrupted()
         if self._file is not None and decided != self.admissions:
             await asyncio.to_thread(self._file.save, decided)
         self.admissions = decided
