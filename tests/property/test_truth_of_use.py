@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +25,7 @@ from gpuscale.allocator.usecases.view import FleetView
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.monitor.agent.admission import Admissions, Holders
-from gpuscale.monitor.agent.processes import ProcessEntry as Entry
-from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.agent.processes import ProcessNames, Program
 from gpuscale.monitor.model.readings import (
     GpuIdentity,
     GpuReading,
@@ -32,6 +33,7 @@ from gpuscale.monitor.model.readings import (
     GpuView,
     HostIdentity,
     HostReading,
+    ProcessKey,
     Snapshot,
 )
 from gpuscale.monitor.wire.snapshots import to_snapshot
@@ -175,20 +177,26 @@ class Names(ProcessNames):
     """Reads a /proc that is not on a disk: thousands of hosts would take minutes there."""
 
     def __init__(self, proc: Path, processes: dict[int, Process]) -> None:
-        super().__init__(proc)
+        with patch.object(psutil, "PROCFS_PATH", str(proc)):
+            super().__init__()
         self._there = {pid: one for pid, one in processes.items() if not one.hidden}
 
-    def _stat(self, pid: int) -> Any:
+    def _entry(self, pid: int) -> Any:
         one = self._there.get(pid)
-        return one and Entry(pid, "x", one.started, one.parent, one.user)
+        return one and (ProcessKey(pid, one.started), one.parent)
+
+    def _program(self, process: ProcessKey) -> Program:
+        return Program("x", self._there[process.pid].user)
 
     def _text(self, pid: int, name: str) -> str:
         one = self._there.get(pid)
         if one is None:
             return ""
         inner = " 1" if one.first_of_container else ""
-        mark = f"A=1\0GPUSCALE_RESERVATION={one.mark}\0B=2\0" if one.mark else "A=1\0"
-        return {"cgroup": one.cgroup, "environ": mark, "status": f"Name:\tx\nNSpid:\t{pid}{inner}\n"}[name]
+        return {"cgroup": one.cgroup, "status": f"Name:\tx\nNSpid:\t{pid}{inner}\n"}[name]
+
+    def _mark(self, pid: int) -> str:
+        return self._there[pid].mark if pid in self._there else ""
 
 
 @pytest.fixture(scope="module")

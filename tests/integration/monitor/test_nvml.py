@@ -4,7 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import pytest
 
 from gpuscale.monitor.agent.nvml import NvmlSource
@@ -67,9 +69,8 @@ class Rig:
     def __init__(self, double: NvmlDouble) -> None:
         self.double = double
         self.now = 0.0
-        self.source = NvmlSource(
-            lambda: self.now, proc=foreign_proc(double.folder), sys=double.folder / "sys"
-        )
+        with patch.object(psutil, "PROCFS_PATH", str(foreign_proc(double.folder))):
+            self.source = NvmlSource(lambda: self.now, sys=double.folder / "sys")
 
     def open(self) -> list[str]:
         return [gpu.uuid for gpu in self.source.open().gpus]

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gpuscale.monitor.agent.processes import ProcessNames
@@ -11,8 +12,9 @@ from tests.support.clock import ManualClock
 
 
 @pytest.fixture
-def proc(tmp_path: Path) -> Path:
-    """A /proc of the initial PID namespace, with one process."""
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A /proc of the initial PID namespace, with four processes."""
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     (tmp_path / "sys/kernel").mkdir(parents=True)
     (tmp_path / "sys/kernel/pid_max").write_text("32768\n")
     (tmp_path / "self/ns").mkdir(parents=True)
@@ -27,9 +29,10 @@ def proc(tmp_path: Path) -> Path:
 def add_process(proc: Path, pid: int, name: str, *, parent: int, started: int) -> None:
     """A process as proc(5) shows it."""
     (proc / str(pid)).mkdir()
-    (proc / f"{pid}/comm").write_text(f"{name}\n")
-    between = " ".join(["0"] * 17)
-    (proc / f"{pid}/stat").write_text(f"{pid} ({name}) S {parent} {between} {started} 4096 0\n")
+    (proc / f"{pid}/status").write_text(f"Name:\t{name}\nUid:\t1000\t1001\t0\t0\n")
+    (proc / f"{pid}/cmdline").write_text("")
+    between, after = " ".join(["0"] * 17), " ".join(["0"] * 30)
+    (proc / f"{pid}/stat").write_text(f"{pid} ({name}) S {parent} {between} {started} {after}\n")
 
 
 @pytest.mark.parametrize(
@@ -37,11 +40,11 @@ def add_process(proc: Path, pid: int, name: str, *, parent: int, started: int) -
     [([], True), ([1, 32768], True), ([101, 0], False), ([101, 32769], False), ([4294967295], False)],
 )
 def test_only_ids_that_a_process_can_have_are_believed(proc: Path, pids: list[int], believable: bool) -> None:
-    assert ProcessNames(proc).believable(pids) is believable
+    assert ProcessNames().believable(pids) is believable
 
 
 def test_ids_are_believed_once_the_operator_has_raised_the_highest(proc: Path) -> None:
-    names = ProcessNames(proc)
+    names = ProcessNames()
     assert not names.believable([100_000])
     (proc / "sys/kernel/pid_max").write_text("4194304\n")
     assert names.believable([100_000])
@@ -51,12 +54,12 @@ def test_in_a_container_the_highest_id_is_that_of_any_host(proc: Path) -> None:
     """Its own, which newer kernels tell, is about other ids than the driver's."""
     (proc / "self/ns/pid").unlink()
     (proc / "self/ns/pid").symlink_to("pid:[4026532999]")
-    assert ProcessNames(proc).believable([4_194_304])
-    assert not ProcessNames(proc).believable([4_194_305])
+    assert ProcessNames().believable([4_194_304])
+    assert not ProcessNames().believable([4_194_305])
 
 
 def test_a_program_that_computes_and_draws_is_one_process(proc: Path) -> None:
-    merged = ProcessNames(proc).merge([(101, 5), (102, None), (101, 7), (102, 3)])
+    merged = ProcessNames().merge([(101, 5), (102, None), (101, 7), (102, 3)])
     assert [(one.pid, one.memory_used_bytes, one.command) for one in merged] == [
         (101, 7, "trainer"),
         (102, 3, "a) b ("),
@@ -64,19 +67,19 @@ def test_a_program_that_computes_and_draws_is_one_process(proc: Path) -> None:
 
 
 def test_memory_that_nobody_tells_stays_unknown(proc: Path) -> None:
-    [process] = ProcessNames(proc).merge([(102, None), (102, None)])
+    [process] = ProcessNames().merge([(102, None), (102, None)])
     assert process.memory_used_bytes is None
 
 
 def test_memory_of_a_process_that_is_not_there_has_an_unknown_holder(proc: Path) -> None:
     """One that has just ended, or that the host hides: the driver still counts its bytes."""
-    here, gone = ProcessNames(proc).merge([(101, 5), (777, 6)])
+    here, gone = ProcessNames().merge([(101, 5), (777, 6)])
     assert (here.command, here.holder_unknown) == ("trainer", False)
     assert gone == GpuProcess(777, 6, holder_unknown=True)
 
 
 def test_the_lineage_of_a_process_tells_when_each_of_them_started(proc: Path) -> None:
-    names = ProcessNames(proc)
+    names = ProcessNames()
     [process] = names.merge([(102, 1)])
     assert process.lineage == (
         ProcessKey(102, 5678),
@@ -88,9 +91,33 @@ def test_the_lineage_of_a_process_tells_when_each_of_them_started(proc: Path) ->
     assert not names.foreign
 
 
+def test_a_process_is_known_by_its_effective_user_and_its_own_reservation_alone(proc: Path) -> None:
+    (proc / "101/environ").write_bytes(b"A=1\0GPUSCALE_RESERVATION=reservations/r1\0")
+    (proc / "102/environ").write_bytes(b"GPUSCALE_RESERVATION=reservations/../r1\0")
+    one, other = ProcessNames().merge([(101, 1), (102, 1)])
+    assert (one.user, one.mark, other.mark) == (1001, "reservations/r1", "")
+
+
+def test_a_pid_that_another_process_has_by_now_names_neither(
+    proc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the reading of the start and of the name, the process ends and its pid is given anew."""
+    own = psutil.Process.name
+
+    def name(process: psutil.Process) -> str:
+        found = own(process)
+        shutil.rmtree(proc / "101")
+        add_process(proc, 101, "another", parent=50, started=99_999)
+        return found
+
+    monkeypatch.setattr(psutil.Process, "name", name)
+    assert ProcessNames().merge([(101, 5)]) == (GpuProcess(101, 5, holder_unknown=True),)
+    monkeypatch.undo()
+
+
 def test_what_all_gpus_have_in_common_is_read_once_a_moment_and_then_anew(proc: Path) -> None:
     clock = ManualClock()
-    names = ProcessNames(proc, clock.now)
+    names = ProcessNames(clock.now)
     names.merge([(101, 1)])
     for pid in (1, 50, 101):
         shutil.rmtree(proc / str(pid))
@@ -107,11 +134,14 @@ def test_no_name_is_told_where_the_ids_are_of_another_namespace(proc: Path) -> N
     """In a container, the program with that number is another one."""
     (proc / "self/ns/pid").unlink()
     (proc / "self/ns/pid").symlink_to("pid:[4026532999]")
-    assert ProcessNames(proc).merge([(101, 5)]) == (GpuProcess(101, 5, holder_unknown=True),)
+    assert ProcessNames().merge([(101, 5)]) == (GpuProcess(101, 5, holder_unknown=True),)
 
 
-def test_a_host_that_hides_its_proc_still_tells_processes(tmp_path: Path) -> None:
-    names = ProcessNames(tmp_path)
+def test_a_host_that_hides_its_proc_still_tells_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    names = ProcessNames()
     assert names.believable([4_194_304])
     assert not names.believable([4_194_305])
     assert names.merge([(7, 1)]) == (GpuProcess(7, 1, holder_unknown=True),)

@@ -4,51 +4,64 @@ Early 535 drivers fill the v3 process records with the v2 stride, so that every 
 with its own PID namespace the driver's ids are the host's: a name found under the same number would be another
 program's, so none is told there, nor a lineage. A process that the driver names and the host has not holds memory all
 the same: it is told without a name.
+
+psutil reads the name, user and environment of a process. Read here is what it does not have: the start in clock ticks of
+the boot (its own date moves when the wall clock is set, and these are kept on disk), with the parent, which stands in the
+same line: asking psutil for each ancestor costs seven times as much. And the cgroup, the ids in other PID namespaces, and
+the highest id. Both read the /proc that `psutil.PROCFS_PATH` names.
 """
 
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel, the same on every host
 _PID_MAX_LIMIT = 4_194_304  # of the kernel, on machines of 64 bits
 _DEEPEST_LINEAGE = 64
+_STARTED = 19  # of the fields after the name of the program in /proc/PID/stat: starttime
 # The lists of all GPUs fall due in one tick, and their processes descend from the same few.
 _GLANCE_SECONDS = 0.5
 _TRACES_KEPT = 4096
-_LONGEST_TEXT = 1 << 20
+_LONGEST_TEXT = 1 << 16
 # A pod's containers are one; Docker, containerd, CRI-O and Podman name a container by 64 digits, whatever is around them.
 _CONTAINER = re.compile(r"/\S*?(?:[-/]pod[0-9a-f]{8}[-_][0-9a-f_-]{27}(?=[./])|[0-9a-f]{64})")
-_MARK = re.compile(r"\0GPUSCALE_RESERVATION=(reservations/[a-z0-9._-]{1,63})(?:\0|$)")
+_MARK = re.compile(r"reservations/[a-z0-9._-]{1,63}")
 _NAMESPACE_IDS = re.compile(r"^NSpid:\s+(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessEntry:
-    """A process as the kernel lists it."""
+class Program:
+    """What a process runs, and the number of its Unix user."""
 
-    pid: int
-    command: str
-    started: int
-    parent: int
+    name: str
     user: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Glance:
+    """What was read of processes a moment ago: themselves with the pids of their parents, by pid, and their programs."""
+
+    entries: dict[int, tuple[ProcessKey, int]] = field(default_factory=dict[int, tuple[ProcessKey, int]])
+    programs: dict[ProcessKey, Program] = field(default_factory=dict[ProcessKey, Program])
 
 
 class ProcessNames:
     """Checks process ids against this host and names the programs."""
 
-    def __init__(self, proc: Path = Path("/proc"), now: Callable[[], float] = time.monotonic) -> None:
-        self._proc = proc
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._proc = Path(psutil.PROCFS_PATH)
         self._now = now
-        self._glance: dict[int, ProcessEntry] = {}
+        self._glance = _Glance()
         self._glance_until = now()
         self._traces: dict[ProcessKey, tuple[str, str]] = {}
-        self._host_ids = _sees_host_ids(proc)
+        self._host_ids = _sees_host_ids(self._proc)
         self._pid_max = self._read_pid_max()
 
     def believable(self, pids: Iterable[int]) -> bool:
@@ -76,11 +89,11 @@ class ProcessNames:
 
     def lineage(self, pid: int) -> tuple[ProcessKey, ...]:
         """The process and those that it descends from, nearest first; empty where it is not there."""
-        return tuple(ProcessKey(entry.pid, entry.started) for entry in self._ancestry(pid, {}))
+        return tuple(self._ancestry(pid, _Glance()))
 
     def find(self, pid: int) -> GpuProcess | None:
         """What is there to see of a process now; None where it is not there."""
-        return self._seen(pid, None, {})
+        return self._seen(pid, None, _Glance())
 
     def leads(self, process: GpuProcess) -> bool:
         """Whether a process is the first of its container: not one that somebody started in it later."""
@@ -96,9 +109,9 @@ class ProcessNames:
         """The pid that this program knows a process by, which has that pid in a PID namespace; None where there is none."""
         if namespace is None or namespace == _namespace(self._proc / "self"):
             return pid
-        for found in self._proc.glob("[0-9]*"):
-            if self._ids(int(found.name))[1:][-1:] == [pid] and _namespace(found) == namespace:
-                return int(found.name)
+        for found in psutil.pids():
+            if self._ids(found)[1:][-1:] == [pid] and _namespace(self._proc / str(found)) == namespace:
+                return found
         return None
 
     def _process(self, pid: int, memory: int | None) -> GpuProcess:
@@ -106,20 +119,15 @@ class ProcessNames:
         found = self._seen(pid, memory, self._recent()) if self._host_ids else None
         return found or GpuProcess(pid, memory, holder_unknown=True)
 
-    def _seen(self, pid: int, memory: int | None, known: dict[int, ProcessEntry]) -> GpuProcess | None:
-        found = list(self._ancestry(pid, known))
-        if not found:
+    def _seen(self, pid: int, memory: int | None, glance: _Glance) -> GpuProcess | None:
+        lineage = tuple(self._ancestry(pid, glance))
+        program = (glance.programs.get(lineage[0]) or self._program(lineage[0])) if lineage else None
+        if program is None:
             return None
-        lineage = tuple(ProcessKey(entry.pid, entry.started) for entry in found)
+        glance.programs[lineage[0]] = program
         container, mark = self._trace(lineage[0])
         return GpuProcess(
-            pid,
-            memory,
-            found[0].command,
-            lineage=lineage,
-            container=container,
-            mark=mark,
-            user=found[0].user,
+            pid, memory, program.name, lineage=lineage, container=container, mark=mark, user=program.user
         )
 
     def _trace(self, process: ProcessKey) -> tuple[str, str]:
@@ -137,8 +145,11 @@ class ProcessNames:
 
     def _mark(self, pid: int) -> str:
         """The reservation in the environment of a process; empty where this program may not read that."""
-        found = _MARK.search("\0" + self._text(pid, "environ"))
-        return found[1] if found else ""
+        try:
+            named = psutil.Process(pid).environ().get("GPUSCALE_RESERVATION", "")
+        except (psutil.Error, OSError):
+            return ""
+        return named if _MARK.fullmatch(named) else ""
 
     def _ids(self, pid: int) -> list[int]:
         """The ids of a process, from the namespace of this program down to its own."""
@@ -146,27 +157,32 @@ class ProcessNames:
         return [int(word) for word in found[1].split()] if found else []
 
     def _text(self, pid: int, name: str) -> str:
+        """A file of the kernel about a process, by the cheapest way there is; empty where it cannot be read."""
         try:
-            with (self._proc / str(pid) / name).open("rb") as file:
-                return file.read(_LONGEST_TEXT).decode("utf-8", "replace")
+            descriptor = os.open(f"{self._proc}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return ""
+        try:
+            return os.read(descriptor, _LONGEST_TEXT).decode("utf-8", "replace")
+        except OSError:
+            return ""
+        finally:
+            os.close(descriptor)
 
-    def _recent(self) -> dict[int, ProcessEntry]:
-        """What was read of processes a moment ago, by id."""
+    def _recent(self) -> _Glance:
         now = self._now()
         if now >= self._glance_until:
-            self._glance, self._glance_until = {}, now + _GLANCE_SECONDS
+            self._glance, self._glance_until = _Glance(), now + _GLANCE_SECONDS
         return self._glance
 
-    def _ancestry(self, pid: int, known: dict[int, ProcessEntry]) -> Iterator[ProcessEntry]:
+    def _ancestry(self, pid: int, glance: _Glance) -> Iterator[ProcessKey]:
         for _ in range(_DEEPEST_LINEAGE):
-            entry = known.get(pid) or (self._stat(pid) if pid > 0 else None)
+            entry = glance.entries.get(pid) or (self._entry(pid) if pid > 0 else None)
             if entry is None:
                 return
-            known[pid] = entry
-            yield entry
-            pid = entry.parent
+            glance.entries[pid] = entry
+            key, pid = entry
+            yield key
 
     def _read_pid_max(self) -> int:
         """Of the host: a container's own highest id, which Linux 6.14 brought, is about other ids than the driver's."""
@@ -177,20 +193,20 @@ class ProcessNames:
         except (OSError, ValueError):
             return _PID_MAX_LIMIT
 
-    def _stat(self, pid: int) -> ProcessEntry | None:
-        """What proc(5) says of a process; its name may hold blanks and brackets."""
+    def _entry(self, pid: int) -> tuple[ProcessKey, int] | None:
+        """A process and the pid of its parent, by proc(5); its name there may hold blanks and brackets."""
+        words = self._text(pid, "stat").rpartition(")")[2].split()
+        return (ProcessKey(pid, int(words[_STARTED])), int(words[1])) if len(words) > _STARTED else None
+
+    def _program(self, process: ProcessKey) -> Program | None:
+        """What a process runs; None where it has ended, even if another one has its pid since."""
         try:
-            descriptor = os.open(f"{self._proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                text, user = os.read(descriptor, 4096), os.fstat(descriptor).st_uid
-            finally:
-                os.close(descriptor)
-            before, _, after = text.rpartition(b")")
-            words = after.split()
-            command = before.partition(b"(")[2].decode("utf-8", "replace")
-            return ProcessEntry(pid, command, int(words[19]), int(words[1]), user)
-        except (OSError, ValueError, IndexError):
+            found = psutil.Process(process.pid)
+            program = Program(found.name(), found.uids().effective)
+        except psutil.Error:
             return None
+        now = self._entry(process.pid)
+        return program if now is not None and now[0] == process else None
 
 
 def _sees_host_ids(proc: Path) -> bool:

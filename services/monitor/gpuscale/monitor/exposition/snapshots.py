@@ -1,11 +1,10 @@
 """From a snapshot to the series of its host and GPUs; and what the process that shows them costs."""
 
-import os
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
-from pathlib import Path
 
+import psutil
 from google.protobuf.message import Message
 
 from gpuscale.api.types import v1 as types_api
@@ -18,23 +17,22 @@ RESIDENT_BYTES = Family("process_resident_memory_bytes", "gauge", "Memory of thi
 OPEN_FDS = Family("process_open_fds", "gauge", "File descriptors that this process has open.")
 START_TIME = Family("process_start_time_seconds", "gauge", "When this process started, since the epoch.")
 
-_SELF = Path("/proc/self")
-_STARTED_AT = 19  # of the fields after the name of the program in /proc/self/stat: starttime
-
 
 def add_process(page: Page) -> None:
     """Add the cost of this process, as far as the kernel tells."""
     page.add(CPU_SECONDS, "", round(time.process_time(), 6))
     try:
-        resident = int((_SELF / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        open_files = sum(1 for _ in (_SELF / "fd").iterdir())
-        started = int((_SELF / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[_STARTED_AT])
-    except (OSError, ValueError, IndexError):
+        process = psutil.Process()
+        resident, open_files, started = (
+            process.memory_info().rss,
+            process.num_fds(),
+            process.create_time(),
+        )
+    except (psutil.Error, OSError):
         return
-    up = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
     page.add(RESIDENT_BYTES, "", resident)
     page.add(OPEN_FDS, "", open_files)
-    page.add(START_TIME, "", round(time.time() - up, 2))
+    page.add(START_TIME, "", round(started, 2))
 
 
 GPU_INFO = Family("gpuscale_gpu_info", "gauge", "What a GPU is; always 1.")

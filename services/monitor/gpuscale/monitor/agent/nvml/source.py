@@ -92,16 +92,10 @@ class NvmlSource:
 
     simulated = False
 
-    def __init__(
-        self,
-        now: Callable[[], float] = time.monotonic,
-        *,
-        proc: Path = Path("/proc"),
-        sys: Path = Path("/sys"),
-    ) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic, *, sys: Path = Path("/sys")) -> None:
         self._now = now
         self._sys = sys
-        self._names = ProcessNames(proc, now)
+        self._names = ProcessNames(now)
         self._devices: dict[str, NvmlDevice] = {}
         self._events: EventSet | None = None
         self._initialised = False
