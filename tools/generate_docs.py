@@ -13,6 +13,7 @@ from pathlib import Path
 
 import reference_api
 import reference_cli
+import reference_errors
 import reference_settings
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -22,7 +23,12 @@ ROLES = re.compile(r"(?<=<!-- roles: written by make docs -->\n).*?(?=<!-- roles
 
 def pages() -> dict[str, str]:
     """The text of each page, by its name."""
-    return {"cli.md": reference_cli.page(), "settings.md": reference_settings.page(), **reference_api.pages()}
+    return {
+        "cli.md": reference_cli.page(),
+        "errors.md": reference_errors.page(),
+        "settings.md": reference_settings.page(),
+        **reference_api.pages(),
+    }
 
 
 def security() -> str:

@@ -1,0 +1,193 @@
+"""The page of all reasons of errors, from the places where errors are made: status, exit code and message."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpuscale.cli.grammar.exit_codes import exit_code
+from gpuscale.common import errors
+from gpuscale.common.rpc.status import status_code
+
+SERVICES = Path(__file__).resolve().parent.parent / "services"
+HEAD = """# Every reason
+
+Written by `make docs` from the places where errors are made. [errors.md](../errors.md) says how errors travel and what to do about those
+that need more than their message. Words in braces stand for what is filled in; a reason without a message gets it from where the error
+happens. The exit code is that of `gpuscalectl`.
+
+| reason | status | exit code | message |
+| --- | --- | --- | --- |
+"""
+REASON = re.compile(r"[A-Z]+(?:_[A-Z]+)*")
+MOST_MESSAGES = 3
+ELSEWHERE = {
+    "UNSATISFIABLE": "FailedPreconditionError",
+    "NODE_NOT_ONLINE": "FailedPreconditionError",
+    "LEASE_NOT_CHECKED": "UnavailableError",
+    **dict.fromkeys(
+        (
+            "UNKNOWN_AUTHORITY",
+            "CERTIFICATE_EXPIRED",
+            "OTHER_HOST",
+            "CLIENT_CERTIFICATE",
+            "PLAINTEXT_SERVER",
+            "TLS_SERVER",
+        ),
+        "UnavailableError",
+    ),
+}
+"""Errors of reasons that are put together far from where the error is made."""
+CLASSES = {
+    cls.__name__: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, errors.GpuscaleError)
+}
+
+
+@dataclass
+class Reason:
+    """What is known of a reason: the errors that carry it, and what they say."""
+
+    kinds: set[str] = field(default_factory=set[str])
+    messages: list[str] = field(default_factory=list[str])
+
+
+def page() -> str:
+    """The whole page."""
+    return HEAD + "".join(_rows(reasons()))
+
+
+def reasons() -> Mapping[str, Reason]:
+    """Every reason that an error can carry: written where the error is made, a default, or the value of a kind."""
+    found: dict[str, Reason] = {}
+    for path in sorted(SERVICES.rglob("*.py")):
+        if "testing" in path.parts:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = {name: text for node in tree.body for name, text in _constants(node)}
+        for scope in ast.walk(tree):
+            if isinstance(scope, ast.ClassDef):
+                _from_class(scope, found)
+            elif isinstance(scope, ast.Call):
+                _from_call(scope, constants, found)
+            elif isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+                _messages(scope, constants, found)
+    return {reason: found[reason] for reason in sorted(found)}
+
+
+def _from_class(node: ast.ClassDef, found: dict[str, Reason]) -> None:
+    bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    is_kind = node.name.endswith("Kind") and "StrEnum" in bases
+    for item in node.body:
+        for name, text in _constants(item):
+            if name == "default_reason" or is_kind:
+                _add(found, text).kinds |= {node.name, *bases} & CLASSES.keys()
+
+
+def _from_call(node: ast.Call, constants: Mapping[str, str], found: dict[str, Reason]) -> None:
+    for text in _reasons_of(node, constants):
+        if (name := _class_of(node)) is not None:
+            _add(found, text).kinds.add(name)
+        else:
+            _add(found, text)
+
+
+def _messages(
+    scope: ast.FunctionDef | ast.AsyncFunctionDef, constants: Mapping[str, str], found: dict[str, Reason]
+) -> None:
+    """What the errors that a function makes say; a message may have a name there."""
+    named = {
+        target.id: node.value
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Call) and _class_of(node) is not None and node.args:
+            first = node.args[0]
+            text = _said(named.get(first.id, first) if isinstance(first, ast.Name) else first)
+            for reason in _reasons_of(node, constants):
+                if text and text not in (told := _add(found, reason).messages):
+                    told.append(text)
+
+
+def _add(found: dict[str, Reason], text: str) -> Reason:
+    return found.setdefault(text, Reason())
+
+
+def _constants(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Names that are given to texts which look like reasons."""
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
+    value = getattr(node, "value", None)
+    if isinstance(value, ast.Constant) and isinstance(value.value, str) and REASON.fullmatch(value.value):
+        yield from ((target.id, value.value) for target in targets if isinstance(target, ast.Name))
+
+
+def _reasons_of(call: ast.Call, constants: Mapping[str, str]) -> list[str]:
+    """The reasons that a call states, both where one of two is."""
+    values = [keyword.value for keyword in call.keywords if keyword.arg == "reason"]
+    inner = [node for value in values for node in ast.walk(value)]
+    texts = [node.value for node in inner if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts += [constants[node.id] for node in inner if isinstance(node, ast.Name) and node.id in constants]
+    return [text for text in texts if REASON.fullmatch(text)]
+
+
+def _class_of(call: ast.Call) -> str | None:
+    name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+    return name if name in CLASSES else None
+
+
+def _said(node: ast.AST) -> str:
+    """A text with a word in braces for each thing that is filled in; empty where it cannot be told."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _said(node.left), _said(node.right)
+        return left + right if left and right else ""
+    if not isinstance(node, ast.JoinedStr):
+        return ""
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else _word(part) for part in node.values)
+
+
+def _first_word(parts: Iterable[ast.AST]) -> str:
+    return next((word for part in parts if (word := _word(part))), "")
+
+
+def _word(part: ast.AST) -> str:
+    """What stands for an expression that is filled in: its last name."""
+    if isinstance(part, ast.FormattedValue):
+        return "{" + (_word(part.value) or "...") + "}"
+    if isinstance(part, ast.Call):
+        return _first_word(part.args) or _word(part.func)
+    if isinstance(part, ast.Attribute):
+        return part.attr.strip("_").lower()
+    if isinstance(part, ast.Name):
+        return part.id.strip("_").lower()
+    return _first_word(ast.iter_child_nodes(part))
+
+
+def _rows(found: Mapping[str, Reason]) -> Iterator[str]:
+    for reason, told in found.items():
+        kinds = {*told.kinds, *((ELSEWHERE[reason],) if reason in ELSEWHERE else ())}
+        if not kinds:
+            raise ValueError(f"{reason}: no error is found that carries it; name its class in ELSEWHERE")
+        made = [CLASSES[kind]("", reason=reason) for kind in sorted(kinds)]
+        statuses = [status_code(error).name for error in made if type(error) is not errors.GpuscaleError]
+        codes = sorted({exit_code(error).value for error in made})
+        texts = "<br>".join(_cell(text) for text in told.messages[:MOST_MESSAGES])
+        yield f"| `{reason}` | {', '.join(statuses)} | {', '.join(map(str, codes))} | {texts} |\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("[", "\\[")
