@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from gpuscale.client.asks import as_seconds
-from gpuscale.client.async_calls import AsyncCalls
+from gpuscale.client.calls import AsyncCalls, SyncCalls
 from gpuscale.client.client import AsyncClient, Client
-from gpuscale.client.sync_calls import SyncCalls
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT, ClientTls, open_channel, open_sync_channel
 from gpuscale.common.rpc.diagnosis import explained

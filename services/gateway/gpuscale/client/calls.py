@@ -1,0 +1,195 @@
+"""What every call of a client gets: a deadline where it has none, and errors of the tree.
+
+Unary calls that name no timeout get the client's; streams last. Where nothing answers, the error says why, as far as that can
+be found out in the time that the call has left.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from math import inf
+from typing import Any, Self
+
+import grpc
+
+from gpuscale.common.errors import CancelledCallError, DeadlineExceededError, GpuscaleError, UnavailableError
+from gpuscale.common.rpc.status import from_rpc_error
+from gpuscale.common.rpc.wrapped_channel import SyncWrappedChannel, WrappedChannel
+
+Explain = Callable[[UnavailableError, float], GpuscaleError]
+"""Finds out more about why nothing answers, within so many seconds."""
+
+_TOO_LONG = "Deadline Exceeded"
+"""All that gRPC says."""
+
+
+class _Failing:
+    """How one call fails: its time counts from now. `seconds` is None for a stream, which has all the time."""
+
+    def __init__(self, seconds: float | None, explain: Explain) -> None:
+        self._seconds = seconds
+        self._began = time.monotonic()
+        self._explain = explain
+
+    @contextmanager
+    def errors(self) -> Generator[None]:
+        """Around what the call does: errors of the tree."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            found = self._found(error)
+            raise (
+                self._explain(found, self._left) if isinstance(found, UnavailableError) else found
+            ) from error
+        except (ValueError, grpc.aio.UsageError) as error:  # a closed channel, among others
+            if "closed" not in str(error).lower():
+                raise
+            raise CancelledCallError("the client was closed") from error
+
+    @asynccontextmanager
+    async def errors_async(self) -> AsyncGenerator[None]:
+        """`errors`, for the running event loop."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            found = self._found(error)
+            if isinstance(found, UnavailableError):
+                found = await asyncio.to_thread(self._explain, found, self._left)
+            raise found from error
+
+    @property
+    def _left(self) -> float:
+        """Seconds that are left."""
+        return inf if self._seconds is None else self._seconds - (time.monotonic() - self._began)
+
+    def _found(self, error: grpc.RpcError) -> GpuscaleError:
+        """The error, which says how long it was waited where gRPC only says that it was too long."""
+        found = from_rpc_error(error)
+        late = isinstance(found, DeadlineExceededError) and found.message == _TOO_LONG
+        if not late or self._seconds is None:
+            return found
+        return DeadlineExceededError(f"no answer within {self._seconds:g} s", metadata=found.metadata)
+
+
+class SyncCalls(SyncWrappedChannel):
+    """A channel whose calls raise errors of the tree; `timeout` seconds for a unary call that names none."""
+
+    def __init__(self, channel: grpc.Channel, timeout: float, explain: Explain) -> None:
+        def method(kind: str, methods: Sequence[Any]) -> Any:
+            if kind.endswith("unary"):
+                return _Unary(methods[0], timeout if kind == "unary_unary" else None, explain)
+            return partial(_open_stream, methods[0], explain)
+
+        super().__init__([channel], method)
+
+
+class _Unary:
+    """A method with one response."""
+
+    def __init__(self, method: Any, timeout: float | None, explain: Explain) -> None:
+        self._method = method
+        self._timeout = timeout
+        self._explain = explain
+
+    def __call__(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        timeout = self._timeout if timeout is None else timeout
+        with _Failing(timeout, self._explain).errors():
+            return self._method(request, timeout=timeout, **kwargs)
+
+    def with_call(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """The response and its call."""
+        timeout = self._timeout if timeout is None else timeout
+        with _Failing(timeout, self._explain).errors():
+            return self._method.with_call(request, timeout=timeout, **kwargs)
+
+    def future(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """GRPC's own future; its errors are gRPC's own too."""
+        return self._method.future(request, timeout=self._timeout if timeout is None else timeout, **kwargs)
+
+
+def _open_stream(
+    method: Any, explain: Explain, *args: Any, timeout: float | None = None, **kwargs: Any
+) -> "_Stream":
+    failing = _Failing(timeout, explain)
+    with failing.errors():
+        return _Stream(method(*args, timeout=timeout, **kwargs), failing)
+
+
+class _Stream:
+    """A stream of responses that raises errors of the tree. All else is the call's own."""
+
+    def __init__(self, call: Any, failing: _Failing) -> None:
+        self._call = call
+        self._failing = failing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        with self._failing.errors():
+            return next(self._call)
+
+
+class AsyncCalls(WrappedChannel):
+    """`SyncCalls`, for the running event loop."""
+
+    def __init__(self, channel: grpc.aio.Channel, timeout: float, explain: Explain) -> None:
+        def method(kind: str, methods: Sequence[Any]) -> Any:
+            return partial(_begin, methods[0], timeout if kind == "unary_unary" else None, explain)
+
+        super().__init__([channel], method)
+
+
+def _begin(
+    method: Any,
+    default: float | None,
+    explain: Explain,
+    *args: Any,
+    timeout: float | None = None,
+    **kwargs: Any,
+) -> "_Call":
+    timeout = default if timeout is None else timeout
+    failing = _Failing(timeout, explain)
+    with failing.errors():
+        return _Call(method(*args, timeout=timeout, **kwargs), failing)
+
+
+class _Call:
+    """A call under way: awaited, read or written to, it raises errors of the tree. All else is the call's own."""
+
+    def __init__(self, call: Any, failing: _Failing) -> None:
+        self._call = call
+        self._failing = failing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._response().__await__()
+
+    async def _response(self) -> Any:
+        async with self._failing.errors_async():
+            return await self._call
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        try:
+            async with self._failing.errors_async():
+                async for response in self._call:
+                    yield response
+        finally:
+            self._call.cancel()  # a reader that leaves early does not leave the call behind
+
+    async def read(self) -> Any:
+        """The next response, or `grpc.aio.EOF`."""
+        async with self._failing.errors_async():
+            return await self._call.read()
+
+    async def write(self, request: Any) -> None:
+        """Send a request of the stream."""
+        async with self._failing.errors_async():
+            await self._call.write(request)
