@@ -202,6 +202,35 @@ async def test_a_client_certificate_names_the_caller(tmp_path: Path) -> None:
             assert (await get(address, verify=context)).status_code == status
 
 
+async def test_client_certificates_count_after_the_server_renewed_its_own_and_by_a_renewed_authority(
+    tmp_path: Path,
+) -> None:
+    """Of an authority that is added to the file, and no longer of one that is taken out."""
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    trusting = ssl.create_default_context(cafile=str(authority.file))
+
+    def shown(by: Authority, name: str) -> ssl.SSLContext:
+        files = by.client("spiffe://here/gpuscale/viewer/eve", name)
+        context = ssl.create_default_context(cafile=str(authority.file))
+        context.load_cert_chain(str(files.cert_file), str(files.key_file))
+        return context
+
+    old, new = shown(authority, "old"), shown(other, "new")
+    tls = authority.server(client_ca=authority)
+    async with running(Authenticator(accept_certificates=True), tls) as address:
+        authority.server(client_ca=authority)
+        assert (await get(address, verify=old)).status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            await get(address, verify=trusting)
+        with pytest.raises(httpx.HTTPError):
+            await get(address, verify=new)
+        authority.file.write_bytes(authority.file.read_bytes() + other.file.read_bytes())
+        assert (await get(address, verify=new)).status_code == 200
+        authority.file.write_bytes(other.file.read_bytes())
+        with pytest.raises(httpx.HTTPError):
+            await get(address, verify=old)
+
+
 @pytest.mark.parametrize(
     ("listen", "error", "reason"),
     [

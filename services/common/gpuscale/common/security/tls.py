@@ -96,7 +96,7 @@ class _CertificateFiles:
         self._tls = tls
         self._lock = threading.Lock()
         try:
-            self._seen = self._signature()
+            self._seen = _signature(self._tls)
             self.current = self._read()
             self._tell_end()
         except OSError as error:  # ssl.SSLError is one of them
@@ -107,7 +107,7 @@ class _CertificateFiles:
         """The configuration of files that changed; None while the one in use stays (gRPC's stub omits that case)."""
         with self._lock:
             try:
-                signature = self._signature()
+                signature = _signature(self._tls)
                 if signature == self._seen:
                     return None
                 self._seen = signature
@@ -127,10 +127,6 @@ class _CertificateFiles:
         elif (left := end - datetime.now(UTC)) < SOON:
             _log.warning("the certificate ends soon", file=file, days_left=left.days, ends=end.isoformat())
 
-    def _signature(self) -> _Signature:
-        stats = [path.stat() for path in self._tls.files()]
-        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
-
     def _read(self) -> grpc.ServerCertificateConfiguration:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._tls.cert_file, self._tls.key_file)
@@ -142,14 +138,17 @@ class _CertificateFiles:
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
 
 
+def _signature(tls: ServerTls) -> _Signature:
+    stats = [path.stat() for path in tls.files()]
+    return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+
+
 def _cause(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 class FollowedCertificate:
-    """A TLS context whose new connections use what the files hold now.
-
-    The authority of clients' certificates is read once: OpenSSL keeps that of the context a connection began with.
+    """A TLS context whose new connections use what the files hold now, the authority of clients' certificates too.
 
     Raises:
         FailedPreconditionError: a file cannot be read, or certificate and key do not fit (reason TLS_FILES).
@@ -158,11 +157,8 @@ class FollowedCertificate:
     def __init__(self, tls: ServerTls) -> None:
         self._tls = tls
         try:
-            self._seen = self._signature()
+            self._seen = _signature(self._tls)
             self.context = self._newest = self._load()
-            if tls.client_ca_file is not None:
-                self.context.load_verify_locations(tls.client_ca_file)
-                self.context.verify_mode = ssl.CERT_REQUIRED
         except OSError as error:  # ssl.SSLError is one of them
             raise FailedPreconditionError(f"TLS files cannot be used: {error}", reason="TLS_FILES") from error
         self.context.sni_callback = self._choose
@@ -173,20 +169,20 @@ class FollowedCertificate:
         """Called in each handshake: give the connection the newest certificate."""
         del name, context
         try:
-            signature = self._signature()
+            signature = _signature(self._tls)
             if signature != self._seen:
                 self._seen = signature
                 self._newest = self._load()
+                _log.info("TLS certificate replaced", file=str(self._tls.cert_file))
         except OSError as error:
-            _log.warning("new TLS files cannot be used, the old certificate stays", problem=str(error))
+            _log.warning("new TLS files cannot be used, the old certificate stays", problem=_cause(error))
         connection.context = self._newest
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(self._tls.cert_file, self._tls.key_file)
+        if self._tls.client_ca_file is not None:
+            context.load_verify_locations(self._tls.client_ca_file)
+            context.verify_mode = ssl.CERT_REQUIRED
         return context
-
-    def _signature(self) -> tuple[tuple[int, int, int], ...]:
-        stats = [path.stat() for path in (self._tls.cert_file, self._tls.key_file)]
-        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
