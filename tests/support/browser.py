@@ -69,4 +69,5 @@ def page_of(
         yield page
     finally:
         context.close()
-    assert [one for one in complaints if not expected or expected not in one] == []
+    unexpected = [text for text in complaints if not expected or expected not in text]
+    assert not unexpected, unexpected
