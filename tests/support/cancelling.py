@@ -19,8 +19,7 @@ from google.protobuf.message import Message
 
 from gpuscale.common.rpc.calls import OpenCalls
 from gpuscale.common.rpc.interceptor import Guard, GuardSettings
-from gpuscale.common.rpc.server import Registration
-from gpuscale.common.rpc.standby import HandlerList
+from gpuscale.common.rpc.server import HandlerCollector, Registration
 from gpuscale.common.security.auth import Authenticator, find_method
 
 Opened: TypeAlias = AbstractAsyncContextManager[tuple[Registration, ...]]
@@ -61,9 +60,9 @@ class Room:
     """The guarded handlers of one room, called by path."""
 
     def __init__(self, registrations: Sequence[Registration]) -> None:
-        found = HandlerList()
+        found = HandlerCollector()
         for registration in registrations:
-            registration.add(found)
+            found.add(registration)
         settings = GuardSettings(Authenticator(), OpenCalls(100), 30.0)
         self.handlers = {
             path: (handler, Guard(path, find_method(path), handler, settings).handler)

@@ -18,7 +18,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
-from gpuscale.common.rpc.standby import Stage, serve_by_turns
+from gpuscale.common.rpc.standby import LeaderMethods, serve_by_turns
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.security.auth import Authenticator
@@ -155,15 +155,15 @@ def cut_leader(postgresql: PostgresServer, url: SecretUrl) -> None:
 
 async def test_a_leader_answers_nothing_from_the_moment_its_session_ends(postgresql: PostgresServer) -> None:
     """Before its next question to the server could tell it."""
-    url, stage = postgresql.database(), Stage((ALLOCATOR, FLEET), lambda: "")
+    url, methods = postgresql.database(), LeaderMethods((ALLOCATOR, FLEET), lambda: "")
     async with Candidate(url, "throwaway", "here").term() as term:
-        stage.enter(term, registrations(Allocator(), Fleet()))
+        methods.begin(term, registrations(Allocator(), Fleet()))
         assert term.leads()
-        assert stage._find(f"/{ALLOCATOR}/GetReservation")
+        assert methods._find(f"/{ALLOCATOR}/GetReservation")
         cut_leader(postgresql, url)  # blocks the event loop, so nothing else has run when we look
         assert not term.leads()
         with pytest.raises(UnavailableError, match="does not lead"):
-            stage._find(f"/{ALLOCATOR}/GetReservation")
+            methods._find(f"/{ALLOCATOR}/GetReservation")
 
 
 async def test_a_leader_that_stops_hands_over_at_once(postgresql: PostgresServer) -> None:

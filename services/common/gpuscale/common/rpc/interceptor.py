@@ -91,7 +91,7 @@ class Guard:
         self._serialize = handler.response_serializer
         self._validates = info is not None and info.ours and self._deserialize is not None
         self._streams_requests = handler.request_streaming
-        self._behavior = _behavior(handler)
+        self._behavior = behavior_of(handler)
         self._generates = inspect.isasyncgenfunction(self._behavior)
         self._implemented = self._generates or inspect.iscoroutinefunction(self._behavior)
         self._work: _Work = self._stream
@@ -288,7 +288,7 @@ def _time_remaining(context: Context) -> float | None:
     return context.time_remaining()
 
 
-def _behavior(handler: Handler) -> Callable[[Any, Context], Any]:
+def behavior_of(handler: Handler) -> Callable[[Any, Context], Any]:
     """The servicer's method, of whichever kind (gRPC's stub knows only the kinds of its threaded server)."""
     kinds: tuple[Any, ...] = (
         handler.unary_unary,

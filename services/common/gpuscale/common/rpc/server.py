@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import grpc
 
@@ -23,11 +23,16 @@ from gpuscale.common.rpc.channel import (
     ChannelArguments,
     is_local,
 )
-from gpuscale.common.rpc.interceptor import GuardInterceptor, GuardSettings
+from gpuscale.common.rpc.interceptor import GuardInterceptor, GuardSettings, Handler
 from gpuscale.common.runtime.connections import Connections
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.security.tls import ServerTls, server_credentials
+
+# grpcio-health-checking has no types.
+_health: Final[Any] = import_module("grpc_health.v1.health")
+_health_pb2: Final[Any] = import_module("grpc_health.v1.health_pb2")
+_health_grpc: Final[Any] = import_module("grpc_health.v1.health_pb2_grpc")
 
 SERVER_ARGUMENTS: Final[ChannelArguments] = (
     ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it silently
@@ -117,88 +122,46 @@ def bind_error(address: ListenAddress) -> FailedPreconditionError:
     return FailedPreconditionError(f"cannot listen on {address}", reason="BIND_FAILED")
 
 
-# grpcio-health-checking has no types.
-_health: Final[Any] = import_module("grpc_health.v1.health")
-_pb2: Final[Any] = import_module("grpc_health.v1.health_pb2")
-_pb2_grpc: Final[Any] = import_module("grpc_health.v1.health_pb2_grpc")
-
-HEALTH_SERVICE: Final[str] = _health.SERVICE_NAME
-
-
-class Health:
-    """Answers health checks: what `report` says, and NOT_SERVING from `stop` on. The server itself is SERVING until then."""
-
-    def __init__(self) -> None:
-        self._servicer: Any = _health.aio.HealthServicer()
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Add the health service to a server."""
-        _pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-
-    async def report(self, services: Iterable[str], *, serving: bool) -> None:
-        """Report services as SERVING or NOT_SERVING."""
-        status = _pb2.HealthCheckResponse
-        for service in services:
-            await self._servicer.set(service, status.SERVING if serving else status.NOT_SERVING)
-
-    async def stop(self) -> None:
-        """Report everything as NOT_SERVING, for ever."""
-        await self._servicer.enter_graceful_shutdown()
-
-
-class HandlerCollector(grpc.aio.Server):
-    """What services are added to: passes their handlers on as generic ones.
-
-    Generated code registers every method a second time with gRPC core. A grpc.aio server then waits for as many calls as
-    there are methods, which costs a fifth of its throughput with forty of them (measured with grpcio 1.85.1).
-    """
-
-    def __init__(self, server: grpc.aio.Server) -> None:
-        self._server = server
-
-    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """Add handlers of whole services."""
-        self._server.add_generic_rpc_handlers(tuple(generic_rpc_handlers))
-
-    def add_registered_method_handlers(
-        self, service_name: str, method_handlers: "Mapping[str, grpc.RpcMethodHandler[Any, Any]]"
-    ) -> None:
-        """Nothing: the generic handlers do."""
-
-    def add_insecure_port(self, address: str) -> int:
-        """As of the server."""
-        return self._server.add_insecure_port(address)
-
-    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
-        """As of the server."""
-        return self._server.add_secure_port(address, server_credentials)
-
-    async def start(self) -> None:
-        """As of the server."""
-        await self._server.start()
-
-    async def stop(self, grace: float | None) -> None:
-        """As of the server."""
-        await self._server.stop(grace)
-
-    async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ASYNC109
-        """As of the server."""
-        return await self._server.wait_for_termination(timeout)
-
-
-def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
-    """Add the reflection service, which tells tools the contract of `services`."""
-    reflection: Any = import_module("grpc_reflection.v1alpha.reflection")  # has no types
-    names = [*services, HEALTH_SERVICE, reflection.SERVICE_NAME]
-    reflection.enable_server_reflection(names, server)
-
-
 @dataclass(frozen=True)
 class Registration:
     """A service and how it is added: `Registration("gpuscale.api....FleetService", partial(add_..., servicer))`."""
 
     service: str
     add: Callable[[grpc.aio.Server], None]
+
+
+class HandlerCollector:
+    """What services are added to in place of a server: passes their handlers on as generic ones, and keeps them.
+
+    Generated code registers every method a second time with gRPC core. A grpc.aio server then waits for as many calls as
+    there are methods, which costs a fifth of its throughput with forty of them (measured with grpcio 1.85.1).
+
+    Args:
+        server: what the handlers are for; None where somebody else serves them.
+
+    Attributes:
+        handlers: by path of the method.
+    """
+
+    def __init__(self, server: grpc.aio.Server | None = None) -> None:
+        self.handlers: dict[str, Handler] = {}
+        self._server = server
+
+    def add(self, registration: Registration) -> None:
+        """Add a service; of a server, generated code calls nothing but the two methods below."""
+        registration.add(cast("grpc.aio.Server", self))
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Pass on the handlers of a whole service."""
+        if self._server is not None:
+            self._server.add_generic_rpc_handlers(tuple(generic_rpc_handlers))
+
+    def add_registered_method_handlers(
+        self, service_name: str, method_handlers: Mapping[str, Handler]
+    ) -> None:
+        """Keep the handlers of a service."""
+        for name, handler in method_handlers.items():
+            self.handlers[f"/{service_name}/{name}"] = handler
 
 
 @dataclass(frozen=True)
@@ -243,7 +206,9 @@ class Server:
         self._options = options
         self._audit = None if options.audit is None else AuditLog(options.audit)
         self._calls = OpenCalls(options.max_concurrent_unary)
-        watcher = _watcher(options.calls_per_second, self._audit, meter)
+        limits = RateLimits(options.calls_per_second) if options.calls_per_second else None
+        watched = limits is not None or self._audit is not None or meter is not None
+        watcher = CallWatcher(limits, self._audit, meter) if watched else None
         self._connections = meter.connections if meter is not None else Connections()
         self._port = 0
         self._watch: asyncio.Task[None] | None = None
@@ -254,15 +219,15 @@ class Server:
             interceptors=[GuardInterceptor(settings)], options=list(SERVER_ARGUMENTS)
         )
         self._handlers = HandlerCollector(self._server)
-        self._health = Health()
+        self._health: Any = _health.aio.HealthServicer()
         self._services: list[str] = []
         self._serving = True
-        self._health.add_to(self._handlers)
+        _health_grpc.add_HealthServicer_to_server(self._health, self._handlers)
 
     def add(self, *registrations: Registration) -> None:
         """Add services; before `start`."""
         for registration in registrations:
-            registration.add(self._handlers)
+            self._handlers.add(registration)
             self._services.append(registration.service)
 
     def add_generic(self, handler: grpc.GenericRpcHandler, services: Iterable[str]) -> None:
@@ -307,15 +272,20 @@ class Server:
         if self._audit is not None:
             self._audit.start()
         if self._options.reflection:
-            add_reflection(self._handlers, self._services)
-        await self._health.report(self._services, serving=self._serving)
+            self._add_reflection()
+        await self.report(serving=self._serving)
         await self._server.start()
         self._watch = asyncio.create_task(self._connections.watch(self._port), name="watch connections")
 
     async def report(self, *, serving: bool) -> None:
-        """Tell health checks whether the services are served: they are, unless this said otherwise, before `start` too."""
+        """Tell health checks whether the services are served: they are, unless this said otherwise, before `start` too.
+
+        The server itself is SERVING until it stops.
+        """
         self._serving = serving
-        await self._health.report(self._services, serving=serving)
+        status = _health_pb2.HealthCheckResponse
+        for service in self._services:
+            await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     def end_calls(self, error: GpuscaleError) -> None:
         """End every call that is open, but for health checks, with an error."""
@@ -330,7 +300,7 @@ class Server:
         """
         with suppress(TimeoutError):  # a watcher that does not read may keep the health service waiting
             async with asyncio.timeout(HARD_STOP):
-                await self._health.stop()
+                await self._health.enter_graceful_shutdown()
         calls, error = self._calls, self._calls.stop()
         calls.end(calls.streams, error)
         if calls.unary:
@@ -353,18 +323,18 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
+    def _add_reflection(self) -> None:
+        """Add the service that tells tools the contract."""
+        reflection: Any = import_module("grpc_reflection.v1alpha.reflection")  # has no types
+        messages: Any = import_module("grpc_reflection.v1alpha.reflection_pb2_grpc")
+        names = [*self._services, _health.SERVICE_NAME, reflection.SERVICE_NAME]
+        messages.add_ServerReflectionServicer_to_server(
+            reflection.aio.ReflectionServicer(names), self._handlers
+        )
+
     def _bind_socket(self, path: Path) -> None:
         try:
-            self._server.add_insecure_port(
-                f"unix:{path}"
-            )  # gRPC removes a socket left behind, and its own at the end
+            # gRPC removes a socket left behind, and its own at the end.
+            self._server.add_insecure_port(f"unix:{path}")
         except RuntimeError as error:
             raise FailedPreconditionError(f"cannot listen on {path}", reason="BIND_FAILED") from error
-
-
-def _watcher(calls_per_second: float, audit: AuditLog | None, meter: CallMeter | None) -> CallWatcher | None:
-    """What looks at each call; None where there is nothing to look for."""
-    if not calls_per_second and audit is None and meter is None:
-        return None
-    limits = RateLimits(calls_per_second) if calls_per_second else None
-    return CallWatcher(limits, audit, meter)

@@ -9,14 +9,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import MethodDescriptor
 
 from gpuscale.common.errors import InternalError, UnavailableError
-from gpuscale.common.rpc.server import Registration, Server
+from gpuscale.common.rpc.interceptor import Handler, behavior_of
+from gpuscale.common.rpc.server import HandlerCollector, Registration, Server
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.security.auth import Context
@@ -26,12 +27,14 @@ from gpuscale.common.store.term import Term
 RETRY_AFTER = 0.2
 """Seconds after which a caller that was turned away should ask again: as often as a standby looks for the lead."""
 
-# gRPC's class is generic to type checkers only.
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Opening = Callable[[Term], AbstractAsyncContextManager[Sequence[Registration]]]
+"""Opens what the leader does in a term: reads its state, starts its tasks, and ends them on leaving."""
+
+_log = get_logger(__name__)
 
 
-class Stage:
-    """Serves `services` as those who are on stage do.
+class LeaderMethods:
+    """The methods of services that only the leader answers.
 
     Args:
         services: full names; their generated modules must have been imported.
@@ -42,33 +45,33 @@ class Stage:
         self._services = tuple(services)
         self._leader = leader
         self._term: Term | None = None
-        self._acting: Mapping[str, _Handler] = {}
+        self._handlers: Mapping[str, Handler] = {}
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
         """What a server is to serve, from its start to its end."""
         return tuple(Registration(service, partial(self._add, service)) for service in self._services)
 
-    def enter(self, term: Term, registrations: Iterable[Registration]) -> None:
+    def begin(self, term: Term, registrations: Iterable[Registration]) -> None:
         """From now on calls go to these services, for as long as the term lasts.
 
         Raises:
-            InternalError: they are not the services of this stage.
+            InternalError: they are not those that are served.
         """
-        cast, names = HandlerList(), list[str]()
+        collector, names = HandlerCollector(), list[str]()
         for registration in registrations:
-            registration.add(cast)
+            collector.add(registration)
             names.append(registration.service)
         if sorted(names) != sorted(self._services):
-            raise InternalError(f"{sorted(names)} act on a stage for {sorted(self._services)}")
-        self._acting, self._term = cast.handlers, term
+            raise InternalError(f"{sorted(names)} lead, where {sorted(self._services)} are served")
+        self._handlers, self._term = collector.handlers, term
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """From now on calls are turned away."""
-        self._acting, self._term = {}, None
+        self._handlers, self._term = {}, None
 
     def refusal(self) -> UnavailableError:
-        """What calls are answered by one that does not lead."""
+        """The answer to a call of a process that does not lead."""
         leader = self._leader()
         where = f"; {leader} does" if leader else ", and nobody is known that does"
         return UnavailableError(
@@ -84,12 +87,12 @@ class Stage:
         handlers = {method.name: self._handler(f"/{service}/{method.name}", method) for method in methods}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
 
-    def _handler(self, path: str, method: MethodDescriptor) -> _Handler:
+    def _handler(self, path: str, method: MethodDescriptor) -> Handler:
         async def answer(request: Any, context: Context) -> Any:
-            return await _behavior(self._find(path))(request, context)
+            return await behavior_of(self._find(path))(request, context)
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with aclosing(_behavior(self._find(path))(request, context)) as responses:
+            async with aclosing(behavior_of(self._find(path))(request, context)) as responses:
                 async for response in responses:
                     yield response
 
@@ -103,68 +106,15 @@ class Stage:
             return grpc.stream_unary_rpc_method_handler(answer, decode, encode)
         return grpc.unary_unary_rpc_method_handler(answer, decode, encode)
 
-    def _find(self, path: str) -> _Handler:
-        """The handler of whoever acts.
+    def _find(self, path: str) -> Handler:
+        """The handler of the leader.
 
         Raises:
             UnavailableError: NOT_LEADER.
         """
         if self._term is None or not self._term.leads():
             raise self.refusal()
-        return self._acting[path]
-
-
-def _behavior(handler: _Handler) -> Callable[[Any, Context], Any]:
-    """The servicer's method, of whichever kind."""
-    kinds: tuple[Any, ...] = (
-        handler.unary_unary,
-        handler.unary_stream,
-        handler.stream_unary,
-        handler.stream_stream,
-    )
-    behavior: Callable[[Any, Context], Any] = next(kind for kind in kinds if kind is not None)
-    return behavior
-
-
-class HandlerList(grpc.aio.Server):
-    """What services are added to that somebody else serves: keeps their handlers by path."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-
-    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """Nothing: each method comes by itself too."""
-
-    def add_registered_method_handlers(
-        self, service_name: str, method_handlers: "Mapping[str, grpc.RpcMethodHandler[Any, Any]]"
-    ) -> None:
-        """Keep them."""
-        for name, handler in method_handlers.items():
-            self.handlers[f"/{service_name}/{name}"] = handler
-
-    def add_insecure_port(self, address: str) -> int:
-        """Refused: nobody listens here."""
-        raise RuntimeError(f"handlers that are only kept cannot be served at {address}")
-
-    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:  # noqa: ARG002
-        """Refused: nobody listens here."""
-        raise RuntimeError(f"handlers that are only kept cannot be served at {address}")
-
-    async def start(self) -> None:
-        """Nothing."""
-
-    async def stop(self, grace: float | None) -> None:
-        """Nothing."""
-
-    async def wait_for_termination(self, timeout: float | None = None) -> bool:  # noqa: ARG002, ASYNC109
-        """Nothing runs."""
-        return True
-
-
-Opening = Callable[[Term], AbstractAsyncContextManager[Sequence[Registration]]]
-"""Opens what acts in a term: reads its state, starts its tasks, and ends them on leaving."""
-
-_log = get_logger(__name__)
+        return self._handlers[path]
 
 
 async def serve_by_turns(
@@ -182,34 +132,36 @@ async def serve_by_turns(
     Raises:
         FailedPreconditionError: the database lets us in under no circumstances, or `act` cannot work on what is there.
     """
-    stage = Stage(services, lambda: candidate.leader)
-    server.add(*stage.registrations)
+    methods = LeaderMethods(services, lambda: candidate.leader)
+    server.add(*methods.registrations)
     await server.report(serving=False)
     async with TaskScope() as tasks, server:
-        tasks.spawn("lead by turns", _by_turns(server, candidate, stage, act))
+        tasks.spawn("lead by turns", _by_turns(server, candidate, methods, act))
         await stop.wait()
 
 
-async def _by_turns(server: Server, candidate: Candidate, stage: Stage, act: Opening) -> NoReturn:
+async def _by_turns(server: Server, candidate: Candidate, methods: LeaderMethods, act: Opening) -> NoReturn:
     while True:
         try:
             async with candidate.term() as term:
                 _log.info("leading", epoch=term.epoch)
                 async with act(term) as registrations:
-                    await _hold(server, stage, term, registrations)
+                    await _hold(server, methods, term, registrations)
         except UnavailableError as error:
             _log.warning("leading came to an end", problem=error.message, reason=error.reason)
         await asyncio.sleep(LOOK_PERIOD)
 
 
-async def _hold(server: Server, stage: Stage, term: Term, registrations: Sequence[Registration]) -> None:
+async def _hold(
+    server: Server, methods: LeaderMethods, term: Term, registrations: Sequence[Registration]
+) -> None:
     """Act until the term is over."""
-    stage.enter(term, registrations)
+    methods.begin(term, registrations)
     await server.report(serving=True)
     try:
         await term.over.wait()
     finally:
-        stage.leave()
+        methods.end()
         server.end_calls(
             UnavailableError(
                 "this process leads no more; the call may have been done",
