@@ -18,7 +18,7 @@ from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.connections import Connections
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
-from gpuscale.common.security.tls import FollowedCertificate, ServerTls
+from gpuscale.common.security.tls import ServerTls, server_context
 from gpuscale.dashboard.facts import Facts, Tally
 from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.frame import Site
@@ -103,8 +103,8 @@ def _context_factory(
     """What gives uvicorn its TLS: the certificate is read again when its files change."""
     if tls is None:
         return None
-    followed = FollowedCertificate(tls)
-    return lambda _config, _default: followed.context
+    context = server_context(tls)
+    return lambda _config, _default: context
 
 
 PROGRAM = "gpuscale-dashboard"

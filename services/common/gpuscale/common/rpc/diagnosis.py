@@ -28,54 +28,29 @@ class _Cause(NamedTuple):
     text: str
 
 
+_AUTHORITY = _Cause("UNKNOWN_AUTHORITY", "the certificate of {address} is not of the authority in {ca}")
 _VERIFICATION: Mapping[int, _Cause] = {
-    9: _Cause(reason="CERTIFICATE_EXPIRED", text="the certificate of {address} is not valid yet"),
-    10: _Cause(
-        reason="CERTIFICATE_EXPIRED",
-        text="the certificate of {address} has expired: it must be renewed there",
-    ),
-    18: _Cause(
-        reason="UNKNOWN_AUTHORITY", text="the certificate of {address} is self-signed and not the one in {ca}"
-    ),
-    **dict.fromkeys(
-        (19, 20, 21),
-        _Cause(
-            reason="UNKNOWN_AUTHORITY", text="the certificate of {address} is not of the authority in {ca}"
-        ),
-    ),
-    62: _Cause(reason="OTHER_HOST", text="the certificate of {address} is for another host name"),
-    64: _Cause(reason="OTHER_HOST", text="the certificate of {address} is for another IP address"),
+    9: _Cause("CERTIFICATE_EXPIRED", "the certificate of {address} is not valid yet"),
+    10: _Cause("CERTIFICATE_EXPIRED", "the certificate of {address} has expired: it must be renewed there"),
+    18: _Cause("UNKNOWN_AUTHORITY", "the certificate of {address} is self-signed and not the one in {ca}"),
+    **dict.fromkeys((19, 20, 21), _AUTHORITY),
+    62: _Cause("OTHER_HOST", "the certificate of {address} is for another host name"),
+    64: _Cause("OTHER_HOST", "the certificate of {address} is for another IP address"),
 }
+_REFUSED = "{address} refuses the client certificate {cert}: "
 _OURS: Mapping[int, _Cause] = {
-    9: _Cause(
-        reason="CLIENT_CERTIFICATE",
-        text="{address} refuses the client certificate {cert}: it is not valid yet",
-    ),
-    10: _Cause(
-        reason="CLIENT_CERTIFICATE", text="{address} refuses the client certificate {cert}: it has expired"
-    ),
-    **dict.fromkeys(
-        (19, 20),
-        _Cause(
-            reason="CLIENT_CERTIFICATE",
-            text="{address} refuses the client certificate {cert}: it is not of {ca}",
-        ),
-    ),
+    9: _Cause("CLIENT_CERTIFICATE", _REFUSED + "it is not valid yet"),
+    10: _Cause("CLIENT_CERTIFICATE", _REFUSED + "it has expired"),
+    **dict.fromkeys((19, 20), _Cause("CLIENT_CERTIFICATE", _REFUSED + "it is not of {ca}")),
 }
-_REFUSED = _Cause(
-    reason="CLIENT_CERTIFICATE",
-    text="{address} refuses the client certificate {cert}: it wants one of the authority in its --tls-client-ca-file",
+_UNWANTED = _Cause(
+    "CLIENT_CERTIFICATE", _REFUSED + "it wants one of the authority in its --tls-client-ca-file"
 )
-_WANTED = _Cause(
-    reason="CLIENT_CERTIFICATE",
-    text="{address} wants a client certificate: --cert-file and --key-file",
-)
+_WANTED = _Cause("CLIENT_CERTIFICATE", "{address} wants a client certificate: --cert-file and --key-file")
 _NOT_TLS = _Cause(
-    reason="PLAINTEXT_SERVER",
-    text="{address} does not speak TLS: leave the CA file out, or switch TLS on there",
+    "PLAINTEXT_SERVER", "{address} does not speak TLS: leave the CA file out, or switch TLS on there"
 )
-_TLS = _Cause(reason="TLS_SERVER", text="{address} speaks TLS: name its authority with --ca-file")
-
+_TLS = _Cause("TLS_SERVER", "{address} speaks TLS: name its authority with --ca-file")
 
 _CONNECTING = ("failed to connect to all addresses", "dns resolution failed", "errors resolving ")
 _UNREACHED: Sequence[tuple[str, str]] = (
@@ -208,7 +183,7 @@ def _failure(connection: socket.socket, host: str, tls: ClientTls) -> _Cause | N
     if greeted:
         return None
     # The server cuts off whose certificate it does not like, which Debian's Python 3.11.2 reads as a mere end.
-    return _WANTED if tls.cert_file is None else _OURS.get(_own_fault(tls, tls.cert_file), _REFUSED)
+    return _WANTED if tls.cert_file is None else _OURS.get(_own_fault(tls, tls.cert_file), _UNWANTED)
 
 
 def _own_fault(tls: ClientTls, cert_file: Path) -> int:

@@ -20,7 +20,7 @@ from gpuscale.common.rpc.server import ListenAddress, ServerOptions, bind_error,
 from gpuscale.common.runtime.metrics_text import CONTENT_TYPE
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.security.auth import Authenticator, Caller, Role, require
-from gpuscale.common.security.tls import FollowedCertificate
+from gpuscale.common.security.tls import server_context
 
 PATH = "/metrics"
 MOST_CONNECTIONS = 8
@@ -60,7 +60,7 @@ async def serve_metrics(
     """
     address = parse_listen(listen)
     check_exposure(address, tls=options.tls is not None, insecure_allow_remote=options.insecure_allow_remote)
-    tls = None if options.tls is None else FollowedCertificate(options.tls).context
+    tls = None if options.tls is None else server_context(options.tls)
     async with TaskScope() as tasks:
         site = _Site(authenticator, render)
         try:

@@ -14,7 +14,7 @@ A number without presence that is required must not be 0: the wire does not tell
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final
@@ -70,7 +70,11 @@ def value_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> ValueC
     if field.cpp_type in _INTEGERS:
         return _bounds_check(rules)
     if field.enum_type is not None:
-        return _enum_check(field.enum_type)
+        defined, problem = (
+            frozenset(field.enum_type.values_by_number),
+            f"must be a value of {field.enum_type.name}",
+        )
+        return lambda value: None if value in defined else problem
     if field.message_type is Duration.DESCRIPTOR:
         return _duration_check(rules)
     if field.message_type is Timestamp.DESCRIPTOR:
@@ -124,40 +128,32 @@ def _shape_check(rules: options_pb2.FieldRules) -> ValueCheck | None:
     if rules.resource:
         pattern = rules.resource
         return lambda value: None if match(pattern, value) is not None else misfit(pattern, value)
-    return _SHAPES[rules.format]
-
-
-def _uuid_problem(value: str) -> str | None:
-    return None if _UUID.fullmatch(value) else "must be a UUID of 36 characters"
-
-
-def _id_problem(value: str) -> str | None:
-    return (
-        None
-        if is_id(value)
-        else "must be 1-63 of a-z, 0-9, '-', '.' and '_', with a letter or digit at the ends"
-    )
-
-
-def _label_problem(value: str) -> str | None:
-    if 0 < len(value) <= MAX_LABEL_LENGTH and value.isprintable() and value.strip() == value:
+    if rules.format == options_pb2.TEXT_FORMAT_UNSPECIFIED:
         return None
-    return f"must be 1-{MAX_LABEL_LENGTH} printable characters without spaces at the ends"
+    fits, problem = _SHAPES[rules.format]
+    return lambda value: None if fits(value) else problem
 
 
-def _device_problem(value: str) -> str | None:
-    if _DEVICE.fullmatch(value):
-        return None
-    return "must be a UUID of a GPU: 1-253 of A-Z, a-z, 0-9, '-', '_', '.', ':' and '/'"
+def _is_label(value: str) -> bool:
+    return 0 < len(value) <= MAX_LABEL_LENGTH and value.isprintable() and value.strip() == value
 
 
-_SHAPES: Final[dict[int, ValueCheck | None]] = {
-    options_pb2.TEXT_FORMAT_UNSPECIFIED: None,
-    options_pb2.TEXT_FORMAT_UUID: _uuid_problem,
-    options_pb2.TEXT_FORMAT_ID: _id_problem,
-    options_pb2.TEXT_FORMAT_LABEL: _label_problem,
-    options_pb2.TEXT_FORMAT_DEVICE: _device_problem,
+_SHAPES: Final[Mapping[int, tuple[Callable[[str], object], str]]] = {
+    options_pb2.TEXT_FORMAT_UUID: (_UUID.fullmatch, "must be a UUID of 36 characters"),
+    options_pb2.TEXT_FORMAT_ID: (
+        is_id,
+        "must be 1-63 of a-z, 0-9, '-', '.' and '_', with a letter or digit at the ends",
+    ),
+    options_pb2.TEXT_FORMAT_LABEL: (
+        _is_label,
+        f"must be 1-{MAX_LABEL_LENGTH} printable characters without spaces at the ends",
+    ),
+    options_pb2.TEXT_FORMAT_DEVICE: (
+        _DEVICE.fullmatch,
+        "must be a UUID of a GPU: 1-253 of A-Z, a-z, 0-9, '-', '_', '.', ':' and '/'",
+    ),
 }
+"""What a text of a format is, and what to say of one that is not."""
 
 
 def _limits(rules: options_pb2.FieldRules) -> tuple[float, float, float]:
@@ -194,11 +190,6 @@ def _float_check(rules: options_pb2.FieldRules) -> ValueCheck:
         return None if bounds is None else bounds(value)
 
     return float_problem
-
-
-def _enum_check(enum: EnumDescriptor) -> ValueCheck:
-    defined = frozenset(enum.values_by_number)
-    return lambda value: None if value in defined else f"must be a value of {enum.name}"
 
 
 def stated_check(enum: EnumDescriptor) -> ValueCheck:
@@ -367,7 +358,7 @@ class _MessageChecks:
 
     def _compile(self, field: FieldDescriptor, rules: options_pb2.FieldRules) -> None:
         if field.is_repeated or field.message_type is not None:
-            check = _list_or_map_check(field, rules) if field.is_repeated else _single_check(field, rules)
+            check = _repeated_check(field, rules) if field.is_repeated else _single_check(field, rules)
             if check is not None:
                 self._parts.append(_Part(field.name, field, rules.required, check))
                 self._screens[field] = check
@@ -423,14 +414,11 @@ def _describing(check: ValueCheck) -> _PartCheck:
     return describing
 
 
-def _list_or_map_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> _PartCheck:
+def _repeated_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> _PartCheck:
+    """The check of a list or a map."""
     entry = field.message_type
     if entry is not None and entry.GetOptions().map_entry:
         return _map_check(entry, rules)
-    return _list_check(field, rules)
-
-
-def _list_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> _PartCheck:
     max_items = rules.max_items if rules.HasField("max_items") else MAX_ITEMS
     unique = rules.unique
     item_check = _single_check(field, rules)

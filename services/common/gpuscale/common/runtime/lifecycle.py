@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self, TypeGuard
 
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
@@ -160,9 +160,7 @@ class DirectoryLock:
         self._descriptor = descriptor
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

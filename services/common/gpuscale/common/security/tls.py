@@ -2,11 +2,11 @@
 
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 
@@ -58,7 +58,7 @@ SOON = timedelta(days=14)
 
 _log = get_logger(__name__)
 
-_Signature = tuple[tuple[int, int, int], ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,106 +83,86 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     Raises:
         FailedPreconditionError: a file cannot be read, or certificate and key do not fit (reason TLS_FILES).
     """
-    files = _CertificateFiles(tls)
+    files = _Followed(tls, _configuration)
+    newer: Any = files.newer  # None while the one in use stays: gRPC's stub omits that case
     return grpc.dynamic_ssl_server_credentials(
-        files.current, files.newer, require_client_authentication=tls.client_ca_file is not None
+        files.current, newer, require_client_authentication=tls.client_ca_file is not None
     )
 
 
-class _CertificateFiles:
-    """The certificate in use, and the check for a newer one that core makes at each handshake (in its own thread)."""
+def server_context(tls: ServerTls) -> ssl.SSLContext:
+    """A context for servers of asyncio that follows the files, that of the clients' authority too.
 
-    def __init__(self, tls: ServerTls) -> None:
+    Raises:
+        FailedPreconditionError: as `server_credentials`.
+    """
+    files = _Followed(tls, _context)
+
+    def choose(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _: ssl.SSLContext) -> None:
+        """In each handshake, give the connection the newest certificate."""
+        connection.context = files.newer() or files.current
+
+    context = files.current
+    context.sni_callback = choose
+    return context
+
+
+class _Followed(Generic[T]):
+    """What `load` makes of the files, and the check for newer ones that is made at each handshake, in any thread."""
+
+    def __init__(self, tls: ServerTls, load: Callable[[ServerTls], T]) -> None:
         self._tls = tls
+        self._load = load
         self._lock = threading.Lock()
         try:
-            self._seen = _signature(self._tls)
-            self.current = self._read()
-            self._tell_end()
+            self._seen = self._signature()
+            self.current = load(tls)
         except OSError as error:  # ssl.SSLError is one of them
             message = f"TLS files cannot be used: {_cause(error)}"
             raise FailedPreconditionError(message, reason="TLS_FILES") from error
 
-    def newer(self) -> Any:
-        """The configuration of files that changed; None while the one in use stays (gRPC's stub omits that case)."""
+    def newer(self) -> T | None:
+        """What files that changed hold; None while what is in use stays."""
         with self._lock:
             try:
-                signature = _signature(self._tls)
+                signature = self._signature()
                 if signature == self._seen:
                     return None
                 self._seen = signature
-                self.current = self._read()
-                self._tell_end()
+                self.current = self._load(self._tls)
             except OSError as error:
                 _log.warning("new TLS files cannot be used, the old certificate stays", problem=_cause(error))
                 return None
             _log.info("TLS certificate replaced", file=str(self._tls.cert_file))
             return self.current
 
-    def _tell_end(self) -> None:
-        """Warn of a certificate that clients refuse, or will before long."""
-        file, end = str(self._tls.cert_file), end_of(self._tls.cert_file, self._tls.key_file)
-        if end is None:
-            _log.warning("the certificate has expired or is not valid yet: clients refuse it", file=file)
-        elif (left := end - datetime.now(UTC)) < SOON:
-            _log.warning("the certificate ends soon", file=file, days_left=left.days, ends=end.isoformat())
-
-    def _read(self) -> grpc.ServerCertificateConfiguration:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self._tls.cert_file, self._tls.key_file)
-        client_ca = None
-        if self._tls.client_ca_file is not None:
-            context.load_verify_locations(self._tls.client_ca_file)
-            client_ca = self._tls.client_ca_file.read_bytes()
-        pair = (self._tls.key_file.read_bytes(), self._tls.cert_file.read_bytes())
-        return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
+    def _signature(self) -> tuple[tuple[int, int, int], ...]:
+        stats = [path.stat() for path in self._tls.files()]
+        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
 
-def _signature(tls: ServerTls) -> _Signature:
-    stats = [path.stat() for path in tls.files()]
-    return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+def _context(tls: ServerTls) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(tls.cert_file, tls.key_file)
+    if tls.client_ca_file is not None:
+        context.load_verify_locations(tls.client_ca_file)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
+    """What gRPC needs, of files that fit together; warns of a certificate that clients refuse, or will before long."""
+    _context(tls)
+    file, end = str(tls.cert_file), end_of(tls.cert_file, tls.key_file)
+    if end is None:
+        _log.warning("the certificate has expired or is not valid yet: clients refuse it", file=file)
+    elif (left := end - datetime.now(UTC)) < SOON:
+        _log.warning("the certificate ends soon", file=file, days_left=left.days, ends=end.isoformat())
+    client_ca = None if tls.client_ca_file is None else tls.client_ca_file.read_bytes()
+    pair = (tls.key_file.read_bytes(), tls.cert_file.read_bytes())
+    return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
 
 
 def _cause(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
-
-
-class FollowedCertificate:
-    """A TLS context whose new connections use what the files hold now, the authority of clients' certificates too.
-
-    Raises:
-        FailedPreconditionError: a file cannot be read, or certificate and key do not fit (reason TLS_FILES).
-    """
-
-    def __init__(self, tls: ServerTls) -> None:
-        self._tls = tls
-        try:
-            self._seen = _signature(self._tls)
-            self.context = self._newest = self._load()
-        except OSError as error:  # ssl.SSLError is one of them
-            raise FailedPreconditionError(f"TLS files cannot be used: {error}", reason="TLS_FILES") from error
-        self.context.sni_callback = self._choose
-
-    def _choose(
-        self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext
-    ) -> None:
-        """Called in each handshake: give the connection the newest certificate."""
-        del name, context
-        try:
-            signature = _signature(self._tls)
-            if signature != self._seen:
-                self._seen = signature
-                self._newest = self._load()
-                _log.info("TLS certificate replaced", file=str(self._tls.cert_file))
-        except OSError as error:
-            _log.warning("new TLS files cannot be used, the old certificate stays", problem=_cause(error))
-        connection.context = self._newest
-
-    def _load(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(self._tls.cert_file, self._tls.key_file)
-        if self._tls.client_ca_file is not None:
-            context.load_verify_locations(self._tls.client_ca_file)
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context

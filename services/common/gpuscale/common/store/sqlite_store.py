@@ -3,7 +3,7 @@
 import os
 import sqlite3
 from collections.abc import Generator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -34,8 +34,19 @@ _WRITER_PRAGMAS = (
 )
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL",)
 """Of a new file; it would write to one that there is. Pages that are free go back to the disk, a few at a time."""
-_WRITE = "BEGIN IMMEDIATE"
 _READER_PRAGMAS = ("query_only=ON", "cell_size_check=ON", "mmap_size=0")
+
+_UNAVAILABLE = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_READONLY,
+    }
+)
 
 _log = get_logger(__name__)
 
@@ -81,17 +92,68 @@ class Sqlite:
         """What the driver raises, and SQLAlchemy for it."""
         return sqlite3.Error, DBAPIError
 
-    def writer(self) -> AbstractContextManager[Connection]:
-        """See `writer`."""
-        return writer(self)
+    @contextmanager
+    def writer(self) -> Generator[Connection]:
+        """The connection that writes and checkpoints.
 
-    def reader(self) -> AbstractContextManager[Connection]:
-        """See `reader`."""
-        return reader(self.path)
+        Makes the file (mode 0600, its directory 0700) and the tables if they are missing. A file that exists is checked
+        first, over a connection that cannot change it; one of an earlier version is migrated, in one transaction.
 
-    def transaction(self, connection: Connection) -> AbstractContextManager[None]:
-        """See `transaction`."""
-        return transaction(connection)
+        Raises:
+            FailedPreconditionError: STATE_UNREADABLE for a file that is damaged, not ours, or out of reach, STATE_VERSION
+                for one of a schema version that no migration starts from, or what its guard raises. The file stays as
+                it is.
+            UnavailableError: as `failure` says.
+        """
+        with self._state_errors():
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+            found = self._check()
+            pragmas = _WRITER_PRAGMAS if found else (*_NEW_PRAGMAS, *_WRITER_PRAGMAS)
+            connection = _connect(self.path, pragmas, "BEGIN IMMEDIATE")
+        with closing(connection):
+            with self._state_errors():
+                _require_durability(connection)
+                if found != self.version:
+                    with connection.begin():
+                        for step in range(found or self.version, self.version):
+                            self.migrations[step](connection)
+                        self.metadata.create_all(connection)
+                        connection.exec_driver_sql(f"PRAGMA user_version={self.version}")
+            if sqlite3.sqlite_version_info < _WAL_RESET_FIXED:
+                _log.debug(
+                    "sqlite has the wal-reset bug, which one writer avoids", version=sqlite3.sqlite_version
+                )
+            yield connection
+
+    @contextmanager
+    def reader(self) -> Generator[Connection]:
+        """A connection that can only query. Raises as `writer` does."""
+        with self._state_errors():
+            connection = _connect(self.path, _READER_PRAGMAS, "BEGIN")
+        with closing(connection):
+            yield connection
+
+    @contextmanager
+    def transaction(self, connection: Connection) -> Generator[None]:
+        """A transaction that writes; ended by SQLAlchemy if a work in it used SQLAlchemy, else by the driver alone.
+
+        SQLAlchemy's own way to begin and end one costs as much as writing ten rows.
+        """
+        driver = raw(connection)
+        driver.execute("BEGIN IMMEDIATE").close()
+        committed = False
+        try:
+            yield
+            if connection.in_transaction():
+                connection.commit()
+            else:
+                driver.commit()
+            committed = True
+        finally:
+            if not committed:
+                connection.rollback()
+                driver.rollback()
 
     def driver(self, connection: Connection) -> sqlite3.Connection:
         """See `raw`."""
@@ -102,79 +164,60 @@ class Sqlite:
         return raw(connection).in_transaction
 
     def failure(self, error: Exception) -> Exception:
-        """See `failure`."""
-        return failure(error)
+        """What to tell the callers whose work ended with `error`; errors that are not the storage's stay what they are."""
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        code = getattr(cause, "sqlite_errorcode", None) if isinstance(cause, sqlite3.Error) else None
+        if code is None:
+            return error
+        primary = code & 0xFF
+        if primary == sqlite3.SQLITE_FULL:
+            return UnavailableError("the disk of the state is full", reason="DISK_FULL")
+        if primary in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
+            return FailedPreconditionError("the state is damaged", reason="STATE_UNREADABLE")
+        if primary in _UNAVAILABLE:
+            return UnavailableError(f"the state cannot be used now: {cause}", reason="STATE_UNAVAILABLE")
+        return error
 
     def ended(self, *, committed: bool) -> None:
         """Tell the guard."""
         if self.guard is not None:
             self.guard.ended(committed=committed)
 
-
-@contextmanager
-def writer(of: Sqlite) -> Generator[Connection]:
-    """The connection that writes and checkpoints; only the calling thread may use it.
-
-    Makes the file (mode 0600, its directory 0700) and the tables if they are missing. A file that exists is checked
-    first, over a connection that cannot change it; one of an earlier version is migrated, in one transaction.
-
-    Raises:
-        FailedPreconditionError: STATE_UNREADABLE for a file that is damaged, not ours, or out of reach, STATE_VERSION for
-            one of a schema version that no migration starts from, or what its guard raises. The file stays as it is.
-        UnavailableError: as `failure` says.
-    """
-    path, version = of.path, of.version
-    with _state_errors(path):
-        _create(path)
-        found = _check(of)
-        connection = _connect(
-            path, (*_NEW_PRAGMAS, *_WRITER_PRAGMAS) if not found else _WRITER_PRAGMAS, _WRITE
-        )
-    with closing(connection):
-        with _state_errors(path):
-            _require_durability(connection)
-            if found != version:
-                with connection.begin():
-                    for step in range(found or version, version):
-                        of.migrations[step](connection)
-                    of.metadata.create_all(connection)
-                    connection.exec_driver_sql(f"PRAGMA user_version={version}")
-        if sqlite3.sqlite_version_info < _WAL_RESET_FIXED:
-            _log.debug(
-                "sqlite has the wal-reset bug, which one writer avoids", version=sqlite3.sqlite_version
+    def _check(self) -> int:
+        """Look at the file without changing it; its version, 0 while it is without tables, as after a crash at its making."""
+        uri = f"file:{quote(str(self.path))}?mode=ro"
+        with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_SECONDS)) as connection:
+            check(connection, "quick_check", self.unchecked)
+            found: int = connection.execute("PRAGMA user_version").fetchone()[0]
+            tables: int = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            fresh = found == 0 and tables == 0
+            known = found <= self.version and all(
+                step in self.migrations for step in range(found, self.version)
             )
-        yield connection
+            if not known and not fresh:
+                raise FailedPreconditionError(
+                    f"the state in {self.path} has schema version {found}, this program writes version"
+                    f" {self.version}; it was left as it is",
+                    reason="STATE_VERSION",
+                    metadata={"found": str(found), "wanted": str(self.version)},
+                )
+            if self.guard is not None:
+                self.guard.inspect(connection, found)
+        return found
 
-
-@contextmanager
-def reader(path: Path) -> Generator[Connection]:
-    """A connection that can only query; only the calling thread may use it. Raises as `writer` does."""
-    with _state_errors(path):
-        connection = _connect(path, _READER_PRAGMAS, "BEGIN")
-    with closing(connection):
-        yield connection
-
-
-@contextmanager
-def transaction(connection: Connection) -> Generator[None]:
-    """A transaction that writes; ended by SQLAlchemy if a work in it used SQLAlchemy, else by the driver alone.
-
-    SQLAlchemy's own way to begin and end one costs as much as writing ten rows.
-    """
-    driver = raw(connection)
-    driver.execute("BEGIN IMMEDIATE").close()
-    committed = False
-    try:
-        yield
-        if connection.in_transaction():
-            connection.commit()
-        else:
-            driver.commit()
-        committed = True
-    finally:
-        if not committed:
-            connection.rollback()
-            driver.rollback()
+    @contextmanager
+    def _state_errors(self) -> Generator[None]:
+        try:
+            yield
+        except (sqlite3.Error, DBAPIError, OSError) as error:
+            found = self.failure(error)
+            if isinstance(found, UnavailableError):
+                raise found from error
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            raise FailedPreconditionError(
+                f"the state in {self.path} cannot be read ({cause}); it was left as it is",
+                reason="STATE_UNREADABLE",
+            ) from error
 
 
 def raw(connection: Connection) -> sqlite3.Connection:
@@ -195,54 +238,6 @@ def give_back(connection: Connection) -> None:
             driver.execute("PRAGMA incremental_vacuum(1)").close()
 
 
-def failure(error: Exception) -> Exception:
-    """What to tell the callers whose work ended with `error`; errors that are not the storage's stay what they are."""
-    cause = error.orig if isinstance(error, DBAPIError) else error
-    code = getattr(cause, "sqlite_errorcode", None) if isinstance(cause, sqlite3.Error) else None
-    if code is None:
-        return error
-    primary = code & 0xFF
-    if primary == sqlite3.SQLITE_FULL:
-        return UnavailableError("the disk of the state is full", reason="DISK_FULL")
-    if primary in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
-        return FailedPreconditionError("the state is damaged", reason="STATE_UNREADABLE")
-    if primary in _UNAVAILABLE:
-        return UnavailableError(f"the state cannot be used now: {cause}", reason="STATE_UNAVAILABLE")
-    return error
-
-
-_UNAVAILABLE = frozenset(
-    {
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_NOMEM,
-        sqlite3.SQLITE_PERM,
-        sqlite3.SQLITE_READONLY,
-    }
-)
-
-
-@contextmanager
-def _state_errors(path: Path) -> Generator[None]:
-    try:
-        yield
-    except (sqlite3.Error, DBAPIError, OSError) as error:
-        found = failure(error)
-        if isinstance(found, UnavailableError):
-            raise found from error
-        cause = error.orig if isinstance(error, DBAPIError) else error
-        raise FailedPreconditionError(
-            f"the state in {path} cannot be read ({cause}); it was left as it is", reason="STATE_UNREADABLE"
-        ) from error
-
-
-def _create(path: Path) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-
-
 def check(connection: sqlite3.Connection, pragma: str, unchecked: frozenset[str]) -> None:
     """Have SQLite look at a file; without the tables that are not checked where it is a large one.
 
@@ -260,28 +255,6 @@ def check(connection: sqlite3.Connection, pragma: str, unchecked: frozenset[str]
         problem: str = connection.execute(f"PRAGMA {pragma}({one})").fetchone()[0]
         if problem != "ok":
             raise sqlite3.DatabaseError(" ".join(problem.split()))
-
-
-def _check(of: Sqlite) -> int:
-    """Look at the file without changing it; its version, 0 while it is without tables, as after a crash at its making."""
-    path, version, migrations = of.path, of.version, of.migrations
-    uri = f"file:{quote(str(path))}?mode=ro"
-    with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_SECONDS)) as connection:
-        check(connection, "quick_check", of.unchecked)
-        found: int = connection.execute("PRAGMA user_version").fetchone()[0]
-        tables: int = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        fresh = found == 0 and tables == 0
-        known = found <= version and all(step in migrations for step in range(found, version))
-        if not known and not fresh:
-            raise FailedPreconditionError(
-                f"the state in {path} has schema version {found}, this program writes version {version}; "
-                "it was left as it is",
-                reason="STATE_VERSION",
-                metadata={"found": str(found), "wanted": str(version)},
-            )
-        if of.guard is not None:
-            of.guard.inspect(connection, found)
-    return found
 
 
 def _connect(path: Path, pragmas: tuple[str, ...], begin: str) -> Connection:

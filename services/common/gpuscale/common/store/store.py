@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Final, Generic, LiteralString, Protocol, Self, TypeVar
+from typing import Any, Final, Generic, LiteralString, Protocol, Self, TypeVar
 
 from sqlalchemy import Connection, MetaData
 
@@ -150,9 +150,10 @@ class Store:
         return await self._reader.submit(work)
 
 
-def _commit(name: str, backend: Backend, connection: Connection, group: Sequence["_Pending"]) -> None:
+def _commit(name: str, backend: Backend, connection: Connection, group: Sequence["_Job[Any]"]) -> None:
     """Run the jobs in one transaction. If it fails, so does every job that had not failed by itself."""
     committed = False
+    caught: tuple[type[Exception], ...] = (*backend.errors, GpuscaleError)
     try:
         with backend.transaction(connection):
             for job in group:
@@ -163,23 +164,18 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
     except _UndoneError:
         for job in group:
             job.error = job.error and backend.failure(job.error)
-    except _caught(backend) as error:
+    except caught as error:
         for job in group:
             job.error = job.error or backend.failure(error)
     finally:
         backend.ended(committed=committed)
 
 
-def _caught(backend: Backend) -> tuple[type[Exception], ...]:
-    """What a transaction may fail with beside the errors of works."""
-    return *backend.errors, GpuscaleError
-
-
 class _UndoneError(Exception):
     """A job failed that had the transaction to itself."""
 
 
-def _run_alone(backend: Backend, connection: Connection, job: "_Pending", *, shared: bool) -> None:
+def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]", *, shared: bool) -> None:
     """Run a job in a savepoint of the driver; SQLAlchemy's own cost 50 times as much.
 
     A job that does not share the transaction needs none: the transaction is undone where it fails.
@@ -208,9 +204,10 @@ def _run_alone(backend: Backend, connection: Connection, job: "_Pending", *, sha
     driver.execute("RELEASE job")
 
 
-def _query(backend: Backend, connection: Connection, group: Sequence["_Pending"]) -> None:
+def _query(backend: Backend, connection: Connection, group: Sequence["_Job[Any]"]) -> None:
     """Run the jobs on one snapshot, taken after the last of them was submitted; one that fails fails alone."""
     driver = backend.driver(connection)
+    caught: tuple[type[Exception], ...] = (*backend.errors, GpuscaleError)
     try:
         with connection.begin():
             for job in group:
@@ -220,23 +217,9 @@ def _query(backend: Backend, connection: Connection, group: Sequence["_Pending"]
                     job.error = backend.failure(job.error)
                     driver.execute("ROLLBACK TO job")
                 driver.execute("RELEASE job")
-    except _caught(backend) as error:
+    except caught as error:
         for job in group:
             job.error = job.error or backend.failure(error)
-
-
-class _Pending(Protocol):
-    """A job as the threads see it, whatever it returns."""
-
-    error: Exception | None
-
-    def run(self, connection: Connection) -> None:
-        """Do the work and keep what it came to."""
-        ...
-
-    def settle(self) -> None:
-        """Answer the caller; on the event loop."""
-        ...
 
 
 class _Job(Generic[T]):
@@ -252,10 +235,12 @@ class _Job(Generic[T]):
         self._values: list[T] = []
 
     def run(self, connection: Connection) -> None:
+        """Do the work and keep what it came to; in the worker's thread."""
         with self:
             self._values.append(self._work(connection))
 
     def settle(self) -> None:
+        """Answer the caller; on the event loop."""
         if self._future.done():
             return
         if self.error is None:
@@ -281,15 +266,15 @@ class _Worker:
         self,
         name: str,
         connect: Callable[[], AbstractContextManager[Connection]],
-        serve: Callable[[Connection, Sequence[_Pending]], None],
+        serve: Callable[[Connection, Sequence[_Job[Any]]], None],
     ) -> None:
         self._connect = connect
         self._serve = serve
         self._loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._queue: SimpleQueue[_Pending | None] = SimpleQueue()
-        self._serving: list[_Pending] = []
+        self._queue: SimpleQueue[_Job[Any] | None] = SimpleQueue()
+        self._serving: list[_Job[Any]] = []
         self._closed = False
         self._last = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -303,9 +288,7 @@ class _Worker:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closed = True
         self._queue.put(None)
         await self._ended
@@ -371,6 +354,6 @@ class _Worker:
             self._ended.set_result(None)
 
 
-def _settle(jobs: Sequence[_Pending]) -> None:
+def _settle(jobs: Sequence[_Job[Any]]) -> None:
     for job in jobs:
         job.settle()
