@@ -8,11 +8,20 @@ from datetime import UTC, datetime
 from itertools import count
 
 from bench._traces import GPU_MEMORY, Trace
-from gpuscale.allocator.domain.model import WHOLE, Ask, Node, Policy, Reservation, ReservedGpu, Score, State
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import (
+    WHOLE,
+    Ask,
+    Node,
+    Pick,
+    Policy,
+    Reservation,
+    ReservedGpu,
+    Score,
+    State,
+)
 from gpuscale.allocator.domain.use import Use
-from gpuscale.allocator.placing.demand import Demand
 from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.placing.policies import Demand
 
 NOW = 0.0
 POLICIES = ("random", *Policy)

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Node, NodeState, Policy
-from gpuscale.allocator.placing.fragmentation import AskClass, class_of
+from gpuscale.allocator.placing.policies import AskClass, class_of
 
 MIB = 1024 * 1024
 GPU_MEMORY = 16 * 1024 * MIB

@@ -19,9 +19,9 @@ from time import perf_counter
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import Ledger, activated
 from gpuscale.allocator.domain.model import Ask, Order, ReservedGpu, Score, State
-from gpuscale.allocator.state import schema_store as schema
-from gpuscale.allocator.state import sealing
-from gpuscale.allocator.state.ended_store import EndedStore
+from gpuscale.allocator.state import integrity as sealing
+from gpuscale.allocator.state import schema
+from gpuscale.allocator.state.archive import EndedStore
 from gpuscale.allocator.state.store import open_store
 
 BOOT, NOW, WALL = "boot", 1000.0, datetime.now(UTC)

@@ -40,13 +40,13 @@ def lint(tree: Path) -> subprocess.CompletedProcess[str]:
     [
         (
             "services/autoscaler/gpuscale/autoscaler/domain/engine.py",
-            "import gpuscale.allocator.domain.scoring",
+            "import gpuscale.allocator.placing.policies",
             "One-way doors",
         ),
         ("services/common/gpuscale/common/names.py", "import gpuscale.client", "One-way doors"),
         (
             "services/gateway/gpuscale/cli/main.py",
-            "import gpuscale.allocator.domain.scoring",
+            "import gpuscale.allocator.placing.policies",
             "The CLI speaks gRPC",
         ),
         ("services/allocator/gpuscale/allocator/domain/scoring.py", "import time", "Pure cores"),

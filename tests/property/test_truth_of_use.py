@@ -18,10 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.placing.memory import available, outsiders
-from gpuscale.allocator.usecases.telemetry import node_of
-from gpuscale.allocator.usecases.usage import usage_of
-from gpuscale.allocator.usecases.view import FleetView
+from gpuscale.allocator.placing.columns import available, outsiders
+from gpuscale.allocator.usecases.fleet import FleetView, node_of
+from gpuscale.allocator.usecases.records import usage_of
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.monitor.agent.admission import Admissions, Holders

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from gpuscale.allocator.main import main
-from gpuscale.allocator.usecases import sweeper
+from gpuscale.allocator.usecases import endings as sweeper
 from gpuscale.common.runtime import failpoints
 from gpuscale.common.runtime.clock import SystemClock
 from tests.support.planted_bugs import PLANTS

@@ -6,7 +6,7 @@ from itertools import combinations
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Gpu, Node, NodeState, ReservedGpu, Score
 from gpuscale.allocator.domain.use import Use
-from gpuscale.allocator.placing.shares import memory_on, milli_on
+from gpuscale.allocator.placing.constraints import memory_on, milli_on
 from tests.support.allocator_values import NOW
 from tests.support.placing import NOTHING, free_memory, obstacle, reservation
 

@@ -5,23 +5,23 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from uuid import uuid4
 
-from gpuscale.allocator.domain.feasibility import Obstacle
 from gpuscale.allocator.domain.model import (
     WHOLE,
     Ask,
     Gpu,
     Node,
     NodeState,
+    Pick,
     Policy,
     Reservation,
     ReservedGpu,
     Score,
     State,
 )
-from gpuscale.allocator.domain.placement import Pick
-from gpuscale.allocator.domain.scoring import spread
 from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.placing.obstacles import Obstacle
 from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.placing.policies import spread
 from gpuscale.allocator.placing.refusal import Refusal
 from tests.support.allocator_values import WALL
 

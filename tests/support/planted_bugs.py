@@ -12,7 +12,7 @@ from sqlalchemy import UniqueConstraint, event
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import WHOLE, Reservation
 from gpuscale.allocator.domain.use import FREE_GPU, GpuUse, Use
-from gpuscale.allocator.state import schema_store
+from gpuscale.allocator.state import schema as schema_store
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.runtime import failpoints
 from gpuscale.common.runtime.clock import SystemClock

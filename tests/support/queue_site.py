@@ -6,17 +6,13 @@ from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import Ask, Node, Order, Reservation, State
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import Ask, Node, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import Quota, Rules
 from gpuscale.allocator.queueing.queue import Queue
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.state.commits import Commits
-from gpuscale.allocator.usecases.holding import Holding
-from gpuscale.allocator.usecases.sweeper import Sweeper
-from gpuscale.allocator.usecases.waiting import Waiting
-from gpuscale.allocator.usecases.world import AllocatorWorld
+from gpuscale.allocator.state.commits import Changes, Commits
+from gpuscale.allocator.usecases.endings import Sweeper
+from gpuscale.allocator.usecases.waiting import AllocatorWorld, Holding, Waiting
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, plain_node, reserved

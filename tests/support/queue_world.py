@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, Order
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import Grant, Lease, Place, Quota, Revoke, Rules, Step
 from gpuscale.allocator.queueing.queue import Queue

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from gpuscale.allocator.usecases.sweeper import TICK
+from gpuscale.allocator.usecases.endings import TICK
 from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.secrets import SecretUrl
 from tests.support.allocator_launcher import START_DELAY

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.allocator.usecases import sweeper
+from gpuscale.allocator.usecases import endings as sweeper
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,7 @@ from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.state import archive
-from gpuscale.allocator.state.archive import Archive, Limits
-from gpuscale.allocator.state.ended_store import EndedStore, Totals
+from gpuscale.allocator.state.archive import Archive, EndedStore, Limits, Totals
 from gpuscale.allocator.state.store import AllocatorStore, open_store
 from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, UnavailableError
 from gpuscale.common.secrets import SecretUrl

@@ -8,7 +8,7 @@ import pytest
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.cordons import Cordon, Spot
-from gpuscale.allocator.state.cordon_store import CordonStore
+from gpuscale.allocator.state.operator_store import CordonStore
 from gpuscale.allocator.state.store import open_store
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import (

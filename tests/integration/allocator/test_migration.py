@@ -11,10 +11,9 @@ from gpuscale.allocator.domain.cordons import Cordon, Spot
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.queueing.model import Quota
-from gpuscale.allocator.state.cordon_store import CordonStore
-from gpuscale.allocator.state.ended_store import EndedStore
-from gpuscale.allocator.state.quota_store import QuotaStore
-from gpuscale.allocator.state.schema_store import VERSION
+from gpuscale.allocator.state.archive import EndedStore
+from gpuscale.allocator.state.operator_store import CordonStore, QuotaStore
+from gpuscale.allocator.state.schema import VERSION
 from gpuscale.allocator.state.store import open_store
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from tests.support.allocator_values import MIB, NOW, WALL, order, reserved

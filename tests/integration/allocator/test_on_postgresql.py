@@ -16,10 +16,9 @@ from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.allocator.state import schema_store
-from gpuscale.allocator.state.cordon_store import CordonStore
-from gpuscale.allocator.state.quota_store import QuotaStore
-from gpuscale.allocator.state.seals_store import check_seals
+from gpuscale.allocator.state import schema as schema_store
+from gpuscale.allocator.state.integrity import check_seals
+from gpuscale.allocator.state.operator_store import CordonStore, QuotaStore
 from gpuscale.allocator.state.store import SERVICE, AllocatorStore, open_shared_store
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel

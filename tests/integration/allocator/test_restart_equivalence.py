@@ -5,7 +5,9 @@ from random import Random
 
 import pytest
 
-from gpuscale.allocator.usecases import forgetting, losses, sweeper
+from gpuscale.allocator.usecases import endings as forgetting
+from gpuscale.allocator.usecases import endings as losses
+from gpuscale.allocator.usecases import endings as sweeper
 from gpuscale.common.secrets import SecretUrl
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet

@@ -7,9 +7,8 @@ import pytest
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.state.guard import StateGuard
+from gpuscale.allocator.state.integrity import MOST_RESETS, StateGuard, Witness
 from gpuscale.allocator.state.store import open_store
-from gpuscale.allocator.state.witness import MOST_RESETS, Witness
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime import failpoints
 from tests.support.allocator_values import NOW, WALL, order, reserved

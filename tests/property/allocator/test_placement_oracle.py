@@ -10,7 +10,6 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuscale.allocator.domain.feasibility import Obstacle
 from gpuscale.allocator.domain.model import (
     WHOLE,
     Ask,
@@ -20,10 +19,11 @@ from gpuscale.allocator.domain.model import (
     GpuSet,
     Node,
     NodeState,
+    Pick,
     Policy,
 )
-from gpuscale.allocator.domain.placement import Pick
 from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.placing.obstacles import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from tests.support.allocator_values import MIB, NOW, gpu

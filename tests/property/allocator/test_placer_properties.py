@@ -16,19 +16,17 @@ from gpuscale.allocator.domain.model import (
     GpuSet,
     Node,
     NodeState,
+    Pick,
     Policy,
     ReservedGpu,
     Score,
 )
-from gpuscale.allocator.domain.placement import Pick
 from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import Columns
 from gpuscale.allocator.placing.constraints import ABSENT, Constraints
-from gpuscale.allocator.placing.demand import Demand, Tariff
-from gpuscale.allocator.placing.fragmentation import typical
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.placing.policies import value
+from gpuscale.allocator.placing.policies import Demand, Tariff, typical, value
 from gpuscale.allocator.placing.row import Row
 from gpuscale.allocator.placing.rows import gpu_codes, node_code
 from gpuscale.allocator.placing.rows import value as row_value

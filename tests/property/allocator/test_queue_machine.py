@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gpuscale.allocator.domain.placement import Pick
-from gpuscale.allocator.queueing.fairness import in_turn, over_quota
+from gpuscale.allocator.domain.model import Pick
 from gpuscale.allocator.queueing.model import Grant, Quota, Reason, Revoke, Rules
+from gpuscale.allocator.queueing.queue import in_turn, over_quota
 from tests.support.allocator_values import NOW
 from tests.support.queue_world import Line, QueueWorld, wish
 

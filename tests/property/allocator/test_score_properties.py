@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.allocator.domain.model import Ask, Node, NodeState, Weights
-from gpuscale.allocator.domain.placement import Pick
-from gpuscale.allocator.domain.scoring import explained, spread
+from gpuscale.allocator.domain.model import Ask, Node, NodeState, Pick, Weights
+from gpuscale.allocator.placing.policies import explained, spread
 from tests.support.allocator_values import NOW, gpu
 from tests.support.placing import obstacle, place
 

@@ -8,10 +8,7 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.state.commits import MAX_GROUP, Commits
-from gpuscale.allocator.state.crowd import ENOUGH, WINDOW, WRITES
-from gpuscale.allocator.state.outcome import Outcome
+from gpuscale.allocator.state.commits import ENOUGH, MAX_GROUP, WINDOW, WRITES, Changes, Commits, Outcome
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, order, reserved

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.allocator.state.crowd import ENOUGH, WINDOW, WRITES, Crowd
+from gpuscale.allocator.state.commits import ENOUGH, WINDOW, WRITES, Crowd
 
 WRITE = 0.001
 

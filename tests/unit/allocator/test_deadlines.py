@@ -1,6 +1,6 @@
 """What is due comes out in order, once, and a deadline that moves later costs no second entry."""
 
-from gpuscale.allocator.domain.deadlines import Deadlines
+from gpuscale.allocator.domain.ledger import Deadlines
 
 
 def test_keys_come_out_when_due_and_in_order() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.allocator.domain.model import Ask
-from gpuscale.allocator.placing.demand import CPU_PRIOR, FIRST_DRAWN, HALF_LIFE, PRICE_PRIOR, Demand
+from gpuscale.allocator.placing.policies import CPU_PRIOR, FIRST_DRAWN, HALF_LIFE, PRICE_PRIOR, Demand
 from tests.support.allocator_values import ask
 
 SUPPLY = {1: 10, 2: 30}

@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-from gpuscale.allocator.domain.estimate import BYTES_OF_TYPE, MIB, Wish, estimate
-from gpuscale.allocator.domain.model_names import size_in
-from gpuscale.allocator.domain.parallelism import parallelism
+from gpuscale.allocator.domain.estimate import BYTES_OF_TYPE, MIB, Wish, estimate, parallelism, size_in
 from gpuscale.common.errors import InvalidArgumentError
 
 LONG = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "dcp": "decode-context"}

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.domain.feasibility import Obstacle
 from gpuscale.allocator.domain.model import Ask, Gpu, NodeState
+from gpuscale.allocator.placing.obstacles import Obstacle
 from tests.support.allocator_values import MIB, NOW, ask, gpu, node, reserved
 from tests.support.placing import held_whole, placer, reservation
 

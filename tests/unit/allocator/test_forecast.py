@@ -1,6 +1,6 @@
 """Forecast: how long each of the line waits at the latest, if every lease ends in time and nobody renews."""
 
-from gpuscale.allocator.queueing import forecast
+from gpuscale.allocator.queueing import queue as forecast
 from gpuscale.allocator.queueing.model import Quota
 from tests.support.queue_world import Line, QueueWorld, wish
 

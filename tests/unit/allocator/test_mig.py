@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.domain.feasibility import Obstacle
-from gpuscale.allocator.domain.model import WHOLE, Ask, Node, Reservation
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import WHOLE, Ask, Node, Pick, Reservation
 from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.placing.obstacles import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.allocator.state import schema_store
+from gpuscale.allocator.state import schema as schema_store
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
 from tests.support.placing import placer, reservation
 

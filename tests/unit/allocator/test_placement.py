@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from gpuscale.allocator.domain.model import Ask, Gpu, Node, Weights
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import Ask, Gpu, Node, Pick, Weights
 from tests.support.allocator_values import MIB, NOW, ask, gpu, node, plain_node
 from tests.support.placing import place
 

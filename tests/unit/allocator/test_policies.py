@@ -5,14 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gpuscale.allocator.domain.model import Ask, Node, Policy, Weights
-from gpuscale.allocator.domain.placement import Pick
-from gpuscale.allocator.domain.scoring import spread
+from gpuscale.allocator.domain.model import Ask, Node, Pick, Policy, Weights
 from gpuscale.allocator.domain.use import Use
-from gpuscale.allocator.placing import members
-from gpuscale.allocator.placing.demand import Demand
-from gpuscale.allocator.placing.fragmentation import gradients, integer_scores, typical
+from gpuscale.allocator.placing import index as members
 from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.placing.policies import Demand, gradients, integer_scores, spread, typical
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
 from tests.support.placing import placer, reservation

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import Pick
 from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.allocator.queueing.model import Obstacle, Quota, Reason, Rules
 from gpuscale.allocator.queueing.queue import BEHIND_OTHERS

@@ -6,13 +6,11 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, Reservation, State
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.model import Grant, Obstacle, Quota, Reason, Revoke, Rules
 from gpuscale.allocator.queueing.queue import BEHIND_OTHERS, Queue
-from gpuscale.allocator.usecases.holding import Holding
-from gpuscale.allocator.usecases.world import AllocatorWorld
+from gpuscale.allocator.usecases.waiting import AllocatorWorld, Holding
 from tests.support.allocator_values import MIB, WALL, ask, gpu
 from tests.support.clock import ManualClock
 from tests.support.queue_world import wish

@@ -3,7 +3,7 @@
 import pytest
 
 from gpuscale.allocator.domain.model import ScorePart, Weights
-from gpuscale.allocator.domain.scoring import UNKNOWN_UTILIZATION, explained, spread
+from gpuscale.allocator.placing.policies import UNKNOWN_UTILIZATION, explained, spread
 from tests.support.allocator_values import gpu
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.state import schema_store
-from gpuscale.allocator.state.sealing import is_whole, is_whole_reservation, sealed
+from gpuscale.allocator.state import schema as schema_store
+from gpuscale.allocator.state.integrity import is_whole, is_whole_reservation, sealed
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 COLUMNS = sorted(schema_store.Table.metadata.tables["reservation"].columns.keys())

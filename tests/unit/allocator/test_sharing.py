@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.domain.feasibility import Obstacle
 from gpuscale.allocator.domain.model import (
     Ask,
     GangStrategy,
     Gpu,
     GpuProcess,
     GpuSet,
+    Pick,
     Policy,
     ReservedGpu,
 )
-from gpuscale.allocator.domain.placement import Pick
 from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.placing.obstacles import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from tests.support.allocator_values import MIB, NOW, ask, gpu, node, plain_node

@@ -12,9 +12,8 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import RETENTION, Ledger
 from gpuscale.allocator.domain.model import Reservation, State
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.state.commits import Commits
-from gpuscale.allocator.usecases.sweeper import BATCH, LATE, START_DELAY, TICK, Sweeper
+from gpuscale.allocator.state.commits import Changes, Commits
+from gpuscale.allocator.usecases.endings import BATCH, LATE, START_DELAY, TICK, Sweeper
 from gpuscale.common.errors import NotFoundError, UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, order, reserved

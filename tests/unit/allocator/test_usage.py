@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Gpu, GpuProcess, Reservation, ReservedGpu
-from gpuscale.allocator.usecases.usage import IDLE_PERCENT, Usage, usage_of
+from gpuscale.allocator.usecases.records import IDLE_PERCENT, Usage, usage_of
 from tests.support.allocator_values import MIB, NOW, WALL, gpu, node, order, reserved
 
 

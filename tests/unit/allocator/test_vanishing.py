@@ -6,7 +6,7 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Node, NodeState, Reservation
-from gpuscale.allocator.domain.vanishing import Vanishing
+from gpuscale.allocator.usecases.endings import Vanishing
 from tests.support.allocator_values import NOW, WALL, gpu, node, order, reserved
 
 AFTER = 10.0

@@ -7,12 +7,11 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases import capacity as capacity_module
 from gpuscale.allocator.usecases.capacity import LOOK_GAP, Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
-from gpuscale.allocator.usecases.telemetry import FleetFollower
-from gpuscale.allocator.usecases.view import FleetView
+from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.allocator.usecases.waiting import Waiting
 from gpuscale.common.errors import ResourceExhaustedError
 from tests.support.allocator_values import NOW, ask, order, plain_node, reserved

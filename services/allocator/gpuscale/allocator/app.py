@@ -12,32 +12,22 @@ from gpuscale.allocator.domain.tokens import Tokens
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.model import Rules
 from gpuscale.allocator.queueing.queue import Queue
-from gpuscale.allocator.servicers.capacity_servicer import CapacityServicer
-from gpuscale.allocator.servicers.node_servicer import NodeServicer
-from gpuscale.allocator.servicers.quota_servicer import QuotaServicer
+from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, NodeServicer, QuotaServicer
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.allocator.state.archive import Archive, Limits
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.state.commits import Commits
-from gpuscale.allocator.state.cordon_store import CordonStore
-from gpuscale.allocator.state.ended_store import EndedStore
-from gpuscale.allocator.state.quota_store import QuotaStore
+from gpuscale.allocator.state.archive import Archive, EndedStore, Limits
+from gpuscale.allocator.state.commits import Changes, Commits
+from gpuscale.allocator.state.operator_store import CordonStore, QuotaStore
 from gpuscale.allocator.state.store import AllocatorStore, Saved, open_shared_store, open_store
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
-from gpuscale.allocator.usecases.forgetting import Forgetting
-from gpuscale.allocator.usecases.holding import Holding
+from gpuscale.allocator.usecases.endings import BATCH, Forgetting, Losses, Sweeper
+from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.allocator.usecases.leases import Leases
-from gpuscale.allocator.usecases.losses import Losses
 from gpuscale.allocator.usecases.quotas import Quotas
 from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import Reserving
-from gpuscale.allocator.usecases.sweeper import BATCH, Sweeper
-from gpuscale.allocator.usecases.telemetry import FleetFollower
-from gpuscale.allocator.usecases.view import FleetView
-from gpuscale.allocator.usecases.waiting import Waiting
-from gpuscale.allocator.usecases.world import AllocatorWorld
+from gpuscale.allocator.usecases.waiting import AllocatorWorld, Holding, Waiting
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.server import Registration

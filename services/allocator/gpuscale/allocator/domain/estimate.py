@@ -1,18 +1,174 @@
 """Estimate: how many GPUs a model needs, and how much memory of each. Pure.
 
-The number of GPUs is the world size (`parallelism`). Memory is by the table of the GPU tracking seed (seeds/001): 20,000 MB
-for 65B and 70B models, 12,000 for 7B and 13B, 8,000 for all others, where an MB is a MiB, as of the nvidia-smi that the
-seed compares it with. Between and beyond those sizes the class of the nearest one counts, by ratio: halfway between 13
-and 65 billion is 29. Where a data type is given, memory is computed instead.
+The number of GPUs is the world size of the parameters (`parallelism`), the number of the model's parameters is given or
+read from its name (`size_in`). Memory is by the table of the GPU tracking seed (seeds/001): 20,000 MB for 65B and 70B
+models, 12,000 for 7B and 13B, 8,000 for all others, where an MB is a MiB, as of the nvidia-smi that the seed compares it
+with. Between and beyond those sizes the class of the nearest one counts, by ratio: halfway between 13 and 65 billion is
+29. Where a data type is given, memory is computed instead.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from gpuscale.allocator.domain.model_names import ModelSize, size_in
-from gpuscale.allocator.domain.parallelism import Json, Parallelism, parallelism
-from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.errors import FieldViolation, InvalidArgumentError
+
+_UNITS: Mapping[str, float] = {"m": 1e6, "b": 1e9, "t": 1e12}
+_NUMBER = r"\d{1,6}(?:\.\d{1,6})?"
+_APART = r"(?<![a-z0-9.])"
+_BEGINS = rf"(?:{_APART}|(?<=[a-z]{{3}}))"
+_SIZE = re.compile(rf"{_BEGINS}(?:(?P<experts>\d{{1,4}})x)?(?P<number>{_NUMBER})(?P<unit>[mbt])(?![a-z0-9])")
+_EXPERTS = re.compile(rf"{_APART}(?P<experts>\d{{1,4}})e(?![a-z0-9])")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a name tells: the number of parameters, the text that told it, and what to know about it."""
+
+    parameter_count: float
+    text: str
+    note: str = ""
+
+
+def size_in(name: str) -> ModelSize | None:
+    """The number of parameters in the name or path of a model; None where it tells none.
+
+    Of a path the last part that tells a size counts, of several sizes in it the largest. A mixture of experts (`8x7b`,
+    `17b-16e`) counts as the product, which is more than it has, since experts share layers: an estimate may be too
+    large but is never too small for that.
+    """
+    for part in reversed(re.split(r"[/\\]", name.lower())):
+        sizes = [_named_size(found, part) for found in _SIZE.finditer(part)]
+        if found := [size for size in sizes if size.parameter_count > 0]:
+            return max(found, key=lambda size: size.parameter_count)
+    return None
+
+
+def _named_size(found: re.Match[str], part: str) -> ModelSize:
+    count = float(found["number"]) * _UNITS[found["unit"]]
+    experts = int(found["experts"]) if found["experts"] else _experts_beside(part)
+    if experts is None:
+        return ModelSize(count, found[0])
+    note = f"a mixture of {experts} experts, counted as if they shared nothing: an upper bound"
+    return ModelSize(count * experts, found[0], note)
+
+
+def _experts_beside(part: str) -> int | None:
+    found = _EXPERTS.search(part)
+    return int(found["experts"]) if found else None
+
+
+Json: TypeAlias = "bool | float | str | Sequence[Json] | Mapping[str, Json] | None"
+"""A value as JSON has it."""
+MOST_GPUS = 4096
+"""Most GPUs that one ask may name (the contract's bound of `Ask.gpu_count`)."""
+
+_KINDS: Mapping[str, str] = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "dp": "data",
+    "cp": "context",
+    "dcp": "decode-context",
+}
+_ALIASES: Mapping[str, str] = {
+    alias: kind for kind, long in _KINDS.items() for alias in (f"{long}-parallel-size", f"{kind}-size", kind)
+}
+_DIGITS = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """The largest value of each kind, 1 where it was not given, and the names that mean nothing here."""
+
+    tp: int
+    pp: int
+    dp: int
+    cp: int
+    dcp: int
+    ignored: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        """How many GPUs."""
+        return self.tp * self.pp * max(self.dp, self.dcp, self.cp)
+
+    @property
+    def note(self) -> str:
+        """How the world size was found, in words."""
+        return f"{self.world_size} = tp {self.tp} x pp {self.pp} x max(dp {self.dp}, dcp {self.dcp}, cp {self.cp})"
+
+
+def parallelism(parameters: "Mapping[str, Json]") -> Parallelism:
+    """Read the parameters: numbers, lists of numbers, or `{"values": [...]}`, as JSON has them.
+
+    Raises:
+        InvalidArgumentError: a value is no whole number from 1 to 4,096, a list is empty, two spellings of one
+            parameter differ, or all of it is more than one ask may name. Each parameter at fault is a violation.
+    """
+    found: dict[str, tuple[str, frozenset[int]]] = {}
+    wrong: list[FieldViolation] = []
+    for name in sorted(parameters):
+        kind = _kind(name)
+        if kind is None:
+            continue
+        values, problem = _values(parameters[name])
+        before = found.setdefault(kind, (name, values))
+        if not problem and before[1] != values:
+            problem = f"contradicts {before[0]}: both name one parameter, with different values"
+        if problem:
+            wrong.append(FieldViolation(f'parameters["{name}"]', problem))
+    _refuse(wrong)
+    largest = {kind: max(values) for kind, (_, values) in found.items()}
+    ignored = tuple(sorted(name for name in parameters if _kind(name) is None))
+    return _bounded(Parallelism(**{kind: largest.get(kind, 1) for kind in _KINDS}, ignored=ignored))
+
+
+def _kind(name: str) -> str | None:
+    """Which kind of parallelism a name means; None where it means something else."""
+    return _ALIASES.get(name.lower().replace("_", "-"))
+
+
+def _values(given: "Json") -> tuple[frozenset[int], str]:
+    """The values that were given, and what is wrong with them, empty where nothing is."""
+    if isinstance(given, Mapping):
+        if set(given) != {"values"}:
+            return frozenset(), 'must be a number, a list of numbers, or {"values": [...]}'
+        given = given["values"]
+    items: Sequence[Json] = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    values = [_whole(item) for item in items]
+    if not values:
+        return frozenset(), "must not be an empty list"
+    known = frozenset(value for value in values if value is not None)
+    if None in values:
+        return known, f"must hold whole numbers from 1 to {MOST_GPUS}, and nothing else"
+    return known, ""
+
+
+def _whole(item: "Json") -> int | None:
+    """A whole number of 1 to `MOST_GPUS`, as a number or as digits; None for anything else."""
+    if isinstance(item, str):
+        item = int(item) if _DIGITS.fullmatch(item) else None
+    if isinstance(item, bool) or not isinstance(item, (int, float)):
+        return None
+    return int(item) if 1 <= item <= MOST_GPUS and item % 1 == 0 else None
+
+
+def _refuse(wrong: Sequence[FieldViolation]) -> None:
+    if wrong:
+        first = wrong[0]
+        raise InvalidArgumentError(f"{first.field} {first.description}", violations=wrong)
+
+
+def _bounded(found: Parallelism) -> Parallelism:
+    if found.world_size > MOST_GPUS:
+        raise InvalidArgumentError(
+            f"the parameters ask for {found.note} GPUs; {MOST_GPUS} is the most that one request may name",
+            field="parameters",
+        )
+    return found
+
 
 MIB = 1024 * 1024
 BASE_MIB = 8_000

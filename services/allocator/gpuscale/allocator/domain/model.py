@@ -1,4 +1,4 @@
-"""Values the allocator reasons with: what is known of nodes and GPUs, what is asked for, what was granted.
+"""Values the allocator reasons with: what is known of nodes and GPUs, what is asked for, what is picked and granted.
 
 Pure: no wire types, no clock. Times named `*_until`, `deadline` or `now` are seconds of CLOCK_BOOTTIME; memory is
 in bytes, utilization in percent (0-100). None is a reading that was not obtained, never zero.
@@ -311,3 +311,15 @@ def moved(one: Reservation, **life: Unpack[Life]) -> Reservation:
         life.get("revoke_at", one.revoke_at),
         life.get("end_reason", one.end_reason),
     )
+
+
+@value(frozen=True, slots=True)
+class Pick:
+    """The GPUs that serve an ask, member by member, best first, and the mean of their scores.
+
+    `nodes` names the node of each member.
+    """
+
+    gpus: tuple[ReservedGpu, ...]
+    mean_score: float
+    nodes: tuple[str, ...] = ()

@@ -1,15 +1,78 @@
-"""Constraints: which GPUs of which rows an ask cannot have, for each obstacle on its own. Pure."""
+"""Constraints: what an ask takes of a GPU, which GPUs it cannot have, for each obstacle on its own, and how many members fit. Pure.
+
+A share without a memory of its own takes the same part of the memory as of the GPU. What the driver keeps for itself
+must not make the last share impossible, so such a share is content with SHARE_FLOOR of that, and is given what is
+left where that is less.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuscale.allocator.domain.feasibility import ADMITS_ALL_PERCENT, ORDER, Obstacle
 from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Node
 from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import NO_GPU, UNKNOWN, Bools, Columns, Ints, listed
-from gpuscale.allocator.placing.shares import memory_floor, milli_of
+from gpuscale.allocator.placing.obstacles import ADMITS_ALL_PERCENT, ORDER, Obstacle
+
+SHARE_FLOOR = (9, 10)
+"""The least part of its nominal memory that a share without a memory of its own accepts, as a fraction."""
+
+MOST_MEMORY = (2**63 - 1) // WHOLE
+"""More than any GPU has, in bytes, of which thousandths can be reckoned without running over."""
+
+
+def milli_of(ask: Ask, total: Ints) -> Ints | int:
+    """Thousandths of each GPU of these sizes that the ask takes; an array only where the size decides."""
+    if ask.gpu_memory_bytes is None or ask.gpu_milli < WHOLE:
+        return ask.gpu_milli
+    wanted = min(ask.gpu_memory_bytes, MOST_MEMORY) * WHOLE
+    milli: Ints = np.clip(wanted // np.maximum(total, 1), 1, WHOLE)
+    return milli
+
+
+def memory_floor(ask: Ask, total: Ints) -> Ints | int:
+    """Bytes of each GPU of these sizes that must be available."""
+    if ask.exclusive:
+        return ask.min_memory_bytes
+    if ask.gpu_memory_bytes is not None:
+        return max(ask.min_memory_bytes, ask.gpu_memory_bytes)
+    numerator, denominator = SHARE_FLOOR
+    nominal = total * ask.gpu_milli // WHOLE
+    floor: Ints = np.maximum(ask.min_memory_bytes, nominal * numerator // denominator)
+    return floor
+
+
+def floor_on(ask: Ask, total: int) -> int:
+    """Bytes that must be available of one GPU of this size."""
+    if ask.gpu_memory_bytes is not None:
+        return max(ask.min_memory_bytes, ask.gpu_memory_bytes)
+    if ask.gpu_milli >= WHOLE:
+        return ask.min_memory_bytes
+    numerator, denominator = SHARE_FLOOR
+    return max(ask.min_memory_bytes, total * ask.gpu_milli // WHOLE * numerator // denominator)
+
+
+def milli_on(ask: Ask, total: int | None) -> int:
+    """Thousandths of one GPU that the ask takes."""
+    if ask.gpu_memory_bytes is None or ask.gpu_milli < WHOLE:
+        return ask.gpu_milli
+    return min(max(ask.gpu_memory_bytes * WHOLE // max(total or 0, 1), 1), WHOLE)
+
+
+def memory_on(ask: Ask, total: int | None, available: int | None, free_milli: int) -> int | None:
+    """Bytes of one GPU that the ask takes: all of a whole one, else its memory or its part of what is left.
+
+    `free_milli` is what nobody holds of the GPU. Rounded so that the last share takes what is left; where outsiders
+    have some of it, never less than what was looked for.
+    """
+    if ask.exclusive or total is None or available is None:
+        return total
+    if ask.gpu_memory_bytes is not None:
+        return max(ask.min_memory_bytes, ask.gpu_memory_bytes)
+    nominal = total * ask.gpu_milli // WHOLE
+    return max(floor_on(ask, total), min(nominal, available * ask.gpu_milli // max(free_milli, 1)))
+
 
 CODES = {obstacle: code for code, obstacle in enumerate(ORDER, start=1)}
 """The number that stands for an obstacle in an array; 0 is none."""
@@ -167,3 +230,57 @@ def _named(gpu: Gpu, ask: Ask) -> bool:
 
 def _bears(label: Callable[[str], str | None], wanted: tuple[tuple[str, str], ...]) -> bool:
     return all(label(key) == value for key, value in wanted)
+
+
+def capacities(ask: Ask, columns: Columns, free: Bools) -> Ints:
+    """How many members fit on each node at most; `free` says which GPUs can serve."""
+    rows = np.arange(len(free))
+    total = columns.total[rows]
+    milli = np.broadcast_to(milli_of(ask, total), total.shape)
+    each = np.where(free, (WHOLE - columns.held[rows]) // np.maximum(milli, 1), 0)
+    if not ask.exclusive:
+        each = np.minimum(each, columns.available[rows] // np.maximum(memory_floor(ask, total), 1))
+    room = _members(ask, np.maximum(each, 0))
+    room = np.minimum(room, _times(columns.cpu_free[rows], ask.cpu_milli, ask.member_count))
+    return np.minimum(room, _times(columns.memory_free[rows], ask.host_memory_bytes, ask.member_count))
+
+
+def could_ever(ask: Ask, columns: Columns, fit: Bools) -> Ints:
+    """How many members each node would take if all of it were free; `fit` are the GPUs that could serve then.
+
+    What a node does not tell might be enough.
+    """
+    rows = np.arange(len(fit))
+    total = columns.total[rows]
+    milli = np.broadcast_to(milli_of(ask, _or_enough(total)), total.shape)
+    each = np.where(fit, WHOLE // np.maximum(milli, 1), 0)
+    if not ask.exclusive:
+        by_memory = total // np.maximum(memory_floor(ask, total), 1)
+        each = np.where(total == UNKNOWN, each, np.minimum(each, by_memory))
+    room = _members(ask, each)
+    cpu, memory = _or_enough(columns.cpu[rows]), _or_enough(columns.memory[rows])
+    room = np.minimum(room, _times(cpu, ask.cpu_milli, ask.member_count))
+    return np.minimum(room, _times(memory, ask.host_memory_bytes, ask.member_count))
+
+
+def _or_enough(amount: Ints) -> Ints:
+    return np.where(amount == UNKNOWN, np.iinfo(np.int64).max, amount)
+
+
+def _members(ask: Ask, each: Ints) -> Ints:
+    """Members of a node whose GPUs take so many each: no member takes a GPU twice."""
+    if ask.gpu_count <= 1:
+        return each.sum(1) if ask.gpu_count else np.full(len(each), ask.member_count)
+    room = np.zeros(len(each), np.int64)
+    for members in range(1, ask.member_count + 1):
+        fits = np.minimum(each, members).sum(1) >= members * ask.gpu_count
+        if not fits.any():
+            break
+        room[fits] = members
+    return room
+
+
+def _times(free: Ints, each: int, members: int) -> Ints:
+    if not each:
+        return np.full(len(free), members, np.int64)
+    return np.maximum(free, 0) // each

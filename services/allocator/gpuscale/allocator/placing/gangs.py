@@ -1,50 +1,24 @@
-"""Gangs: how many members fit on each node, and the order in which nodes are filled. Pure.
+"""Gangs: the members of an ask placed one after the other, all or none, without leaving a trace. Pure.
 
 PACK takes the nodes on which most members fit, and for the rest the best node that takes them all, so that there are
 as few nodes as possible; SPREAD goes round the nodes, best first; the strict ones allow one node, or one member each.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
 
 import numpy as np
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy
-from gpuscale.allocator.placing.columns import UNKNOWN, Bools, Columns, Floats, Ints
-from gpuscale.allocator.placing.shares import memory_floor, milli_of
+from gpuscale.allocator.domain.model import Ask, GangStrategy, Policy, Reservation, ReservedGpu, State
+from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.placing.columns import Floats, Ints
+from gpuscale.allocator.placing.constraints import capacities
+from gpuscale.allocator.placing.index import Index
+from gpuscale.allocator.placing.shapes import Shape
 
 Fill = Callable[[int, int], int]
 """Places up to so many members on a row, and tells how many."""
-
-
-def capacities(ask: Ask, columns: Columns, free: Bools) -> Ints:
-    """How many members fit on each node at most; `free` says which GPUs can serve."""
-    rows = np.arange(len(free))
-    total = columns.total[rows]
-    milli = np.broadcast_to(milli_of(ask, total), total.shape)
-    each = np.where(free, (WHOLE - columns.held[rows]) // np.maximum(milli, 1), 0)
-    if not ask.exclusive:
-        each = np.minimum(each, columns.available[rows] // np.maximum(memory_floor(ask, total), 1))
-    room = _members(ask, np.maximum(each, 0))
-    room = np.minimum(room, _times(columns.cpu_free[rows], ask.cpu_milli, ask.member_count))
-    return np.minimum(room, _times(columns.memory_free[rows], ask.host_memory_bytes, ask.member_count))
-
-
-def could_ever(ask: Ask, columns: Columns, fit: Bools) -> Ints:
-    """How many members each node would take if all of it were free; `fit` are the GPUs that could serve then.
-
-    What a node does not tell might be enough.
-    """
-    rows = np.arange(len(fit))
-    total = columns.total[rows]
-    milli = np.broadcast_to(milli_of(ask, _or_enough(total)), total.shape)
-    each = np.where(fit, WHOLE // np.maximum(milli, 1), 0)
-    if not ask.exclusive:
-        by_memory = total // np.maximum(memory_floor(ask, total), 1)
-        each = np.where(total == UNKNOWN, each, np.minimum(each, by_memory))
-    room = _members(ask, each)
-    cpu, memory = _or_enough(columns.cpu[rows]), _or_enough(columns.memory[rows])
-    room = np.minimum(room, _times(cpu, ask.cpu_milli, ask.member_count))
-    return np.minimum(room, _times(memory, ask.host_memory_bytes, ask.member_count))
 
 
 def suffice(ask: Ask, room: Ints) -> bool:
@@ -79,24 +53,153 @@ def best_first(value: Floats) -> Ints:
     return order[np.isfinite(value[order])]
 
 
-def _or_enough(amount: Ints) -> Ints:
-    return np.where(amount == UNKNOWN, np.iinfo(np.int64).max, amount)
+Member = tuple[str, tuple[ReservedGpu, ...]]
+"""A node and the GPUs that a member gets there."""
+
+_WALL = datetime.fromtimestamp(0, UTC)
 
 
-def _members(ask: Ask, each: Ints) -> Ints:
-    """Members of a node whose GPUs take so many each: no member takes a GPU twice."""
-    if ask.gpu_count <= 1:
-        return each.sum(1) if ask.gpu_count else np.full(len(each), ask.member_count)
-    room = np.zeros(len(each), np.int64)
-    for members in range(1, ask.member_count + 1):
-        fits = np.minimum(each, members).sum(1) >= members * ask.gpu_count
-        if not fits.any():
-            break
-        room[fits] = members
-    return room
+def place_gang(index: Index, use: Use, ask: Ask, now: float) -> list[Member]:
+    """The members of a gang; fewer than asked for if they do not all find a place. Nothing stays held.
+
+    Where each member shares several GPUs, those that are preferred may run out early and leave the last members with
+    too few different ones: then all of the node, or of the gang if it is spread, take the GPUs with most room, which
+    serves as many members as can be (the greedy construction of the Gale-Ryser theorem).
+    """
+    placed = _placed(_Scratch(index, use, ask, now, roomiest=False))
+    if len(placed) < ask.member_count and ask.gang_strategy is GangStrategy.SPREAD and _shares_several(ask):
+        roomy = _placed(_Scratch(index, use, ask, now, roomiest=True))
+        placed = max(placed, roomy, key=len)
+    return placed
 
 
-def _times(free: Ints, each: int, members: int) -> Ints:
-    if not each:
-        return np.full(len(free), members, np.int64)
-    return np.maximum(free, 0) // each
+def _placed(scratch: "_Scratch") -> list[Member]:
+    try:
+        return scratch.place()
+    finally:
+        scratch.undo()
+
+
+@contextmanager
+def without(index: Index, use: Use, reservations: Sequence[Reservation]) -> Generator[None]:
+    """Think reservations away for a while: what they hold is free, and what their processes use."""
+    gone: dict[str, list[Reservation]] = {}
+    for reservation in reservations:
+        for gpu in reservation.gpus:
+            gone.setdefault(gpu.uuid, []).append(reservation)
+    index.columns.gone = gone
+    try:
+        for reservation in reservations:
+            use.free(reservation.id)
+        yield
+    finally:
+        index.columns.gone = {}
+        for reservation in reservations:
+            use.hold(reservation)
+
+
+class _Scratch:
+    """The members placed so far, held in `use` until they are undone."""
+
+    def __init__(self, index: Index, use: Use, ask: Ask, now: float, *, roomiest: bool) -> None:
+        self._index = index
+        self._use = use
+        self._ask = ask
+        self._now = now
+        self._roomiest = roomiest
+        self._placed: list[Member] = []
+
+    def place(self) -> list[Member]:
+        """Place the members as the ask's strategy says."""
+        index, ask = self._index, self._ask
+        shape = index.shape(ask, self._now)
+        value = index.value(shape).copy()
+        if ask.gang_strategy in (GangStrategy.SPREAD, GangStrategy.STRICT_SPREAD):
+            return self._spread(value)
+        room = capacities(ask, index.columns, index.free(shape))
+        room[~np.isfinite(value)] = 0
+        if ask.gang_strategy is GangStrategy.PACK:
+            packed(room, value, ask.member_count, self._fill)
+            return self._placed
+        return self._on_one(room, value)
+
+    def undo(self, kept: int = 0) -> None:
+        """Take members back, all but the first ones."""
+        for member in reversed(range(kept, len(self._placed))):
+            self._use.free(_name(member))
+        self._placed = self._placed[:kept]
+
+    def _on_one(self, room: Ints, value: Floats) -> list[Member]:
+        most: list[Member] = []
+        for row in on_one(room, value, self._ask.member_count):
+            self._fill(row, self._ask.member_count)
+            most = max(most, self._placed, key=len)
+            if len(most) == self._ask.member_count:
+                break
+            self.undo()
+        return most
+
+    def _spread(self, value: Floats) -> list[Member]:
+        """Round by round, one member on each node, the best first; a single round when strict."""
+        while len(self._placed) < self._ask.member_count:
+            rows = best_first(value)[: self._ask.member_count - len(self._placed)]
+            if not len(rows):
+                break
+            for row in rows.tolist():
+                self._fill(row, 1)
+            if self._ask.gang_strategy is GangStrategy.STRICT_SPREAD:
+                break
+            value = self._index.value(self._index.shape(self._ask, self._now))
+        return self._placed
+
+    def _fill(self, row: int, members: int) -> int:
+        """Place up to so many members on a row; how many found room."""
+        kept = len(self._placed)
+        placed = self._take_each(row, members, roomiest=self._roomiest)
+        if 0 < placed < members and _shares_several(self._ask):
+            self.undo(kept)
+            placed = self._take_each(row, members, roomiest=True)
+        return placed
+
+    def _take_each(self, row: int, members: int, *, roomiest: bool) -> int:
+        for placed in range(members):
+            shape = self._index.shape(self._ask, self._now)
+            if shape.value[row] == -np.inf:
+                return placed
+            self._take(shape, row, roomiest=roomiest)
+        return members
+
+    def _take(self, shape: Shape, row: int, *, roomiest: bool) -> None:
+        member = len(self._placed)
+        gpus = self._index.members.take(shape, row, member, roomiest=roomiest)
+        self._use.hold(_stand_in(_name(member), self._ask, gpus))
+        self._placed.append((self._index.columns.nodes[row].id, gpus))
+
+
+def _shares_several(ask: Ask) -> bool:
+    return ask.gpu_count > 1 and not ask.exclusive
+
+
+def _name(member: int) -> str:
+    return f"scratch {member}"
+
+
+def _stand_in(name: str, ask: Ask, gpus: tuple[ReservedGpu, ...]) -> Reservation:
+    """A reservation that holds the GPUs of one member, to be freed again."""
+    return Reservation(
+        id=name,
+        fence=0,
+        request_id="",
+        fingerprint="",
+        holder="",
+        owner="",
+        labels={},
+        policy=Policy.FIRSTFIT,
+        gpus=gpus,
+        ttl=0.0,
+        state=State.PENDING,
+        deadline=0.0,
+        created=_WALL,
+        cpu_milli=ask.cpu_milli,
+        host_memory_bytes=ask.host_memory_bytes,
+    )

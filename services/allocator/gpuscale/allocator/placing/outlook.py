@@ -1,25 +1,36 @@
-"""Outlook: what an ask would find, for people who ask why. Pure.
+"""Outlook: what an ask would find, and what would make room for it, for people who ask why. Pure.
 
 The same codes as those by which GPUs are found; nothing is decided here.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from gpuscale.allocator.domain.feasibility import ORDER, Obstacle
-from gpuscale.allocator.domain.model import Ask, Gpu, Node, Score
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.cordons import Cordon, Cordons
+from gpuscale.allocator.domain.ledger import due_at
+from gpuscale.allocator.domain.model import Ask, Gpu, Node, Pick, Reservation, Score
 from gpuscale.allocator.domain.use import Use
-from gpuscale.allocator.placing.columns import NO_GPU, Bools, listed
+from gpuscale.allocator.placing.columns import NO_GPU, Bools, listed, outsiders
 from gpuscale.allocator.placing.constraints import NODE_OBSTACLES
 from gpuscale.allocator.placing.index import Index
-from gpuscale.allocator.placing.memory import outsiders
-from gpuscale.allocator.placing.refusal import Refusal
+from gpuscale.allocator.placing.obstacles import (
+    HELP,
+    MOST_NAMES,
+    ORDER,
+    WORDS,
+    Obstacle,
+    extent,
+    gpus,
+    lifting,
+    mib,
+    names,
+    sentence,
+)
+from gpuscale.allocator.placing.refusal import Refusal, Survey
 from gpuscale.allocator.placing.shapes import Shape
-from gpuscale.allocator.placing.survey import Survey
-from gpuscale.allocator.placing.wording import HELP, WORDS, extent, gpus, mib, names, sentence
 
 MOST_NODES = 100
 
@@ -149,3 +160,81 @@ def _remedies(nearest: Sequence[NodeOutlook], helped: dict[Obstacle, int], ask: 
         if 0 < view.fitting < ask.gpu_count
     ]
     return found
+
+
+def remedies(
+    outlook: Outlook,
+    *,
+    room_after: Callable[[Sequence[str]], bool],
+    live: Sequence[Reservation],
+    cordons: Cordons,
+    now: float,
+) -> list[str]:
+    """What would make room, in words, the surest first; none for an ask that can be granted.
+
+    `room_after` says whether the ask could be granted if some reservations ended.
+    """
+    if isinstance(outlook.answer, Pick):
+        return []
+    return [
+        *_leases(room_after, live, now),
+        *_cordons(outlook, cordons),
+        *_quarantines(outlook.nodes[:1]),
+        *_outsiders(outlook.nodes[:1], live),
+        *outlook.remedies,
+    ]
+
+
+def _leases(
+    room_after: Callable[[Sequence[str]], bool], live: Sequence[Reservation], now: float
+) -> Iterator[str]:
+    """When there is room at the latest, if nobody renews: after the fewest leases, in the order in which they end."""
+    ending = sorted(live, key=due_at)
+    ids = [one.id for one in ending]
+
+    if not ids or not room_after(ids):
+        return
+    count = 1 + bisect_left(range(1, len(ids)), x=True, key=lambda some: room_after(ids[:some]))
+    last = ending[count - 1]
+    left = f"{max(0.0, due_at(last) - now):.0f} s"
+    if last.revoke_at is not None and last.revoke_at <= last.deadline:
+        yield sentence(f"reservation {last.id} of {last.holder} is taken away in {left}: then there is room")
+    else:
+        yield sentence(
+            f"reservation {last.id} of {last.holder} ends in {left} at the latest, unless it is renewed:"
+            " then there is room"
+        )
+
+
+def _cordons(outlook: Outlook, cordons: Cordons) -> Iterator[str]:
+    """The cordons in the way, of the nearest nodes first."""
+    found: dict[str, Cordon] = {}
+    for view in outlook.nodes:
+        for gpu in view.gpus:
+            cordon = cordons.covering(view.node.id, gpu.gpu.uuid, gpu.gpu.parent)
+            if gpu.obstacle is Obstacle.CORDONED and cordon is not None:
+                found.setdefault(cordon.spot.name, cordon)
+    for name, cordon in list(found.items())[:MOST_NAMES]:
+        why = f" ({cordon.reason})" if cordon.reason else ""
+        yield f"{name} is cordoned by {cordon.author}{why}: gpuscalectl uncordon {name}"
+
+
+def _quarantines(nearest: Sequence[NodeOutlook]) -> Iterator[str]:
+    """The quarantined GPUs of the nearest node."""
+    for view in nearest:
+        found = [one.gpu for one in view.gpus if one.obstacle is Obstacle.QUARANTINED]
+        for gpu in found[:MOST_NAMES]:
+            yield f"{view.node.id}/{gpu.uuid} is quarantined ({gpu.quarantine}): {lifting(view.node.id, [gpu])}"
+
+
+def _outsiders(nearest: Sequence[NodeOutlook], live: Sequence[Reservation]) -> Iterator[str]:
+    """Processes of no reservation that hold the memory that is missing on the nearest node."""
+    for view in nearest:
+        for gpu in view.gpus:
+            if gpu.obstacle not in {Obstacle.MEMORY_BELOW_MIN, Obstacle.UTILIZATION_TOO_HIGH}:
+                continue
+            on_it = [one for one in live if one.id in gpu.reservations]
+            if strangers := outsiders(gpu.gpu, on_it):
+                held = mib(sum(size for _, size in strangers))
+                who = names([name for name, _ in strangers])
+                yield sentence(f"processes of no reservation hold {held} of {gpu.gpu.uuid}: {who}")

@@ -11,15 +11,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from gpuscale.allocator.domain.model import Ask, Node, ReservedGpu
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import Ask, Node, Pick, ReservedGpu
 from gpuscale.allocator.domain.use import Use
-from gpuscale.allocator.placing.demand import Demand
+from gpuscale.allocator.placing.gangs import Member, place_gang, without
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.outlook import Outlook, outlook
-from gpuscale.allocator.placing.refusal import Refusal, refuse, unknown_names
-from gpuscale.allocator.placing.scratch import Member, place_gang, without
-from gpuscale.allocator.placing.survey import Survey
+from gpuscale.allocator.placing.policies import Demand
+from gpuscale.allocator.placing.refusal import Refusal, Survey, refuse, unknown_names
 
 
 class Placer:

@@ -1,18 +1,285 @@
 """Policies: how good a node is for an ask, the higher the better. Pure.
 
-`spread` is the mean of the seed's score over the best GPUs of the node; the others are in docs/allocation.md, with
-where they come from. Ties are settled by the rank of the node, by whoever compares.
+- `spread` is the score of the GPU tracking seed (seeds/001): 0.6 x free/total + 0.4 x (100 - utilization)/100, both shares
+  computed first and then weighted, in that order, so that results agree with the seed's to the last bit; of a node, the
+  mean over its best GPUs.
+- `fgd` is the fragmentation gradient descent of "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with
+  Fragmentation Gradient Descent" (Weng et al., USENIX ATC 2023): for each typical ask, weighted by how often it comes, all
+  that is free on a node is a fragment if the node cannot serve it, else what lies on GPUs that are too full for it. Typical
+  asks are those that make up POPULARITY of all. All is counted in whole numbers: the order of additions does not matter.
+- The others are in docs/allocation.md, with where they come from.
+
+What asks look like is learnt from those that come (`Demand`): nothing is known of the workload beforehand but the cluster's
+own CPU per GPU. Sums are weighted by age (half gone after HALF_LIFE asks), so that the picture follows a workload that
+changes. Ties are settled by the rank of the node, by whoever compares.
 """
 
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, Policy
+from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Policy, Score, ScorePart, Weights
 from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU, Bools, Columns, Floats, Ints
-from gpuscale.allocator.placing.demand import Tariff
-from gpuscale.allocator.placing.fragmentation import Typical, gradients, integer_scores
-from gpuscale.allocator.placing.shares import milli_of
+from gpuscale.allocator.placing.constraints import milli_of
+
+UNKNOWN_UTILIZATION = "utilization is not reported: scored by memory alone"
+
+
+def spread(gpu: Gpu, weights: Weights) -> float:
+    """Score a GPU: the freer its memory and the idler it is, the higher; 0-1 with the default weights.
+
+    A GPU that does not report its utilization gets no credit for being idle.
+
+    Raises:
+        ValueError: the GPU does not report its memory; placement lets no such GPU through.
+    """
+    return explained(gpu, weights).total
+
+
+def explained(gpu: Gpu, weights: Weights) -> Score:
+    """The score of a GPU with its parts, and a note where it was scored by memory alone. Raises as `spread` does."""
+    return scored(gpu, weights, gpu.memory_free_bytes)
+
+
+def scored(gpu: Gpu, weights: Weights, free_bytes: int | None, note: str = "") -> Score:
+    """As `explained`, of a GPU of whose memory so much is free. Raises as `spread` does."""
+    if free_bytes is None or gpu.memory_total_bytes is None:
+        raise ValueError(f"GPU {gpu.uuid} does not report its memory")
+    free, used = free_bytes / gpu.memory_total_bytes, gpu.utilization_percent
+    total, idle = weights.memory * free, None
+    if used is None:
+        note = UNKNOWN_UTILIZATION
+    else:
+        idle = (100 - used) / 100
+        total += weights.utilization * idle
+    parts = ScorePart("memory", free, weights.memory), ScorePart("utilization", idle, weights.utilization)
+    return Score(total, parts, note)
+
+
+POPULARITY = 0.95
+"""Typical asks are the most frequent ones that make up this part of all."""
+CHUNK = 2048
+"""How many rows are looked at together, which bounds the memory it takes."""
+_STEPS = np.array([-1000.0 * np.log(100.0 / score - 1.0) for score in range(1, 100)])
+
+AskClass = tuple[int, int, int, tuple[str, ...]]
+"""CPU, number of GPUs, share of each, models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """Typical asks, as arrays: CPU, GPUs, the share of each, how often it comes, and whether it admits each model."""
+
+    cpu: Ints
+    count: Ints
+    milli: Ints
+    weight: Ints
+    admits: Bools
+
+
+def class_of(ask: Ask) -> AskClass:
+    """What typical asks have in common with an ask."""
+    return ask.cpu_milli, ask.gpu_count, ask.gpu_milli, ask.models
+
+
+def typical(seen: Mapping[AskClass, int], admits: Callable[[tuple[str, ...]], Bools]) -> Typical:
+    """The most frequent of the asks that were seen; `admits` says which models some names admit."""
+    wanted, kept = POPULARITY * sum(seen.values()), Counter[AskClass]()
+    for one, weight in sorted(seen.items(), key=lambda item: (-item[1], item[0])):
+        if kept.total() >= wanted:
+            break
+        kept[one] = weight
+    columns = np.array(
+        [(cpu, count, milli, weight) for (cpu, count, milli, _), weight in kept.items()], np.int64
+    )
+    cpu, count, milli, weights = columns.reshape(-1, 4).T
+    known = np.array([admits(models) for *_, models in kept], np.bool_).reshape(len(kept), len(admits(())))
+    return Typical(cpu, count, milli, weights, known)
+
+
+def gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits: Bools) -> Floats:
+    """How much less of each node is a fragment once the ask is on each GPU that `fits`; -inf on the others.
+
+    `cpu` is what is free of it on each node, `free` the free share of each GPU, `model` that of each node. An ask for
+    several GPUs, or none, is the same on all of them: it takes the fullest that fit.
+    """
+    parts = [
+        _gradients(now, cpu[at], free[at], model[at], ask, fits[at])
+        for at in (slice(start, start + CHUNK) for start in range(0, len(cpu), CHUNK))
+    ]
+    return np.concatenate(parts) if parts else np.zeros((0, free.shape[1]))
+
+
+def integer_scores(gradient: Floats) -> Ints:
+    """floor(100 / (1 + exp(-gradient / 1000))), by a table, so that it is the same everywhere."""
+    return np.searchsorted(_STEPS, gradient, side="right").astype(np.int64)
+
+
+def _gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits: Bools) -> Floats:
+    reachable = now.admits[:, model].T
+    state = _state(now, cpu, free, reachable)
+    left = cpu - ask.cpu_milli
+    weight = max(int(now.weight.sum()), 1)
+    gradient: Floats = np.full(fits.shape, -np.inf)
+    if ask.gpu_count == 1 and ask.gpu_milli < WHOLE:
+        rows, gpus = np.nonzero(fits)
+        after = _after_shares(now, state, left, free, reachable, ask.gpu_milli, rows, gpus)
+        gradient[rows, gpus] = (state[0][rows] - after) / weight
+        return gradient
+    whole_after = _state(now, left, _left_by(free, ask, fits), reachable)[0]
+    return np.where(fits, ((state[0] - whole_after) / weight)[:, None], gradient)
+
+
+def _after_shares(
+    now: Typical,
+    state: tuple[Ints, Ints, Ints],
+    left: Ints,
+    free: Ints,
+    reachable: Bools,
+    milli: int,
+    rows: Ints,
+    gpus: Ints,
+) -> Ints:
+    """The fragment of each node once a share of a GPU is taken; GPUs of a node that are as free are looked at once."""
+    alike, again = np.unique(rows * (WHOLE + 1) + free[rows, gpus], return_inverse=True)
+    row, was = np.divmod(alike, WHOLE + 1)
+    old = was[:, None]
+    new = np.maximum(old - milli, 0)
+    count = state[1][row] - (old >= now.milli) + (new >= now.milli)
+    waste = state[2][row] - np.where(old < now.milli, old, 0) + np.where(new < now.milli, new, 0)
+    total = free.sum(1)[row] - milli
+    after: Ints = _fragment(now, left[row], total, count, waste, reachable[row])[again]
+    return after
+
+
+def _state(now: Typical, cpu: Ints, free: Ints, reachable: Bools) -> tuple[Ints, Ints, Ints]:
+    """The fragment of each node; and, for each typical ask, how many GPUs fit it, and what is free on the others."""
+    fitting = np.zeros(reachable.shape, np.int64)
+    useless = np.zeros(reachable.shape, np.int64)
+    for gpu in range(free.shape[1]):
+        one = free[:, gpu, None]
+        fitting += one >= now.milli
+        useless += np.where(one < now.milli, one, 0)
+    return _fragment(now, cpu, free.sum(1), fitting, useless, reachable), fitting, useless
+
+
+def _fragment(now: Typical, cpu: Ints, total: Ints, fitting: Ints, useless: Ints, reachable: Bools) -> Ints:
+    served = (cpu[:, None] >= now.cpu) & (fitting >= now.count) & (now.count > 0) & reachable
+    fragment: Ints = (np.where(served, useless, total[:, None]) * now.weight).sum(1)
+    return fragment
+
+
+def _left_by(free: Ints, ask: Ask, fits: Bools) -> Ints:
+    """What is free once the ask is on the fullest GPUs that fit."""
+    left = free.copy()
+    if ask.gpu_count:
+        fullest = np.argsort(np.where(fits, free, 2 * WHOLE), axis=1, kind="stable")[:, : ask.gpu_count]
+        taken = np.take_along_axis(left, fullest, 1) - ask.gpu_milli
+        np.put_along_axis(left, fullest, np.maximum(taken, 0), 1)
+    return left
+
+
+HALF_LIFE = 4096
+"""After so many asks an ask counts half."""
+CPU_PRIOR = 4_000
+"""The cluster's own CPU per GPU counts as much as asks for so many thousandths of GPUs: a start, soon outvoted."""
+PRICE_PRIOR = 32_000
+"""Before any ask came, so many thousandths of GPUs count as asked for without naming a model."""
+REDRAWN = 1024
+FIRST_DRAWN = frozenset({16, 64, 256, 512})
+"""The classes of asks are drawn up anew after so many asks: all that hangs on them must be reckoned anew."""
+STEP = 0.01
+"""A tariff is replaced when a figure of it is further off than this: a part of the ratio, or so much of a price."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tariff:
+    """What policies reckon with.
+
+    `cpu_per_gpu` is R, the CPU that asks take per GPU (thousandths per thousandth; 0 while unknown); `prices` says for
+    each model how much of the demand can be served by it alone, relative to its part of the supply.
+    """
+
+    cpu_per_gpu: float = 0.0
+    prices: Mapping[int, float] = field(default_factory=dict[int, float])
+
+
+class Demand:
+    """What was asked for so far.
+
+    `tariff` has the figures to reckon with, and `classes` says how often each class of asks came: each is the same object
+    until the figures have moved, or the classes are drawn up anew (see REDRAWN).
+
+    Args:
+        classes: how often each class of asks comes, where that is known beforehand; not learnt then.
+    """
+
+    def __init__(self, classes: Mapping[AskClass, int] | None = None) -> None:
+        self._decay = 0.5 ** (1.0 / HALF_LIFE)
+        self._seen = Counter(classes or {})
+        self._learns_classes = classes is None
+        self._count = 0
+        self.classes: Mapping[AskClass, int] = dict(self._seen)
+        self._cpu = 0.0
+        self._gpu_beside_cpu = 0.0
+        self._gpu = 0.0
+        self._constrained: dict[int, float] = {}
+        self._prior = 0.0
+        self.tariff = Tariff()
+
+    def expect(self, cpu_per_gpu: float) -> None:
+        """Reckon with the cluster's own CPU per GPU until asks tell otherwise."""
+        self._prior = cpu_per_gpu
+
+    def observe(self, ask: Ask, served_by: Collection[int], supply: Mapping[int, int]) -> None:
+        """Take note of a new ask. `served_by` are the models that it admits if it names any, `supply` all GPUs."""
+        self._observe_class(ask)
+        milli = float(ask.member_count * ask.gpu_count * ask.gpu_milli)
+        if not milli:
+            return
+        self._gpu = self._gpu * self._decay + milli
+        self._gpu_beside_cpu = self._gpu_beside_cpu * self._decay + (milli if ask.cpu_milli else 0.0)
+        self._cpu = self._cpu * self._decay + ask.member_count * ask.cpu_milli
+        for model in self._constrained:
+            self._constrained[model] *= self._decay
+        if served_by and (whole := sum(supply.get(model, 0) for model in served_by)):
+            for model in served_by:
+                part = milli * supply.get(model, 0) / whole
+                self._constrained[model] = self._constrained.get(model, 0.0) + part
+        self._renew(self._prices(supply) if self._constrained else {})
+
+    def _observe_class(self, ask: Ask) -> None:
+        if not self._learns_classes:
+            return
+        self._count += 1
+        self._seen[class_of(ask)] += ask.member_count
+        if self._count % HALF_LIFE == 0:
+            self._seen = Counter({one: count // 2 for one, count in self._seen.items() if count > 1})
+        if self._count % REDRAWN == 0 or self._count in FIRST_DRAWN:
+            self.classes = dict(self._seen)
+
+    def _prices(self, supply: Mapping[int, int]) -> dict[int, float]:
+        """The demand for a model over its supply, as if all demand together were the whole supply."""
+        scale = sum(supply.values()) / (self._gpu + PRICE_PRIOR)
+        return {
+            model: milli * scale / supply[model]
+            for model, milli in self._constrained.items()
+            if supply.get(model, 0)
+        }
+
+    def _renew(self, prices: dict[int, float]) -> None:
+        weight = CPU_PRIOR if self._prior else 0.0
+        gpu = self._gpu_beside_cpu + weight
+        ratio = (self._cpu + self._prior * weight) / gpu if gpu else 0.0
+        known = self.tariff
+        if not math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP) or (
+            prices and any(abs(price - known.prices.get(one, 0.0)) > STEP for one, price in prices.items())
+        ):
+            self.tariff = Tariff(ratio, prices)
+
 
 TIGHTNESS = 0.15
 """Weight of what is free on a node in `pack`: fuller nodes first."""

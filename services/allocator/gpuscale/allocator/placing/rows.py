@@ -11,11 +11,10 @@ from itertools import compress
 from operator import not_
 from typing import Final
 
-from gpuscale.allocator.domain.feasibility import ADMITS_ALL_PERCENT, Obstacle
 from gpuscale.allocator.domain.model import WHOLE, Ask, Policy
 from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU
-from gpuscale.allocator.placing.constraints import CODES, Constraints
-from gpuscale.allocator.placing.demand import Tariff
+from gpuscale.allocator.placing.constraints import CODES, Constraints, floor_on, milli_on
+from gpuscale.allocator.placing.obstacles import ADMITS_ALL_PERCENT, Obstacle
 from gpuscale.allocator.placing.policies import (
     BESTFIT_CPU,
     BESTFIT_GPU,
@@ -23,9 +22,9 @@ from gpuscale.allocator.placing.policies import (
     CPU_BUCKET,
     PRICE_WEIGHT,
     TIGHTNESS,
+    Tariff,
 )
 from gpuscale.allocator.placing.row import Row
-from gpuscale.allocator.placing.shares import floor_on, milli_on
 
 MOST: Final = 128
 """Up to so many GPUs are looked at here; for more of them arrays are quicker."""

@@ -12,11 +12,8 @@ from numpy.typing import NDArray
 from gpuscale.allocator.domain.model import Ask, Policy
 from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints, listed
-from gpuscale.allocator.placing.constraints import ABSENT, Constraints
-from gpuscale.allocator.placing.demand import Tariff
-from gpuscale.allocator.placing.fragmentation import Typical
-from gpuscale.allocator.placing.gangs import could_ever
-from gpuscale.allocator.placing.policies import value
+from gpuscale.allocator.placing.constraints import ABSENT, Constraints, could_ever
+from gpuscale.allocator.placing.policies import Tariff, Typical, value
 from gpuscale.allocator.placing.rows import MOST, gpu_codes, node_code, plain
 from gpuscale.allocator.placing.rows import value as row_value
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from gpuscale.allocator.domain.model import Ask, Order
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal
 
 

@@ -1,27 +1,32 @@
 """The queue: requests that wait, and the rounds in which they are looked at. Pure.
 
-A round goes through the line in turn (fairness), grants what fits beside what is promised to others (backfill), keeps
-a promise for the first request that does not fit, and ends leases for it where both sides agreed to that
-(preemption). Requests that nothing new could help are not placed again: a round costs one placement for each different
-ask that could have become possible, however many requests wait.
+A round goes through the line in turn (`in_turn`), grants what fits beside what is promised to others, keeps a promise for
+the first request that does not fit, and ends leases for it where both sides agreed to that (`backfill`). Requests that
+nothing new could help are not placed again: a round costs one placement for each different ask that could have become
+possible, however many requests wait.
+
+Whose turn it is: higher priority first. Within a priority the tenant with the lowest dominant share comes first: the GPUs
+it holds, divided by its weight (weighted dominant resource fairness, NSDI'11, of which GPUs are the only resource
+counted). Within a tenant: arrival.
 """
 
-from collections.abc import Iterable, Iterator
+import heapq
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 
-from gpuscale.allocator.domain.model import Ask, Order
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal
-from gpuscale.allocator.queueing import preemption
+from gpuscale.allocator.queueing import backfill as preemption
 from gpuscale.allocator.queueing.backfill import (
     Promise,
     beside,
     clear_of,
+    fewest,
     make_promise,
     promise_of,
     renewed,
 )
-from gpuscale.allocator.queueing.fairness import in_turn, over_quota
-from gpuscale.allocator.queueing.forecast import forecast
 from gpuscale.allocator.queueing.model import (
     Grant,
     Looked,
@@ -35,6 +40,111 @@ from gpuscale.allocator.queueing.model import (
     World,
 )
 from gpuscale.common.errors import ResourceExhaustedError
+
+
+def share(world: World, tenant: str) -> float:
+    """The dominant share of a tenant: thousandths of GPUs held per weight."""
+    return world.gpu_milli_held(tenant) / world.quota(tenant).weight
+
+
+def asked_milli(ask: Ask) -> int:
+    """Thousandths of GPUs that an ask would hold at least: what memory alone takes depends on the size of the GPU."""
+    by_memory = ask.gpu_memory_bytes is not None and ask.gpu_milli >= WHOLE
+    return ask.member_count * ask.gpu_count * (1 if by_memory else ask.gpu_milli)
+
+
+def over_quota(world: World, order: Order, pick: Pick | None = None) -> Obstacle | None:
+    """Why the quota of its tenant does not admit an order, or what was found for it; None when it does."""
+    limit = world.quota(order.tenant).gpu_milli_limit
+    if limit is None:
+        return None
+    held, least = world.gpu_milli_held(order.tenant), asked_milli(order.ask)
+    asked = least if pick is None else sum(gpu.milli for gpu in pick.gpus)
+    if not asked or held + asked <= limit:
+        return None
+    remedy = "Ask for less" if asked > limit else "Release some"
+    return Obstacle(
+        Reason.QUOTA_EXCEEDED,
+        f"tenant {order.tenant} may hold {_gpus(limit)} GPUs and holds {_gpus(held)}; this asks for {_gpus(asked)}."
+        f" {remedy}, or have the quota raised.",
+        lasting=least > limit,
+    )
+
+
+def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: World) -> Iterator[Waiter]:
+    """The waiters in the order in which they are to be served.
+
+    Shares are read as the iteration goes, so what is granted on the way counts. A waiter that was promised GPUs comes
+    before the others of its priority: else a change of shares would move the promise, and nobody would ever fill it.
+    """
+    groups: dict[tuple[int, bool, str], deque[Waiter]] = {}
+    for waiter in sorted(waiters, key=lambda one: one.number):
+        key = (-waiter.priority, waiter not in promised, waiter.order.tenant)
+        groups.setdefault(key, deque()).append(waiter)
+    turns = [(key[:2], _share_of(key, world), group[0].number, key) for key, group in groups.items()]
+    heapq.heapify(turns)
+    while turns:
+        rank, known, number, key = heapq.heappop(turns)
+        if (now := _share_of(key, world)) != known:
+            heapq.heappush(turns, (rank, now, number, key))
+            continue
+        group = groups[key]
+        yield group.popleft()
+        if group:
+            heapq.heappush(turns, (rank, _share_of(key, world), group[0].number, key))
+
+
+def _share_of(group: tuple[int, bool, str], world: World) -> float:
+    _, unpromised, tenant = group
+    return share(world, tenant) if unpromised else 0.0
+
+
+def _gpus(milli: int) -> str:
+    return f"{milli / WHOLE:g}"
+
+
+MOST_FORESEEN = 16
+"""Requests of the line that are foreseen: each costs some placements."""
+MOST_LEASES = 256
+"""Most leases with which anything is foreseen: a placement frees and holds them for a moment."""
+
+
+def forecast(
+    line: Iterable[Waiter], promises: Iterable[Promise], world: World, now: float
+) -> Iterator[tuple[Waiter, float | None]]:
+    """The first of the line, in turn, each with its time; None where that is not known.
+
+    Between two of them leases may come and go.
+    """
+    told = {promise.waiter: promise for promise in promises}
+    taken: list[Promise] = list(told.values())
+    after = now
+    for waiter in islice(line, MOST_FORESEEN):
+        found = told.get(waiter)
+        if found is None and over_quota(world, waiter.order) is None:
+            found = _soonest(waiter, taken, after, world, now)
+            if found is None and taken:
+                after = max(one.start + one.waiter.order.ttl for one in taken)
+                taken = []
+                found = _soonest(waiter, taken, after, world, now)
+            if found is not None:
+                taken.append(found)
+        yield waiter, None if found is None else found.start
+
+
+def _soonest(waiter: Waiter, taken: list[Promise], after: float, world: World, now: float) -> Promise | None:
+    """What a request could have soonest, but not before a time, beside what is taken."""
+    leases = sorted(world.leases(), key=lambda lease: (lease.ends, lease.id))
+    if len(leases) > MOST_LEASES:
+        return None
+    over = [lease.id for lease in leases if lease.ends <= after]
+    running = [lease for lease in leases if lease.ends > after]
+    found = fewest(beside(waiter.order.ask, taken), over, running, world, now)
+    if found is None:
+        return None
+    pick, freed = found
+    return promise_of(waiter, pick, max((lease.ends for lease in freed), default=after))
+
 
 BEHIND_OTHERS = Obstacle(
     Reason.BEHIND_OTHERS,

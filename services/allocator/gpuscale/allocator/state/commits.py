@@ -1,26 +1,174 @@
-"""Commits: the second half of every change, the one that waits for the disk.
+"""Commits: the second half of every change, the one that waits for the disk, and who is told once it is there.
 
-Changes that wait together are written in one transaction and answered in one turn of the event loop. For how long a
-group waits for more is `gpuscale.allocator.state.crowd`'s to say: not at all where changes come one at a time.
+Changes that wait together are written in one transaction and answered in one turn of the event loop. A caller who gives up
+neither undoes nor forgets a change, and a caller who repeats the request waits for the same outcome.
 
-A caller who gives up neither undoes nor forgets a change, and a caller who repeats the request waits for the same outcome.
+Everything that may make room is announced by `Changes` and nowhere else: the end of a reservation once it is on disk, news
+of a node, a cordon that is lifted.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
-from typing import NoReturn
+from typing import Any, Final, NoReturn
 
 from gpuscale.allocator.domain.ledger import Ledger, activated
 from gpuscale.allocator.domain.model import Reservation
 from gpuscale.allocator.domain.values import value
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.state.crowd import Crowd
-from gpuscale.allocator.state.outcome import Outcome
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime import failpoints
+
+_Error = UnavailableError | None
+
+
+class Outcome:
+    """How a write went, once it is known; used from one event loop.
+
+    A caller who gives up takes nothing away from the others, and the answer reaches all of them in the turn of the loop
+    in which it is known (a shielded future takes two).
+    """
+
+    __slots__ = ("_error", "_known", "_listeners", "_waiters")
+
+    def __init__(self) -> None:
+        self._known = False
+        self._error: _Error = None
+        self._waiters: list[asyncio.Future[_Error]] = []
+        self._listeners: list[Callable[[_Error], None]] = []
+
+    def __await__(self) -> Generator[Any, None, _Error]:
+        """None once the change is on disk and in the ledger; the error if it could not be written and was taken back."""
+        if self._known:
+            return self._error
+        waiter: asyncio.Future[_Error] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        return (yield from waiter)
+
+    def on_settled(self, listener: Callable[[_Error], None]) -> None:
+        """Call a listener when it is known; it must be quick and not raise."""
+        self._listeners.append(listener)
+
+    def settle(self, error: _Error) -> None:
+        """Tell everybody; once."""
+        self._known, self._error = True, error
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(error)
+        for listener in self._listeners:
+            listener(error)
+
+
+class Subscription:
+    """What one watcher has not seen yet: of each reservation the newest state, however many there were."""
+
+    def __init__(self, holder: str) -> None:
+        self._holder = holder
+        self._unseen: dict[str, Reservation] = {}
+        self._some = asyncio.Event()
+
+    def wants(self, reservation: Reservation) -> bool:
+        """Whether it is one of the holder that is watched, if any is named."""
+        return not self._holder or reservation.holder == self._holder
+
+    def put(self, reservation: Reservation) -> None:
+        """Note the state of a reservation, in place of an earlier one that was not seen."""
+        self._unseen[reservation.id] = reservation
+        self._some.set()
+
+    async def next(self, most: int) -> list[Reservation]:
+        """Wait for changes; at most so many of them, those that have waited longest first."""
+        await self._some.wait()
+        taken = [self._unseen.pop(key) for key in list(self._unseen)[:most]]
+        if not self._unseen:
+            self._some.clear()
+        return taken
+
+
+class Changes:
+    """Tells watchers of reservations that changed, and listeners that room may have come."""
+
+    def __init__(self) -> None:
+        self._subscriptions: set[Subscription] = set()
+        self._listeners: list[Callable[[Collection[str] | None], None]] = []
+
+    @contextmanager
+    def subscribe(self, holder: str = "") -> Generator[Subscription]:
+        """Watch the reservations of a holder, or all."""
+        subscription = Subscription(holder)
+        self._subscriptions.add(subscription)
+        try:
+            yield subscription
+        finally:
+            self._subscriptions.discard(subscription)
+
+    def on_room(self, listener: Callable[[Collection[str] | None], None]) -> None:
+        """Call a listener whenever room may have come, with the nodes it may be on; it must be quick and not raise."""
+        self._listeners.append(listener)
+
+    def publish(self, reservations: Iterable[Reservation]) -> None:
+        """Reservations have changed, and that is on disk."""
+        if not self._subscriptions:
+            return
+        for reservation in reservations:
+            for subscription in self._subscriptions:
+                if subscription.wants(reservation):
+                    subscription.put(reservation)
+
+    def room(self, nodes: Collection[str] | None = None) -> None:
+        """Something may fit now that did not: on these nodes, or anywhere; on none of them, if a quota may admit more."""
+        for listener in self._listeners:
+            listener(nodes)
+
+
+ENOUGH: Final = 32
+"""Reservations for which no group is kept open: others are looked at while these are written and answered."""
+WRITES: Final = 8
+"""A group stays open for as long as so many writes take, at most,"""
+WINDOW: Final = 0.05
+"""and never longer than this."""
+_RISING: Final = 0.1
+_FALLING: Final = 0.5
+"""How much a write counts that took longer than usual, or less long: one that hung says little of the next."""
+_FIRST_WRITE: Final = 0.001
+
+
+class Crowd:
+    """How many reservations are changed at a time, and how long a write takes, as far as the groups so far have told."""
+
+    def __init__(self) -> None:
+        self._seen = 1
+        self._write = _FIRST_WRITE
+
+    @property
+    def expected(self) -> int:
+        """How many reservations a group waits for."""
+        return min(self._seen, ENOUGH)
+
+    def pause(self, waiting: int, open_for: float) -> float:
+        """How long the next change may take to come; 0 where the group is to be written now.
+
+        Args:
+            waiting: reservations in it.
+            open_for: how long the first of them waits.
+        """
+        if waiting >= self.expected:
+            return 0.0
+        left = min(WRITES * self._write, WINDOW) - open_for
+        return max(0.0, min(self._write, left))
+
+    def wrote(self, group: int, came: int, seconds: float) -> None:
+        """A group was written.
+
+        Args:
+            group: reservations in it.
+            came: those that came meanwhile.
+            seconds: how long it took.
+        """
+        self._seen = max(group + came, self._seen * 3 // 4)
+        self._write += (_RISING if seconds > self._write else _FALLING) * (seconds - self._write)
+
 
 MAX_GROUP = 256
 """Most changes in one transaction."""

@@ -28,10 +28,16 @@ from sqlalchemy import (
 
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.domain.tokens import KEY_PARTS
-from gpuscale.allocator.state import schema_store as schema
-from gpuscale.allocator.state.guard import LAST_WRITE, UNCHECKED, Numbering, StateGuard
-from gpuscale.allocator.state.sealing import LIFE, sealed
-from gpuscale.allocator.state.seals_store import check_seals
+from gpuscale.allocator.state import schema
+from gpuscale.allocator.state.integrity import (
+    LAST_WRITE,
+    LIFE,
+    UNCHECKED,
+    Numbering,
+    StateGuard,
+    check_seals,
+    sealed,
+)
 from gpuscale.common.errors import (
     AbortedError,
     FailedPreconditionError,

@@ -8,18 +8,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import Ask, Order, ReservedGpu
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import Ask, Order, Pick, ReservedGpu
 from gpuscale.allocator.domain.ranking import Idleness, RankedNode, best_first, rank
-from gpuscale.allocator.placing.outlook import Outlook
+from gpuscale.allocator.placing.outlook import Outlook, remedies
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import NOT_FOUND, Refusal, RefusalKind
-from gpuscale.allocator.placing.remedies import remedies
 from gpuscale.allocator.queueing.model import Obstacle
-from gpuscale.allocator.state.changes import Changes
+from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.draining import Maintenance
-from gpuscale.allocator.usecases.telemetry import FleetFollower
-from gpuscale.allocator.usecases.view import FleetView
+from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.allocator.usecases.waiting import Waiting
 from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from gpuscale.common.runtime.clock import Clock
@@ -133,7 +130,11 @@ class Capacity:
         outlook = self._placer.explain(ask, now)
         held = [one for one in self._ledger.reservations(ended=False) if not self._ledger.closing(one.id)]
         found = remedies(
-            outlook, ask, placer=self._placer, live=held, cordons=self._maintenance.cordons, now=now
+            outlook,
+            room_after=lambda freed: isinstance(self._placer.place_after(ask, now, freed), Pick),
+            live=held,
+            cordons=self._maintenance.cordons,
+            now=now,
         )
         return Explanation(answer, outlook, found)
 

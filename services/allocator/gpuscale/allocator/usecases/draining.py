@@ -12,11 +12,10 @@ from gpuscale.allocator.domain.cordons import Cordon, Cordons, Spot, cordoned
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Node, Reservation
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.state.commits import Commits
-from gpuscale.allocator.state.cordon_store import CordonStore
+from gpuscale.allocator.state.commits import Changes, Commits
+from gpuscale.allocator.state.operator_store import CordonStore
+from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.leases import Leases
-from gpuscale.allocator.usecases.view import FleetView
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger

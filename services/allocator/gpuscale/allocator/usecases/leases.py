@@ -7,8 +7,7 @@ from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.domain.tokens import Tokens
 from gpuscale.allocator.domain.values import value
 from gpuscale.allocator.state.archive import Archive
-from gpuscale.allocator.state.commits import Commits
-from gpuscale.allocator.state.outcome import Outcome
+from gpuscale.allocator.state.commits import Commits, Outcome
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,

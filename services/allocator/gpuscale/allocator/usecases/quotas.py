@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gpuscale.allocator.queueing.model import Quota
-from gpuscale.allocator.state.changes import Changes
-from gpuscale.allocator.state.quota_store import QuotaStore
+from gpuscale.allocator.state.commits import Changes
+from gpuscale.allocator.state.operator_store import QuotaStore
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.wire import page

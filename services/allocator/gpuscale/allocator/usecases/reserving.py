@@ -8,16 +8,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import Order, Reservation
-from gpuscale.allocator.domain.placement import Pick
+from gpuscale.allocator.domain.model import Order, Pick, Reservation
 from gpuscale.allocator.placing.refusal import NOT_FOUND, Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import Obstacle, Place, Reason
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Commits
-from gpuscale.allocator.usecases.holding import Holding
-from gpuscale.allocator.usecases.telemetry import FleetFollower
-from gpuscale.allocator.usecases.view import FleetView
-from gpuscale.allocator.usecases.waiting import Waiting
+from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
+from gpuscale.allocator.usecases.waiting import Holding, Waiting
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,

@@ -2,7 +2,7 @@
 
 from alembic import op
 
-from gpuscale.allocator.state.schema_store import WHOLE_INDEX, guard_shares
+from gpuscale.allocator.state.schema import WHOLE_INDEX, guard_shares
 
 revision = "2"
 down_revision = None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from alembic import op
 from sqlalchemy import Connection
 
-from gpuscale.allocator.state import sealing
+from gpuscale.allocator.state import integrity as sealing
 from gpuscale.common.store.sqlite_store import raw
 
 revision = "3"

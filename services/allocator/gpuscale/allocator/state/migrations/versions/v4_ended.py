@@ -2,7 +2,7 @@
 
 from alembic import op
 
-from gpuscale.allocator.state.sealing import sealed
+from gpuscale.allocator.state.integrity import sealed
 
 revision = "4"
 down_revision = "3"

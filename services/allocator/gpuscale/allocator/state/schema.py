@@ -11,7 +11,7 @@ from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
 from gpuscale.allocator.domain import model
-from gpuscale.allocator.state import sealing
+from gpuscale.allocator.state import integrity as sealing
 from gpuscale.common.store.schema import Whole
 
 VERSION = 5
@@ -36,7 +36,7 @@ class _Record(Table):
 
     `deadline_seconds` and `revoke_seconds` are of CLOCK_BOOTTIME and mean something only within `boot_id`; `create_time`
     and `end_time` are seconds since 1970. `write_number` is that of the write that made the row what it is
-    (`gpuscale.allocator.state.witness`); the sums are those of `gpuscale.allocator.state.sealing`.
+    (`gpuscale.allocator.state.integrity`); the sums are those of `gpuscale.allocator.state.integrity`.
     """
 
     id: str
@@ -75,7 +75,7 @@ class Reservation(_Record, table=True):
 
 
 class Ended(_Record, table=True):
-    """A reservation that ended, and is not in memory any more. `gpuscale.allocator.state.ended_store` moves it here."""
+    """A reservation that ended, and is not in memory any more. `gpuscale.allocator.state.archive` moves it here."""
 
     __table_args__ = (
         Index("ended_by_deadline", "boot_id", "deadline_seconds"),

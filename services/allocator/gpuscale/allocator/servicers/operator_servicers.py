@@ -1,7 +1,10 @@
-"""CapacityService on the wire: messages to values, one use case, values to messages."""
+"""CapacityService, NodeService and QuotaService on the wire: messages to values, one use case, values to messages."""
+
+from datetime import datetime, timedelta
 
 from google.protobuf.json_format import MessageToDict
 
+from gpuscale.allocator.domain.cordons import Cordon, spot_of
 from gpuscale.allocator.domain.estimate import Wish, estimate
 from gpuscale.allocator.domain.ranking import (
     IDLE_MEMORY_PERCENT,
@@ -10,12 +13,16 @@ from gpuscale.allocator.domain.ranking import (
     RankedNode,
 )
 from gpuscale.allocator.placing.outlook import NodeOutlook
+from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.servicers import translate
-from gpuscale.allocator.servicers.translate_ask import to_ask
+from gpuscale.allocator.servicers.translate import to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
+from gpuscale.allocator.usecases.draining import Maintenance
+from gpuscale.allocator.usecases.quotas import Quotas, Standing
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.auth import Context, current_principal
 
 MOST_FREE = 100
@@ -164,4 +171,116 @@ def _from_ranked(one: RankedNode) -> api.RankedNode:
         message=one.message,
         mean_utilization_percent=one.mean_utilization_percent,
         mean_memory_percent=one.mean_memory_percent,
+    )
+
+
+class NodeServicer(api.NodeServiceServicer):
+    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+
+    def __init__(self, maintenance: Maintenance, clock: Clock) -> None:
+        self._maintenance = maintenance
+        self._clock = clock
+
+    async def CordonNode(self, request: api.CordonNodeRequest, context: Context) -> api.CordonNodeResponse:
+        """Let nothing new onto a node or GPU."""
+        if request.validate_only:
+            self._maintenance.expect_known(spot_of(request.name))
+            return api.CordonNodeResponse(cordon=self._existing(request.name))
+        cordon = await self._maintenance.cordon(
+            spot_of(request.name), reason=request.reason, author=current_principal().name
+        )
+        return api.CordonNodeResponse(cordon=self._message(cordon, self._clock.now(), self._clock.wall()))
+
+    async def UncordonNode(
+        self, request: api.UncordonNodeRequest, context: Context
+    ) -> api.UncordonNodeResponse:
+        """Lift a cordon."""
+        if request.validate_only:
+            self._maintenance.expect_liftable(spot_of(request.name), current_principal())
+            return api.UncordonNodeResponse()
+        await self._maintenance.uncordon(spot_of(request.name), current_principal())
+        return api.UncordonNodeResponse()
+
+    async def DrainNode(self, request: api.DrainNodeRequest, context: Context) -> api.DrainNodeResponse:
+        """Have everything leave a node or GPU."""
+        if request.validate_only:
+            self._maintenance.expect_known(spot_of(request.name))
+            return api.DrainNodeResponse(cordon=self._existing(request.name))
+        cordon, leaving = await self._maintenance.drain(
+            spot_of(request.name),
+            reason=request.reason,
+            author=current_principal().name,
+            grace=wire.optional_seconds(request, "grace"),
+        )
+        now, wall = self._clock.now(), self._clock.wall()
+        return api.DrainNodeResponse(
+            cordon=self._message(cordon, now, wall),
+            reservations=[translate.from_reservation(one, now, wall) for one in leaving],
+        )
+
+    async def ListCordons(self, request: api.ListCordonsRequest, context: Context) -> api.ListCordonsResponse:
+        """List a page of them."""
+        cordons, token = self._maintenance.list_cordons(
+            page_size=request.page_size, page_token=request.page_token
+        )
+        now, wall = self._clock.now(), self._clock.wall()
+        return api.ListCordonsResponse(
+            cordons=[self._message(one, now, wall) for one in cordons], next_page_token=token
+        )
+
+    def _existing(self, name: str) -> api.Cordon | None:
+        found = self._maintenance.cordons.get(spot_of(name))
+        return None if found is None else self._message(found, self._clock.now(), self._clock.wall())
+
+    def _message(self, cordon: Cordon, now: float, wall: datetime) -> api.Cordon:
+        there = self._maintenance.reservations(cordon.spot)
+        message = api.Cordon(
+            name=cordon.spot.name,
+            reason=cordon.reason,
+            author=cordon.author,
+            create_time=wire.to_timestamp(cordon.created),
+            reservations=[names.reservation_name(one.id) for one in there],
+        )
+        if cordon.deadline is not None:
+            at = wall + timedelta(seconds=cordon.deadline - now)
+            message.drain_deadline.CopyFrom(wire.to_timestamp(at))
+        return message
+
+
+class QuotaServicer(api.QuotaServiceServicer):
+    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+
+    def __init__(self, quotas: Quotas) -> None:
+        self._quotas = quotas
+
+    async def SetQuota(self, request: api.SetQuotaRequest, context: Context) -> api.SetQuotaResponse:
+        """Set a tenant's quota."""
+        return api.SetQuotaResponse(quota=_from_standing(await self._quotas.set(_to_quota(request.quota))))
+
+    async def DeleteQuota(self, request: api.DeleteQuotaRequest, context: Context) -> api.DeleteQuotaResponse:
+        """Remove a tenant's quota."""
+        await self._quotas.delete(request.tenant)
+        return api.DeleteQuotaResponse()
+
+    async def ListQuotas(self, request: api.ListQuotasRequest, context: Context) -> api.ListQuotasResponse:
+        """List a page of tenants."""
+        found, token = self._quotas.list_quotas(page_size=request.page_size, page_token=request.page_token)
+        return api.ListQuotasResponse(quotas=[_from_standing(one) for one in found], next_page_token=token)
+
+
+def _to_quota(message: api.Quota) -> Quota:
+    return Quota(
+        tenant=message.tenant,
+        gpu_milli_limit=message.gpu_milli_limit if message.HasField("gpu_milli_limit") else None,
+        weight=message.weight if message.HasField("weight") else 1.0,
+    )
+
+
+def _from_standing(one: Standing) -> api.Quota:
+    return api.Quota(
+        tenant=one.quota.tenant,
+        gpu_milli_limit=one.quota.gpu_milli_limit,
+        weight=one.quota.weight,
+        gpu_milli_held=one.gpu_milli_held,
+        waiting_count=one.waiting,
     )

@@ -1,0 +1,444 @@
+"""Integrity: what proves at the start that the state is whole, and keeps it provable. For the thread that writes.
+
+- Checksums: SQLite checks the shape of its pages but not what is in them, so each row carries the CRC-32 of its other
+  columns; a reservation carries two, since most writes change its lease alone. They guard against decay, not forgery.
+- The witness, a small file beside the database, tells which write was acknowledged last. SQLite ends the replay of its
+  write-ahead log at the first frame that is damaged or missing, and what came after it is gone without a word,
+  acknowledged grants too. Every write has a number, which is in the database with what it wrote; a database that knows of
+  less than the witness has lost something. The witness is written after each commit and never synced: after a power
+  failure it may be older than the database, which proves nothing and is accepted. It also holds the first salt of the log,
+  which SQLite draws for a new log and counts up whenever it begins one anew: the log of another database, or an earlier
+  one put back, is told by that before it is replayed.
+- Room on the disk for the ends of reservations: without it a full disk could release nothing. Blocks behind the end of the
+  database and of its log are kept; while the file system has none to keep, nothing is granted.
+
+`StateGuard` uses all three on a file, `check_seals` the checksums in PostgreSQL, whose server checks pages only where its
+cluster was made with checksums.
+"""
+
+import ctypes
+import errno
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from typing import Any, TypeAlias
+from zlib import crc32
+
+from sqlalchemy import JSON, Boolean, Column, ColumnElement, Connection, Integer, Table, Text, cast, select
+
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.store.sqlite_store import check
+
+LASTING = (
+    "id",
+    "fence",
+    "request_id",
+    "fingerprint",
+    "holder",
+    "owner",
+    "labels",
+    "policy",
+    "create_time",
+    "tenant",
+    "priority",
+    "preemptible",
+    "cpu_milli",
+    "host_memory_bytes",
+    "member_count",
+    "gpus",
+)
+"""Columns of a reservation that `lasting_sum` covers, in their order."""
+LIFE = (
+    "id",
+    "state",
+    "ttl_seconds",
+    "deadline_seconds",
+    "boot_id",
+    "end_time",
+    "revoke_seconds",
+    "end_reason",
+    "write_number",
+)
+"""Columns of a reservation that `life_sum` covers, in their order."""
+
+
+def total(values: Iterable[object]) -> int:
+    """The checksum of column values, as the database returns them: text, int, float or None."""
+    return crc32(repr([*values]).encode())
+
+
+def sealed(row: Mapping[str, object]) -> dict[str, object]:
+    """A row of a table that has one checksum, with it: over all columns by name."""
+    return {**row, "checksum": total(_by_name(row))}
+
+
+def is_whole(row: Mapping[str, object]) -> bool:
+    """Whether a row with one checksum is as it was written."""
+    return row["checksum"] == total(_by_name(row))
+
+
+def lasting_sum(row: Mapping[str, object]) -> int:
+    """The checksum of what does not change in the life of a reservation."""
+    return _of(row, LASTING)
+
+
+def life_sum(row: Mapping[str, object]) -> int:
+    """The checksum of what does."""
+    return _of(row, LIFE)
+
+
+def is_whole_reservation(row: Mapping[str, object]) -> bool:
+    """Whether the row of a reservation is as it was written."""
+    return row["lasting_sum"] == lasting_sum(row) and row["life_sum"] == life_sum(row)
+
+
+def _of(row: Mapping[str, object], columns: Sequence[str]) -> int:
+    return total([row[column] for column in columns])
+
+
+def _by_name(row: Mapping[str, object]) -> list[object]:
+    return [row[column] for column in sorted(row) if column != "checksum"]
+
+
+NO_SALT = 0
+"""The log is not known yet, or there is none."""
+MOST_RESETS = 1 << 16
+"""Beginnings of the log that a power failure may have hidden from the witness."""
+_RECORD = Struct("<QLL")
+_SALT = Struct(">L")
+_SALT_AT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a witness holds."""
+
+    number: int
+    salt: int
+
+
+class Witness:
+    """The witness of a database. `put` is called by the thread that writes, the rest before and after its life."""
+
+    def __init__(self, database: Path) -> None:
+        self.path = database.with_name(f"{database.name}-witness")
+        self._database = database
+        self._wal = database.with_name(f"{database.name}-wal")
+        self._file = -1
+        self._wal_file = -1
+        self._failing = False
+        self._seen: Seen | None = None
+
+    def check_before(self) -> None:
+        """Read what was acknowledged; to be called before the database is opened.
+
+        Raises:
+            FailedPreconditionError: STATE_INCONSISTENT, the witness is damaged, the database is gone, or its log is not
+                the one that was written last.
+        """
+        self._seen = seen = self._read()
+        if seen is None:
+            return
+        if seen.number and not _size(self._database):
+            raise self._inconsistent("the database is empty")
+        salt = _salt(self._wal)
+        if salt and seen.salt and (salt - seen.salt) % (1 << 32) > MOST_RESETS:
+            raise self._inconsistent("its write-ahead log is not the one that was written last")
+
+    def check_after(self, number: int) -> None:
+        """Compare with the number of the last write that the database knows of.
+
+        Raises:
+            FailedPreconditionError: STATE_INCONSISTENT, acknowledged writes are missing.
+        """
+        if self._seen is not None and number < self._seen.number:
+            raise self._inconsistent(
+                f"it ends with write {number}, and write {self._seen.number} was acknowledged"
+            )
+
+    def open(self, number: int) -> None:
+        """Begin to write down what is committed from now on."""
+        self._write(Seen(number, _salt(self._wal)))
+
+    def put(self, number: int) -> None:
+        """A write is on disk. Cannot fail it: without the witness it is only less well guarded."""
+        if self._wal_file < 0:
+            with suppress(FileNotFoundError):
+                self._wal_file = os.open(self._wal, os.O_RDONLY)
+        salt = _salt_of(self._wal_file) if self._wal_file >= 0 else NO_SALT
+        self._write(Seen(number, salt))
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._file, self._wal_file):
+            if file >= 0:
+                os.close(file)
+
+    def _write(self, seen: Seen) -> None:
+        body = _RECORD.pack(seen.number, seen.salt, 0)
+        try:
+            if self._file < 0:
+                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            os.pwrite(self._file, _RECORD.pack(seen.number, seen.salt, crc32(body)), 0)
+        except OSError as error:
+            if not self._failing:
+                _log.warning("cannot write down what is on disk", file=str(self.path), problem=str(error))
+            self._failing = True
+
+    def _read(self) -> Seen | None:
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if not content:  # made, and then the power failed
+            return None
+        if len(content) == _RECORD.size:
+            number, salt, found = _RECORD.unpack(content)
+            if found == crc32(_RECORD.pack(number, salt, 0)):
+                return Seen(number, salt)
+        raise self._inconsistent("what tells of the last write is damaged")
+
+    def _inconsistent(self, what: str) -> FailedPreconditionError:
+        return FailedPreconditionError(
+            f"the state in {self._database} is not what was acknowledged: {what}. Nothing is granted on such a state, and"
+            f" it was left as it is. Restore a copy; to go on with what there is, remove {self.path}",
+            reason="STATE_INCONSISTENT",
+        )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _salt(wal: Path) -> int:
+    """The first salt of a log; NO_SALT where there is none."""
+    try:
+        file = os.open(wal, os.O_RDONLY)
+    except FileNotFoundError:
+        return NO_SALT
+    try:
+        return _salt_of(file)
+    finally:
+        os.close(file)
+
+
+def _salt_of(file: int) -> int:
+    found = os.pread(file, _SALT.size, _SALT_AT)
+    return _SALT.unpack(found)[0] if len(found) == _SALT.size else NO_SALT
+
+
+ROOM = 8 << 20
+"""Bytes that are kept behind the end of either file: some thousand ends of reservations."""
+_KEEP_SIZE = 1
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+_log = get_logger(__name__)
+
+
+class Room:
+    """The room of one database. For the thread that writes; `close` comes after the connections are closed.
+
+    Attributes:
+        short: whether the file system had no blocks to keep.
+    """
+
+    def __init__(self, database: Path) -> None:
+        self.short = False
+        self._paths = (database, database.with_name(f"{database.name}-wal"))
+        # Open for as long as SQLite is: to close any descriptor of a file gives up its locks.
+        self._files: dict[Path, int] = {}
+        self._sizes: dict[Path, int] = {}
+        self._able = True
+
+    def look(self) -> None:
+        """Keep room where the files have grown, or lacked it before."""
+        if not self._able:
+            return
+        was_short, self.short = self.short, False
+        for path in self._paths:
+            if path not in self._files:
+                with suppress(FileNotFoundError):
+                    self._files[path] = os.open(path, os.O_RDWR)
+            if path in self._files:
+                self._keep(path, again=was_short)
+        if self.short and not was_short:
+            _log.error("the disk of the state is full: reservations end, and nothing is granted", bytes=ROOM)
+
+    def close(self) -> None:
+        """Close the files; the room is given back."""
+        for file in self._files.values():
+            os.close(file)
+
+    def _keep(self, path: Path, *, again: bool) -> None:
+        size = os.fstat(self._files[path]).st_size
+        if not again and self._sizes.get(path) == size:
+            return
+        number = _allocate(self._files[path], size, ROOM)
+        self._sizes[path] = size
+        self.short = self.short or number in _FULL
+        if number and number not in _FULL:
+            self._able = False
+            _log.info("the file system keeps no room for the state", problem=os.strerror(number))
+
+
+def _allocate(file: int, offset: int, length: int) -> int:
+    """Have the file system keep blocks behind the end of a file; returns the number of the error, 0 for none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fallocate = libc.fallocate
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    done: int = fallocate(file, _KEEP_SIZE, offset, length)
+    return ctypes.get_errno() if done else 0
+
+
+SEALED_SINCE = 3
+"""The first schema version whose rows have checksums."""
+UNCHECKED = frozenset({"ended"})
+"""Tables that are too large to be looked at in whole at each start; each row is when it is read."""
+LAST_WRITE = "write"
+"""The counter that keeps the number of the last write that was not one of reservations."""
+
+_IsWhole: TypeAlias = Callable[[Mapping[str, object]], bool]
+_ROWS: Mapping[str, _IsWhole] = {
+    "SELECT rowid, * FROM reservation NOT INDEXED": is_whole_reservation,
+    "SELECT rowid, * FROM counter NOT INDEXED": is_whole,
+    "SELECT rowid, * FROM rank NOT INDEXED": is_whole,
+    "SELECT rowid, * FROM quota NOT INDEXED": is_whole,
+    "SELECT rowid, * FROM cordon NOT INDEXED": is_whole,
+}
+"""How the rows of each table are read, and what tells whether one is as it was written."""
+
+
+class Numbering:
+    """Numbers the writes, on from the last one; for the thread that writes."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def next(self) -> int:
+        """The number of a write that begins."""
+        self._number += 1
+        return self._number
+
+    @property
+    def short(self) -> bool:
+        """Whether the disk lacks the room that is kept for ends of reservations."""
+        return False
+
+    def wrote(self, number: int) -> None:
+        """The rows of a write are in the transaction that is open, and its number with them."""
+
+    def accepted(self) -> None:
+        """All that was read is as it was acknowledged."""
+
+
+class StateGuard(Numbering):
+    """Guards one file. What `common.sqlite_store.Guard` asks for is for the thread that writes, too."""
+
+    def __init__(self, database: Path) -> None:
+        super().__init__(0)
+        self._witness = Witness(database)
+        self._room = Room(database)
+        self._staged = 0
+
+    @property
+    def witness(self) -> Witness:
+        """The file beside the database."""
+        return self._witness
+
+    @property
+    def short(self) -> bool:
+        """Whether the disk lacks the room that is kept for ends of reservations."""
+        return self._room.short
+
+    def close(self) -> None:
+        """Close what is open beside the database; after that."""
+        self._witness.close()
+        self._room.close()
+
+    def inspect(self, connection: sqlite3.Connection, version: int) -> None:
+        """Read everything once.
+
+        Raises:
+            FailedPreconditionError: STATE_INCONSISTENT, something is not as it was acknowledged.
+            sqlite3.DatabaseError: an index and its table disagree.
+        """
+        if version >= SEALED_SINCE:
+            check(connection, "integrity_check", UNCHECKED)
+            for query, whole in _ROWS.items():
+                _check_rows(connection, query, whole)
+            self._number = _last_write(connection)
+        self._witness.check_after(self._number)
+
+    def accepted(self) -> None:
+        """Write the witness: before, it is left as it was, as the database is."""
+        self._witness.open(self._number)
+
+    def wrote(self, number: int) -> None:
+        """Remember it until the transaction has ended."""
+        self._staged = number
+
+    def ended(self, *, committed: bool) -> None:
+        """A transaction has ended; nobody was answered yet."""
+        if committed and self._staged:
+            self._witness.put(self._staged)
+        self._staged = 0
+        self._room.look()
+
+
+def _check_rows(connection: sqlite3.Connection, query: str, whole: _IsWhole) -> None:
+    cursor = connection.execute(query)
+    columns = [column[0] for column in cursor.description][1:]
+    for rowid, *values in cursor:
+        if not whole(dict(zip(columns, values, strict=True))):
+            raise FailedPreconditionError(
+                f"row {rowid} of the stored {query.split()[4]}s is not as it was written; nothing is granted on such a state, and it"
+                " was left as it is: restore a copy",
+                reason="STATE_INCONSISTENT",
+            )
+
+
+def _last_write(connection: sqlite3.Connection) -> int:
+    """The number of the last write that the database knows of."""
+    query = (
+        "SELECT max((SELECT coalesce(max(write_number), 0) FROM reservation),"
+        " (SELECT coalesce(max(value), 0) FROM counter WHERE name = ?))"
+    )
+    number: int = connection.execute(query, (LAST_WRITE,)).fetchone()[0]
+    return number
+
+
+def check_seals(connection: Connection, tables: Iterable[Table]) -> None:
+    """Read every row of those tables that have checksums.
+
+    Raises:
+        FailedPreconditionError: STATE_INCONSISTENT, one is not as it was written.
+    """
+    for table in tables:
+        if "life_sum" in table.columns:
+            whole = is_whole_reservation
+        elif "checksum" in table.columns:
+            whole = is_whole
+        else:
+            continue
+        for row in connection.execute(select(*map(as_sealed, table.columns))).mappings():
+            if not whole(dict(row)):
+                key = ", ".join(str(row[column.name]) for column in table.primary_key)
+                raise FailedPreconditionError(
+                    f"the stored {table.name} {key} is not as it was written; nothing is granted on such a state, and it"
+                    " was left as it is: restore a copy",
+                    reason="STATE_INCONSISTENT",
+                )
+
+
+def as_sealed(column: Column[Any]) -> ColumnElement[Any]:
+    """A column, with its values as `sealing` knows them: JSON as the text that was written, truth as a number."""
+    if isinstance(column.type, JSON):
+        return cast(column, Text).label(column.name)
+    if isinstance(column.type, Boolean):
+        return cast(column, Integer).label(column.name)
+    return column

@@ -1,0 +1,147 @@
+"""What operators set, on disk in the allocator's state: cordons and quotas."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from sqlalchemy import Connection, delete, select
+from sqlmodel import Field
+
+from gpuscale.allocator.domain import cordons
+from gpuscale.allocator.queueing import model as queueing
+from gpuscale.allocator.state.integrity import sealed
+from gpuscale.allocator.state.schema import Table
+from gpuscale.allocator.state.store import AllocatorStore
+from gpuscale.common.store.schema import Prepared, Whole
+
+
+class Cordon(Table, table=True):
+    """A cordon. `deadline_seconds` is of CLOCK_BOOTTIME and means something only within `boot_id`."""
+
+    node: str = Field(primary_key=True)
+    gpu: str = Field(primary_key=True)
+    reason: str
+    author: str
+    create_time: float
+    deadline_seconds: float | None
+    grace_seconds: float | None
+    boot_id: str
+    checksum: int = Field(default=0, sa_type=Whole)
+
+
+_CORDON = Table.metadata.tables["cordon"]
+_PUT_CORDON = Prepared.replacing(_CORDON)
+
+
+class CordonStore:
+    """Reads and writes cordons. Every write returns once it is on disk, and raises as `Store.write` does.
+
+    Args:
+        boot_id: of the current boot, to which all deadlines written belong.
+    """
+
+    def __init__(self, store: AllocatorStore, boot_id: str) -> None:
+        self._store = store
+        self._boot_id = boot_id
+
+    async def load(self, now: float) -> tuple[list[cordons.Cordon], list[cordons.Cordon]]:
+        """Every cordon: those of this boot, and those of an earlier one, whose deadlines start anew."""
+
+        def work(connection: Connection) -> list[tuple[cordons.Cordon, str]]:
+            rows = connection.execute(select(_CORDON)).mappings()
+            return [(_from_row(Cordon(**row)), row["boot_id"]) for row in rows]
+
+        found = await self._store.read(work)
+        earlier = [cordons.rebased(one, now) for one, boot in found if boot != self._boot_id]
+        return [one for one, boot in found if boot == self._boot_id], earlier
+
+    async def save(self, marks: Sequence[cordons.Cordon]) -> None:
+        """Write cordons, in place of those there are of the same spots."""
+        rows = [sealed(self._to_row(cordon)) for cordon in marks]
+
+        def work(connection: Connection) -> None:
+            _PUT_CORDON.run(connection, rows)
+
+        await self._store.change(work)
+
+    async def remove(self, spot: cordons.Spot) -> None:
+        """Delete the cordon of a spot, if there is one."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(delete(_CORDON).where(_CORDON.c.node == spot.node, _CORDON.c.gpu == spot.gpu))
+
+        await self._store.change(work)
+
+    def _to_row(self, cordon: cordons.Cordon) -> dict[str, object]:
+        return {
+            "node": cordon.spot.node,
+            "gpu": cordon.spot.gpu,
+            "reason": cordon.reason,
+            "author": cordon.author,
+            "create_time": cordon.created.timestamp(),
+            "deadline_seconds": cordon.deadline,
+            "grace_seconds": cordon.grace,
+            "boot_id": self._boot_id,
+        }
+
+
+def _from_row(row: Cordon) -> cordons.Cordon:
+    return cordons.Cordon(
+        spot=cordons.Spot(row.node, row.gpu),
+        reason=row.reason,
+        author=row.author,
+        created=datetime.fromtimestamp(row.create_time, UTC),
+        deadline=row.deadline_seconds,
+        grace=row.grace_seconds,
+    )
+
+
+class Quota(Table, table=True):
+    """The quota of a tenant."""
+
+    tenant: str = Field(primary_key=True)
+    gpu_milli_limit: int | None = Field(sa_type=Whole)
+    weight: float
+    checksum: int = Field(default=0, sa_type=Whole)
+
+
+_QUOTA = Table.metadata.tables["quota"]
+_PUT_QUOTA = Prepared.replacing(_QUOTA)
+
+
+class QuotaStore:
+    """Reads and writes quotas. Every write returns once it is on disk, and raises as `Store.write` does."""
+
+    def __init__(self, store: AllocatorStore) -> None:
+        self._store = store
+
+    async def load(self) -> list[queueing.Quota]:
+        """Every quota."""
+
+        def work(connection: Connection) -> list[queueing.Quota]:
+            columns = select(_QUOTA.c.tenant, _QUOTA.c.gpu_milli_limit, _QUOTA.c.weight)
+            return [queueing.Quota(**row) for row in connection.execute(columns).mappings()]
+
+        return await self._store.read(work)
+
+    async def save(self, quota: queueing.Quota) -> None:
+        """Write a quota, in place of the tenant's before."""
+        row = sealed(
+            {
+                "tenant": quota.tenant,
+                "gpu_milli_limit": quota.gpu_milli_limit,
+                "weight": float(quota.weight),
+            }
+        )
+
+        def work(connection: Connection) -> None:
+            _PUT_QUOTA.run(connection, [row])
+
+        await self._store.change(work)
+
+    async def remove(self, tenant: str) -> None:
+        """Delete the quota of a tenant, if there is one."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(delete(_QUOTA).where(_QUOTA.c.tenant == tenant))
+
+        await self._store.change(work)

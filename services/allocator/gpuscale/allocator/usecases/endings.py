@@ -1,0 +1,241 @@
+"""Ends that nobody asks for: leases that ran out, GPUs that vanished, nodes that are gone for good.
+
+The sweeper wakes at the next deadline, at least every half second, so that it notices when the whole process stood still
+(SIGSTOP, a suspended host, a slow disk): then renewals may be waiting in the socket, and it lets one round pass before
+it ends anything (etcd#15247 and #12528 ended live leases for want of that).
+
+A node that is silent, or cannot read its GPUs, proves nothing about them. Only one that is ONLINE and does not name a
+GPU any more, or names it as LOST, for longer than a moment has lost it; so has one that the fleet was told to forget,
+and one that has split it into MIG instances: the GPU as a whole is none any more, and these are offered once it is lost.
+
+Nodes that the fleet was told are gone for good go here too, as soon as nothing is held on them; a node that reports again
+meanwhile stays. One that the fleet has not named since the allocator started may have been forgotten while nobody
+listened: it goes after a day.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
+
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import Node, NodeState, Reservation, State
+from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.state.commits import Changes, Commits
+from gpuscale.allocator.state.store import AllocatorStore
+from gpuscale.allocator.usecases.fleet import FleetView
+from gpuscale.allocator.usecases.leases import Leases
+from gpuscale.common.errors import UnavailableError
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.logs import get_logger
+
+LOST = "LOST"
+"""Trouble of a GPU that fell off its bus."""
+
+
+class Vanishing:
+    """Since when held GPUs are missing.
+
+    Args:
+        after: seconds for which a GPU must be missing to be lost.
+    """
+
+    def __init__(self, after: float) -> None:
+        self._after = after
+        self._missing: dict[str, dict[str, float]] = defaultdict(dict)
+
+    def observe(self, node: Node, use: Use, now: float) -> None:
+        """Take in a node as it is now."""
+        silent = node.state is not NodeState.ONLINE or not node.reported or node.gpu_problem
+        if silent and not node.forgotten:
+            self._missing.pop(node.id, None)
+            return
+        there = {gpu.uuid for gpu in node.gpus if gpu.trouble != LOST} - {gpu.parent for gpu in node.gpus}
+        held = {gpu.uuid for one in use.reservations(node.id) for gpu in one.gpus if gpu.node == node.id}
+        since = self._missing.pop(node.id, {})
+        if missing := held - there:
+            self._missing[node.id] = {uuid: since.get(uuid, now) for uuid in missing}
+
+    def lost(self, use: Use, now: float) -> Mapping[str, set[str]]:
+        """The GPUs that are lost, by the reservations that hold them."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for missing in self._missing.values():
+            for uuid, since in missing.items():
+                if now - since >= self._after:
+                    for reservation in use.gpu(uuid).reservations:
+                        found[reservation].add(uuid)
+        return found
+
+
+TICK = 0.5
+"""Longest sleep, in seconds."""
+LATE = 0.5
+"""A wake-up later than this, in seconds, is a stall."""
+START_DELAY = 2.0
+"""Seconds after the start in which nothing is ended, so that holders can renew what ran out meanwhile."""
+BATCH = 256
+"""Most reservations in one transaction."""
+_SHORTEST = 0.02
+
+_log = get_logger(__name__)
+
+
+class Sweeper:
+    """Ends and forgets what is due, for as long as it runs."""
+
+    def __init__(self, ledger: Ledger, store: AllocatorStore, commits: Commits, clock: Clock) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._commits = commits
+        self._clock = clock
+        self._failing = False
+
+    async def run(self) -> NoReturn:
+        """Sweep for ever."""
+        await asyncio.sleep(START_DELAY)
+        stalled = False
+        while True:
+            pause = TICK if stalled or self._failing else self._pause()
+            wake = self._clock.now() + pause
+            await asyncio.sleep(pause)
+            late = self._clock.now() - wake
+            # Only one round: a process that is always late must still end what nobody renews.
+            stalled = late > LATE and not stalled
+            if stalled:
+                _log.warning("stood still, so renewals go first", seconds=round(late, 2))
+                continue
+            while await self.sweep() == BATCH:
+                pass
+
+    async def sweep(self) -> int:
+        """End and forget what is due, at most one batch; how many records were due."""
+        due = self._ledger.due(self._clock.now(), BATCH)
+        expired = [one for one in due if one.live]
+        forgotten = [one for one in due if not one.live]
+        problem: UnavailableError | None = None
+        if expired:
+            now, wall = self._clock.now(), self._clock.wall()
+            ends = [(one, State.EXPIRED if one.deadline <= now else State.CANCELLED) for one in expired]
+            closed = [self._ledger.close(one, state, now=now, wall=wall) for one, state in ends]
+            problem = await self._commits.end(closed)
+            if problem is None:
+                _log.info("reservations ended", states={one.id: state.value for one, state in ends})
+        if forgotten:
+            problem = await self._forget(forgotten) or problem
+        if problem is not None and not self._failing:
+            _log.warning("cannot write the end of leases", problem=problem.message)
+        self._failing = problem is not None
+        return 0 if self._failing else len(due)
+
+    def _pause(self) -> float:
+        deadline = self._ledger.next_deadline()
+        if deadline is None:
+            return TICK
+        return min(max(deadline - self._clock.now(), _SHORTEST), TICK)
+
+    async def _forget(self, ended: list[Reservation]) -> UnavailableError | None:
+        try:
+            await self._store.forget(ended, self._ledger.fence)
+        except UnavailableError as error:
+            for one in ended:
+                self._ledger.postpone(one)
+            return error
+        for one in ended:
+            self._ledger.forget(one)
+        return None
+
+
+PERIOD = 0.5
+"""Seconds between two looks."""
+
+
+class Losses:
+    """Watches held GPUs in what nodes report.
+
+    Args:
+        after: seconds for which a GPU must be missing.
+    """
+
+    def __init__(self, ledger: Ledger, leases: Leases, changes: Changes, clock: Clock, after: float) -> None:
+        self._ledger = ledger
+        self._leases = leases
+        self._changes = changes
+        self._clock = clock
+        self._vanishing = Vanishing(after)
+
+    def seen(self, nodes: Sequence[Node]) -> None:
+        """Nodes have been taken into the view."""
+        now = self._clock.now()
+        for node in nodes:
+            self._vanishing.observe(node, self._ledger.use, now)
+        self._changes.room([node.id for node in nodes])
+
+    async def run(self, following: Callable[[], bool]) -> NoReturn:
+        """End what is lost, for ever, while the fleet is followed."""
+        while True:
+            await asyncio.sleep(PERIOD)
+            if not following():
+                continue
+            lost = self._vanishing.lost(self._ledger.use, self._clock.now())
+            if not lost:
+                continue
+            try:
+                await self._leases.lose(lost)
+            except UnavailableError as error:
+                _log.warning("cannot write the end of lost reservations", problem=error.message)
+            else:
+                _log.warning(
+                    "GPUs vanished under a lease", reservations={k: sorted(v) for k, v in lost.items()}
+                )
+
+
+UNNAMED_FOR = 24 * 3600.0
+"""Seconds after which a node goes that the fleet has not named since the start."""
+
+
+class Forgetting:
+    """Drops forgotten nodes. `run` must run."""
+
+    def __init__(
+        self, *, ledger: Ledger, view: FleetView, placer: Placer, store: AllocatorStore, clock: Clock
+    ) -> None:
+        self._ledger = ledger
+        self._view = view
+        self._placer = placer
+        self._store = store
+        self._clock = clock
+        self._due: dict[str, float] = {}
+
+    def seen(self, nodes: Iterable[Node]) -> None:
+        """Nodes have been taken into the view."""
+        now = self._clock.now()
+        for node in nodes:
+            if node.forgotten:
+                self._due[node.id] = now
+            elif not node.reported:
+                self._due.setdefault(node.id, now + UNNAMED_FOR)
+            else:
+                self._due.pop(node.id, None)
+
+    async def run(self) -> NoReturn:
+        """Drop what can go, for ever."""
+        while True:
+            await asyncio.sleep(PERIOD)
+            now = self._clock.now()
+            for node in [node for node, due in self._due.items() if due <= now]:
+                if node in self._due and not self._ledger.use.node(node).reservations:
+                    await self._drop(node)
+
+    async def _drop(self, node: str) -> None:
+        """Out of memory first: should the node report while the disk works, it is a new one."""
+        del self._due[node]
+        self._placer.remove_node(node)
+        rank = self._view.drop(node)
+        try:
+            await self._store.forget_rank(node, rank)
+        except UnavailableError as error:
+            # Harmless: after a restart it is shown as a node that has not reported.
+            _log.warning("cannot forget a node on disk", node=node, problem=error.message)
+        else:
+            _log.info("forgot a node", node=node)
