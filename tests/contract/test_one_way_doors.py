@@ -49,7 +49,7 @@ def lint(tree: Path) -> subprocess.CompletedProcess[str]:
             "import gpuscale.allocator.placing.policies",
             "The CLI speaks gRPC",
         ),
-        ("services/allocator/gpuscale/allocator/domain/scoring.py", "import time", "Pure cores"),
+        ("services/allocator/gpuscale/allocator/domain/ledger.py", "import time", "Pure cores"),
         (
             "services/autoscaler/gpuscale/autoscaler/domain/pace.py",
             "import gpuscale.api.types.v1",
@@ -61,7 +61,7 @@ def lint(tree: Path) -> subprocess.CompletedProcess[str]:
             "import aio_pika",
             "Only autoscaler/queues/rabbitmq.py",
         ),
-        ("services/allocator/gpuscale/allocator/usecases/sweeper.py", "import sqlmodel", "Only stores"),
+        ("services/allocator/gpuscale/allocator/usecases/endings.py", "import sqlmodel", "Only stores"),
     ],
 )
 def test_a_forbidden_import_breaks_its_rule(copy: Path, module: str, line: str, rule: str) -> None:

@@ -32,7 +32,7 @@ BEACON = "zz-beacon"
 FOR_EVER = 1e8
 SETTINGS: dict[str, Any] = {"preemption_min_runtime_seconds": 20, "lost_after_seconds": 10}
 
-_ID = re.compile(r"r\d+-[0-9a-f]{4}")
+_ID = re.compile(r"\br[a-z2-7]{12}\b")
 _TOKEN = re.compile(r"(?<=\")[\w-]{43}(?=\")")
 _FENCE = re.compile(r"(fence\"?:? \"?)(\d+)")
 _RANK = re.compile(r"(\"rank\", \"value\": |\"total\": -)\d+\.0(?!\d)")
