@@ -31,7 +31,9 @@ Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two minutes in two seconds."""
+    """Two minutes in two seconds, and counts from nothing."""
+    monkeypatch.setattr(connections.Connections, "cut", 0)
+    monkeypatch.setattr(connections.Connections, "short", 0)
     monkeypatch.setattr(connections, "PERIOD", 0.1)
     monkeypatch.setattr(connections, "PATIENCE", 1.0)
 

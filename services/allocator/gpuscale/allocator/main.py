@@ -7,7 +7,6 @@ from functools import partial
 from gpuscale.allocator.app import SERVICES, open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.common.config.settings import run_program, serve_stateful
-from gpuscale.common.rpc.server import Server
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 
@@ -26,11 +25,10 @@ async def serve(settings: AllocatorSettings, stop: asyncio.Event) -> None:
     Raises:
         GpuscaleError: the data directory, the stored state, or the address cannot be used.
     """
-    server = Server(settings.server_options(), settings.authenticator())
     with DirectoryLock(settings.data_dir):
         async with settings.open_channel(settings.fleet_address) as fleet:
             act = partial(open_allocator, settings, fleet=fleet, clock=SystemClock())
-            await serve_stateful(settings, server, services=SERVICES, act=act, stop=stop)
+            await serve_stateful(settings, services=SERVICES, act=act, stop=stop)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
+from gpuscale.common.config.settings import StatefulSettings, UpstreamSettings
 
 
-class AllocatorSettings(ServerSettings, UpstreamSettings, DatabaseSettings):
+class AllocatorSettings(StatefulSettings, UpstreamSettings):
     """What the allocator is told before it starts."""
 
     section: ClassVar[str] = "allocator"

@@ -7,7 +7,6 @@ from functools import partial
 from gpuscale.autoscaler.app import SERVICES, open_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.config.settings import run_program, serve_stateful
-from gpuscale.common.rpc.server import Server
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 
@@ -26,14 +25,13 @@ async def serve(settings: AutoscalerSettings, stop: asyncio.Event) -> None:
     Raises:
         GpuscaleError: the data directory, the stored state, or the address cannot be used.
     """
-    server = Server(settings.server_options(), settings.authenticator())
     with DirectoryLock(settings.data_dir):
         async with (
             settings.open_channel(settings.fleet_address) as fleet,
             settings.open_channel(settings.allocator_address) as allocator,
         ):
             act = partial(open_autoscaler, settings, fleet=fleet, allocator=allocator, clock=SystemClock())
-            await serve_stateful(settings, server, services=SERVICES, act=act, stop=stop)
+            await serve_stateful(settings, services=SERVICES, act=act, stop=stop)
 
 
 if __name__ == "__main__":

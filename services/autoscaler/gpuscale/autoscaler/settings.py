@@ -7,10 +7,10 @@ from pydantic import Field
 
 from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
 from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings
-from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
+from gpuscale.common.config.settings import StatefulSettings, UpstreamSettings
 
 
-class AutoscalerSettings(ServerSettings, UpstreamSettings, DatabaseSettings):
+class AutoscalerSettings(StatefulSettings, UpstreamSettings):
     """What the autoscaler is told before it starts."""
 
     section: ClassVar[str] = "autoscaler"

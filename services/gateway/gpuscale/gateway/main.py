@@ -2,17 +2,15 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.calls import CallMeter
 from gpuscale.common.rpc.channel import split_addresses
-from gpuscale.common.rpc.metrics_http import serve_metrics
 from gpuscale.common.rpc.server import Server, parse_listen
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.gateway.upstreams import SERVICES, Lanes, Upstream
@@ -46,42 +44,6 @@ def _local(address: str) -> bool:
     return address.startswith("unix:") or parse_listen(address).loopback
 
 
-CALLS = Family("gpuscale_gateway_calls_total", "counter", "Calls that have ended, by method and status.")
-SECONDS = Family("gpuscale_gateway_call_seconds_total", "counter", "Time that calls took, streams included.")
-OPEN = Family("gpuscale_gateway_calls_open", "gauge", "Calls that are under way.")
-LIMITED = Family("gpuscale_gateway_rate_limited_total", "counter", "Calls turned away for coming too often.")
-
-CUT = Family("gpuscale_gateway_connections_cut_total", "counter", "Connections cut for showing no identity.")
-SHORT = Family(
-    "gpuscale_gateway_descriptor_shortages_total",
-    "counter",
-    "Looks at which no file descriptor was left (EMFILE).",
-)
-
-
-def render(meter: CallMeter) -> Callable[[], AsyncGenerator[bytes]]:
-    """What makes the page of one scrape."""
-
-    async def page() -> AsyncGenerator[bytes]:
-        for chunk in _page(meter).chunks():
-            yield chunk
-
-    return page
-
-
-def _page(meter: CallMeter) -> Page:
-    page = Page()
-    page.add(OPEN, "", meter.open)
-    page.add(LIMITED, "", meter.limited)
-    page.add(CUT, "", meter.connections.cut)
-    page.add(SHORT, "", meter.connections.short)
-    for (path, code), count in sorted(meter.ended.items()):
-        page.add(CALLS, labels({"method": path.removeprefix("/"), "code": code}), count)
-    for path, seconds in sorted(meter.seconds.items()):
-        page.add(SECONDS, labels({"method": path.removeprefix("/")}), round(seconds, 6))
-    return page
-
-
 PROGRAM = "gpuscale-gateway"
 DESCRIPTION = "One address for the fleet, the allocator and the autoscaler."
 
@@ -99,17 +61,16 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     Raises:
         GpuscaleError: the address or a file of TLS cannot be used.
     """
-    meter = CallMeter() if settings.metrics_listen else None
-    options, authenticator = settings.server_options(), settings.authenticator()
-    server = Server(options, authenticator, meter)
+    meter = CallMeter(settings.section)
+    server = Server(
+        settings.server_options(), settings.authenticator(), meter if settings.metrics_listen else None
+    )
     address = server.bind()
     async with AsyncExitStack() as stack:
         forwarder, services = await stack.enter_async_context(open_gateway(settings))
         server.add_generic(forwarder, services)
         await stack.enter_async_context(server)
-        if meter is not None:
-            page = serve_metrics(settings.metrics_listen, options, authenticator, render(meter))
-            _log.info("metrics are served", address=await stack.enter_async_context(page))
+        await stack.enter_async_context(settings.open_metrics(meter.render))
         _log.info("serving", address=address)
         await stop.wait()
 

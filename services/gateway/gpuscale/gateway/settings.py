@@ -4,10 +4,10 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from gpuscale.common.config.settings import ServerSettings, UpstreamSettings
+from gpuscale.common.config.settings import MetricsSettings, UpstreamSettings
 
 
-class GatewaySettings(ServerSettings, UpstreamSettings):
+class GatewaySettings(MetricsSettings, UpstreamSettings):
     """What the gateway is told before it starts; the upstreams are the services it forwards to."""
 
     section: ClassVar[str] = "gateway"
@@ -20,7 +20,6 @@ class GatewaySettings(ServerSettings, UpstreamSettings):
     autoscaler_address: str = Field(
         "127.0.0.1:7074", description="address of the autoscaler, HOST:PORT; or several"
     )
-    metrics_listen: str = Field("", description="address of /metrics, HOST:PORT; not served when empty")
 
     @model_validator(mode="after")
     def _check_token(self) -> Self:

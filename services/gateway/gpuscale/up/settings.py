@@ -103,8 +103,8 @@ def _refuse_unused(config: Mapping[str, object]) -> None:
     parts: dict[type[Settings], set[str]] = {
         UpAgentSettings: SHARED | {"state_dir"},
         FleetSettings: SHARED | {"data_dir"},
-        AllocatorSettings: SHARED | {"data_dir"},
-        AutoscalerSettings: SHARED | {"data_dir"},
+        AllocatorSettings: SHARED | {"data_dir", "metrics_listen"},
+        AutoscalerSettings: SHARED | {"data_dir", "metrics_listen"},
         AdapterSettings: SHARED | {"data_dir", "node"},
         GatewaySettings: set(GatewaySettings.model_fields),
     }
@@ -120,7 +120,7 @@ def _instead(field: str) -> str:
     if field == "node":
         return "set node in [agent]"
     if field.startswith("metrics_"):
-        return f"{PROGRAM} has no gateway; set {field} in [agent] or [fleet]"
+        return f"{PROGRAM} runs every part in one process; set {field} in [agent] or [fleet]"
     return f"{PROGRAM} runs every part in one process; remove it"
 
 

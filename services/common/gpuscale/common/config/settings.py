@@ -9,8 +9,8 @@ the variable GPUSCALE_AGENT_PERIOD_SECONDS and the key `period_seconds` of the t
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 
 from gpuscale.common.config.sources import Settings, load, load_table, read_config, secret_variables
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
-from gpuscale.common.rpc.calls import AuditOptions
+from gpuscale.common.rpc.calls import AuditOptions, CallMeter
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.diagnosis import PATIENCE, explained
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
@@ -35,14 +35,19 @@ from gpuscale.common.store.term import Term
 
 __all__ = [
     "DatabaseSettings",
+    "MetricsSettings",
     "ProgramSettings",
     "ServerSettings",
     "Settings",
+    "StatefulSettings",
     "UpstreamSettings",
     "load",
     "load_table",
     "read_config",
 ]
+
+
+_log = get_logger(__name__)
 
 
 class ProgramSettings(Settings):
@@ -113,6 +118,32 @@ class ServerSettings(ProgramSettings):
         )
 
 
+class MetricsSettings(ServerSettings):
+    """Settings of every program that shows itself to Prometheus; who may look is as for its gRPC server."""
+
+    metrics_listen: str = Field("", description="address of /metrics, HOST:PORT; not served when empty")
+
+    @asynccontextmanager
+    async def open_metrics(self, render: Callable[[], AsyncGenerator[bytes]]) -> AsyncGenerator[str]:
+        """Serve a page until the block ends; yields the address, empty where nothing is served.
+
+        Raises:
+            FailedPreconditionError: the address cannot be listened on, or needs TLS; a file cannot be used.
+            InvalidArgumentError: the address is none.
+        """
+        if not self.metrics_listen:
+            yield ""
+            return
+        from gpuscale.common.rpc.metrics_http import (
+            serve_metrics,  # not even imported where it is not asked for
+        )
+
+        options, authenticator = self.server_options(), self.authenticator()
+        async with serve_metrics(self.metrics_listen, options, authenticator, render) as address:
+            _log.info("metrics are served", address=address)
+            yield address
+
+
 class DatabaseSettings(Settings):
     """Settings of every program that keeps its state either in a file of its own or in PostgreSQL."""
 
@@ -159,6 +190,10 @@ class DatabaseSettings(Settings):
         return value
 
 
+class StatefulSettings(MetricsSettings, DatabaseSettings):
+    """Settings of every program that serves what it keeps."""
+
+
 class UpstreamSettings(Settings):
     """Settings of every program that calls other programs."""
 
@@ -201,7 +236,6 @@ class UpstreamSettings(Settings):
             raise FailedPreconditionError(str(error), reason="TOKEN_FILE") from None
 
 
-_log = get_logger(__name__)
 S = TypeVar("S", bound=ProgramSettings)
 
 
@@ -242,26 +276,36 @@ class Opening(Protocol):
 
 
 async def serve_stateful(
-    settings: DatabaseSettings,
-    server: Server,
-    *,
-    services: Sequence[str],
-    act: Opening,
-    stop: asyncio.Event,
+    settings: StatefulSettings, *, services: Sequence[str], act: Opening, stop: asyncio.Event
 ) -> None:
     """Serve what keeps a state until `stop` is set: at once, or with a database whenever this process leads.
 
     Args:
-        settings: name the database, if there is one.
-        server: neither bound nor started.
+        settings: say where, and name the database, if there is one.
         services: full names of what `act` opens.
         act: the service.
         stop: ends it.
 
     Raises:
-        GpuscaleError: the stored state, the database, or the address cannot be used.
+        GpuscaleError: the stored state, the database, or an address cannot be used.
     """
+    meter = CallMeter(settings.section)
+    server = Server(
+        settings.server_options(), settings.authenticator(), meter if settings.metrics_listen else None
+    )
     address = server.bind()
+    async with settings.open_metrics(meter.render):
+        await _serve(settings, server, address, services, act, stop)
+
+
+async def _serve(
+    settings: StatefulSettings,
+    server: Server,
+    address: str,
+    services: Sequence[str],
+    act: Opening,
+    stop: asyncio.Event,
+) -> None:
     if settings.database is None:
         async with act(term=None) as registrations:
             server.add(*registrations)

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,8 +32,9 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gpuscale.common.runtime.connections import Connections
+from gpuscale.common.runtime.connections import add_connections
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.common.security.auth import Context, MethodInfo, Principal, Role
 
 LONGEST_RESOURCE: Final = 256
@@ -243,14 +244,34 @@ class AuditLog:
 
 
 class CallMeter:
-    """Counts of calls, by method and status, and of connections."""
+    """Counts of calls, by method and status.
 
-    def __init__(self) -> None:
-        self.connections = Connections()
+    Args:
+        service: begins the names of the series, such as `gpuscale_gateway_calls_total`.
+    """
+
+    def __init__(self, service: str) -> None:
         self.open = 0
         self.ended: Counter[tuple[str, str]] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.limited = 0
+        self._service = service
+
+    async def render(self) -> AsyncGenerator[bytes]:
+        """The page of `/metrics`: calls, and what was done about connections."""
+        page, prefix = Page(), f"gpuscale_{self._service}"
+        calls = Family(f"{prefix}_calls_total", "counter", "Calls that have ended, by method and status.")
+        times = Family(f"{prefix}_call_seconds_total", "counter", "Time that calls took, streams included.")
+        page.add(Family(f"{prefix}_calls_open", "gauge", "Calls that are under way."), "", self.open)
+        limited = Family(f"{prefix}_rate_limited_total", "counter", "Calls turned away for coming too often.")
+        page.add(limited, "", self.limited)
+        add_connections(page, self._service)
+        for (path, code), count in sorted(self.ended.items()):
+            page.add(calls, labels({"method": path.removeprefix("/"), "code": code}), count)
+        for path, seconds in sorted(self.seconds.items()):
+            page.add(times, labels({"method": path.removeprefix("/")}), round(seconds, 6))
+        for chunk in page.chunks():
+            yield chunk
 
 
 class CallWatcher:

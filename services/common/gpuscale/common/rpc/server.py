@@ -209,7 +209,7 @@ class Server:
         limits = RateLimits(options.calls_per_second) if options.calls_per_second else None
         watched = limits is not None or self._audit is not None or meter is not None
         watcher = CallWatcher(limits, self._audit, meter) if watched else None
-        self._connections = meter.connections if meter is not None else Connections()
+        self._connections = Connections()
         self._port = 0
         self._watch: asyncio.Task[None] | None = None
         settings = GuardSettings(

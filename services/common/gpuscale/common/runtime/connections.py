@@ -17,10 +17,11 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Final
+from typing import ClassVar, Final
 from urllib.parse import unquote
 
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.metrics_text import Family, Page
 
 PERIOD: Final = 5.0
 """Seconds between two looks."""
@@ -51,13 +52,14 @@ class Connections:
     """The connections that others made to one port of this process.
 
     Attributes:
-        cut: connections that were cut.
-        short: looks at which there was no descriptor left (EMFILE).
+        cut: connections that were cut, at any port of this process.
+        short: looks at which there was no descriptor left (EMFILE), likewise.
     """
 
+    cut: ClassVar[int] = 0
+    short: ClassVar[int] = 0
+
     def __init__(self) -> None:
-        self.cut = 0
-        self.short = 0
         self._vouched: dict[str, int] = {}
         self._known: dict[int, str | None] = {}
         self._since: dict[int, float] = {}
@@ -104,7 +106,7 @@ class Connections:
         beyond = max(0, len(oldest) - min(MOST, int(descriptor_limit() * SHARE)))
         for nth, inode in enumerate(oldest):
             if nth < beyond or now - self._since[inode] >= PATIENCE:
-                self.cut += _cut(there[inode][0], inode)
+                Connections.cut += _cut(there[inode][0], inode)
         self._note(short, len(oldest))
 
     def _connections(self, port: int) -> Iterator[tuple[int, int, str]]:
@@ -119,7 +121,7 @@ class Connections:
 
     def _note(self, short: str, unknown: int) -> None:
         """Count a shortage of descriptors, and log the first look of it."""
-        self.short += bool(short)
+        Connections.short += bool(short)
         if short and not self._is_short:
             _log.error(
                 "no file descriptor is left: new connections and files have to wait",
@@ -130,6 +132,15 @@ class Connections:
                 times=self.short,
             )
         self._is_short = bool(short)
+
+
+def add_connections(page: Page, service: str) -> None:
+    """Add what was done about connections to the metrics of a service."""
+    prefix = f"gpuscale_{service}"
+    cut = Family(f"{prefix}_connections_cut_total", "counter", "Connections cut for showing no identity.")
+    shortages = "Looks at which no file descriptor was left (EMFILE)."
+    page.add(cut, "", Connections.cut)
+    page.add(Family(f"{prefix}_descriptor_shortages_total", "counter", shortages), "", Connections.short)
 
 
 def descriptor_limit() -> int:

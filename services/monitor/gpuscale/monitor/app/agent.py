@@ -31,7 +31,7 @@ from gpuscale.monitor.agent.servicers import (
 )
 from gpuscale.monitor.agent.sources import make_source
 from gpuscale.monitor.agent.work import LeaseChecks, Work
-from gpuscale.monitor.app.settings import AgentSettings, open_metrics
+from gpuscale.monitor.app.settings import AgentSettings
 from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids
 
 DRIVER_SERVICE = "gpuscale.api.monitor.v1.DriverService"
@@ -91,7 +91,7 @@ async def open_agent(
     try:
         async with (
             work.kept_in(settings.state_dir, clock.boot_id),
-            open_metrics(settings, page.render),
+            settings.open_metrics(page.render),
             TaskScope() as tasks,
         ):
             tasks.spawn("agent sampler", sampler.run())

@@ -13,7 +13,7 @@ from gpuscale.common.runtime.clock import Clock, SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
-from gpuscale.monitor.app.settings import FleetSettings, open_metrics
+from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import FleetPage
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.fleet.nodes import Nodes
@@ -109,7 +109,7 @@ async def open_fleet(
     page = FleetPage(nodes, observing.lasting_events, clock, style, settings.metrics_max_gpus)
     async with (
         _keep(settings, observing, clock) as keep,
-        open_metrics(settings, page.render),
+        settings.open_metrics(page.render),
         TaskScope() as tasks,
     ):
         tasks.spawn("fleet sweep", _sweep(nodes))

@@ -1,16 +1,14 @@
-"""Settings of the agent and of the fleet, and `/metrics` where they ask for it."""
+"""Settings of the agent and of the fleet."""
 
 import socket
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from gpuscale.common.config.settings import ServerSettings, UpstreamSettings
+from gpuscale.common.config.settings import MetricsSettings, UpstreamSettings
 from gpuscale.common.names import is_id, to_id
-from gpuscale.common.runtime.logs import get_logger
 from gpuscale.monitor.agent.deltas import DeadBands
 from gpuscale.monitor.agent.device import Deadlines
 from gpuscale.monitor.agent.sources import SourceKind
@@ -18,10 +16,9 @@ from gpuscale.monitor.exposition.series import HostLabel, Names, Style
 from gpuscale.monitor.history.series import Tier
 
 
-class ExpositionSettings(ServerSettings):
-    """Settings of `/metrics`; TLS, tokens and the rule for other hosts are those of the program's gRPC server."""
+class ExpositionSettings(MetricsSettings):
+    """Settings of `/metrics`."""
 
-    metrics_listen: str = Field("", description="address of /metrics, HOST:PORT; not served when empty")
     metrics_names: Names = Field(
         "checked",
         description="names of GPU series: checked (all that promtool passes), all, dcgm or gpuscale",
@@ -33,30 +30,6 @@ class ExpositionSettings(ServerSettings):
     def style(self, *, many_nodes: bool = False) -> Style:
         """How series are named."""
         return Style(self.metrics_names, self.metrics_host_label, many_nodes)
-
-
-_log = get_logger(__name__)
-
-
-@asynccontextmanager
-async def open_metrics(
-    settings: ExpositionSettings, render: Callable[[], AsyncGenerator[bytes]]
-) -> AsyncGenerator[str]:
-    """Serve a page until the block ends; yields the address, empty where nothing is served.
-
-    Raises:
-        FailedPreconditionError: the address cannot be listened on, or needs TLS; a file cannot be used.
-        InvalidArgumentError: the address is none.
-    """
-    if not settings.metrics_listen:
-        yield ""
-        return
-    from gpuscale.common.rpc.metrics_http import serve_metrics
-
-    options, authenticator = settings.server_options(), settings.authenticator()
-    async with serve_metrics(settings.metrics_listen, options, authenticator, render) as address:
-        _log.info("metrics are served", address=address)
-        yield address
 
 
 _MOST_LABELS = 64

@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.connections import add_connections
 from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.gpus import Collection
@@ -231,6 +232,7 @@ class AgentPage:
             add_snapshot(page, message, self._style, fresh=fresh, quarantined=self._quarantined())
             self._add_xids(page, message)
         add_process(page)
+        add_connections(page, "agent")
         for chunk in page.chunks():
             yield chunk
 

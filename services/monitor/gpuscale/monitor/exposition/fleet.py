@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 
 from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.connections import add_connections
 from gpuscale.common.runtime.metrics_text import Family, Page, labels
 from gpuscale.monitor.exposition.series import Style
 from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot
@@ -71,6 +72,7 @@ class FleetPage:
             self._add_node(page, record, gpus=shown)
             await asyncio.sleep(0)
         add_process(page)
+        add_connections(page, "fleet")
         for chunk in page.chunks():
             yield chunk
 
