@@ -14,6 +14,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.monitor.agent.isolated import ChildProcess, IsolatedSource
+from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.sources import GpuSourceError
 from tests.support.nvml_double import NvmlDouble, env_with_double, wired_gpus
 from tests.support.nvml_site import FRESH_SECONDS, HUNG, LOST, OK, Site, site
@@ -153,6 +154,18 @@ async def test_a_driver_that_holds_a_call_is_released_by_force(
         request = monitor_api.ReleaseDriverRequest(max_duration=to_duration(600), reason="reset")
         await one.driver.ReleaseDriver(request, timeout=30)
         assert children() == []
+
+
+def test_what_the_process_reads_arrives_as_it_was(eight: NvmlDouble) -> None:
+    there, here = IsolatedSource(), NvmlSource()
+    try:
+        inventory = there.open()
+        assert inventory == here.open()
+        uuids = [gpu.uuid for gpu in inventory.gpus]
+        assert [there.read(uuid) for uuid in uuids] == [here.read(uuid) for uuid in uuids]
+    finally:
+        there.close()
+        here.close()
 
 
 def test_beside_a_process_that_cannot_be_ended_no_other_is_started(

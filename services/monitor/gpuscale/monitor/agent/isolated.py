@@ -4,163 +4,20 @@ The parent never loads the driver's library. Each of its threads that calls the 
 child (a lane), which a thread there serves: what is stuck holds up nobody but who asked. When the child is killed, all
 who wait for it are told at once. It dies with its parent, whatever way that goes (`isolated_child`).
 
-Values go as JSON, fields by their places: both ends are the same program of the same version.
+Values are pickled: both ends are the same program, and the child is the parent's own.
 """
 
-import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
-from dataclasses import fields
+from multiprocessing.connection import Connection
 from typing import Any
 from weakref import WeakSet, finalize
 
 from gpuscale.monitor.agent.sources import GpuSourceError
-from gpuscale.monitor.model.readings import (
-    Absent,
-    DriverEvent,
-    GpuEventKind,
-    GpuIdentity,
-    GpuProcess,
-    GpuReading,
-    GpuSample,
-    GpuState,
-    Inventory,
-    MissingGpu,
-    ProcessKey,
-    ReadingStatus,
-    RecoveryAction,
-)
-
-# What `json.loads` gives; every use below says what it takes it for.
-Json = Any
-
-_PROCESSES = GpuReading._fields.index("processes")
-_RECOVERY = GpuReading._fields.index("recovery_action")
-_IDENTITY = tuple(field.name for field in fields(GpuIdentity))
-_PROCESS = tuple(field.name for field in fields(GpuProcess))
-_LINEAGE = _PROCESS.index("lineage")
-_NVLINKS = _IDENTITY.index("nvlinks")
-_ABSENT = GpuReading._fields.index("absent")
-
-
-def encode(value: object) -> bytes:
-    """A value of lists, texts and numbers."""
-    return json.dumps(value, separators=(",", ":")).encode("utf-8")
-
-
-def decode(data: bytes) -> Json:
-    """What `encode` was given; tuples are lists."""
-    return json.loads(data)
-
-
-def inventory_out(inventory: Inventory) -> Json:
-    """What was found when the source was opened."""
-    gpus = [[getattr(gpu, name) for name in _IDENTITY] for gpu in inventory.gpus]
-    return [
-        gpus,
-        inventory.driver_version,
-        inventory.problem,
-        inventory.has_events,
-        [[one.index, one.pci_bus_id, one.problem] for one in inventory.missing],
-    ]
-
-
-def inventory_in(data: Json) -> Inventory:
-    """The inventory that went out."""
-    gpus, version, problem, has_events, missing = data
-    lost = tuple(MissingGpu(*values) for values in missing)
-    return Inventory([_identity(values) for values in gpus], version, problem, has_events, lost)
-
-
-def sample_out(sample: GpuSample) -> Json:
-    """A reading of one GPU."""
-    reading: list[object] = list(sample.reading)
-    processes, recovery = sample.reading.processes, sample.reading.recovery_action
-    if processes is not None:
-        reading[_PROCESSES] = [_process_out(process) for process in processes]
-    reading[_RECOVERY] = None if recovery is None else recovery.name
-    reading[_ABSENT] = [[one.field, one.status.name, one.detail] for one in sample.reading.absent]
-    return [sample.state.name, reading, sample.link_ends, sample.calls, sample.refusals]
-
-
-def sample_in(data: Json) -> GpuSample:
-    """The sample that went out."""
-    state, reading, ends, calls, refusals = data
-    if reading[_PROCESSES] is not None:
-        reading[_PROCESSES] = tuple(_process_in(values) for values in reading[_PROCESSES])
-    if reading[_RECOVERY] is not None:
-        reading[_RECOVERY] = RecoveryAction[reading[_RECOVERY]]
-    reading[_ABSENT] = tuple(
-        Absent(field, ReadingStatus[status], detail) for field, status, detail in reading[_ABSENT]
-    )
-    return GpuSample(GpuState[state], GpuReading(*reading), tuple(ends), calls, refusals)
-
-
-def event_out(event: DriverEvent | None) -> Json:
-    """What a driver said has happened; None for nothing."""
-    return None if event is None else [event.uuid, event.kind.name, event.xid]
-
-
-def event_in(data: Json) -> DriverEvent | None:
-    """The event that went out."""
-    if data is None:
-        return None
-    uuid, kind, xid = data
-    return DriverEvent(uuid, GpuEventKind[kind], xid)
-
-
-def _identity(values: Json) -> GpuIdentity:
-    values[_NVLINKS] = tuple((uuid, count) for uuid, count in values[_NVLINKS])
-    return GpuIdentity(*values)
-
-
-def _process_out(process: GpuProcess) -> Json:
-    values: list[object] = [getattr(process, name) for name in _PROCESS]
-    values[_LINEAGE] = [[key.pid, key.started] for key in process.lineage]
-    return values
-
-
-def _process_in(values: Json) -> GpuProcess:
-    values[_LINEAGE] = tuple(ProcessKey(pid, started) for pid, started in values[_LINEAGE])
-    return GpuProcess(*values)
-
-
-_LENGTH = struct.Struct("!I")
-
-
-def send(lane: socket.socket, message: Json) -> None:
-    """Send a message.
-
-    Raises:
-        OSError: the other end is gone.
-    """
-    data = encode(message)
-    lane.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def receive(lane: socket.socket) -> Json:
-    """Wait for a message.
-
-    Raises:
-        EOFError: the other end is gone.
-        OSError: likewise.
-    """
-    return decode(_exactly(lane, *_LENGTH.unpack(_exactly(lane, _LENGTH.size))))
-
-
-def _exactly(lane: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = lane.recv(size - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
-
+from gpuscale.monitor.model.readings import DriverEvent, GpuSample, Inventory
 
 MODULE = "gpuscale.monitor.agent.isolated_child"
 # Twice that is longer than a release waits: a child that the kernel cannot end is one that still holds the driver.
@@ -171,15 +28,26 @@ class _Lane:
     """The connection of one thread; closed when the thread has ended."""
 
     def __init__(self, end: socket.socket) -> None:
-        self.socket = end
+        self._end = end
+        self._connection = Connection(os.dup(end.fileno()))
         finalize(self, end.close)
+
+    def ask(self, question: tuple[str, Any]) -> Any:
+        """Send a question and wait for the answer. EOFError or OSError: the other end is gone."""
+        self._connection.send(question)
+        return self._connection.recv()
 
     def shut(self) -> None:
         """Tell the thread that waits here that nothing comes any more."""
         try:
-            self.socket.shutdown(socket.SHUT_RDWR)
+            self._end.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # the other end was faster
+
+    def close(self) -> None:
+        """Close it; no call may be out."""
+        self._end.close()
+        self._connection.close()
 
 
 class ChildProcess:
@@ -215,23 +83,20 @@ class ChildProcess:
         """Its process id."""
         return self._process.pid
 
-    def call(self, method: str, argument: Json = None) -> Json:
+    def call(self, method: str, argument: object = None) -> Any:
         """Have the source of the child do something, over the lane of this thread.
 
         Raises:
             GpuSourceError: the source says so, or the child has ended.
         """
         try:
-            lane = self._lane()
-            send(lane.socket, [method, argument])
-            value, error = receive(lane.socket)
+            answer = self._lane().ask((method, argument))
         except (EOFError, OSError) as error:
             how = "did not answer and was killed" if self._killed else "has ended"
             raise GpuSourceError(f"the process that reads the driver {how}") from error
-        if error is not None:
-            problem, no_driver = error
-            raise GpuSourceError(problem, no_driver=no_driver)
-        return value
+        if isinstance(answer, GpuSourceError):
+            raise answer
+        return answer
 
     def kill(self) -> None:
         """Kill it, and tell those who wait for it even if the kernel cannot end it."""
@@ -246,7 +111,7 @@ class ChildProcess:
         with self._lock:
             self._control.close()
             for lane in self._lanes:
-                lane.socket.close()
+                lane.close()
         if self._wait():
             return True
         self.kill()
@@ -302,7 +167,8 @@ class IsolatedSource:
             raise GpuSourceError(f"process {self._child.pid} is stuck in the driver and cannot be killed")
         self._child = ChildProcess()
         self._outdated = False
-        return inventory_in(self._child.call("open"))
+        found: Inventory = self._child.call("open")
+        return found
 
     def read(self, uuid: str) -> GpuSample:
         """Have one GPU read.
@@ -310,9 +176,10 @@ class IsolatedSource:
         Raises:
             GpuSourceError: the source has to be opened again.
         """
+        sample: GpuSample
         sample, outdated = self._running().call("read", uuid)
         self._outdated = self._outdated or outdated
-        return sample_in(sample)
+        return sample
 
     def probe(self, uuid: str) -> None:
         """Have one GPU asked a question.
@@ -328,7 +195,8 @@ class IsolatedSource:
         Raises:
             GpuSourceError: the child has ended.
         """
-        return event_in(self._running().call("wait_event", timeout))
+        event: DriverEvent | None = self._running().call("wait_event", timeout)
+        return event
 
     def interrupt(self) -> bool:
         """Kill the child, so that whoever waits for it is free."""

@@ -4,7 +4,6 @@ It imports nothing that only the agent needs. Lanes come over the socket FD; its
 that of process PID, its parent.
 """
 
-import array
 import ctypes
 import os
 import signal
@@ -12,8 +11,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
 
-from gpuscale.monitor.agent.isolated import Json, event_out, inventory_out, receive, sample_out, send
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.sources import GpuSource, GpuSourceError
 
@@ -34,44 +34,36 @@ def main() -> None:
 def serve(control: socket.socket, source: GpuSource) -> None:
     """Serve each lane that comes over a socket in a thread, until the socket ends."""
     while (descriptor := _next_lane(control)) is not None:
-        lane = socket.socket(fileno=descriptor)
-        threading.Thread(target=_serve_lane, args=(lane, source), daemon=True).start()
+        threading.Thread(target=_serve_lane, args=(Connection(descriptor), source), daemon=True).start()
 
 
-def _serve_lane(lane: socket.socket, source: GpuSource) -> None:
-    calls: dict[str, Callable[[Json], Json]] = {
-        "open": lambda _: inventory_out(source.open()),
-        "read": lambda uuid: [sample_out(source.read(uuid)), source.outdated],
+def _serve_lane(lane: Connection, source: GpuSource) -> None:
+    calls: dict[str, Callable[[Any], object]] = {
+        "open": lambda _: source.open(),
+        "read": lambda uuid: (source.read(uuid), source.outdated),
         "probe": source.probe,
-        "wait_event": lambda timeout: event_out(source.wait_event(timeout)),
+        "wait_event": source.wait_event,
     }
     with lane:
         while True:
             try:
-                method, argument = receive(lane)
-                send(lane, _answer(calls[method], argument))
+                method, argument = lane.recv()
+                try:
+                    answer = calls[method](argument)
+                except GpuSourceError as error:
+                    answer = error
+                lane.send(answer)
             except (EOFError, OSError):
                 return  # who asked is gone
 
 
-def _answer(call: Callable[[Json], Json], argument: Json) -> Json:
-    """The value and no error, or the error."""
-    try:
-        return [call(argument), None]
-    except GpuSourceError as error:
-        return [None, [error.problem, error.no_driver]]
-
-
 def _next_lane(control: socket.socket) -> int | None:
     """The descriptor of a lane that the parent sends with one byte; None at the end."""
-    descriptors = array.array("i")
     try:
-        data, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(descriptors.itemsize))
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
     except OSError:
         return None
-    for _, _, content in ancillary:
-        descriptors.frombytes(content[: descriptors.itemsize])
-    return descriptors[0] if data and descriptors else None
+    return descriptors[0] if descriptors else None
 
 
 def _die_with(parent: int) -> None:
