@@ -1,13 +1,12 @@
 """The names under which readings are shown: tables of data, one line each. Pure.
 
-A line says which field of `GpuReading` (or `HostReading`) is shown under which name, and how its unit is changed. A
-reading that is absent has no series; it is never shown as 0. `DCGM` has the names, types and units of NVIDIA's
-dcgm-exporter (etc/default-counters.csv and dcgm_fields.h there), `DCGM_CHECKED` those that its Grafana board needs and
-Prometheus' own checker passes; the other tables have our own names in base units. A reading that DCGM knows and the
-driver cannot tell is in neither.
+A reading that is absent has no series; it is never shown as 0. Our own names are in base units. `DCGM` has the names,
+types and units of NVIDIA's dcgm-exporter (etc/default-counters.csv and dcgm_fields.h there), `DCGM_CHECKED` those that
+its Grafana board needs and Prometheus' own checker passes. A reading that DCGM knows and the driver cannot tell is in
+neither.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,138 +32,196 @@ class Style:
     many_nodes: bool = False
 
 
-MIB = 1024**2
-PRESSURE = "Share of time in which some task waited for {}."
-STALLED = "Share of time in which every task waited for {}."
-
-
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One reading under one name."""
+    """One field of `GpuReading` or `HostReading` under one name, and how its unit is changed for that."""
 
     field: str
     family: Family
     convert: Callable[[float], float]
 
 
-def same(value: float) -> float:
-    """The unit of the reading."""
+_GPU = (
+    ("utilization_percent", "utilization_ratio", "Share of time in which a kernel ran."),
+    (
+        "memory_utilization_percent",
+        "memory_utilization_ratio",
+        "Share of time in which device memory was accessed.",
+    ),
+    ("memory_total_bytes", "memory_total_bytes", "Size of device memory."),
+    ("memory_used_bytes", "memory_used_bytes", "Device memory held by processes."),
+    ("memory_free_bytes", "memory_free_bytes", "Device memory that can be had."),
+    ("memory_reserved_bytes", "memory_reserved_bytes", "Device memory kept by the driver."),
+    ("temperature_celsius", "temperature_celsius", "Core temperature."),
+    ("power_watts", "power_watts", "Power drawn."),
+    ("power_limit_watts", "power_limit_watts", "Power limit in force."),
+    ("sm_clock_mhz", "sm_clock_hertz", "Clock of the streaming multiprocessors."),
+    ("memory_clock_mhz", "memory_clock_hertz", "Clock of device memory."),
+    ("performance_state", "performance_state", "Performance state, 0 (fastest) to 15."),
+    ("memory_temperature_celsius", "memory_temperature_celsius", "Temperature of memory."),
+    ("video_clock_mhz", "video_clock_hertz", "Clock of encoder and decoder."),
+    ("encoder_utilization_percent", "encoder_utilization_ratio", "Use of the encoder."),
+    ("decoder_utilization_percent", "decoder_utilization_ratio", "Use of the decoder."),
+    ("energy_joules", "energy_joules_total", "Energy used since the driver was loaded."),
+    ("power_limit_default_watts", "power_limit_default_watts", "Power limit of the factory."),
+    ("power_limit_min_watts", "power_limit_min_watts", "Lowest power limit that can be set."),
+    ("power_limit_max_watts", "power_limit_max_watts", "Highest power limit that can be set."),
+    ("pcie_link_generation", "pcie_link_generation", "Generation of the PCIe link now."),
+    ("pcie_link_width", "pcie_link_width", "Lanes of the PCIe link now."),
+    ("pcie_replay_count", "pcie_replays_total", "PCIe transfers that had to be repeated."),
+    ("pcie_sent_bytes", "pcie_sent_bytes_total", "Bytes that the GPU sent over PCIe."),
+    ("pcie_received_bytes", "pcie_received_bytes_total", "Bytes it received over PCIe."),
+    ("nvlink_active_count", "nvlinks_active", "NVLinks that are up."),
+    ("nvlink_sent_bytes", "nvlink_sent_bytes_total", "Bytes sent over all NVLinks."),
+    ("nvlink_received_bytes", "nvlink_received_bytes_total", "Bytes received over NVLinks."),
+    ("nvlink_crc_error_count", "nvlink_crc_errors_total", "Checksum errors of all NVLinks."),
+    ("nvlink_replay_error_count", "nvlink_replay_errors_total", "Repeated NVLink transfers."),
+    ("nvlink_recovery_error_count", "nvlink_recovery_errors_total", "Recoveries of NVLinks."),
+    ("ecc_volatile_corrected_count", "ecc_volatile_corrected_total", "Corrected memory errors since load."),
+    ("ecc_volatile_uncorrected_count", "ecc_volatile_uncorrected_total", "Uncorrected errors since load."),
+    ("ecc_aggregate_corrected_count", "ecc_aggregate_corrected_total", "Corrected memory errors, ever."),
+    ("ecc_aggregate_uncorrected_count", "ecc_aggregate_uncorrected_total", "Uncorrected errors, ever."),
+    ("retired_pages_corrected_count", "retired_pages_corrected_total", "Pages retired for corrected errors."),
+    (
+        "retired_pages_uncorrected_count",
+        "retired_pages_uncorrected_total",
+        "Pages retired for uncorrected errors.",
+    ),
+    ("retired_pages_pending", "retired_pages_pending", "1 while pages wait to be retired."),
+    ("remapped_rows_corrected_count", "remapped_rows_corrected_total", "Rows replaced for corrected errors."),
+    (
+        "remapped_rows_uncorrected_count",
+        "remapped_rows_uncorrected_total",
+        "Rows replaced for uncorrected errors.",
+    ),
+    ("remapped_rows_pending", "remapped_rows_pending", "1 while rows wait to be replaced."),
+    ("remapped_rows_failed", "remapped_rows_failed", "1 once replacing rows has failed."),
+)
+"""The field of `GpuReading`, its name after `gpuscale_gpu_`, and what it is. What adds up ends in `_total`."""
+
+_HOST = (
+    ("cpu_percent", "cpu_utilization_ratio", "Mean use of all cores."),
+    ("cpu_count", "cpus", "Cores of the host."),
+    ("load_1m", "load1", "Load average of 1 minute."),
+    ("load_5m", "load5", "Load average of 5 minutes."),
+    ("load_15m", "load15", "Load average of 15 minutes."),
+    ("memory_total_bytes", "memory_total_bytes", "Size of main memory."),
+    ("memory_available_bytes", "memory_available_bytes", "Main memory that can be had without swapping."),
+    ("memory_used_bytes", "memory_used_bytes", "Main memory in use."),
+    ("swap_total_bytes", "swap_total_bytes", "Size of swap."),
+    ("swap_used_bytes", "swap_used_bytes", "Swap in use."),
+    ("cpu_smoothed_percent", "cpu_smoothed_ratio", "Use of all cores, mean of a window."),
+    ("load_1m_per_core", "load1_per_core", "Load average of 1 minute by cores."),
+    ("disk_read_bytes", "disk_read_bytes_total", "Bytes read from disks."),
+    ("disk_written_bytes", "disk_written_bytes_total", "Bytes written to disks."),
+    ("network_received_bytes", "network_received_bytes_total", "Bytes received."),
+    ("network_sent_bytes", "network_sent_bytes_total", "Bytes sent."),
+    ("pressure_cpu_some_percent", "pressure_cpu_some_ratio", "Time in which some task waited for cores."),
+    (
+        "pressure_memory_some_percent",
+        "pressure_memory_some_ratio",
+        "Time in which some task waited for memory.",
+    ),
+    (
+        "pressure_memory_full_percent",
+        "pressure_memory_full_ratio",
+        "Time in which all tasks waited for memory.",
+    ),
+    ("pressure_io_some_percent", "pressure_io_some_ratio", "Time in which some task waited for disks."),
+    ("pressure_io_full_percent", "pressure_io_full_ratio", "Time in which all tasks waited for disks."),
+)
+"""The same of `HostReading`, after `gpuscale_host_`."""
+
+_DCGM = {
+    "sm_clock_mhz": "SM_CLOCK",
+    "memory_clock_mhz": "MEM_CLOCK",
+    "temperature_celsius": "GPU_TEMP",
+    "power_watts": "POWER_USAGE",
+    "power_limit_watts": "ENFORCED_POWER_LIMIT",
+    "utilization_percent": "GPU_UTIL",
+    "memory_utilization_percent": "MEM_COPY_UTIL",
+    "memory_total_bytes": "FB_TOTAL",
+    "memory_free_bytes": "FB_FREE",
+    "memory_used_bytes": "FB_USED",
+    "memory_reserved_bytes": "FB_RESERVED",
+    "performance_state": "PSTATE",
+    "memory_temperature_celsius": "MEMORY_TEMP",
+    "video_clock_mhz": "VIDEO_CLOCK",
+    "encoder_utilization_percent": "ENC_UTIL",
+    "decoder_utilization_percent": "DEC_UTIL",
+    "energy_joules": "TOTAL_ENERGY_CONSUMPTION",
+    "throttle_reason_mask": "CLOCKS_EVENT_REASONS",
+    "power_limit_default_watts": "POWER_MGMT_LIMIT_DEF",
+    "power_limit_min_watts": "POWER_MGMT_LIMIT_MIN",
+    "power_limit_max_watts": "POWER_MGMT_LIMIT_MAX",
+    "pcie_link_generation": "PCIE_LINK_GEN",
+    "pcie_link_width": "PCIE_LINK_WIDTH",
+    "pcie_replay_count": "PCIE_REPLAY_COUNTER",
+    "nvlink_replay_error_count": "NVLINK_REPLAY_ERROR_COUNT_TOTAL",
+    "nvlink_recovery_error_count": "NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
+    "ecc_volatile_corrected_count": "ECC_SBE_VOL_TOTAL",
+    "ecc_volatile_uncorrected_count": "ECC_DBE_VOL_TOTAL",
+    "ecc_aggregate_corrected_count": "ECC_SBE_AGG_TOTAL",
+    "ecc_aggregate_uncorrected_count": "ECC_DBE_AGG_TOTAL",
+    "retired_pages_corrected_count": "RETIRED_SBE",
+    "retired_pages_uncorrected_count": "RETIRED_DBE",
+    "retired_pages_pending": "RETIRED_PENDING",
+    "remapped_rows_corrected_count": "CORRECTABLE_REMAPPED_ROWS",
+    "remapped_rows_uncorrected_count": "UNCORRECTABLE_REMAPPED_ROWS",
+    "remapped_rows_pending": "ROW_REMAP_PENDING",
+    "remapped_rows_failed": "ROW_REMAP_FAILURE",
+}
+"""Names of DCGM, after `DCGM_FI_DEV_`."""
+
+_OWN_UNITS: dict[str, Callable[[float], float]] = {
+    "percent": lambda percent: percent / 100,
+    "mhz": lambda megahertz: megahertz * 1e6,
+    "pending": int,
+    "failed": int,
+}
+"""From the unit of a reading, which is the last word of its name, to base units; others stay."""
+
+_DCGM_UNITS: dict[str, Callable[[float], float]] = {
+    "bytes": lambda amount: amount // 1024**2,  # whole MiB, rounded down
+    "joules": lambda joules: round(joules * 1000),
+    "pending": int,
+    "failed": int,
+}
+_DCGM_UNIT_NAMES = {"bytes": "MiB", "joules": "mJ", "mhz": "MHz", "percent": "percent"}
+
+
+def _same(value: float) -> float:
     return value
 
 
-def ratio(percent: float) -> float:
-    """From percent to 0-1."""
-    return percent / 100
+def _unit(field: str) -> str:
+    return field.rpartition("_")[2]
 
 
-def hertz(megahertz: float) -> float:
-    """From MHz to Hz."""
-    return megahertz * 1e6
+def _own(prefix: str, rows: Iterable[tuple[str, str, str]]) -> Iterable[Series]:
+    for field, name, text in rows:
+        kind: Kind = "counter" if name.endswith("_total") else "gauge"
+        yield Series(field, Family(prefix + name, kind, text), _OWN_UNITS.get(_unit(field), _same))
 
 
-def mebibytes(amount: float) -> float:
-    """From bytes to whole MiB, rounded down as DCGM does."""
-    return amount // MIB
+GPU = tuple(_own("gpuscale_gpu_", _GPU))
+HOST = tuple(_own("gpuscale_host_", _HOST))
 
 
-def flag(value: float) -> float:
-    """1 for true, 0 for false."""
-    return int(value)
+def _dcgm() -> Iterable[Series]:
+    own = {series.field: series.family for series in GPU}
+    bits = Family("", "gauge", "Why clocks are held down, as bits.")
+    for field, name in _DCGM.items():
+        family, unit = own.get(field, bits), _unit(field)
+        text = (
+            f"{family.help[:-1]}, in {_DCGM_UNIT_NAMES[unit]}." if unit in _DCGM_UNIT_NAMES else family.help
+        )
+        yield Series(
+            field, replace(family, name=f"DCGM_FI_DEV_{name}", help=text), _DCGM_UNITS.get(unit, _same)
+        )
 
 
-def millijoules(joules: float) -> float:
-    """From J to mJ."""
-    return round(joules * 1000)
-
-
-def _series(field: str, name: str, kind: Kind, text: str, convert: Callable[[float], float] = same) -> Series:
-    return Series(field, Family(name, kind, text), convert)
-
-
-def _dcgm(field: str, name: str, kind: Kind, text: str, convert: Callable[[float], float] = same) -> Series:
-    return _series(field, f"DCGM_FI_DEV_{name}", kind, text, convert)
-
-
-def _gpu(field: str, name: str, kind: Kind, text: str, convert: Callable[[float], float] = same) -> Series:
-    return _series(field, f"gpuscale_gpu_{name}", kind, text, convert)
-
-
-def _host(field: str, name: str, kind: Kind, text: str, convert: Callable[[float], float] = same) -> Series:
-    return _series(field, f"gpuscale_host_{name}", kind, text, convert)
-
-
-DCGM: tuple[Series, ...] = (
-    _dcgm("sm_clock_mhz", "SM_CLOCK", "gauge", "Clock of the streaming multiprocessors in MHz."),
-    _dcgm("memory_clock_mhz", "MEM_CLOCK", "gauge", "Clock of device memory in MHz."),
-    _dcgm("temperature_celsius", "GPU_TEMP", "gauge", "Core temperature in degrees Celsius."),
-    _dcgm("power_watts", "POWER_USAGE", "gauge", "Power drawn in W."),
-    _dcgm("power_limit_watts", "ENFORCED_POWER_LIMIT", "gauge", "Power limit in force in W."),
-    _dcgm("utilization_percent", "GPU_UTIL", "gauge", "Share of time in which a kernel ran, in percent."),
-    _dcgm(
-        "memory_utilization_percent",
-        "MEM_COPY_UTIL",
-        "gauge",
-        "Share of time in which device memory was read or written, in percent.",
-    ),
-    _dcgm("memory_total_bytes", "FB_TOTAL", "gauge", "Size of device memory in MiB.", mebibytes),
-    _dcgm("memory_free_bytes", "FB_FREE", "gauge", "Device memory that can be had, in MiB.", mebibytes),
-    _dcgm("memory_used_bytes", "FB_USED", "gauge", "Device memory held by processes, in MiB.", mebibytes),
-    _dcgm(
-        "memory_reserved_bytes",
-        "FB_RESERVED",
-        "gauge",
-        "Device memory kept by the driver, in MiB.",
-        mebibytes,
-    ),
-    _dcgm("performance_state", "PSTATE", "gauge", "Performance state, 0 (fastest) to 15."),
-    _dcgm("memory_temperature_celsius", "MEMORY_TEMP", "gauge", "Temperature of device memory, Celsius."),
-    _dcgm("video_clock_mhz", "VIDEO_CLOCK", "gauge", "Clock of encoder and decoder in MHz."),
-    _dcgm("encoder_utilization_percent", "ENC_UTIL", "gauge", "Use of the encoder in percent."),
-    _dcgm("decoder_utilization_percent", "DEC_UTIL", "gauge", "Use of the decoder in percent."),
-    _dcgm("energy_joules", "TOTAL_ENERGY_CONSUMPTION", "counter", "Energy used in mJ.", millijoules),
-    _dcgm("throttle_reason_mask", "CLOCKS_EVENT_REASONS", "gauge", "Why clocks are held down, as bits."),
-    _dcgm("power_limit_default_watts", "POWER_MGMT_LIMIT_DEF", "gauge", "Power limit of the factory in W."),
-    _dcgm("power_limit_min_watts", "POWER_MGMT_LIMIT_MIN", "gauge", "Lowest power limit to be set, in W."),
-    _dcgm("power_limit_max_watts", "POWER_MGMT_LIMIT_MAX", "gauge", "Highest power limit to be set, in W."),
-    _dcgm("pcie_link_generation", "PCIE_LINK_GEN", "gauge", "Generation of the PCIe link now."),
-    _dcgm("pcie_link_width", "PCIE_LINK_WIDTH", "gauge", "Lanes of the PCIe link now."),
-    _dcgm("pcie_replay_count", "PCIE_REPLAY_COUNTER", "counter", "PCIe transfers that had to be repeated."),
-    _dcgm(
-        "nvlink_replay_error_count",
-        "NVLINK_REPLAY_ERROR_COUNT_TOTAL",
-        "counter",
-        "NVLink transfers that had to be repeated.",
-    ),
-    _dcgm(
-        "nvlink_recovery_error_count",
-        "NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
-        "counter",
-        "Recoveries of NVLinks.",
-    ),
-    _dcgm("ecc_volatile_corrected_count", "ECC_SBE_VOL_TOTAL", "counter", "Single-bit errors since load."),
-    _dcgm("ecc_volatile_uncorrected_count", "ECC_DBE_VOL_TOTAL", "counter", "Double-bit errors since load."),
-    _dcgm("ecc_aggregate_corrected_count", "ECC_SBE_AGG_TOTAL", "counter", "Single-bit errors, ever."),
-    _dcgm("ecc_aggregate_uncorrected_count", "ECC_DBE_AGG_TOTAL", "counter", "Double-bit errors, ever."),
-    _dcgm("retired_pages_corrected_count", "RETIRED_SBE", "counter", "Pages retired for single-bit errors."),
-    _dcgm(
-        "retired_pages_uncorrected_count", "RETIRED_DBE", "counter", "Pages retired for double-bit errors."
-    ),
-    _dcgm("retired_pages_pending", "RETIRED_PENDING", "gauge", "1 while pages wait to be retired.", flag),
-    _dcgm(
-        "remapped_rows_corrected_count",
-        "CORRECTABLE_REMAPPED_ROWS",
-        "counter",
-        "Rows replaced for errors that were corrected.",
-    ),
-    _dcgm(
-        "remapped_rows_uncorrected_count",
-        "UNCORRECTABLE_REMAPPED_ROWS",
-        "counter",
-        "Rows replaced for errors that were not corrected.",
-    ),
-    _dcgm("remapped_rows_pending", "ROW_REMAP_PENDING", "gauge", "1 while rows wait to be replaced.", flag),
-    _dcgm("remapped_rows_failed", "ROW_REMAP_FAILURE", "gauge", "1 once replacing rows has failed.", flag),
-)
+DCGM = tuple(_dcgm())
 
 
 def _checked(series: Series) -> Series:
@@ -177,137 +234,3 @@ def _checked(series: Series) -> Series:
 # Of any type, a name that ends in one is a complaint: PCIE_REPLAY_COUNTER, which no board of dcgm-exporter asks for.
 DCGM_CHECKED = tuple(_checked(one) for one in DCGM if not one.family.name.endswith("_COUNTER"))
 """The names of DCGM that pass `promtool check metrics` (promlint of client_golang), with types that do."""
-
-GPU: tuple[Series, ...] = (
-    _gpu("utilization_percent", "utilization_ratio", "gauge", "Share of time in which a kernel ran.", ratio),
-    _gpu(
-        "memory_utilization_percent",
-        "memory_utilization_ratio",
-        "gauge",
-        "Share of time in which device memory was read or written.",
-        ratio,
-    ),
-    _gpu("memory_total_bytes", "memory_total_bytes", "gauge", "Size of device memory."),
-    _gpu("memory_used_bytes", "memory_used_bytes", "gauge", "Device memory held by processes."),
-    _gpu("memory_free_bytes", "memory_free_bytes", "gauge", "Device memory that can be had."),
-    _gpu("memory_reserved_bytes", "memory_reserved_bytes", "gauge", "Device memory kept by the driver."),
-    _gpu("temperature_celsius", "temperature_celsius", "gauge", "Core temperature."),
-    _gpu("power_watts", "power_watts", "gauge", "Power drawn."),
-    _gpu("power_limit_watts", "power_limit_watts", "gauge", "Power limit in force."),
-    _gpu("sm_clock_mhz", "sm_clock_hertz", "gauge", "Clock of the streaming multiprocessors.", hertz),
-    _gpu("memory_clock_mhz", "memory_clock_hertz", "gauge", "Clock of device memory.", hertz),
-    _gpu("performance_state", "performance_state", "gauge", "Performance state, 0 (fastest) to 15."),
-    _gpu("memory_temperature_celsius", "memory_temperature_celsius", "gauge", "Temperature of memory."),
-    _gpu("video_clock_mhz", "video_clock_hertz", "gauge", "Clock of encoder and decoder.", hertz),
-    _gpu("encoder_utilization_percent", "encoder_utilization_ratio", "gauge", "Use of the encoder.", ratio),
-    _gpu("decoder_utilization_percent", "decoder_utilization_ratio", "gauge", "Use of the decoder.", ratio),
-    _gpu("energy_joules", "energy_joules_total", "counter", "Energy used since the driver was loaded."),
-    _gpu("power_limit_default_watts", "power_limit_default_watts", "gauge", "Power limit of the factory."),
-    _gpu("power_limit_min_watts", "power_limit_min_watts", "gauge", "Lowest power limit that can be set."),
-    _gpu("power_limit_max_watts", "power_limit_max_watts", "gauge", "Highest power limit that can be set."),
-    _gpu("pcie_link_generation", "pcie_link_generation", "gauge", "Generation of the PCIe link now."),
-    _gpu("pcie_link_width", "pcie_link_width", "gauge", "Lanes of the PCIe link now."),
-    _gpu("pcie_replay_count", "pcie_replays_total", "counter", "PCIe transfers that had to be repeated."),
-    _gpu("pcie_sent_bytes", "pcie_sent_bytes_total", "counter", "Bytes that the GPU sent over PCIe."),
-    _gpu("pcie_received_bytes", "pcie_received_bytes_total", "counter", "Bytes it received over PCIe."),
-    _gpu("nvlink_active_count", "nvlinks_active", "gauge", "NVLinks that are up."),
-    _gpu("nvlink_sent_bytes", "nvlink_sent_bytes_total", "counter", "Bytes sent over all NVLinks."),
-    _gpu("nvlink_received_bytes", "nvlink_received_bytes_total", "counter", "Bytes received over NVLinks."),
-    _gpu("nvlink_crc_error_count", "nvlink_crc_errors_total", "counter", "Checksum errors of all NVLinks."),
-    _gpu("nvlink_replay_error_count", "nvlink_replay_errors_total", "counter", "Repeated NVLink transfers."),
-    _gpu("nvlink_recovery_error_count", "nvlink_recovery_errors_total", "counter", "Recoveries of NVLinks."),
-    _gpu(
-        "ecc_volatile_corrected_count",
-        "ecc_volatile_corrected_total",
-        "counter",
-        "Memory errors that were corrected, since the driver was loaded.",
-    ),
-    _gpu(
-        "ecc_volatile_uncorrected_count",
-        "ecc_volatile_uncorrected_total",
-        "counter",
-        "Memory errors that were not corrected, since the driver was loaded.",
-    ),
-    _gpu(
-        "ecc_aggregate_corrected_count",
-        "ecc_aggregate_corrected_total",
-        "counter",
-        "Memory errors that were corrected, in the life of the board.",
-    ),
-    _gpu(
-        "ecc_aggregate_uncorrected_count",
-        "ecc_aggregate_uncorrected_total",
-        "counter",
-        "Memory errors that were not corrected, in the life of the board.",
-    ),
-    _gpu(
-        "retired_pages_corrected_count",
-        "retired_pages_corrected_total",
-        "counter",
-        "Memory pages taken out of use after errors that were corrected.",
-    ),
-    _gpu(
-        "retired_pages_uncorrected_count",
-        "retired_pages_uncorrected_total",
-        "counter",
-        "Memory pages taken out of use after an error that was not corrected.",
-    ),
-    _gpu(
-        "retired_pages_pending", "retired_pages_pending", "gauge", "1 while pages wait to be retired.", flag
-    ),
-    _gpu(
-        "remapped_rows_corrected_count",
-        "remapped_rows_corrected_total",
-        "counter",
-        "Memory rows replaced after errors that were corrected.",
-    ),
-    _gpu(
-        "remapped_rows_uncorrected_count",
-        "remapped_rows_uncorrected_total",
-        "counter",
-        "Memory rows replaced after errors that were not corrected.",
-    ),
-    _gpu(
-        "remapped_rows_pending", "remapped_rows_pending", "gauge", "1 while rows wait to be replaced.", flag
-    ),
-    _gpu("remapped_rows_failed", "remapped_rows_failed", "gauge", "1 once replacing rows has failed.", flag),
-)
-
-HOST: tuple[Series, ...] = (
-    _host("cpu_percent", "cpu_utilization_ratio", "gauge", "Mean use of all cores.", ratio),
-    _host("cpu_count", "cpus", "gauge", "Cores of the host."),
-    _host("load_1m", "load1", "gauge", "Load average of 1 minute."),
-    _host("load_5m", "load5", "gauge", "Load average of 5 minutes."),
-    _host("load_15m", "load15", "gauge", "Load average of 15 minutes."),
-    _host("memory_total_bytes", "memory_total_bytes", "gauge", "Size of main memory."),
-    _host(
-        "memory_available_bytes",
-        "memory_available_bytes",
-        "gauge",
-        "Main memory that can be had without swapping.",
-    ),
-    _host("memory_used_bytes", "memory_used_bytes", "gauge", "Main memory in use."),
-    _host("swap_total_bytes", "swap_total_bytes", "gauge", "Size of swap."),
-    _host("swap_used_bytes", "swap_used_bytes", "gauge", "Swap in use."),
-    _host(
-        "cpu_smoothed_percent", "cpu_smoothed_ratio", "gauge", "Use of all cores, mean of a window.", ratio
-    ),
-    _host("load_1m_per_core", "load1_per_core", "gauge", "Load average of 1 minute by cores."),
-    _host("disk_read_bytes", "disk_read_bytes_total", "counter", "Bytes read from disks."),
-    _host("disk_written_bytes", "disk_written_bytes_total", "counter", "Bytes written to disks."),
-    _host("network_received_bytes", "network_received_bytes_total", "counter", "Bytes received."),
-    _host("network_sent_bytes", "network_sent_bytes_total", "counter", "Bytes sent."),
-    _host("pressure_cpu_some_percent", "pressure_cpu_some_ratio", "gauge", PRESSURE.format("cores"), ratio),
-    _host(
-        "pressure_memory_some_percent",
-        "pressure_memory_some_ratio",
-        "gauge",
-        PRESSURE.format("memory"),
-        ratio,
-    ),
-    _host(
-        "pressure_memory_full_percent", "pressure_memory_full_ratio", "gauge", STALLED.format("memory"), ratio
-    ),
-    _host("pressure_io_some_percent", "pressure_io_some_ratio", "gauge", PRESSURE.format("disks"), ratio),
-    _host("pressure_io_full_percent", "pressure_io_full_ratio", "gauge", STALLED.format("disks"), ratio),
-)
