@@ -47,9 +47,7 @@ class Agent:
         self.snapshots: Broadcast[Snapshot] = Broadcast()
         bus = Bus([sys / f"0000:{index:02x}:00.0" for index in range(on_bus)])
         self.meter = CollectionMeter(self._collect, self.clock, bus)
-        self.collection = Collection(
-            open=True, released=False, hung_threads=0, openings=3, interruptions=2, calls=80, refusals=4
-        )
+        self.collection = Collection(hung_threads=0, openings=3, interruptions=2, calls=80, refusals=4)
         self.page = AgentPage(
             self.meter, self.snapshots, self.xids, lambda: self.collection, lambda: None, self.clock, Style()
         )

@@ -7,10 +7,9 @@ such a call is not documented.
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection as Several
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
 from gpuscale.common.errors import FailedPreconditionError
@@ -38,8 +37,6 @@ class Collection:
     """How the collection does.
 
     Attributes:
-        open: whether the source is open.
-        released: whether the driver was let go of on request.
         hung_threads: threads that are stuck in the driver, at most one for each GPU.
         openings: how often the source was opened, failures included.
         interruptions: how often a driver that did not answer was interrupted.
@@ -47,39 +44,11 @@ class Collection:
         refusals: how many of these calls gave an error, what a GPU does not support among them.
     """
 
-    open: bool
-    released: bool
     hung_threads: int
     openings: int
     interruptions: int
     calls: int
     refusals: int
-
-
-class Counted(Protocol):
-    """What calls of the driver are counted of."""
-
-    calls: int
-    refusals: int
-
-
-@dataclass(slots=True)
-class Calls:
-    """Calls of the driver for GPUs that are not there any more; counters never go back."""
-
-    calls: int = 0
-    refusals: int = 0
-
-    def keep(self, gone: Iterable[Counted]) -> None:
-        """Remember what these have counted."""
-        for one in gone:
-            self.calls += one.calls
-            self.refusals += one.refusals
-
-    def with_those_of(self, there: Several[Counted]) -> tuple[int, int]:
-        """Calls and refusals in all."""
-        calls = self.calls + sum(one.calls for one in there)
-        return calls, self.refusals + sum(one.refusals for one in there)
 
 
 # A driver that had to be interrupted is tried again soon: it may just have got over it.
@@ -194,7 +163,7 @@ class Gpus:
         self._node = node
         self._control = CallThread("gpu-source")
         self._listener = Listener(source, clock, self.events, event_wait)
-        self._convoy = SharedThread()
+        self._shared = SharedThread()
         self._devices: dict[str, Device] = {}
         self._inventory: Inventory | None = None
         self._problem = "the GPUs have not been looked for yet"
@@ -208,7 +177,8 @@ class Gpus:
         self._alone: set[asyncio.Future[None]] = set()
         self._link_ends: dict[str, tuple[str | None, ...]] = {}
         self._interruptions = Interruptions()
-        self._calls_for_gone = Calls()
+        self._calls_of_gone = 0
+        self._refusals_of_gone = 0
         self._bug: BaseException | None = None
 
     @property
@@ -223,15 +193,13 @@ class Gpus:
 
     def collection(self) -> Collection:
         """How the collection does now."""
-        calls, refusals = self._calls_for_gone.with_those_of(self._devices.values())
+        devices = self._devices.values()
         return Collection(
-            open=self._inventory is not None,
-            released=self._window is not None,
-            hung_threads=sum(device.hung for device in self._devices.values()),
+            hung_threads=sum(device.hung for device in devices),
             openings=self._openings,
             interruptions=self._interruptions.count,
-            calls=calls,
-            refusals=refusals,
+            calls=self._calls_of_gone + sum(device.calls for device in devices),
+            refusals=self._refusals_of_gone + sum(device.refusals for device in devices),
         )
 
     def problem(self) -> str:
@@ -302,7 +270,7 @@ class Gpus:
             elif reader is not None:
                 asked.append(self._order(device, reader))
         now = asyncio.get_running_loop().time()
-        left, held_up = await self._convoy.drive(list(quick), min(QUICK_SECONDS, (deadline - now) / 2))
+        left, held_up = await self._shared.drive(list(quick), min(QUICK_SECONDS, (deadline - now) / 2))
         asked.extend(self._order(quick[reader], reader) for reader in left)
         if held_up is not None:
             asked.append(self._tracked(held_up))
@@ -326,14 +294,13 @@ class Gpus:
         self._window = _Window(problem, self._clock.now() + seconds)
         if released:
             return
-        deadline = asyncio.get_running_loop().time() + RELEASE_SECONDS
-        await self._quiet(deadline)
+        await self._quiet(_in(RELEASE_SECONDS))
         if self._calls() and self._source.interrupt():
-            await self._quiet(asyncio.get_running_loop().time() + CLOSE_SECONDS)
+            await self._quiet(_in(CLOSE_SECONDS))
         if not self._calls():
             self._inventory = None
             self._control_call = self._control.call(self._source.close)
-            await wait_until([self._control_call], asyncio.get_running_loop().time() + CLOSE_SECONDS)
+            await wait_until([self._control_call], _in(CLOSE_SECONDS))
         if self._calls():
             self._window = None
             if self._inventory is not None and self._inventory.has_events:
@@ -358,16 +325,14 @@ class Gpus:
         """Let go of the driver, unless a call is out: then its thread is left behind."""
         self._listener.pause()
         if self._listener.listening is not None:
-            await wait_until([self._listener.listening], asyncio.get_running_loop().time() + CLOSE_SECONDS)
+            await wait_until([self._listener.listening], _in(CLOSE_SECONDS))
         if self._calls() and self._source.interrupt():
-            await self._quiet(asyncio.get_running_loop().time() + CLOSE_SECONDS)
+            await self._quiet(_in(CLOSE_SECONDS))
         if not self._calls():
-            await wait_until(
-                [self._control.call(self._source.close)], asyncio.get_running_loop().time() + CLOSE_SECONDS
-            )
+            await wait_until([self._control.call(self._source.close)], _in(CLOSE_SECONDS))
         self._control.stop()
         self._listener.stop()
-        self._convoy.stop()
+        self._shared.stop()
         for device in self._devices.values():
             device.stop()
 
@@ -378,7 +343,7 @@ class Gpus:
 
     def _calls(self) -> list[asyncio.Future[Any]]:
         """What is done once a thread has left the driver, of each that is in there."""
-        calls = (self._listener.listening, self._convoy.round, self._control_call, *self._alone)
+        calls = (self._listener.listening, self._shared.round, self._control_call, *self._alone)
         return [call for call in calls if call is not None and not call.done()]
 
     def _due(self) -> bool:
@@ -456,9 +421,10 @@ class Gpus:
     def _forget_parts(self) -> None:
         """A MIG instance that is gone was taken away on purpose, unlike a GPU that the driver lists no longer."""
         gone = [uuid for uuid, one in self._devices.items() if not one.present and one.identity.parent_uuid]
-        parts = [self._devices.pop(uuid) for uuid in gone]
-        self._calls_for_gone.keep(parts)
-        for part in parts:
+        for uuid in gone:
+            part = self._devices.pop(uuid)
+            self._calls_of_gone += part.calls
+            self._refusals_of_gone += part.refusals
             part.stop()
 
     def _errors(self) -> list[BaseException]:
@@ -506,6 +472,11 @@ class Gpus:
         elif self._inventory is None or not device.present:
             lost = self._problem or "the driver does not list it any more"
         return device.view(opening_since=self._opening_since, lost=lost, released=self._window is not None)
+
+
+def _in(seconds: float) -> float:
+    """A deadline by the running loop."""
+    return asyncio.get_running_loop().time() + seconds
 
 
 def _same_place(missing: MissingGpu, known: GpuIdentity) -> bool:

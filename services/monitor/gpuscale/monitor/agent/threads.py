@@ -186,7 +186,7 @@ class SharedThread:
         if not readers:
             return [], None
         if self._worker is None:
-            self._worker = CallThread("gpu-convoy")
+            self._worker = CallThread("gpus")
         turn = _Round(readers)
         future = self._round = self._worker.call(turn.run)
         future.add_done_callback(lambda _: turn.settle())

@@ -1,7 +1,10 @@
 """Health of the fleet's nodes: an observer of what they stream, and what the judgement is told to."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
@@ -21,23 +24,28 @@ _STATES = {value: name.removeprefix("GPU_STATE_") for name, value in types_api.G
 _ACTIONS = {value: name.removeprefix("RECOVERY_ACTION_") for name, value in types_api.RecoveryAction.items()}
 
 
+_WATCHED = {
+    "ecc_uncorrected": "ecc_volatile_uncorrected_count",
+    "remap_failed": "remapped_rows_failed",
+    "remap_pending": "remapped_rows_pending",
+    "retired_pending": "retired_pages_pending",
+    "throttle_reason_mask": "throttle_reason_mask",
+}
+"""Fields of GpuReading by the names of facts. They decide, with the recovery action, whether a GPU looks well."""
+_COMPARED = {"pcie_replays": "pcie_replay_count", "nvlinks_active": "nvlink_active_count"}
+"""Those that are compared with before."""
+
+
 def facts_of(gpu: types_api.Gpu) -> GpuFacts:
     """What the checks look at of a GPU."""
-    reading = gpu.reading
-    has = reading.HasField
-    return GpuFacts(
-        state=_STATES.get(gpu.state, ""),
-        ecc_uncorrected=reading.ecc_volatile_uncorrected_count
-        if has("ecc_volatile_uncorrected_count")
-        else None,
-        remap_failed=reading.remapped_rows_failed if has("remapped_rows_failed") else None,
-        remap_pending=reading.remapped_rows_pending if has("remapped_rows_pending") else None,
-        retired_pending=reading.retired_pages_pending if has("retired_pages_pending") else None,
-        recovery_action=_ACTIONS.get(reading.recovery_action, "OTHER") if has("recovery_action") else None,
-        throttle_reason_mask=reading.throttle_reason_mask if has("throttle_reason_mask") else None,
-        pcie_replays=reading.pcie_replay_count if has("pcie_replay_count") else None,
-        nvlinks_active=reading.nvlink_active_count if has("nvlink_active_count") else None,
-    )
+    reading: Message = gpu.reading
+    facts = dict[str, Any]()
+    for fact, name in (_WATCHED | _COMPARED).items():
+        if reading.HasField(name):
+            facts[fact] = getattr(reading, name)
+    if gpu.reading.HasField("recovery_action"):
+        facts["recovery_action"] = _ACTIONS.get(gpu.reading.recovery_action, "OTHER")
+    return GpuFacts(_STATES.get(gpu.state, ""), **facts)
 
 
 _FINE = frozenset(
@@ -48,14 +56,7 @@ _NO_ACTION = types_api.RecoveryAction.RECOVERY_ACTION_NONE
 
 WATCHED_FIELDS = frozenset(
     types_api.GpuReading.DESCRIPTOR.fields_by_name[name].number
-    for name in (
-        "ecc_volatile_uncorrected_count",
-        "throttle_reason_mask",
-        "remapped_rows_failed",
-        "remapped_rows_pending",
-        "retired_pages_pending",
-        "recovery_action",
-    )
+    for name in (*_WATCHED.values(), "recovery_action")
 )
 """The readings that decide whether a GPU looks well, by number: a change of others need not be looked at."""
 
@@ -113,21 +114,19 @@ class HealthWatch:
             snapshot = picture.snapshot
             uuids = {gpu.uuid.lower() for gpu in snapshot.gpus}
             register.shown(node, snapshot.host.boot_id, uuids, now, snapshot.gpu_problem)
-        eventful = register.eventful(node)
         every = now >= self._turns.get(node, float("-inf"))
-        if not (every or eventful or change is None or change.touches(WATCHED_FIELDS)):
-            return
         if every:
             self._turns[node] = now + EVERY_SECONDS
-        gpus = picture.snapshot.gpus
-        changed = None if every or change is None else change.changed_places()
-        facts: dict[str, GpuFacts] = {}
-        for gpu in gpus if changed is None else [gpus[place] for place in changed]:
-            if every or not looks_well(gpu) or (eventful and gpu.uuid.lower() in eventful):
-                facts[gpu.uuid] = facts_of(gpu)
-        if facts:
-            register.observe(node, facts, now)
-        self._tell()
+        eventful = register.eventful(node)
+        if every or eventful or change is None or change.touches(WATCHED_FIELDS):
+            facts = {
+                gpu.uuid: facts_of(gpu)
+                for gpu in _changed(picture, None if every else change)
+                if every or not looks_well(gpu) or (eventful and gpu.uuid.lower() in eventful)
+            }
+            if facts:
+                register.observe(node, facts, now)
+            self._tell()
 
     def hear(self, node: str, faults: monitor_api.ReportedFaults, now: float) -> None:
         """Take in faults that an agent told of; one that it tells of again counts once."""
@@ -172,6 +171,13 @@ class HealthWatch:
             dates = Dates.of(self._clock)
             for node in requarantined:
                 self._nodes.quarantine(node, to_quarantines(register.quarantines(node), dates))
+
+
+def _changed(picture: Picture, change: Change | None) -> Iterable[types_api.Gpu]:
+    """The GPUs that a change changes; all without one."""
+    gpus = picture.snapshot.gpus
+    places = None if change is None else change.changed_places()
+    return gpus if places is None else [gpus[place] for place in places]
 
 
 def _note(event: Event | None) -> None:
