@@ -12,6 +12,7 @@ Use it in this process with the fixture `nvml_double` (or `in_process`), or in a
 
 from tests.support.nvml_double.build import why_unavailable
 from tests.support.nvml_double.double import (
+    FIELD_IDS,
     HEALTHY_FIELDS,
     XID_EVENT,
     CallCount,
@@ -24,6 +25,7 @@ from tests.support.nvml_double.double import (
 from tests.support.nvml_double.model import GIB, DoubleGpu, DoubleProcess, NvmlReturn, ProcessKind, Rules
 
 __all__ = [
+    "FIELD_IDS",
     "GIB",
     "HEALTHY_FIELDS",
     "XID_EVENT",

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpuscale.monitor.agent.nvml.fields import METERS, NVLINK, SLOW
 from tests.support.nvml_double.build import library_folder, preload
 from tests.support.nvml_double.model import DoubleGpu, Rules
 
@@ -132,34 +133,24 @@ class NvmlDouble:
         yield from self._events
 
 
-HEALTHY_FIELDS: dict[int, int | float] = {
-    3: 0,  # ECC errors that were corrected, since the driver was loaded
-    4: 0,  # that were not
-    5: 0,  # the same in the life of the board
-    6: 0,
-    29: 0,  # retired pages
-    30: 0,
-    31: 0,
-    38: 0,  # errors of NVLinks: checksums, replays, recoveries
-    45: 0,
-    52: 0,
-    59: 0,
+FIELD_IDS: dict[int, str] = {
+    key if isinstance(key, int) else key[0]: field.name
+    for field in (*METERS, *SLOW, *NVLINK)
+    for key in field.keys
+} | {165: "nvlink_active_count"}
+"""What is read by each of NVML's ids of fields."""
+
+HEALTHY_FIELDS: dict[int, int | float] = dict.fromkeys(FIELD_IDS, 0) | {
     82: 47,  # temperature of memory, degrees Celsius
     83: 5_000_000,  # energy, mJ
-    94: 0,  # PCIe replays
     138: 2_000,  # NVLink data sent and received, KiB
     139: 3_000,
-    142: 0,  # remapped rows: corrected, uncorrected, pending, failed
-    143: 0,
-    144: 0,
-    145: 0,
     165: 1,  # an NVLink is up
     187: 200_000,  # lowest, highest and default power limit, mW
     188: 700_000,
     189: 700_000,
     197: 4_000_000,  # bytes sent and received over PCIe
     198: 6_000_000,
-    230: 0,  # recovery action: none
 }
 """Field values of a GPU that supports all of those that are read, by NVML's ids."""
 

@@ -74,7 +74,7 @@ METERS = (
 )
 """What moves slowly, or only adds up, but is worth a call every few seconds."""
 
-_SLOW = (
+SLOW = (
     Field(
         "power_limit_default_watts",
         (pynvml.NVML_FI_DEV_POWER_DEFAULT_LIMIT,),
@@ -99,8 +99,9 @@ _SLOW = (
     Field("remapped_rows_failed", (pynvml.NVML_FI_DEV_REMAPPED_FAILURE,), bool),
     Field("recovery_action", (pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,), _recovery),
 )
+"""What changes seldom."""
 
-_NVLINK = (
+NVLINK = (
     Field("nvlink_sent_bytes", ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),), _kib),
     Field("nvlink_received_bytes", ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),), _kib),
     Field(
@@ -113,6 +114,7 @@ _NVLINK = (
     Field("nvlink_replay_error_count", (pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,)),
     Field("nvlink_recovery_error_count", (pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,)),
 )
+"""What changes seldom, of a GPU that has NVLinks."""
 _NVLINK_STATE = "nvlink_active_count"
 _NO_LINKS = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU has no NVLink")
 
@@ -122,10 +124,10 @@ def ask_slow(
 ) -> Values:
     """Everything that is read seldom, in one call; `links` are the GPU's NVLinks."""
     if not links:
-        queries.note((*(field.name for field in _NVLINK), _NVLINK_STATE), _NO_LINKS)
-        return ask(queries, handle, "slow fields", _SLOW)
+        queries.note((*(field.name for field in NVLINK), _NVLINK_STATE), _NO_LINKS)
+        return ask(queries, handle, "slow fields", SLOW)
     state = Field(_NVLINK_STATE, tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in links))
-    return ask(queries, handle, "slow fields", (*_SLOW, *_NVLINK, state))
+    return ask(queries, handle, "slow fields", (*SLOW, *NVLINK, state))
 
 
 def ask(
