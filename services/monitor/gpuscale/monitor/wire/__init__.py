@@ -1,4 +1,1 @@
-"""Between these values and the contract's messages: snapshots, deltas, recordings.
-
-No gRPC calls here. Begin with `merging`.
-"""
+"""Between the values of `model` and the contract's messages. No gRPC calls. Begin with `snapshots`, then `merging`."""
