@@ -1,4 +1,4 @@
-"""Who a caller is, for every way to connect, and what a tokens file may hold."""
+"""Who a caller is, for every way to connect, what a tokens file may hold, and the role of every method."""
 
 import hashlib
 import logging
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
 from pydantic import SecretStr
 
+from gpuscale.api.allocator import v1 as _allocator  # noqa: F401  (fills the pool)
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common import errors
 from gpuscale.common.security import auth
@@ -17,10 +19,12 @@ from gpuscale.common.security.auth import (
     LOCAL,
     Authenticator,
     Limits,
+    MethodInfo,
     Principal,
     Role,
     TokenFile,
     current_principal,
+    find_method,
     require,
 )
 from tests.support.tokens import bearer, token, write_tokens
@@ -158,6 +162,29 @@ def test_certificates_name_callers_only_where_they_are_accepted() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "spiffe://example.org/other/operator/alice",
+        "spiffe://example.org/gpuscale/root/alice",
+        "spiffe://example.org/gpuscale/operator/",
+        "spiffe://example.org/gpuscale/operator/Alice",
+        "spiffe://example.org/gpuscale/operator/a/b",
+        "https://example.org/gpuscale/operator/alice",
+    ],
+)
+def test_certificates_without_our_identity(uri: str) -> None:
+    certificate = Context(REMOTE, tls=True, spiffe=uri)
+    assert who(Authenticator(accept_certificates=True), certificate) == "CERTIFICATE_WITHOUT_IDENTITY"
+
+
+def test_a_token_decides_before_a_certificate(token_file: Path) -> None:
+    authenticator = Authenticator(tokens_file=token_file, accept_certificates=True)
+    for metadata, found in ((bearer("bob"), "bob"), ((), "alice"), (bearer("nobody"), "TOKEN_INVALID")):
+        caller = who(authenticator, Context(REMOTE, tls=True, spiffe=SPIFFE, metadata=metadata))
+        assert (caller.name if isinstance(caller, Principal) else caller) == found
+
+
 @pytest.mark.parametrize("name", ["local", "anonymous"])
 def test_nobody_bears_the_name_of_callers_without_a_token(tmp_path: Path, name: str) -> None:
     """They would own, and could release, what a caller on loopback or of a trusted network holds."""
@@ -218,13 +245,14 @@ DIGEST = hashlib.sha256(b"secret").hexdigest()
             f'[tokens.a]\nrole = "admin"\nsha256 = "{DIGEST}"\nexpire = 2027-01-01T00:00:00Z',
             "tokens.a.expire",
         ),
+        ("\udcff", "codec"),
         (None, "No such file"),
     ],
 )
 def test_tokens_files_that_cannot_be_used(tmp_path: Path, text: str | None, problem: str) -> None:
     path = tmp_path / "tokens.toml"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(errors.FailedPreconditionError) as caught:
         TokenFile(path)
     assert caught.value.reason == "TOKENS_FILE"
@@ -245,13 +273,6 @@ def test_limits_stand_with_the_token_or_under_the_name_of_the_certificate(tmp_pa
         caller = who(authenticator, Context(REMOTE, tls=True, spiffe=spiffe))
         assert caller == Principal(name, Role.OPERATOR, "certificate", found)
     assert (LOCAL.tenants, Principal("dog", Role.OPERATOR, "token").tenants) == (("local",), ("dog",))
-
-
-def test_a_tokens_file_that_is_not_text(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.toml"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(errors.FailedPreconditionError):
-        TokenFile(path)
 
 
 @pytest.fixture
@@ -313,3 +334,45 @@ def test_the_file_is_not_looked_at_for_every_call(
         file.principal(token("alice"))
         clock[0] += 0.01
     assert 2 <= len(looks) <= 3
+
+
+def test_a_method_of_ours_has_the_role_that_the_contract_gives() -> None:
+    path = "/gpuscale.api.allocator.v1.AllocatorService/Reserve"
+    assert find_method(path) == MethodInfo(path, Role.OPERATOR, ours=True)
+
+
+def test_methods_of_others() -> None:
+    health = find_method("/grpc.health.v1.Health/Watch")
+    assert health is not None
+    assert health.role is None
+    reflection = find_method("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+    assert reflection is not None
+    assert reflection.role is Role.VIEWER
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/gpuscale.api.allocator.v1.AllocatorService/NoSuch",
+        "/gpuscale.api.allocator.v1.AllocatorService",
+        "/grpc.health.v1.Health/Other",
+        "/grpc.channelz.v1.Channelz/GetServers",
+        "",
+        "/",
+        "//",
+        "/\x00",
+    ],
+)
+def test_anything_else(path: str) -> None:
+    assert find_method(path) is None
+
+
+def test_a_method_that_was_given_no_role() -> None:
+    file = descriptor_pb2.FileDescriptorProto(name="test/forgotten.proto", package="test", syntax="proto3")
+    file.dependency.append("google/protobuf/duration.proto")
+    service = file.service.add(name="ForgottenService")
+    service.method.add(
+        name="Do", input_type=".google.protobuf.Duration", output_type=".google.protobuf.Duration"
+    )
+    descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
+    assert find_method("/test.ForgottenService/Do") is None

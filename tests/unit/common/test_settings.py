@@ -1,4 +1,4 @@
-"""Settings: flags over environment over file over defaults, and one line about whatever is unknown."""
+"""Settings: flags over environment over file over defaults, one line about whatever is unknown, and where state is kept."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,11 @@ from typing import ClassVar, Literal
 import pytest
 from pydantic import BaseModel, Field, SecretStr
 
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.common.config import settings as settings_module
 from gpuscale.common.config.settings import (
+    DatabaseSettings,
     ServerSettings,
     Settings,
     UpstreamSettings,
@@ -66,7 +70,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def config(tmp_path: Path, text: str) -> str:
     path = tmp_path / "gpuscale.toml"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     path.chmod(0o600)
     return str(path)
 
@@ -185,18 +189,13 @@ def test_variables_of_other_programs_and_of_users_are_none_of_our_business(
         ("agent = 1\n", "agent must be a table"),
         ("[agent\n", "is not TOML"),
         ("\x00", "is not TOML"),
+        ("# \udce9", "is not TOML"),
     ],
 )
 def test_wrong_keys_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
     assert said in refused(capsys, "--config", config(tmp_path, text))
-
-
-def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "latin.toml"
-    path.write_bytes(b"# \xe9\n")
-    assert "is not TOML" in refused(capsys, "--config", str(path))
 
 
 def test_tables_of_other_programs_are_none_of_our_business(tmp_path: Path) -> None:
@@ -225,12 +224,8 @@ def test_a_password_that_every_user_may_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="chmod o-r") as caught:
         read_config(path)
     assert "canary" not in caught.value.message
-
-
-def test_a_file_without_a_password_may_be_read_by_all(tmp_path: Path) -> None:
-    path = Path(config(tmp_path, '[brokers.default]\namqp_url = "amqp://mq/"\n'))
-    path.chmod(0o644)
-    assert read_config(path)
+    path.write_text('[brokers.default]\namqp_url = "amqp://mq/"\n')
+    assert read_config(path), "without a password all may read it"
 
 
 def test_help_names_flags_variables_and_defaults_but_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,3 +289,87 @@ def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert caught.value.reason == "TOKEN_FILE"
     with pytest.raises(FailedPreconditionError):
         ServerSettings(tokens_file=missing).authenticator()
+
+
+URL = "postgresql://gpuscale:secret-1234@db/gpuscale"
+
+
+def allocator(database: object, environ: Mapping[str, str] | None = None) -> AllocatorSettings:
+    return load_table(
+        AllocatorSettings, {"allocator": {"data_dir": "d", "database": database}}, environ=environ or {}
+    )
+
+
+@pytest.mark.parametrize("kind", [AllocatorSettings, AutoscalerSettings])
+def test_it_comes_from_the_environment_and_its_password_is_never_shown(kind: type[DatabaseSettings]) -> None:
+    variable = f"GPUSCALE_{kind.section.upper()}_DATABASE"
+    found = load_table(kind, {kind.section: {"data_dir": "d"}}, environ={variable: URL})
+    assert found.database is not None
+    assert found.database.reveal() == URL
+    assert "secret" not in f"{found!r} {found} {found.database} {found.model_dump_json()}"
+
+
+@pytest.mark.parametrize("kind", [AllocatorSettings, AutoscalerSettings])
+def test_it_comes_from_a_file(kind: type[DatabaseSettings], tmp_path: Path) -> None:
+    """As Docker and Kubernetes mount secrets: neither `docker inspect` nor the environment shows it."""
+    file = tmp_path / "url"
+    file.write_text(f"{URL}\n")
+    found = load_table(kind, {kind.section: {"data_dir": "d", "database_file": str(file)}}, environ={})
+    assert found.database is not None
+    assert found.database.reveal() == URL
+    assert "secret" not in f"{found!r} {found} {found.model_dump_json()}"
+    variable = f"GPUSCALE_{kind.section.upper()}_DATABASE_FILE"
+    assert load_table(kind, {kind.section: {"data_dir": "d"}}, environ={variable: str(file)}) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot read database_file"),
+        ("", "must look like"),
+        ("mysql://u:secret-1234@h/d", "must begin with postgresql://"),
+        ("secret-1234", "must look like"),
+    ],
+)
+def test_a_file_without_one_is_refused_and_not_shown(text: str | None, says: str, tmp_path: Path) -> None:
+    """It does not come to mean that the state is kept in a file of its own."""
+    if text is not None:
+        (tmp_path / "url").write_text(text)
+    variable = {"GPUSCALE_ALLOCATOR_DATABASE_FILE": str(tmp_path / "url")}
+    with pytest.raises(InvalidArgumentError, match=says) as caught:
+        allocator("", variable)
+    assert "secret-1234" not in caught.value.message
+
+
+def test_there_is_one_of_the_two(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"database in \[allocator\]: goes without database_file"):
+        allocator(URL, {"GPUSCALE_ALLOCATOR_DATABASE_FILE": str(tmp_path)})
+    assert allocator("").database is None, "an empty one is none"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["sqlite:///x.db", "mysql://u:secret-1234@h/d", "secret-1234", "postgresql://u:a/secret-1234@h/d"],
+)
+def test_another_url_is_refused_and_not_shown(wrong: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        allocator(wrong)
+    assert "database in [allocator]" in caught.value.message
+    assert "secret-1234" not in caught.value.message
+
+
+def test_it_is_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every user of the host can read flags."""
+    with pytest.raises(SystemExit):
+        load(AllocatorSettings, ["--data-dir", "d", "--database", URL], program="p", description="")
+    assert "unknown flag --database" in capsys.readouterr().err
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setattr(settings_module, "import_module", missing)
+    with pytest.raises(FailedPreconditionError, match=r"gpuscale\[postgresql\]") as caught:
+        allocator(URL).require_driver()
+    assert caught.value.reason == "POSTGRESQL_NOT_INSTALLED"

@@ -46,19 +46,33 @@ def trail(leader: Leader, *, again: bool = True, timeout: float | None = 60.0) -
         ("a:1", ("a:1",)),
         ("a:1,b:2", ("a:1", "b:2")),
         (" a:1 , [::1]:2 ", ("a:1", "[::1]:2")),
-        ("unix:/run/x", ("unix:/run/x",)),
+        *((one, (one,)) for one in ("[::1]:7070", "unix:/run/x.sock", "unix-abstract:x", "dns:///a:1")),
     ],
 )
 def test_addresses_stand_between_commas(text: str, addresses: tuple[str, ...]) -> None:
     assert split_addresses(text) == addresses
 
 
-@pytest.mark.parametrize("text", ["a:1,", ",a:1", "a:1,,b:2", "a:1,a:1"])
-def test_an_address_that_is_empty_or_twice_there_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgumentError):
-        split_addresses(text)
-    with pytest.raises(InvalidArgumentError):
-        open_sync_channel(text)
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("127.0.0.1", "has no port: write HOST:PORT, such as 127.0.0.1:7070"),
+        ("gateway", "has no port: write HOST:PORT, such as gateway:7070"),
+        ("[::1]", "has no port: write HOST:PORT, such as [::1]:7070"),
+        (":99999", "has the port '99999': a port is a number from 1 to 65535"),
+        ("gateway:0", "has the port '0'"),
+        ("gateway:http", "has the port 'http'"),
+        (":7070", "has no host: write HOST:PORT, such as 127.0.0.1:7070"),
+        ("::1:7070", "is ambiguous: write an IPv6 address in brackets"),
+        ("http://gateway:7070/", "has http:// before it: write gateway:7070"),
+        ("a:1,b", "the address 'b' has no port"),
+        *((several, "must name different addresses") for several in ("a:1,", ",a:1", "a:1,,b:2", "a:1,a:1")),
+    ],
+)
+def test_what_is_wrong_with_an_address_is_said(address: str, says: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        open_sync_channel(address)
+    assert says in caught.value.message
 
 
 def test_a_standby_that_knows_the_leader_is_believed() -> None:
@@ -170,31 +184,3 @@ def test_a_call_without_a_deadline_gives_up_too(monkeypatch: pytest.MonkeyPatch)
     later = time.monotonic() + PATIENCE
     monkeypatch.setattr("gpuscale.common.rpc.wrapped_channel.time.monotonic", lambda: later)
     assert call.after(not_leader()) is None
-
-
-@pytest.mark.parametrize(
-    ("address", "says"),
-    [
-        ("127.0.0.1", "has no port: write HOST:PORT, such as 127.0.0.1:7070"),
-        ("gateway", "has no port: write HOST:PORT, such as gateway:7070"),
-        ("[::1]", "has no port: write HOST:PORT, such as [::1]:7070"),
-        (":99999", "has the port '99999': a port is a number from 1 to 65535"),
-        ("gateway:0", "has the port '0'"),
-        ("gateway:http", "has the port 'http'"),
-        (":7070", "has no host: write HOST:PORT, such as 127.0.0.1:7070"),
-        ("::1:7070", "is ambiguous: write an IPv6 address in brackets"),
-        ("http://gateway:7070/", "has http:// before it: write gateway:7070"),
-        ("a:1,b", "the address 'b' has no port"),
-    ],
-)
-def test_what_is_wrong_with_an_address_is_said(address: str, says: str) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        split_addresses(address)
-    assert says in caught.value.message
-
-
-@pytest.mark.parametrize(
-    "address", ["a:1", "[::1]:7070", "unix:/run/x.sock", "unix-abstract:x", "dns:///a:1"]
-)
-def test_an_address_is_taken_as_it_is(address: str) -> None:
-    assert split_addresses(address) == (address,)
