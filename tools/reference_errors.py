@@ -94,6 +94,9 @@ def _from_call(node: ast.Call, constants: Mapping[str, str], found: dict[str, Re
             _add(found, text).kinds.add(name)
         else:
             _add(found, text)
+    if len(node.args) > 1 and isinstance(first := node.args[0], ast.Constant) and first.value in ELSEWHERE:
+        reason = _add(found, str(first.value))
+        reason.messages += [text for text in [_said(node.args[1])] if text and text not in reason.messages]
 
 
 def _messages(

@@ -80,7 +80,7 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
 @pytest.mark.parametrize(
     ("page", "module", "enum"),
     [
-        ("allocation.md", "allocator.domain.feasibility", "Obstacle"),
+        ("allocation.md", "allocator.placing.obstacles", "Obstacle"),
         ("allocation.md", "allocator.placing.refusal", "RefusalKind"),
         ("autoscaling.md", "autoscaler.domain.model", "Code"),
         ("autoscaling.md", "autoscaler.domain.replicas", "ReplicaState"),
