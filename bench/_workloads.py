@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from gpuscale.autoscaler.backtest.trace import Request
+from gpuscale.client.traces import Request
 
 ARRIVALS = 4.0
 """Requests a second at a rate of 1."""

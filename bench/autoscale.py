@@ -24,13 +24,12 @@ from itertools import product
 from pathlib import Path
 
 from bench._workloads import FAMILIES, made_up
-from gpuscale.autoscaler.backtest.report import Report, oracle_gpu_hours
-from gpuscale.autoscaler.backtest.simulate import run
-from gpuscale.autoscaler.backtest.trace import Request, ServiceModel, read_trace
+from gpuscale.autoscaler.backtest.simulate import Report, oracle_gpu_hours, run
 from gpuscale.autoscaler.backtest.world import Setting
-from gpuscale.autoscaler.domain.model import EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.domain.presets import PRESETS, Wish
+from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
 from gpuscale.cli.commands.tuning import grid
+from gpuscale.client.traces import Request, ServiceModel, read_trace
 from gpuscale.common.errors import GpuscaleError
 
 DEFAULT = "gpuscale"

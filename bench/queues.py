@@ -37,10 +37,9 @@ import psutil
 import uvloop
 
 from gpuscale.autoscaler.domain.queues import QueueTarget
-from gpuscale.autoscaler.signals.queues.brokers import Broker, BrokerSettings, RetryGate, resolve
-from gpuscale.autoscaler.signals.queues.management import ManagementClient, Measured
-from gpuscale.autoscaler.signals.queues.sweeps import BrokerSweeps
-from gpuscale.autoscaler.signals.queues.virtual_hosts import Publish, VirtualHostReader
+from gpuscale.autoscaler.signals.brokers import Broker, BrokerSettings, RetryGate, resolve
+from gpuscale.autoscaler.signals.management import ManagementClient, Measured
+from gpuscale.autoscaler.signals.sweeps import BrokerSweeps, Publish, VirtualHostReader
 from gpuscale.common.runtime import logs
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.secrets import SecretUrl

@@ -24,7 +24,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.autoscaler.app import open_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings
+from gpuscale.autoscaler.signals.brokers import BrokerSettings
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.wire import to_duration

@@ -51,7 +51,7 @@ def lint(tree: Path) -> subprocess.CompletedProcess[str]:
         ),
         ("services/allocator/gpuscale/allocator/domain/ledger.py", "import time", "Pure cores"),
         (
-            "services/autoscaler/gpuscale/autoscaler/domain/pace.py",
+            "services/autoscaler/gpuscale/autoscaler/domain/rules/rule.py",
             "import gpuscale.api.types.v1",
             "Pure cores",
         ),
@@ -59,7 +59,7 @@ def lint(tree: Path) -> subprocess.CompletedProcess[str]:
         (
             "services/autoscaler/gpuscale/autoscaler/loop/reconciler.py",
             "import aio_pika",
-            "Only autoscaler/queues/rabbitmq.py",
+            "Only autoscaler/signals/rabbitmq.py",
         ),
         ("services/allocator/gpuscale/allocator/usecases/endings.py", "import sqlmodel", "Only stores"),
     ],

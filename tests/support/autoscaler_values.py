@@ -6,22 +6,21 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from gpuscale.autoscaler.domain import engine, signals
-from gpuscale.autoscaler.domain.model import (
+from gpuscale.autoscaler.domain.decisions import Evaluation
+from gpuscale.autoscaler.domain.engine import Memory
+from gpuscale.autoscaler.domain.inputs import Inputs, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
+from gpuscale.autoscaler.domain.replicas import Lease, Moment, Replica, ReplicaState
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
+from gpuscale.autoscaler.domain.spec import (
     Endpoint,
     EndpointSpec,
-    Evaluation,
-    Observation,
-    ObservationStatus,
     QueueCount,
     QueueSignal,
     ReplicaTemplate,
     Signal,
 )
-from gpuscale.autoscaler.domain.pace import Memory
-from gpuscale.autoscaler.domain.policies.outcome import Inputs
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.replicas import Lease, Moment, Replica, ReplicaState
-from gpuscale.autoscaler.domain.rules import Comparator, Rule, StepRule
 
 NOW = 1000.0
 WALL = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)

@@ -7,20 +7,23 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from gpuscale.autoscaler.domain.model import (
+from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
+from gpuscale.autoscaler.domain.rules.targets import TargetRule
+from gpuscale.autoscaler.domain.spec import (
     AdapterTier,
     Endpoint,
     EndpointSpec,
     GpuGate,
+    Pace,
     QueueCount,
     QueueSignal,
     ReplicaTemplate,
     Signal,
 )
-from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState
-from gpuscale.autoscaler.domain.rules import Comparator, Pace, Rule, StepRule, TargetRule
-from gpuscale.autoscaler.servicers.verifying import verified
-from gpuscale.autoscaler.state import decision_log, decision_store, store
+from gpuscale.autoscaler.servicers.decision_servicer import verified
+from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.names import replica_name
 from tests.support.fake_allocator import ACTIVE
@@ -229,8 +232,8 @@ def _has_what_it_wants(world: World, endpoint: Endpoint, rows: list[Replica]) ->
     assert len(rows) == endpoint.desired
     assert all(one.aimed_at for one in rows)
     with world.connection.begin():
-        ids = decision_store.decision_ids(world.connection, endpoint.id, None, 1000)
-        decisions = decision_store.decisions(world.connection, ids)
+        ids = decision_log.decision_ids(world.connection, endpoint.id, None, 1000)
+        decisions = decision_log.decisions(world.connection, ids)
     wires = [decision_log.to_wire(one, inputs=True) for one in decisions]
     for one in rows:
         if one.adapter:

@@ -16,29 +16,22 @@ from uuid import UUID
 
 from sqlalchemy import Connection, StaticPool, create_engine
 
-from gpuscale.autoscaler.domain.model import EndpointSpec
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
+from gpuscale.autoscaler.domain.spec import EndpointSpec
 from gpuscale.autoscaler.loop import passes
 from gpuscale.autoscaler.loop.acting import Actor
-from gpuscale.autoscaler.loop.followers import Followers
 from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.loop.leases import LeaseKeeper
+from gpuscale.autoscaler.loop.leases import LeaseKeeper, Reservations
 from gpuscale.autoscaler.loop.reconciler import Reconciler, Rooms
-from gpuscale.autoscaler.loop.reservations import Reservations
-from gpuscale.autoscaler.loop.wakes import Wakes
+from gpuscale.autoscaler.loop.wakes import Followers, Wakes, WatcherUses
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
-from gpuscale.autoscaler.signals.fleet_metrics import FleetMetrics
+from gpuscale.autoscaler.signals.fleet import FleetMetrics
 from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.signals.polling import Poller
-from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
-from gpuscale.autoscaler.signals.reported import ReportedMetrics
-from gpuscale.autoscaler.signals.room import Room
-from gpuscale.autoscaler.signals.sources import SignalSources
-from gpuscale.autoscaler.signals.waiting import WaitingRequests
-from gpuscale.autoscaler.state import replica_store, store
-from gpuscale.autoscaler.state.decision_file import DecisionFile
-from gpuscale.autoscaler.state.decision_log import Repetitions
+from gpuscale.autoscaler.signals.polling import Poller, Room, WaitingRequests
+from gpuscale.autoscaler.signals.sources import ReportedMetrics, SignalSources
+from gpuscale.autoscaler.state import store
+from gpuscale.autoscaler.state.decision_log import DecisionFile, Repetitions
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.runtime import tasks as backoff
 from gpuscale.common.runtime.tasks import TaskScope
@@ -214,9 +207,9 @@ class World:
             lambda e: e.create(name, spec, request_id=request, fingerprint=request, validate_only=False)
         )
 
-    def rows(self) -> list[replica_store.Replica]:
+    def rows(self) -> list[store.Replica]:
         with self.connection.begin():
-            return replica_store.replicas(self.connection)
+            return store.replicas(self.connection)
 
 
 def seeded(world: World) -> ExitStack:

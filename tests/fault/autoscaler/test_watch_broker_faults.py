@@ -12,10 +12,9 @@ import psutil
 import pytest
 
 from gpuscale.autoscaler.domain.queues import QueueState, QueueTarget
-from gpuscale.autoscaler.signals.queues import rabbitmq as amqp
-from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings, resolve
-from gpuscale.autoscaler.signals.queues.sweeps import BrokerSweeps
-from gpuscale.autoscaler.signals.queues.virtual_hosts import Publish, VirtualHostReader
+from gpuscale.autoscaler.signals import rabbitmq as amqp
+from gpuscale.autoscaler.signals.brokers import BrokerSettings, resolve
+from gpuscale.autoscaler.signals.sweeps import BrokerSweeps, Publish, VirtualHostReader
 from gpuscale.common.runtime.clock import SystemClock
 from tests.support.queue_watching import broker_settings, shows, spec, watching
 from tests.support.rabbitmq import RabbitBroker
@@ -26,8 +25,8 @@ from tests.support.waiting import eventually
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics are read as often as the broker of these tests has new ones."""
-    monkeypatch.setattr("gpuscale.autoscaler.signals.queues.statistics.STATISTICS_PERIOD", 0.2)
-    monkeypatch.setattr("gpuscale.autoscaler.signals.queues.statistics.CONSUMERS_PERIOD", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.management.STATISTICS_PERIOD", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.management.CONSUMERS_PERIOD", 0.2)
 
 
 async def test_a_killed_broker_is_unreachable_and_read_again_after_its_restart(
@@ -130,7 +129,7 @@ async def test_connections_channels_and_tasks_stay_the_same_over_hundreds_of_pol
         polls += 1
 
     monkeypatch.setattr(VirtualHostReader, "read", counted)
-    monkeypatch.setattr("gpuscale.autoscaler.signals.queues.brokers.RetryGate.check", lambda gate, now: None)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.brokers.RetryGate.check", lambda gate, now: None)
     queue = unique_queue_name()
     password = "wrong" if case == "password" else ""
     settings = broker_settings(rabbitmq, management=management, password=password)

@@ -9,11 +9,11 @@ import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.model import ReplicaTemplate
 from gpuscale.autoscaler.domain.replicas import Lease
-from gpuscale.autoscaler.loop.reservations import Reservations
-from gpuscale.autoscaler.signals.room import Room, shape_of
-from gpuscale.autoscaler.wire.translate import ask_to_wire, template_from_wire
+from gpuscale.autoscaler.domain.spec import ReplicaTemplate
+from gpuscale.autoscaler.loop.leases import Reservations
+from gpuscale.autoscaler.signals.polling import Room, shape_of
+from gpuscale.autoscaler.wire.specs import ask_to_wire, template_from_wire
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc.channel import open_channel
 from tests.support.allocator import allocator

@@ -10,10 +10,11 @@ import pytest
 from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.model import Decision, EndpointSpec
+from gpuscale.autoscaler.domain.decisions import Decision
 from gpuscale.autoscaler.domain.replicas import ReplicaState
-from gpuscale.autoscaler.servicers import endpoint_changes
-from gpuscale.autoscaler.state import decision_log, decision_store, replica_store, store
+from gpuscale.autoscaler.domain.spec import EndpointSpec
+from gpuscale.autoscaler.servicers import endpoints as endpoint_changes
+from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import AbortedError
@@ -98,28 +99,28 @@ async def test_replicas_as_they_were_written(state: Store) -> None:
         exit_code=-9, reason="killed", ready_at=NOW, ended_at=NOW + 1, end_time=WALL,
     )  # fmt: skip
     for one in (replica(0), full):
-        await state.write(partial(replica_store.add_replica, one=one))
-    everyone = partial(replica_store.replicas, endpoint="e", show_ended=True)
+        await state.write(partial(store.add_replica, one=one))
+    everyone = partial(store.replicas, endpoint="e", show_ended=True)
     assert await state.read(everyone) == [replica(0), full]
-    assert await state.read(replica_store.replicas) == [replica(0)]
-    assert await state.read(replica_store.owing) == [full]
-    assert await state.read(replica_store.leased) == []
+    assert await state.read(store.replicas) == [replica(0)]
+    assert await state.read(store.owing) == [full]
+    assert await state.read(store.leased) == []
     ready = replica(0, S.READY, lease=lease(2))
-    await state.write(partial(replica_store.save_replica, one=ready))
-    assert await state.read(partial(replica_store.of_adapter, adapter="a")) == [ready]
-    assert await state.read(replica_store.loads) == {"a": 1}
-    assert await state.read(replica_store.leased) == [ready]
+    await state.write(partial(store.save_replica, one=ready))
+    assert await state.read(partial(store.of_adapter, adapter="a")) == [ready]
+    assert await state.read(store.loads) == {"a": 1}
+    assert await state.read(store.leased) == [ready]
 
 
 async def test_ended_replicas_are_kept_for_a_while_and_those_that_owe_a_release_until_it_is_done(
     state: Store,
 ) -> None:
-    for number in range(replica_store.KEPT + 5):
+    for number in range(store.KEPT + 5):
         one = replica(number, S.STOPPED, lease=lease(), owes_release=number == 0)
-        await state.write(partial(replica_store.add_replica, one=one))
-    await state.write(partial(replica_store.prune, endpoint="e"))
-    left = await state.read(partial(replica_store.replicas, endpoint="e", show_ended=True))
-    assert [one.id for one in left] == ["r000", *(f"r{n:03d}" for n in range(5, replica_store.KEPT + 5))]
+        await state.write(partial(store.add_replica, one=one))
+    await state.write(partial(store.prune, endpoint="e"))
+    left = await state.read(partial(store.replicas, endpoint="e", show_ended=True))
+    assert [one.id for one in left] == ["r000", *(f"r{n:03d}" for n in range(5, store.KEPT + 5))]
 
 
 def decided(says: str, endpoint: str = "e") -> Decision:
@@ -129,17 +130,17 @@ def decided(says: str, endpoint: str = "e") -> Decision:
 async def test_decisions_are_merged_bounded_and_their_ids_never_used_again(
     state: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decision_store, "KEPT", 3)
+    monkeypatch.setattr(decision_log, "KEPT", 3)
     record = partial(decision_log.record, wall=WALL)
     made = [await state.write(partial(record, decision=decided(text))) for text in "aabbbacdd"]
     assert [(one.times.decision, one.times.count) for one in made] == [
         (1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 1), (4, 1), (5, 1), (5, 2),
     ]  # fmt: skip
-    ids = await state.read(partial(decision_store.decision_ids, endpoint="e", below=None, most=10))
+    ids = await state.read(partial(decision_log.decision_ids, endpoint="e", below=None, most=10))
     assert ids == [5, 4, 3]
-    kept = await state.read(partial(decision_store.decisions, ids=ids))
+    kept = await state.read(partial(decision_log.decisions, ids=ids))
     assert [one.count for one in kept] == [2, 1, 1]
-    await state.write(partial(decision_store.remove_decisions, endpoint="e"))
+    await state.write(partial(decision_log.remove_decisions, endpoint="e"))
     assert (await state.write(partial(record, decision=decided("a")))).times.decision == 6
 
 
@@ -182,7 +183,7 @@ async def test_a_repeated_decision_is_remembered_saved_now_and_then_and_whole_on
     await noted.take("a", "fourth")
     await noted.take("b")
     assert await noted.shown() == await noted.shown(disk=True) == [("", 1, 5), ("fourth", 4, 4)]
-    assert await state.read(partial(decision_store.last, endpoint="e")) is not None
+    assert await state.read(partial(decision_log.latest, endpoint="e")) is not None
 
 
 async def test_after_a_restart_counting_goes_on_where_it_was_saved(state: Store) -> None:
@@ -209,7 +210,7 @@ async def test_counts_that_come_too_late_are_no_other_decisions(state: Store) ->
     repeated = noted.repetitions.of("e")
     assert repeated is not None
     await noted.take("b")
-    await state.write(partial(decision_store.save_times, every={"e": repeated.times, "gone": repeated.times}))
+    await state.write(partial(decision_log.save_times, every={"e": repeated.times, "gone": repeated.times}))
     assert await noted.shown(disk=True) == [("", 1, 3), ("", 2, 2)]
 
 
@@ -220,17 +221,17 @@ async def test_a_page_of_decisions_reads_no_more_than_it_may_need(
     """However many endpoints there are, and however far the list was read."""
     monkeypatch.setattr(decision_log, "MAX_PAGE_SIZE", 2)
     for number in range(6):
-        record = partial(decision_store.add, endpoint="ba"[number % 2], sameness=str(number), body=b"")
+        record = partial(decision_log._add, endpoint="ba"[number % 2], sameness=str(number), body=b"")
         await state.write(partial(record, wall=WALL))
     read: list[int] = []
-    known = decision_store.decision_ids
+    known = decision_log.decision_ids
 
     def counted(connection: Connection, endpoint: str, below: int | None, most: int) -> list[int]:
         found = known(connection, endpoint, below, most)
         read.append(len(found))
         return found
 
-    monkeypatch.setattr(decision_store, "decision_ids", counted)
+    monkeypatch.setattr(decision_log, "decision_ids", counted)
     log, token, shown = DecisionLog(state, Repetitions(state)), "", list[int]()
     for _ in range(4):
         some, token = await log.list(endpoint, 2, token)

@@ -5,11 +5,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from gpuscale.autoscaler.backtest.shared import Part
-from gpuscale.autoscaler.backtest.trace import Request
+from gpuscale.autoscaler.backtest.simulate import Part
 from gpuscale.autoscaler.backtest.world import Setting
-from gpuscale.autoscaler.domain.model import EndpointSpec, ReplicaTemplate
-from gpuscale.autoscaler.servicers.backtests import Job, Runs
+from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
+from gpuscale.autoscaler.servicers.backtest_servicer import Job, Runs
+from gpuscale.client.traces import Request
 from gpuscale.common.errors import ResourceExhaustedError
 from tests.support.waiting import eventually
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import pytest
 
 from gpuscale.autoscaler.domain.queues import QueueState
+from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError
+from gpuscale.autoscaler.signals.management import ManagementClient
 from gpuscale.autoscaler.signals.polling import NoAnswerError
 from gpuscale.autoscaler.signals.prometheus import PrometheusServer, PrometheusSettings
-from gpuscale.autoscaler.signals.queues.brokers import Broker, VirtualHostError
-from gpuscale.autoscaler.signals.queues.management import ManagementClient
 from gpuscale.common.secrets import SecretUrl
 from tests.support.prometheus import FakePrometheus, serving
 

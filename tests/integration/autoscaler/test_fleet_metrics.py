@@ -11,9 +11,9 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.autoscaler.domain.model import GpuSignal, HostSignal
 from gpuscale.autoscaler.domain.signals import Sample
-from gpuscale.autoscaler.signals.fleet_metrics import FleetMetrics
+from gpuscale.autoscaler.domain.spec import GpuSignal, HostSignal
+from gpuscale.autoscaler.signals.fleet import FleetMetrics
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import to_duration
 from tests.support import fake_allocator

@@ -12,14 +12,14 @@ from sqlmodel import func, select
 
 from gpuscale.autoscaler.backtest import history
 from gpuscale.autoscaler.backtest.history import KEPT, SPACING, UNKNOWN, Reading
-from gpuscale.autoscaler.domain.model import EndpointSpec
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.domain.replicas import Moment
+from gpuscale.autoscaler.domain.spec import EndpointSpec
 from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.state import history_store
 from gpuscale.autoscaler.state import store as autoscaler_store
-from gpuscale.autoscaler.state.history_store import ReadingRow
+from gpuscale.autoscaler.state import watcher_store
 from gpuscale.autoscaler.state.store import Connection
+from gpuscale.autoscaler.state.watcher_store import ReadingRow
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.store.store import Store
 from tests.support.autoscaler_values import signal, spec
@@ -42,7 +42,7 @@ class Site:
 
     async def kept(self, endpoint: str = "e") -> list[Reading]:
         until = self.clock.wall().timestamp()
-        own = partial(history_store.readings, endpoint=endpoint, since=until - DAY, until=until)
+        own = partial(watcher_store.readings, endpoint=endpoint, since=until - DAY, until=until)
         return await self.store.read(own)
 
     async def rows(self) -> int:
@@ -106,7 +106,7 @@ async def test_a_day_is_kept_and_the_oldest_goes_as_the_newest_comes(
         site.clock.advance(SPACING)
     assert [one.ready for one in await site.kept()] == list(range(30, 50))
     assert await site.rows() == 20
-    await site.store.write(partial(history_store.remove_readings, endpoint="e"))
+    await site.store.write(partial(watcher_store.remove_readings, endpoint="e"))
     assert await site.rows() == 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.autoscaler.backtest.history import Reading
-from gpuscale.autoscaler.state import history_store, replica_store, store, watcher_store
+from gpuscale.autoscaler.state import store, watcher_store
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.store.store import Store
 from tests.support.autoscaler_values import endpoint, lease, replica, spec
@@ -61,7 +61,7 @@ async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
     async with opened(path) as state:
         await state.write(partial(store.save_endpoint, one=made))
         for one in (waits, runs):
-            await state.write(partial(replica_store.add_replica, one=one))
+            await state.write(partial(store.add_replica, one=one))
     make_old(path, version)
     expected = runs if version >= 4 else replace(runs, lease=replace(lease(), token=""))
     measured = Reading(1000.0, 1.0, 0.0, since=970.0)
@@ -70,14 +70,14 @@ async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
             [watcher] = await state.read(watcher_store.load)
             assert (watcher.watcher.spec.pattern, watcher.watcher.spec.rates) == (version > 1,) * 2
             assert await state.read(store.endpoints) == [made]
-            assert await state.read(replica_store.replicas) == [waits, expected]
-            await state.write(partial(history_store.keep, readings=[("e", measured)]))
-            kept = partial(history_store.readings, endpoint="e", since=0.0, until=2000.0)
+            assert await state.read(store.replicas) == [waits, expected]
+            await state.write(partial(watcher_store.keep, readings=[("e", measured)]))
+            kept = partial(watcher_store.readings, endpoint="e", since=0.0, until=2000.0)
             assert await state.read(kept) == [measured]
             granted = replace(expected, lease=lease(2))
-            await state.write(partial(replica_store.save_replica, one=granted))
-            assert await state.read(replica_store.replicas) == [waits, granted]
-            await state.write(partial(replica_store.save_replica, one=expected))
+            await state.write(partial(store.save_replica, one=granted))
+            assert await state.read(store.replicas) == [waits, granted]
+            await state.write(partial(store.save_replica, one=expected))
 
 
 async def test_a_file_of_a_later_version_is_refused_and_stays(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from gpuscale.autoscaler.adapters.engines.ray.settings import RayAdapterSettings
 from gpuscale.autoscaler.adapters.engines.slurm.settings import SlurmAdapterSettings
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
 from gpuscale.autoscaler.domain.validate import violations as contradictions
-from gpuscale.autoscaler.wire.translate import spec_from_wire
+from gpuscale.autoscaler.wire.specs import spec_from_wire
 from gpuscale.cli.manifests.documents import parse
 from gpuscale.common.config.settings import Settings, load_table, read_config
 from gpuscale.common.rpc.validation import violations

@@ -7,10 +7,10 @@ from unittest.mock import AsyncMock
 import pytest
 
 from gpuscale.autoscaler.domain.queues import PENDING, Declared, QueueFailure, QueueState, QueueTarget
-from gpuscale.autoscaler.signals.queues.brokers import Broker, VirtualHostError
-from gpuscale.autoscaler.signals.queues.management import Counted, ManagementClient, Measured
-from gpuscale.autoscaler.signals.queues.rabbitmq import AmqpSession
-from gpuscale.autoscaler.signals.queues.sweeps import BrokerSweeps
+from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError
+from gpuscale.autoscaler.signals.management import Counted, ManagementClient, Measured
+from gpuscale.autoscaler.signals.rabbitmq import AmqpSession
+from gpuscale.autoscaler.signals.sweeps import BrokerSweeps
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.secrets import SecretUrl
 

@@ -11,10 +11,19 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.domain.engine import evaluate
-from gpuscale.autoscaler.domain.model import (
+from gpuscale.autoscaler.domain.engine import Memory, evaluate
+from gpuscale.autoscaler.domain.inputs import Inputs
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
+from gpuscale.autoscaler.domain.replicas import Lease, Replica, ReplicaState
+from gpuscale.autoscaler.domain.rules.formula import FormulaRule
+from gpuscale.autoscaler.domain.rules.rule import Kind, Rule
+from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, StepRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.targets import TargetRule, TargetType
+from gpuscale.autoscaler.domain.signals import Remembered, Sample
+from gpuscale.autoscaler.domain.spec import (
     GpuSignal,
     HostSignal,
+    Pace,
     PrometheusSignal,
     PushedSignal,
     QueueCount,
@@ -24,29 +33,9 @@ from gpuscale.autoscaler.domain.model import (
     Source,
     WaitingSignal,
 )
-from gpuscale.autoscaler.domain.pace import Memory
-from gpuscale.autoscaler.domain.policies.outcome import Inputs
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.remembered import Remembered
-from gpuscale.autoscaler.domain.replicas import Lease, Replica, ReplicaState
-from gpuscale.autoscaler.domain.rules import (
-    BandRule,
-    Comparator,
-    FormulaRule,
-    Kind,
-    Pace,
-    Rule,
-    StepRule,
-    TargetRule,
-    TargetType,
-    ThresholdRule,
-)
-from gpuscale.autoscaler.domain.signals import Sample
 from gpuscale.autoscaler.signals import polling
-from gpuscale.autoscaler.signals.opening import open_sources
 from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
-from gpuscale.autoscaler.signals.reported import Value
-from gpuscale.autoscaler.signals.sources import SignalSources
+from gpuscale.autoscaler.signals.sources import SignalSources, Value, open_sources
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime.clock import SystemClock

@@ -2,10 +2,9 @@
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import WaitingSignal
-from gpuscale.autoscaler.signals import waiting
-from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
-from gpuscale.autoscaler.signals.waiting import WaitingRequests, waiting_sample
+from gpuscale.autoscaler.domain.spec import WaitingSignal
+from gpuscale.autoscaler.signals import polling as waiting
+from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError, WaitingRequests, waiting_sample
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from tests.support.fake_allocator import FakeAllocator, serving

@@ -11,9 +11,8 @@ import pytest
 from aio_pika.abc import AbstractIncomingMessage
 
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
-from gpuscale.autoscaler.signals.queues.brokers import Broker, BrokerSettings
-from gpuscale.autoscaler.signals.queues.management import ManagementClient
-from gpuscale.autoscaler.signals.queues.statistics import QueueStatistics
+from gpuscale.autoscaler.signals.brokers import Broker, BrokerSettings
+from gpuscale.autoscaler.signals.management import ManagementClient, QueueStatistics
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl
 from tests.support.clock import ManualClock
@@ -35,8 +34,8 @@ from tests.support.waiting import eventually
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics are read as often as the broker of these tests has new ones."""
-    monkeypatch.setattr("gpuscale.autoscaler.signals.queues.statistics.STATISTICS_PERIOD", 0.2)
-    monkeypatch.setattr("gpuscale.autoscaler.signals.queues.statistics.CONSUMERS_PERIOD", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.management.STATISTICS_PERIOD", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.management.CONSUMERS_PERIOD", 0.2)
 
 
 def request_id() -> str:
@@ -251,7 +250,7 @@ async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_ha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The answers are those of RabbitMQ 3.10."""
-    monkeypatch.setattr("gpuscale.autoscaler.signals.queues.statistics.STATISTICS_PERIOD", 3600.0)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.management.STATISTICS_PERIOD", 3600.0)
     canned = FakePrometheus()
     canned.answer = (
         '[{"name":"new"},{"messages":0,"name":"idle","head_message_timestamp":""},{"message_stats":'
@@ -278,7 +277,7 @@ async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_ha
             assert (found.consumers("jobs"), found.consumers("idle")) == (2, 0)
             assert await found.refresh(rates=True) is None
             assert len(canned.requests) == 1  # it is not time
-            monkeypatch.setattr("gpuscale.autoscaler.signals.queues.statistics.STATISTICS_PERIOD", 0.0)
+            monkeypatch.setattr("gpuscale.autoscaler.signals.management.STATISTICS_PERIOD", 0.0)
             found = QueueStatistics(client, "a/b", clock)
             await found.refresh(rates=True)
             canned.status = "500 Oops"

@@ -11,8 +11,8 @@ from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer
-from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings
-from gpuscale.autoscaler.signals.queues.watchers import open_watchers
+from gpuscale.autoscaler.signals.brokers import BrokerSettings
+from gpuscale.autoscaler.signals.watchers import open_watchers
 from gpuscale.common.errors import (
     AbortedError,
     AlreadyExistsError,

@@ -8,27 +8,26 @@ from unittest.mock import patch
 import pytest
 
 from gpuscale.autoscaler.backtest.simulate import Replay
-from gpuscale.autoscaler.backtest.trace import Request
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.engine import Result
-from gpuscale.autoscaler.domain.model import EndpointSpec, QueueCount, QueueSignal, ReplicaTemplate, Signal
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.rules import (
-    BandRule,
-    Combine,
-    Comparator,
-    Pace,
-    PanicRule,
-    RateLimit,
-    RatioRule,
-    Rule,
-    StepRule,
-    TargetRule,
-    ThresholdRule,
-)
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, RatioRule, StepRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.targets import PanicRule, TargetRule
 from gpuscale.autoscaler.domain.signals import Sample, queue_sample
+from gpuscale.autoscaler.domain.spec import (
+    Combine,
+    EndpointSpec,
+    Pace,
+    QueueCount,
+    QueueSignal,
+    RateLimit,
+    ReplicaTemplate,
+    Signal,
+)
 from gpuscale.autoscaler.domain.whatif import Question, asked
 from gpuscale.autoscaler.loop import passes
+from gpuscale.client.traces import Request
 from tests.support.scaling_world import World, seeded
 from tests.support.virtual_time import run
 

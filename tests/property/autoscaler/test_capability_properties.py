@@ -5,24 +5,21 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuscale.autoscaler.domain.decisions import Evaluation
 from gpuscale.autoscaler.domain.engine import evaluate
-from gpuscale.autoscaler.domain.model import (
-    CapabilitySet,
-    EndpointSpec,
-    Evaluation,
+from gpuscale.autoscaler.domain.inputs import (
+    Inputs,
     Observation,
     ObservationStatus,
-    ReplicaTemplate,
     SetState,
-    Signal,
     TaskDemand,
     TaskReport,
-    TaskSignal,
     WorkerGroup,
     covers,
 )
-from gpuscale.autoscaler.domain.policies.outcome import Inputs
-from gpuscale.autoscaler.domain.rules import RatioRule, Rule
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.steps import RatioRule
+from gpuscale.autoscaler.domain.spec import CapabilitySet, EndpointSpec, ReplicaTemplate, Signal, TaskSignal
 from tests.support.autoscaler_values import NOW, WALL
 
 UP, DOWN = 5.0, 0.5

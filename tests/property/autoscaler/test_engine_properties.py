@@ -4,16 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from gpuscale.autoscaler.domain.decisions import Stage
 from gpuscale.autoscaler.domain.engine import order
-from gpuscale.autoscaler.domain.model import (
-    EndpointSpec,
-    Observation,
-    ObservationStatus,
-    ReplicaTemplate,
-    Stage,
-)
+from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.rules import Comparator, Rule, StepRule
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
+from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
 from tests.support.autoscaler_values import NOW, evaluate, observe, observed, signal
 
 SIGNALS = ("s0", "s1", "s2")

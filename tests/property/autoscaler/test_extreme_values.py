@@ -5,28 +5,17 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuscale.autoscaler.domain.model import PushedSignal, Signal
-from gpuscale.autoscaler.domain.pace import Memory
-from gpuscale.autoscaler.domain.policies.outcome import Burst, Inputs
-from gpuscale.autoscaler.domain.rules import (
-    BandRule,
-    Combine,
-    DrainRule,
-    ForecastModel,
-    ForecastRule,
-    FormulaRule,
-    PanicRule,
-    RatioRule,
-    Rule,
-    TargetRule,
-    TargetType,
-    ThresholdRule,
-)
-from gpuscale.autoscaler.domain.series import LARGEST, series_of
+from gpuscale.autoscaler.domain.engine import Memory
+from gpuscale.autoscaler.domain.inputs import LARGEST, Burst, Inputs, series_of
+from gpuscale.autoscaler.domain.rules.formula import FormulaRule
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.steps import BandRule, RatioRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule, TargetType
+from gpuscale.autoscaler.domain.rules.timed import ForecastModel, ForecastRule
 from gpuscale.autoscaler.domain.signals import Sample, observe
+from gpuscale.autoscaler.domain.spec import Combine, PushedSignal, Signal
 from gpuscale.autoscaler.domain.whatif import Question, asked
-from gpuscale.autoscaler.wire.translate_inputs import question_to_wire
-from gpuscale.autoscaler.wire.translate_state import evaluation_to_wire
+from gpuscale.autoscaler.wire.decisions import evaluation_to_wire, question_to_wire
 from tests.support.autoscaler_values import NOW, WALL, spec
 
 SIGNALS = ("a", "b")

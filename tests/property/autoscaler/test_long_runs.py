@@ -13,46 +13,28 @@ from hypothesis import strategies as st
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Outcome, compose
-from gpuscale.autoscaler.domain.model import (
+from gpuscale.autoscaler.domain.engine import Memory
+from gpuscale.autoscaler.domain.inputs import Inputs, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.rules.formula import FormulaRule
+from gpuscale.autoscaler.domain.rules.rule import BoundMode, Direction, Kind, Rule
+from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, RatioRule, StepRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule, TargetType
+from gpuscale.autoscaler.domain.rules.timed import ForecastRule, Period, ScheduleRule
+from gpuscale.autoscaler.domain.signals import Remembered, Sample
+from gpuscale.autoscaler.domain.spec import (
+    Combine,
     EndpointSpec,
     GpuGate,
-    Observation,
-    ObservationStatus,
     OnMissing,
+    Pace,
+    RateLimit,
     ReplicaTemplate,
+    ScalingMode,
     Signal,
 )
-from gpuscale.autoscaler.domain.pace import Memory
-from gpuscale.autoscaler.domain.policies.outcome import Inputs
-from gpuscale.autoscaler.domain.remembered import Remembered
-from gpuscale.autoscaler.domain.rules import (
-    BandRule,
-    BoundMode,
-    Combine,
-    Comparator,
-    Direction,
-    DrainRule,
-    ForecastRule,
-    FormulaRule,
-    Kind,
-    Pace,
-    PanicRule,
-    Period,
-    RateLimit,
-    RatioRule,
-    Rule,
-    ScalingMode,
-    ScheduleRule,
-    StepRule,
-    TargetRule,
-    TargetType,
-    ThresholdRule,
-)
-from gpuscale.autoscaler.domain.signals import Sample
 from gpuscale.autoscaler.domain.whatif import Question, asked
-from gpuscale.autoscaler.servicers.verifying import verified
-from gpuscale.autoscaler.wire.translate_inputs import question_from_wire, question_to_wire
-from gpuscale.autoscaler.wire.translate_state import decision_body
+from gpuscale.autoscaler.servicers.decision_servicer import verified
+from gpuscale.autoscaler.wire.decisions import decision_body, question_from_wire, question_to_wire
 from tests.support.autoscaler_values import NOW, WALL, endpoint, signal
 
 RUNS, STEPS = 200, 100

@@ -17,12 +17,10 @@ from unittest.mock import patch
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import (
-    EndpointSpec,
-    ReplicaTemplate,
-)
 from gpuscale.autoscaler.domain.replicas import ReplicaState
-from gpuscale.autoscaler.domain.rules import Rule, TargetRule
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.targets import TargetRule
+from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.loop import passes, reconciler
 from gpuscale.autoscaler.loop.acting import Actor
 from gpuscale.autoscaler.signals.histories import Histories

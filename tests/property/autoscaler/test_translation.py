@@ -4,48 +4,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.autoscaler.domain.model import (
+from gpuscale.autoscaler.domain.inputs import Aggregation
+from gpuscale.autoscaler.domain.rules.formula import FormulaRule
+from gpuscale.autoscaler.domain.rules.rule import BoundMode, Direction, Rule
+from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, RatioRule, StepRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule, TargetType
+from gpuscale.autoscaler.domain.rules.timed import ForecastModel, ForecastRule, Period, ScheduleRule
+from gpuscale.autoscaler.domain.spec import (
     CapabilitySet,
+    Combine,
     EndpointSpec,
     GpuSignal,
     HostSignal,
     OnMissing,
+    Pace,
     PrometheusSignal,
     PushedSignal,
     QueueCount,
     QueueSignal,
+    RateLimit,
     ReplicaSignal,
     ReplicaTemplate,
     ScaleInOrder,
+    ScalingMode,
     Signal,
     TaskSignal,
     WaitingSignal,
 )
-from gpuscale.autoscaler.domain.rules import (
-    BandRule,
-    BoundMode,
-    Combine,
-    Comparator,
-    Direction,
-    DrainRule,
-    ForecastModel,
-    ForecastRule,
-    FormulaRule,
-    Pace,
-    PanicRule,
-    Period,
-    RateLimit,
-    RatioRule,
-    Rule,
-    ScalingMode,
-    ScheduleRule,
-    StepRule,
-    TargetRule,
-    TargetType,
-    ThresholdRule,
-)
-from gpuscale.autoscaler.domain.series import Aggregation
-from gpuscale.autoscaler.wire.translate import spec_from_wire, spec_to_wire
+from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_to_wire
 
 ids = st.from_regex(r"[a-z0-9]([a-z0-9._-]{0,8}[a-z0-9])?", fullmatch=True)
 lengths = st.integers(1, 10**6).map(lambda n: n / 4)

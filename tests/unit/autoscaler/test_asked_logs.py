@@ -7,9 +7,8 @@ import pytest
 
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import ReplicaState
-from gpuscale.autoscaler.loop.adapter_session import AdapterSession
-from gpuscale.autoscaler.loop.asked_logs import MOST_AT_ONCE, AskedLogs, LogPart
-from gpuscale.autoscaler.servicers.log_reading import DEFAULT_BYTES, LogReading
+from gpuscale.autoscaler.loop.hub import MOST_AT_ONCE, AdapterSession, AskedLogs, LogPart
+from gpuscale.autoscaler.servicers.endpoint_servicer import DEFAULT_BYTES, LogReading
 from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from tests.support.autoscaler_values import replica
 

@@ -5,11 +5,20 @@ from itertools import pairwise
 
 import pytest
 
-from gpuscale.autoscaler.backtest.report import MOST_MOMENTS, Moment, Timeline, measure, oracle_gpu_hours
-from gpuscale.autoscaler.backtest.simulate import run
-from gpuscale.autoscaler.backtest.trace import Request, ServiceModel, read_trace
+from gpuscale.autoscaler.backtest.simulate import (
+    MOST_MOMENTS,
+    Moment,
+    Timeline,
+    measure,
+    oracle_gpu_hours,
+    run,
+)
 from gpuscale.autoscaler.backtest.world import Setting, World
-from gpuscale.autoscaler.domain.model import (
+from gpuscale.autoscaler.domain.presets import PRESETS, Wish
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
+from gpuscale.autoscaler.domain.rules.targets import TargetRule
+from gpuscale.autoscaler.domain.spec import (
     EndpointSpec,
     HostSignal,
     QueueCount,
@@ -17,8 +26,7 @@ from gpuscale.autoscaler.domain.model import (
     ReplicaTemplate,
     Signal,
 )
-from gpuscale.autoscaler.domain.presets import PRESETS, Wish
-from gpuscale.autoscaler.domain.rules import Comparator, Rule, StepRule, TargetRule
+from gpuscale.client.traces import Request, ServiceModel, read_trace
 from gpuscale.common.errors import InvalidArgumentError
 
 TEMPLATE = ReplicaTemplate("worker", gpu_count=1)

@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 
 from gpuscale.autoscaler.backtest.history import LONGEST_GAP, SPACING, NoWorkloadError, Reading, workload
-from gpuscale.autoscaler.backtest.shared import Part, run_shared
-from gpuscale.autoscaler.backtest.simulate import StoppedError, run
-from gpuscale.autoscaler.backtest.trace import Request
+from gpuscale.autoscaler.backtest.simulate import Part, StoppedError, run, run_shared
 from gpuscale.autoscaler.backtest.world import Pool, Setting, World
-from gpuscale.autoscaler.domain.model import EndpointSpec, QueueCount, QueueSignal, ReplicaTemplate, Signal
-from gpuscale.autoscaler.domain.rules import Rule, TargetRule
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.targets import TargetRule
+from gpuscale.autoscaler.domain.spec import EndpointSpec, QueueCount, QueueSignal, ReplicaTemplate, Signal
+from gpuscale.client.traces import Request
 
 BEGIN = datetime(2024, 1, 1, tzinfo=UTC)
 WORK = [Request(0.0, 60.0), Request(0.0, 60.0), Request(300.0, 1.0)]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.state.decision_file import MOST_WAITING, DecisionFile, open_decision_file
+from gpuscale.autoscaler.state.decision_log import MOST_WAITING, DecisionFile, open_decision_file
 from tests.support.waiting import eventually
 
 

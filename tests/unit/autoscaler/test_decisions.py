@@ -1,8 +1,16 @@
 """The record of an evaluation, in one line and in full."""
 
-from gpuscale.autoscaler.domain.decisions import Outcome, afterwards, compose, sameness
+from gpuscale.autoscaler.domain.decisions import (
+    Code,
+    Decision,
+    Outcome,
+    Stage,
+    Step,
+    afterwards,
+    compose,
+    sameness,
+)
 from gpuscale.autoscaler.domain.engine import order
-from gpuscale.autoscaler.domain.model import Code, Decision, Stage, Step
 from tests.support.autoscaler_values import NOW, down, endpoint, evaluate, observed, seen, spec, up
 
 WANTED = spec(up(step=2), down())

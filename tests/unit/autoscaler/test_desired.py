@@ -2,9 +2,18 @@
 
 from dataclasses import replace
 
-from gpuscale.autoscaler.domain.desired import HURRIED_DRAIN, DesiredReplica, Order, desired_state, unknown_to
-from gpuscale.autoscaler.domain.model import ReplicaTemplate
-from gpuscale.autoscaler.domain.replicas import Replica, ReplicaReport, ReplicaState, asked_to_stop
+from gpuscale.autoscaler.domain.replicas import (
+    HURRIED_DRAIN,
+    DesiredReplica,
+    Order,
+    Replica,
+    ReplicaReport,
+    ReplicaState,
+    asked_to_stop,
+    desired_state,
+    unknown_to,
+)
+from gpuscale.autoscaler.domain.spec import ReplicaTemplate
 from tests.support.autoscaler_values import AT, NOW, lease, replica
 
 S = ReplicaState

@@ -4,20 +4,17 @@ from typing import Any
 
 import pytest
 
+from gpuscale.autoscaler.domain.decisions import Code, Evaluation, Stage
 from gpuscale.autoscaler.domain.engine import order
-from gpuscale.autoscaler.domain.model import (
-    Code,
+from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus
+from gpuscale.autoscaler.domain.spec import (
     EndpointSpec,
-    Evaluation,
     HostSignal,
-    Observation,
-    ObservationStatus,
     PrometheusSignal,
     PushedSignal,
     ReplicaSignal,
     Signal,
     Source,
-    Stage,
     WaitingSignal,
 )
 from tests.support.autoscaler_values import NOW, down, evaluate, observed, seen, signal, spec, up

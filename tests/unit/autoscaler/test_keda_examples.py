@@ -9,7 +9,7 @@ from ruamel.yaml import YAML
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.validate import violations as contradictions
 from gpuscale.autoscaler.servicers.keda_servicer import METRIC
-from gpuscale.autoscaler.wire.translate import spec_from_wire
+from gpuscale.autoscaler.wire.specs import spec_from_wire
 from gpuscale.cli.manifests.documents import parse
 from gpuscale.common.rpc.validation import violations
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuscale.autoscaler.domain.pace import REGRET_SECONDS, Memory, longest, paced, regrets
-from gpuscale.autoscaler.domain.rules import LONGEST_LEARNT, UNPACED, Pace
+from gpuscale.autoscaler.domain.engine import REGRET_SECONDS, Memory, longest, paced, regrets
+from gpuscale.autoscaler.domain.spec import LONGEST_LEARNT, UNPACED, Pace
 
 NOW = 10_000.0
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import ReplicaTemplate, ScaleInOrder
 from gpuscale.autoscaler.domain.planning import (
     MAX_PENDING,
     AdapterFacts,
@@ -14,6 +13,7 @@ from gpuscale.autoscaler.domain.planning import (
     plan,
 )
 from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState, asked_to_stop
+from gpuscale.autoscaler.domain.spec import ReplicaTemplate, ScaleInOrder
 from tests.support.autoscaler_values import AT, NOW, replica, spec
 
 S = ReplicaState

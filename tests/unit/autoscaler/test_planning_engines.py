@@ -2,7 +2,6 @@
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import AdapterTier, ReplicaTemplate
 from gpuscale.autoscaler.domain.planning import (
     AdapterFacts,
     Capabilities,
@@ -14,6 +13,7 @@ from gpuscale.autoscaler.domain.planning import (
     plan,
 )
 from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.autoscaler.domain.spec import AdapterTier, ReplicaTemplate
 from tests.support.autoscaler_values import replica, spec
 
 GPUS = ReplicaTemplate("worker", gpu_count=1)

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.model import ReplicaTemplate
-from gpuscale.autoscaler.domain.preset_words import PARAMETERS, about, expand, named
-from gpuscale.autoscaler.domain.presets import PRESETS, Wish
-from gpuscale.autoscaler.domain.rules import Combine
+from gpuscale.autoscaler.domain.presets import PARAMETERS, PRESETS, Wish, about, expand, named
+from gpuscale.autoscaler.domain.spec import Combine, ReplicaTemplate
 from gpuscale.autoscaler.domain.validate import violations
-from gpuscale.autoscaler.wire.translate import spec_from_wire, spec_to_wire
-from gpuscale.autoscaler.wire.translate_presets import render
+from gpuscale.autoscaler.servicers.preset_servicer import render
+from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_to_wire
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.rpc import validation
 

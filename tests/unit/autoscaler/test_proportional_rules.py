@@ -6,20 +6,11 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import Code, ObservationStatus
-from gpuscale.autoscaler.domain.policies.apply import apply_rule
-from gpuscale.autoscaler.domain.policies.formula import problem
-from gpuscale.autoscaler.domain.policies.outcome import Burst, RuleOutcome, Vote
-from gpuscale.autoscaler.domain.rules import (
-    DrainRule,
-    FormulaRule,
-    Kind,
-    PanicRule,
-    Rule,
-    TargetRule,
-    TargetType,
-)
-from gpuscale.autoscaler.domain.series import Series, series_of
+from gpuscale.autoscaler.domain.decisions import Code
+from gpuscale.autoscaler.domain.inputs import Burst, ObservationStatus, Series, series_of
+from gpuscale.autoscaler.domain.rules.formula import FormulaRule, problem
+from gpuscale.autoscaler.domain.rules.rule import Kind, Rule, RuleOutcome, Vote, apply_rule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule, TargetType
 from tests.support.autoscaler_values import NOW, inputs, seen
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.autoscaler.adapters.replica_logs import ReplicaLogs
-from gpuscale.autoscaler.loop.asked_logs import LogPart
+from gpuscale.autoscaler.loop.hub import LogPart
 
 NAME = "endpoints/jobs/replicas/r1"
 

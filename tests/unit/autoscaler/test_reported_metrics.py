@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpuscale.autoscaler.signals import reported
-from gpuscale.autoscaler.signals.reported import KEPT_SECONDS, MAX_METRICS_OF_ONE, ReportedMetrics, Value
+from gpuscale.autoscaler.signals import sources as reported
+from gpuscale.autoscaler.signals.sources import KEPT_SECONDS, MAX_METRICS_OF_ONE, ReportedMetrics, Value
 from gpuscale.common.errors import ResourceExhaustedError
 from tests.support.autoscaler_values import NOW
 

@@ -5,34 +5,27 @@ from datetime import datetime
 
 import pytest
 
-from gpuscale.autoscaler.domain.engine import evaluate
-from gpuscale.autoscaler.domain.model import Code, ObservationStatus, PushedSignal, Signal
-from gpuscale.autoscaler.domain.pace import Memory
-from gpuscale.autoscaler.domain.policies.apply import apply_rule
-from gpuscale.autoscaler.domain.policies.outcome import Burst, Vote
-from gpuscale.autoscaler.domain.policies.targets import LARGEST_COUNT, ceiling
+from gpuscale.autoscaler.domain.decisions import Code
+from gpuscale.autoscaler.domain.engine import Memory, evaluate
+from gpuscale.autoscaler.domain.inputs import (
+    LARGEST,
+    Aggregation,
+    Burst,
+    ObservationStatus,
+    Series,
+    series_of,
+)
 from gpuscale.autoscaler.domain.queues import LARGEST_COUNT as LARGEST_QUEUE
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, combined
-from gpuscale.autoscaler.domain.remembered import Remembered
-from gpuscale.autoscaler.domain.rules import (
-    BandRule,
-    Combine,
-    ForecastModel,
-    ForecastRule,
-    FormulaRule,
-    Pace,
-    PanicRule,
-    Period,
-    RateLimit,
-    Rule,
-    ScheduleRule,
-    TargetRule,
-    ThresholdRule,
-)
-from gpuscale.autoscaler.domain.series import LARGEST, Aggregation, Series, series_of
-from gpuscale.autoscaler.domain.signals import Sample, observe
-from gpuscale.autoscaler.domain.stating import Live, Stated, StatedSignal, question
+from gpuscale.autoscaler.domain.rules.formula import FormulaRule
+from gpuscale.autoscaler.domain.rules.rule import LARGEST_COUNT, Rule, Vote, apply_rule, ceiling
+from gpuscale.autoscaler.domain.rules.steps import BandRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule
+from gpuscale.autoscaler.domain.rules.timed import ForecastModel, ForecastRule, Period, ScheduleRule
+from gpuscale.autoscaler.domain.signals import Remembered, Sample, observe
+from gpuscale.autoscaler.domain.spec import Combine, Pace, PushedSignal, RateLimit, Signal
 from gpuscale.autoscaler.domain.validate import violations
+from gpuscale.autoscaler.domain.whatif import Live, Stated, StatedSignal, question
 from tests.support.autoscaler_values import AT, NOW, inputs, seen, signal, spec
 
 LOADED = Signal("load", PushedSignal("load"))
@@ -163,7 +156,7 @@ def test_a_schedule_goes_by_the_clocks_on_the_wall(moment: str, holds: bool) -> 
 
 def test_a_signal_that_is_read_often_reaches_back_a_whole_season(monkeypatch: pytest.MonkeyPatch) -> None:
     most, season = 100, 300.0
-    monkeypatch.setattr("gpuscale.autoscaler.domain.series.LONGEST", most)
+    monkeypatch.setattr("gpuscale.autoscaler.domain.inputs.LONGEST", most)
     series = Series()
     for second in range(1000):
         series = series.added(float(second), float(second), season)
@@ -185,3 +178,12 @@ def test_points_that_are_stated_of_one_moment_are_one() -> None:
     series = asked.inputs.series["queue"]
     assert series == series_of([(NOW - 30, 1.0), (NOW - 20, 3.0), (NOW - 5, 4.0), (NOW, 5.0)])
     assert apply_rule(rule, asked.inputs).step.code is Code.FIRED
+
+
+def test_a_drain_of_which_no_number_comes_holds() -> None:
+    """Endlessly many to keep up, and endlessly few for less than nothing that waits."""
+    kind = DrainRule(1e-9, 1.0, 5e-324, 5e-324, busy_signal="busy", rate_signal="rate")
+    shown = [seen(-1e-9, "queue"), seen(1.0, "busy"), seen(1.0, "rate")]
+    going_by = inputs(2, *shown, series={"rate": series_of([(NOW - 1.0, 1.0)])})
+    outcome = apply_rule(Rule("r", "queue", kind), going_by)
+    assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.SIGNAL_INVALID)

@@ -6,26 +6,16 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.autoscaler.domain.metric_names import (
+from gpuscale.autoscaler.domain.inputs import Aggregation, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.signals import Remembered, Sample, observe
+from gpuscale.autoscaler.domain.spec import GpuSignal, HostSignal, OnMissing, PushedSignal, Signal, Source
+from gpuscale.autoscaler.domain.validate import (
     DERIVED_GPU_METRICS,
     DERIVED_HOST_METRICS,
     GPU_METRICS,
     HOST_METRICS,
+    violations,
 )
-from gpuscale.autoscaler.domain.model import (
-    GpuSignal,
-    HostSignal,
-    Observation,
-    ObservationStatus,
-    OnMissing,
-    PushedSignal,
-    Signal,
-    Source,
-)
-from gpuscale.autoscaler.domain.remembered import Remembered
-from gpuscale.autoscaler.domain.series import Aggregation
-from gpuscale.autoscaler.domain.signals import Sample, observe
-from gpuscale.autoscaler.domain.validate import violations
 from tests.support.autoscaler_values import NOW, spec
 
 NUMBERS = {FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64}

@@ -2,9 +2,10 @@
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import Observation, ObservationStatus, QueueCount
+from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.remembered import SAMPLES_KEPT, Samples, Shown, noted
+from gpuscale.autoscaler.domain.signals import SAMPLES_KEPT, Samples, Shown, noted
+from gpuscale.autoscaler.domain.spec import QueueCount
 from tests.support.autoscaler_values import NOW, observe, reading, signal
 
 

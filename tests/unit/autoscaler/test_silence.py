@@ -4,31 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.autoscaler.domain.model import (
-    Code,
-    Observation,
-    ObservationStatus,
-    OnMissing,
-    ReplicaSignal,
-    Signal,
-)
-from gpuscale.autoscaler.domain.policies.apply import apply_rule
-from gpuscale.autoscaler.domain.policies.outcome import RuleOutcome, Vote
-from gpuscale.autoscaler.domain.rules import (
-    BandRule,
-    Comparator,
-    DrainRule,
-    FormulaRule,
-    Kind,
-    RatioRule,
-    Rule,
-    StepRule,
-    TargetRule,
-    TargetType,
-    ThresholdRule,
-)
-from gpuscale.autoscaler.domain.series import Aggregation, Series
+from gpuscale.autoscaler.domain.decisions import Code
+from gpuscale.autoscaler.domain.inputs import Aggregation, Observation, ObservationStatus, Series
+from gpuscale.autoscaler.domain.rules.formula import FormulaRule
+from gpuscale.autoscaler.domain.rules.rule import Kind, Rule, RuleOutcome, Vote, apply_rule
+from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, RatioRule, StepRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, TargetRule, TargetType
 from gpuscale.autoscaler.domain.signals import Sample, observe
+from gpuscale.autoscaler.domain.spec import OnMissing, ReplicaSignal, Signal
 from tests.support.autoscaler_values import NOW, inputs
 
 LEVEL = TargetRule(50.0, TargetType.VALUE)

@@ -2,8 +2,10 @@
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import Code, EndpointSpec, GpuGate, ReplicaTemplate, Stage
-from gpuscale.autoscaler.domain.rules import Rule, TargetRule
+from gpuscale.autoscaler.domain.decisions import Code, Stage
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.targets import TargetRule
+from gpuscale.autoscaler.domain.spec import EndpointSpec, GpuGate, ReplicaTemplate
 from tests.support.autoscaler_values import NOW, down, evaluate, observed, seen, spec, up
 
 GPU = ReplicaTemplate("worker", gpu_count=1)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import Code, Observation, ObservationStatus
-from gpuscale.autoscaler.domain.policies.apply import apply_rule as apply
-from gpuscale.autoscaler.domain.policies.outcome import RuleOutcome, Vote
-from gpuscale.autoscaler.domain.rules import Rule
+from gpuscale.autoscaler.domain.decisions import Code
+from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus
+from gpuscale.autoscaler.domain.rules.rule import Rule, RuleOutcome, Vote
+from gpuscale.autoscaler.domain.rules.rule import apply_rule as apply
 from tests.support.autoscaler_values import NOW, down, inputs, rule, seen, up
 
 

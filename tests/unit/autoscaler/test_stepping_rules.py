@@ -5,24 +5,19 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import Code
-from gpuscale.autoscaler.domain.policies.apply import apply_rule
-from gpuscale.autoscaler.domain.policies.outcome import RuleOutcome, Vote
-from gpuscale.autoscaler.domain.policies.times import holt
-from gpuscale.autoscaler.domain.rules import (
-    BandRule,
+from gpuscale.autoscaler.domain.decisions import Code
+from gpuscale.autoscaler.domain.inputs import series_of
+from gpuscale.autoscaler.domain.rules.rule import (
     BoundMode,
     Direction,
-    ForecastModel,
-    ForecastRule,
     Kind,
-    Period,
-    RatioRule,
     Rule,
-    ScheduleRule,
-    ThresholdRule,
+    RuleOutcome,
+    Vote,
+    apply_rule,
 )
-from gpuscale.autoscaler.domain.series import series_of
+from gpuscale.autoscaler.domain.rules.steps import BandRule, RatioRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.timed import ForecastModel, ForecastRule, Period, ScheduleRule, holt
 from tests.support.autoscaler_values import NOW, inputs, seen
 
 

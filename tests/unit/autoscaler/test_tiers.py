@@ -2,11 +2,10 @@
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import AdapterTier, ReplicaTemplate
 from gpuscale.autoscaler.domain.planning import AdapterFacts, by_tier, candidates, nobody, plan
-from gpuscale.autoscaler.domain.preset_words import expand
-from gpuscale.autoscaler.domain.presets import Wish
+from gpuscale.autoscaler.domain.presets import Wish, expand
 from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.autoscaler.domain.spec import AdapterTier, ReplicaTemplate
 from gpuscale.autoscaler.domain.validate import violations
 from tests.support.autoscaler_values import replica, spec
 

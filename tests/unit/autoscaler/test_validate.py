@@ -4,22 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import EndpointSpec, GpuSignal, HostSignal, Signal
-from gpuscale.autoscaler.domain.rules import (
-    BandRule,
-    DrainRule,
-    FormulaRule,
-    Kind,
-    Pace,
-    PanicRule,
-    Period,
-    RateLimit,
-    RatioRule,
-    Rule,
-    ScheduleRule,
-    TargetRule,
-    ThresholdRule,
-)
+from gpuscale.autoscaler.domain.rules.formula import FormulaRule
+from gpuscale.autoscaler.domain.rules.rule import Kind, Rule
+from gpuscale.autoscaler.domain.rules.steps import BandRule, RatioRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule
+from gpuscale.autoscaler.domain.rules.timed import Period, ScheduleRule
+from gpuscale.autoscaler.domain.spec import EndpointSpec, GpuSignal, HostSignal, Pace, RateLimit, Signal
 from gpuscale.autoscaler.domain.validate import violations
 from tests.support.autoscaler_values import down, rule, signal, spec, up
 

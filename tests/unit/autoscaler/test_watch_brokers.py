@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.autoscaler.domain.queues import QueueFailure, QueueState
-from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings, RetryGate, VirtualHostError, resolve
+from gpuscale.autoscaler.signals.brokers import BrokerSettings, RetryGate, VirtualHostError, resolve
 from gpuscale.common.errors import FailedPreconditionError
 
 URL = "amqp://user:p%40ss%2Fcanary@host:5672/"

@@ -6,7 +6,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.settings import AdapterSettings
 from gpuscale.autoscaler.adapters.templates import Placeholder
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.autoscaler.signals.queues.brokers import resolve
+from gpuscale.autoscaler.signals.brokers import resolve
 from gpuscale.cli.manifests.documents import parse
 from gpuscale.common.config.settings import load_table, read_config
 from gpuscale.common.rpc.validation import violations

@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.autoscaler.domain.model import ObservationStatus, QueueCount
-from gpuscale.autoscaler.domain.queues import PENDING, QueueReading, QueueState, Rates, combined
-from gpuscale.autoscaler.signals.queues.patterns import NamePattern, problem
+from gpuscale.autoscaler.domain.inputs import ObservationStatus
+from gpuscale.autoscaler.domain.queues import (
+    PENDING,
+    NamePattern,
+    QueueReading,
+    QueueState,
+    Rates,
+    combined,
+    pattern_problem,
+)
+from gpuscale.autoscaler.domain.spec import QueueCount
 from tests.support.autoscaler_values import NOW, observe, signal
 
 
@@ -25,7 +33,7 @@ from tests.support.autoscaler_values import NOW, observe, signal
     ],
 )
 def test_a_pattern_matches_whole_names(pattern: str, matches: list[str], not_these: list[str]) -> None:
-    assert problem(pattern) == ""
+    assert pattern_problem(pattern) == ""
     found = NamePattern(pattern)
     for _ in range(2):
         assert found.of([*matches, *not_these]) == matches
@@ -45,8 +53,8 @@ def test_a_pattern_matches_whole_names(pattern: str, matches: list[str], not_the
     ],
 )
 def test_a_pattern_that_is_none_or_too_large_is_refused(pattern: str, said: str) -> None:
-    assert problem(pattern).startswith("must be a regular expression of RE2: ")
-    assert said in problem(pattern)
+    assert pattern_problem(pattern).startswith("must be a regular expression of RE2: ")
+    assert said in pattern_problem(pattern)
     with pytest.raises(ValueError, match="must"):
         NamePattern(pattern)
 
@@ -65,7 +73,7 @@ def test_no_pattern_takes_long_over_400_names_of_the_greatest_length(pattern: st
 
 @given(st.text(alphabet="ab()[]{}*+?|\\.^$,01", max_size=20))
 def test_any_text_is_a_pattern_or_has_a_problem(text: str) -> None:
-    if not problem(text):
+    if not pattern_problem(text):
         NamePattern(text).of(["", "a", "ab1"])
 
 

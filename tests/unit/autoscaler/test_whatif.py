@@ -5,22 +5,31 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.domain.model import Code, EndpointSpec, ObservationStatus, OnMissing, QueueCount
-from gpuscale.autoscaler.domain.pace import Memory
-from gpuscale.autoscaler.domain.remembered import Remembered
-from gpuscale.autoscaler.domain.rules import (
+from gpuscale.autoscaler.domain.decisions import Code
+from gpuscale.autoscaler.domain.engine import Memory
+from gpuscale.autoscaler.domain.inputs import ObservationStatus, series_of
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, TargetRule
+from gpuscale.autoscaler.domain.signals import Remembered, Sample
+from gpuscale.autoscaler.domain.spec import (
     Combine,
-    DrainRule,
+    EndpointSpec,
+    OnMissing,
     Pace,
+    QueueCount,
     RateLimit,
-    Rule,
     ScalingMode,
-    TargetRule,
 )
-from gpuscale.autoscaler.domain.series import series_of
-from gpuscale.autoscaler.domain.signals import Sample
-from gpuscale.autoscaler.domain.stating import ALWAYS, Live, Stated, StatedSignal, question, replaced_spec
-from gpuscale.autoscaler.domain.whatif import Answer, answer
+from gpuscale.autoscaler.domain.whatif import (
+    ALWAYS,
+    Answer,
+    Live,
+    Stated,
+    StatedSignal,
+    answer,
+    question,
+    replaced_spec,
+)
 from tests.support.autoscaler_values import AT, NOW, down, signal, spec, up
 
 

@@ -82,7 +82,7 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
     [
         ("allocation.md", "allocator.placing.obstacles", "Obstacle"),
         ("allocation.md", "allocator.placing.refusal", "RefusalKind"),
-        ("autoscaling.md", "autoscaler.domain.model", "Code"),
+        ("autoscaling.md", "autoscaler.domain.decisions", "Code"),
         ("autoscaling.md", "autoscaler.domain.replicas", "ReplicaState"),
         ("autoscaling.md", "autoscaler.domain.queues", "QueueState"),
         ("monitoring.md", "monitor.model.readings", "GpuState"),

@@ -9,36 +9,27 @@ import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.loop.acting import Actor
-from gpuscale.autoscaler.loop.followers import Followers
 from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.loop.leases import LeaseKeeper
+from gpuscale.autoscaler.loop.leases import LeaseKeeper, Reservations
 from gpuscale.autoscaler.loop.reconciler import Reconciler, Rooms
-from gpuscale.autoscaler.loop.reservations import Reservations
-from gpuscale.autoscaler.loop.wakes import Wakes
+from gpuscale.autoscaler.loop.wakes import Followers, Wakes, WatcherUses
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
-from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer
-from gpuscale.autoscaler.servicers.backtests import Runs
-from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer
-from gpuscale.autoscaler.servicers.endpoint_rules import EndpointRules
-from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer
+from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer, Runs
+from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer, Evaluations
+from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer, LogReading
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
-from gpuscale.autoscaler.servicers.evaluations import Evaluations
 from gpuscale.autoscaler.servicers.keda_servicer import SERVICE as KEDA_SERVICE
 from gpuscale.autoscaler.servicers.keda_servicer import registration as keda_registration
-from gpuscale.autoscaler.servicers.log_reading import LogReading
 from gpuscale.autoscaler.servicers.metric_servicer import MetricServicer
 from gpuscale.autoscaler.servicers.preset_servicer import PresetServicer
-from gpuscale.autoscaler.servicers.rule_servicer import RuleServicer
+from gpuscale.autoscaler.servicers.rule_servicer import EndpointRules, RuleServicer
 from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.signals.opening import open_sources
-from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
-from gpuscale.autoscaler.signals.queues.watchers import QueueWatchers, open_watchers
-from gpuscale.autoscaler.signals.sources import SignalSources
-from gpuscale.autoscaler.state import replica_store, store
-from gpuscale.autoscaler.state.decision_file import DecisionFile, open_decision_file
-from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
+from gpuscale.autoscaler.signals.sources import SignalSources, open_sources
+from gpuscale.autoscaler.signals.watchers import QueueWatchers, open_watchers
+from gpuscale.autoscaler.state import store
+from gpuscale.autoscaler.state.decision_log import DecisionFile, DecisionLog, Repetitions, open_decision_file
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.clock import Clock
@@ -126,7 +117,7 @@ async def _begin(state: Store, clock: Clock, uses: WatcherUses) -> int:
     starts, rebooted = await state.write(partial(store.begin, boot_id=clock.boot_id))
     if rebooted:
         await state.write(partial(store.restart_rests, now=clock.now()))
-        await state.write(replica_store.forget_boot)
+        await state.write(store.forget_boot)
     for endpoint in await state.read(store.endpoints):
         uses.set(endpoint.id, endpoint.spec.watchers)
     return starts

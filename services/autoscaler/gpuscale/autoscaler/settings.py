@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from gpuscale.autoscaler.signals.brokers import BrokerSettings
 from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
-from gpuscale.autoscaler.signals.queues.brokers import BrokerSettings
 from gpuscale.common.config.settings import StatefulSettings, UpstreamSettings
 
 

@@ -12,7 +12,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
-from gpuscale.autoscaler.loop.asked_logs import MOST_AT_ONCE, LogPart
+from gpuscale.autoscaler.loop.hub import MOST_AT_ONCE, LogPart
 from gpuscale.common import names, wire
 from gpuscale.common.errors import (
     AbortedError,

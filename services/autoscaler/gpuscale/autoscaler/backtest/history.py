@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 
-from gpuscale.autoscaler.backtest.trace import MOST_REQUESTS, Request
+from gpuscale.client.traces import MOST_REQUESTS, Request
 
 SPACING = 30.0
 """Least seconds between two readings that are kept."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gpuscale.autoscaler.backtest.trace import Request
+from gpuscale.client.traces import Request
 
 
 @dataclass(frozen=True, slots=True)

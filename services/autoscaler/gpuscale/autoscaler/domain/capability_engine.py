@@ -16,26 +16,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from gpuscale.autoscaler.domain.model import (
+from gpuscale.autoscaler.domain.decisions import Code, Evaluation, SetCount, Stage, Step
+from gpuscale.autoscaler.domain.inputs import (
     ANY,
     Amounts,
-    CapabilitySet,
-    Code,
-    EndpointSpec,
-    Evaluation,
-    SetCount,
+    Inputs,
     SetState,
-    Stage,
-    Step,
     TaskDemand,
     TaskReport,
     WorkerGroup,
     covers,
     in_words,
 )
-from gpuscale.autoscaler.domain.policies.apply import judged, unread
-from gpuscale.autoscaler.domain.policies.outcome import Inputs, Proposal, RuleOutcome, Vote
-from gpuscale.autoscaler.domain.rules import RatioRule, Rule, ScalingMode
+from gpuscale.autoscaler.domain.rules.rule import Proposal, Rule, RuleOutcome, Vote, judged, unread
+from gpuscale.autoscaler.domain.rules.steps import RatioRule
+from gpuscale.autoscaler.domain.spec import CapabilitySet, EndpointSpec, ScalingMode
 
 _UNBOUNDED = 1 << 62
 

@@ -4,31 +4,272 @@
 
 Bounds clamp, whoever asked. An unknown signal, or a replica that nobody has heard of, never lowers the
 count. A count outside of its bounds is repaired whatever the rules and their signals say.
+
+Rules combine by SAFEST as Nomad's checks and the HorizontalPodAutoscaler do: any that wants more wins, with the largest
+count; else one that holds; else the least reduction. FIRST_MATCH is Backend.AI's, with an order that is stated.
+Stabilization and rate limits are the HPA's (kubernetes: horizontal.go): up, the count follows the least that was asked for
+all through its window; down, the most. Limits hold against the count at the beginning of their period. A window may learn
+(our own): it doubles while what was given up is needed again. What is not known since a restart allows no reduction: the
+window has to fill first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from gpuscale.autoscaler.domain.capability_engine import evaluate_sets
-from gpuscale.autoscaler.domain.combine import Combined, combine
-from gpuscale.autoscaler.domain.model import (
-    ASKS_FOR_ROOM,
-    Code,
-    EndpointSpec,
-    Evaluation,
-    GpuGate,
-    Observation,
-    ObservationStatus,
-    Signal,
-    Stage,
-    Step,
+from gpuscale.autoscaler.domain.decisions import Code, Evaluation, Stage, Step
+from gpuscale.autoscaler.domain.inputs import Burst, Inputs, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.rules.rule import (
+    LARGEST_COUNT,
+    BoundMode,
+    RuleOutcome,
+    Vote,
+    apply_rule,
+    in_order,
 )
-from gpuscale.autoscaler.domain.pace import Memory, Paced, longest, paced
-from gpuscale.autoscaler.domain.policies.apply import apply_rule, in_order
-from gpuscale.autoscaler.domain.policies.outcome import Burst, Inputs, RuleOutcome
-from gpuscale.autoscaler.domain.rules import BoundMode, ScalingMode
+from gpuscale.autoscaler.domain.spec import (
+    ASKS_FOR_ROOM,
+    LONGEST_LEARNT,
+    Combine,
+    EndpointSpec,
+    GpuGate,
+    Pace,
+    RateLimit,
+    ScalingMode,
+    Signal,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """What all rules lead to, what held it back (None where nothing did), and the rules that had their way."""
+
+    step: Step
+    limited_by: Code | None = None
+    taken: frozenset[str] = frozenset()
+
+
+def combine(how: Combine, before: int, outcomes: Sequence[RuleOutcome], unknown_replicas: int) -> Combined:
+    """The count that the rules, in their order, lead to; nothing is taken away while replicas are unknown."""
+    found = _COMBINE[how](before, outcomes)
+    floor = max((one.floor for one in outcomes), default=0)
+    if found.step.after < 0:
+        found = replace(found, step=replace(found.step, after=0))
+    if found.step.after < before and unknown_replicas:
+        text = f"no scale-in while {unknown_replicas} replicas have not been heard of"
+        return _held(before, Code.REPLICAS_UNKNOWN, text)
+    if found.step.after < min(before, floor):
+        keeper = next(one.rule for one in outcomes if one.floor == floor)
+        step = _step(Code.DOWN, before, min(before, floor), f"{found.step.text}, but {keeper} keeps {floor}")
+        return Combined(step, Code.FLOOR, found.taken)
+    return found
+
+
+def _safest(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
+    up = [one for one in outcomes if one.vote is Vote.UP]
+    if up:
+        return _follow(before, max(up, key=_after), "wants the most", up)  # the first of equals
+    if holding := _first(outcomes, Vote.HOLD):
+        return _held(before, holding.step.code, f"{holding.rule} holds: {holding.step.text}")
+    down = [one for one in outcomes if one.vote is Vote.DOWN]
+    if down:
+        return _follow(before, max(down, key=_after), "wants the least reduction", down)
+    return _unchanged(before, outcomes)
+
+
+def _first_match(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
+    for one in outcomes:
+        if one.vote in {Vote.UP, Vote.DOWN}:
+            return _follow(before, one, "is the first that wants a change", [one])
+    return _unchanged(before, outcomes)
+
+
+def _priority(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
+    for one in outcomes:
+        if one.vote is Vote.HOLD:
+            return _held(before, one.step.code, f"{one.rule} comes first and holds: {one.step.text}")
+        if one.vote is not Vote.NONE:
+            return _follow(before, one, "comes first", [one])
+    return _unchanged(before, outcomes)
+
+
+def _sum_steps(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
+    moving = [one for one in outcomes if one.vote in {Vote.UP, Vote.DOWN}]
+    if not moving:
+        return _safest(before, outcomes)
+    asked = before + sum(one.step.after - before for one in moving)
+    after = min(max(0, asked), round(LARGEST_COUNT))
+    holding = _first(outcomes, Vote.HOLD)
+    if after < before and holding:
+        return _held(before, holding.step.code, f"{holding.rule} holds: {holding.step.text}")
+    parts = ", ".join(f"{one.rule} {one.step.after - before:+d}" for one in moving)
+    if after == before:
+        return Combined(_step(Code.NO_CHANGE, before, before, f"{parts} add up to nothing"))
+    way = Vote.UP if after > before else Vote.DOWN
+    code = Code.UP if after > before else Code.DOWN
+    taken = frozenset(one.rule for one in moving if one.vote is way)
+    limited = next((one.step.code for one in moving if one.limited and one.vote is way), None)
+    return Combined(_step(code, before, after, f"{parts} together"), limited, taken)
+
+
+_COMBINE = {
+    Combine.SAFEST: _safest,
+    Combine.FIRST_MATCH: _first_match,
+    Combine.PRIORITY: _priority,
+    Combine.SUM_STEPS: _sum_steps,
+}
+
+
+def _after(one: RuleOutcome) -> int:
+    return one.step.after
+
+
+def _first(outcomes: Sequence[RuleOutcome], vote: Vote) -> RuleOutcome | None:
+    return next((one for one in outcomes if one.vote is vote), None)
+
+
+def _follow(before: int, best: RuleOutcome, why: str, agreeing: Sequence[RuleOutcome]) -> Combined:
+    code = Code.UP if best.vote is Vote.UP else Code.DOWN
+    taken = frozenset(one.rule for one in agreeing if one.step.after == best.step.after)
+    limited = best.step.code if best.limited else None
+    return Combined(_step(code, before, best.step.after, f"{best.rule} {why}"), limited, taken)
+
+
+def _held(before: int, code: Code, text: str) -> Combined:
+    kept = code if code is Code.REPLICAS_UNKNOWN else Code.HELD
+    return Combined(_step(kept, before, before, text), code)
+
+
+def _unchanged(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
+    limited = next((one.step.code for one in outcomes if one.limited), None)
+    return Combined(_step(Code.NO_CHANGE, before, before, "no rule wants a change"), limited)
+
+
+def _step(code: Code, before: int, after: int, text: str) -> Step:
+    return Step(Stage.COMBINE, code, before, after, text)
+
+
+REGRET_SECONDS = 1800.0
+"""Seconds for which it counts that replicas were given up too early."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is remembered of an endpoint between evaluations.
+
+    Attributes:
+        since: when remembering began.
+        asked: when rules asked for how many replicas, oldest first.
+        changes: when the count was changed by how many, oldest first.
+    """
+
+    since: float
+    asked: tuple[tuple[float, int], ...] = ()
+    changes: tuple[tuple[float, int], ...] = ()
+
+    def noted(self, now: float, asked: int, before: int, after: int, keep: float) -> Memory:
+        """With one more evaluation; what is older than `keep` seconds is dropped."""
+        oldest = now - keep
+        changes = self.changes if after == before else (*self.changes, (now, after - before))
+        return Memory(
+            self.since,
+            tuple(one for one in (*self.asked, (now, asked)) if one[0] >= oldest),
+            tuple(one for one in changes if one[0] >= oldest),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """The count after pace, the steps that explain it, and what held it back."""
+
+    count: int
+    steps: tuple[Step, ...] = ()
+    limited_by: Code | None = None
+
+
+def paced(
+    up: Pace, down: Pace, before: int, asked: int, memory: Memory, now: float, startup: float | None = None
+) -> Paced:
+    """How far the count goes towards `asked`; `startup`: seconds that replicas take to be ready."""
+    if asked == before:
+        return Paced(before)
+    pace, way = (up, "up") if asked > before else (down, "down")
+    if pace.disabled:
+        return _paced_to(asked, before, Code.DIRECTION_DISABLED, f"scaling {way} is switched off")
+    known = [at for at, change in memory.changes if (change > 0) == (asked > before)]
+    # Until a restart there may have been a change down: who wants fewer waits as if there had been.
+    last = max(known, default=-math.inf if asked > before else memory.since)
+    left = last + pace.cooldown - now
+    if left > 0:
+        what = f"the last change {way} was" if known else f"not yet known whether a change {way} was"
+        text = f"{what} too short ago: {left:.1f} s more"
+        return _paced_to(asked, before, Code.ENDPOINT_COOLDOWN, text)
+    stable = _stabilized(pace.window(startup, regrets(memory, now)), before, asked, memory, now)
+    limit = _rate_limited(pace, before, stable.count, memory, now)
+    return Paced(limit.count, (*stable.steps, *limit.steps), limit.limited_by or stable.limited_by)
+
+
+def longest(up: Pace, down: Pace) -> float:
+    """Seconds of the past that the paces look at."""
+    periods = [limit.period for pace in (up, down) for limit in pace.limits]
+    learnt = REGRET_SECONDS if up.startups or down.startups else 0.0
+    windows = [pace.stabilization or 0.0 for pace in (up, down)]
+    return max(learnt, *windows, up.cooldown, down.cooldown, *periods, 0.0)
+
+
+def regrets(memory: Memory, now: float) -> int:
+    """How often lately replicas were asked for that had been given up shortly before."""
+    recent = [one for one in memory.changes if one[0] > now - REGRET_SECONDS]
+    return sum(
+        earlier < 0 < later and at - since <= LONGEST_LEARNT
+        for (since, earlier), (at, later) in pairwise(recent)
+    )
+
+
+def _stabilized(window: float, before: int, asked: int, memory: Memory, now: float) -> Paced:
+    recent = [count for at, count in memory.asked if at > now - window]
+    if asked > before:
+        count = max(before, min((asked, *recent)))
+        code, text = Code.STABILIZED_UP, f"asked for {count} all through the last {window:g} s"
+    else:
+        count = min(before, max((asked, *recent)))
+        code, text = Code.STABILIZED_DOWN, f"asked for {count} within the last {window:g} s"
+        if window and now - memory.since < window:
+            left = window - (now - memory.since)
+            count, text = before, f"not yet known what was asked for over {window:g} s: {left:.1f} s more"
+    return Paced(asked) if count == asked else _paced_to(asked, count, code, text)
+
+
+def _rate_limited(pace: Pace, before: int, asked: int, memory: Memory, now: float) -> Paced:
+    if not pace.limits or asked == before:
+        return Paced(asked)
+    allowed = [_allowed(limit, before, asked > before, memory, now) for limit in pace.limits]
+    loosest, tightest = (max(allowed), min(allowed)) if asked > before else (min(allowed), max(allowed))
+    bound = tightest if pace.strictest else loosest
+    count = max(before, min(asked, bound)) if asked > before else min(before, max(asked, bound))
+    if count == asked:
+        return Paced(asked)
+    code = Code.RATE_LIMITED_UP if asked > before else Code.RATE_LIMITED_DOWN
+    return _paced_to(asked, count, code, f"at most {bound} now, by its rate limits")
+
+
+def _allowed(limit: RateLimit, before: int, up: bool, memory: Memory, now: float) -> int:
+    """The furthest count that one limit allows."""
+    within = [change for at, change in memory.changes if at > now - limit.period]
+    start = before - sum(within)
+    if limit.replicas is not None:
+        return start + limit.replicas if up else max(0, start - limit.replicas)
+    share = (limit.percent or 0.0) / 100
+    # Of none every share is none: the first replica is let through, or nothing ever would be.
+    return max(1, math.ceil(start * (1 + share))) if up else math.floor(start * max(0.0, 1 - share))
+
+
+def _paced_to(asked: int, count: int, code: Code, text: str) -> Paced:
+    return Paced(count, (Step(Stage.PACE, code, asked, count, text),), code if count != asked else None)
 
 
 @dataclass(frozen=True, slots=True)

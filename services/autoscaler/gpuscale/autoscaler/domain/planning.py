@@ -13,18 +13,9 @@ from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
 
-from gpuscale.autoscaler.domain.model import (
-    Amounts,
-    Endpoint,
-    EndpointSpec,
-    ReplicaTemplate,
-    ScaleInOrder,
-    SetState,
-    WorkerGroup,
-    covers,
-    in_words,
-)
+from gpuscale.autoscaler.domain.inputs import Amounts, SetState, WorkerGroup, covers, in_words
 from gpuscale.autoscaler.domain.replicas import Goal, Moment, Replica, ReplicaState
+from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec, ReplicaTemplate, ScaleInOrder
 
 MAX_PENDING = 32
 """Replicas of one endpoint that wait for GPUs or an adapter at a time; more would wait behind them anyway."""

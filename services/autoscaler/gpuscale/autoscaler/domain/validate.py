@@ -3,41 +3,106 @@
 Single fields (bounds, formats, finite numbers) are checked by the server against the rules in the contract.
 """
 
+from __future__ import annotations
+
 import difflib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from gpuscale.autoscaler.domain.metric_names import GPU_METRICS, HOST_METRICS
-from gpuscale.autoscaler.domain.model import (
+from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.steps import Comparator, RatioRule, StepRule
+from gpuscale.autoscaler.domain.spec import (
     ASKS_FOR_ROOM,
+    UNPACED,
     EndpointSpec,
     GpuSignal,
     HostSignal,
+    Pace,
     ReplicaTemplate,
     Signal,
     TaskSignal,
 )
-from gpuscale.autoscaler.domain.policies import formula
-from gpuscale.autoscaler.domain.rules import (
-    UNPACED,
-    WITHOUT_SIGNAL,
-    BandRule,
-    Comparator,
-    DrainRule,
-    FormulaRule,
-    Pace,
-    PanicRule,
-    RatioRule,
-    Rule,
-    ScheduleRule,
-    StepRule,
-    ThresholdRule,
-)
 from gpuscale.common.errors import FieldViolation
+
+DERIVED_GPU_METRICS = frozenset({"memory_used_percent"})
+"""Of a GPU: device memory in use as a share of its size, 0-100."""
+DERIVED_HOST_METRICS = frozenset({"load_per_core", "memory_used_percent"})
+"""Of a host: load average of 1 minute for each core; main memory that is not available as a share of its size, 0-100."""
+
+GPU_METRICS = DERIVED_GPU_METRICS | frozenset(
+    [
+        "utilization_percent",
+        "memory_utilization_percent",
+        "encoder_utilization_percent",
+        "decoder_utilization_percent",
+        "memory_total_bytes",
+        "memory_used_bytes",
+        "memory_free_bytes",
+        "memory_reserved_bytes",
+        "temperature_celsius",
+        "memory_temperature_celsius",
+        "energy_joules",
+        "power_watts",
+        "power_limit_watts",
+        "power_limit_default_watts",
+        "power_limit_min_watts",
+        "power_limit_max_watts",
+        "sm_clock_mhz",
+        "memory_clock_mhz",
+        "video_clock_mhz",
+        "performance_state",
+        "throttle_reason_mask",
+        "pcie_link_generation",
+        "pcie_link_width",
+        "pcie_replay_count",
+        "pcie_sent_bytes",
+        "pcie_received_bytes",
+        "nvlink_active_count",
+        "nvlink_sent_bytes",
+        "nvlink_received_bytes",
+        "nvlink_crc_error_count",
+        "nvlink_replay_error_count",
+        "nvlink_recovery_error_count",
+        "ecc_volatile_corrected_count",
+        "ecc_volatile_uncorrected_count",
+        "ecc_aggregate_corrected_count",
+        "ecc_aggregate_uncorrected_count",
+        "retired_pages_corrected_count",
+        "retired_pages_uncorrected_count",
+        "remapped_rows_corrected_count",
+        "remapped_rows_uncorrected_count",
+    ]
+)
+"""What a `GpuSignal` may name."""
+HOST_METRICS = DERIVED_HOST_METRICS | frozenset(
+    [
+        "cpu_percent",
+        "cpu_smoothed_percent",
+        "cpu_count",
+        "load_1m",
+        "load_5m",
+        "load_15m",
+        "load_1m_per_core",
+        "memory_total_bytes",
+        "memory_available_bytes",
+        "memory_used_bytes",
+        "swap_total_bytes",
+        "swap_used_bytes",
+        "disk_read_bytes",
+        "disk_written_bytes",
+        "network_received_bytes",
+        "network_sent_bytes",
+        "pressure_cpu_some_percent",
+        "pressure_memory_some_percent",
+        "pressure_memory_full_percent",
+        "pressure_io_some_percent",
+        "pressure_io_full_percent",
+    ]
+)
+"""What a `HostSignal` may name."""
 
 SPEC = "endpoint.spec"
 
@@ -143,66 +208,11 @@ def _unknown_metric(what: str, metric: str, known: Collection[str]) -> str:
 
 
 def _rule(path: str, rule: Rule, signals: set[str]) -> Iterator[FieldViolation]:
-    needed = not isinstance(rule.kind, WITHOUT_SIGNAL)
-    if (needed or rule.signal) and rule.signal not in signals:
+    if (rule.kind.reads_signal or rule.signal) and rule.signal not in signals:
         yield FieldViolation(f"{path}.signal", "must be the id of a signal of this endpoint")
-    yield from _kind(path, rule, signals)
+    for field, problem in rule.kind.problems(signals):
+        yield FieldViolation(f"{path}.{rule.kind.field()}.{field}", problem)
     yield from _crossed(path, rule.min_replicas, rule.max_replicas)
-
-
-def _kind(path: str, rule: Rule, signals: set[str]) -> Iterator[FieldViolation]:
-    """What is wrong with the kind of a rule."""
-    match rule.kind:
-        case StepRule(step=0):
-            yield FieldViolation(f"{path}.step.step", "must not be 0")
-        case BandRule(low=None, high=None):
-            yield FieldViolation(f"{path}.band.high", "must be set, or low")
-        case BandRule(low=low, high=high) if low is not None and high is not None and low > high:
-            yield FieldViolation(f"{path}.band.high", "must be at least low")
-        case RatioRule(up_above=up, down_below=down) if down > up:
-            yield FieldViolation(f"{path}.ratio.down_below", "must be at most up_above")
-        case ThresholdRule(up_above=up, down_at=down) if down > up:
-            yield FieldViolation(f"{path}.threshold.down_at", "must be at most up_above")
-        case PanicRule() as kind if kind.short > kind.stable_window:
-            yield FieldViolation(f"{path}.panic.panic_window", "must be at most stable_window")
-        case DrainRule() as kind:
-            yield from _drain(f"{path}.drain", kind, signals)
-        case ScheduleRule() as kind:
-            yield from _schedule(f"{path}.schedule", kind)
-        case FormulaRule() as kind:
-            yield from _formula(f"{path}.formula.expression", kind, signals)
-        case _:
-            return
-
-
-def _drain(path: str, kind: DrainRule, signals: set[str]) -> Iterator[FieldViolation]:
-    for name, signal in (("busy_signal", kind.busy_signal), ("rate_signal", kind.rate_signal)):
-        if signal and signal not in signals:
-            yield FieldViolation(f"{path}.{name}", "must be the id of a signal of this endpoint")
-    if kind.service_time is None and not (kind.busy_signal and kind.rate_signal):
-        yield FieldViolation(f"{path}.service_time", "must be set, or busy_signal and rate_signal")
-
-
-def _schedule(path: str, kind: ScheduleRule) -> Iterator[FieldViolation]:
-    try:
-        ZoneInfo(kind.time_zone)
-    except (ZoneInfoNotFoundError, ValueError, OSError):
-        yield FieldViolation(f"{path}.time_zone", "must be the name of a time zone, such as Europe/Berlin")
-    for index, period in enumerate(kind.periods):
-        if period.start == period.end:
-            yield FieldViolation(f"{path}.periods[{index}].end", "must differ from start")
-
-
-def _formula(path: str, kind: FormulaRule, signals: set[str]) -> Iterator[FieldViolation]:
-    if wrong := formula.problem(kind.expression):
-        yield FieldViolation(path, wrong)
-        return
-    known = {formula.name_of(signal) for signal in signals} | formula.OWN_NAMES
-    if unknown := sorted(formula.names(kind.expression) - known):
-        yield FieldViolation(path, f"names {', '.join(unknown)}, which is no signal of this endpoint")
-    meant = Counter(formula.name_of(signal) for signal in signals)
-    if unclear := sorted(name for name in formula.names(kind.expression) if meant[name] > 1):
-        yield FieldViolation(path, f"names {', '.join(unclear)}, which may be one of several signals")
 
 
 def _pace(path: str, pace: Pace) -> Iterator[FieldViolation]:
@@ -234,7 +244,7 @@ class _Region:
     high: float
     closed: bool
 
-    def meets(self, other: "_Region") -> bool:
+    def meets(self, other: _Region) -> bool:
         low, high = max(self.low, other.low), min(self.high, other.high)
         return low < high or (low == high and self.closed and other.closed)
 

@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gpuscale.autoscaler.domain.model import Code, Stage
+from gpuscale.autoscaler.domain.decisions import Code, Stage
 from gpuscale.autoscaler.domain.planning import AdapterFacts, by_tier, candidates, nobody
 from gpuscale.autoscaler.domain.replicas import Goal, Lease, Moment, Replica, ReplicaState, assigned, ended
 from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.loop.reservations import Grant, Reservations
-from gpuscale.autoscaler.state import replica_store
+from gpuscale.autoscaler.loop.leases import Grant, Reservations
+from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import (
     AlreadyExistsError,
@@ -204,7 +204,7 @@ class Actor:
         await self._save(ended(replica, ReplicaState.STOPPED, reason, self._moment()))
 
     async def _save(self, replica: Replica) -> None:
-        await self._store.write(partial(replica_store.save_replica, one=replica))
+        await self._store.write(partial(store.save_replica, one=replica))
 
     def _moment(self) -> Moment:
         return Moment(self._clock.now(), self._clock.wall())
@@ -212,8 +212,8 @@ class Actor:
 
 def _able(connection: Connection, replica: Replica, adapters: Collection[AdapterFacts]) -> list[AdapterFacts]:
     """The adapters that can run it, in the order in which they are tried."""
-    loads = replica_store.loads(connection)
-    own = Counter(one.adapter for one in replica_store.replicas(connection, replica.endpoint) if one.adapter)
+    loads = store.loads(connection)
+    own = Counter(one.adapter for one in store.replicas(connection, replica.endpoint) if one.adapter)
     return candidates(replica.template, list(adapters), loads, own, replica.group.asked.capabilities)
 
 
@@ -230,11 +230,11 @@ def _assign(
     lease: Lease | None = grant.lease if grant else None
     if chosen is not None:
         node = grant.node if grant else chosen.node
-        replica_store.save_replica(connection, assigned(replica, chosen.id, node, lease))
+        store.save_replica(connection, assigned(replica, chosen.id, node, lease))
     elif lease is not None:
         reason = "its adapter went away while its GPUs were reserved"
         gone = ended(replace(replica, lease=lease), ReplicaState.STOPPED, reason, at)
-        replica_store.save_replica(connection, gone)
+        store.save_replica(connection, gone)
     return chosen.id if chosen else None
 
 

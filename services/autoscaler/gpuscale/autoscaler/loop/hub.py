@@ -1,36 +1,216 @@
-"""All worker adapters: who is connected, what runs, and what should run.
+"""All worker adapters: who is connected, what runs, what should run, and what their replicas wrote.
 
 An adapter that is silent or gone says nothing about its replicas: they become UNKNOWN, and nothing is stopped or started
 in their place until it is heard of again (Ray #58933: a failed listing was read as "no workers").
 """
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from typing import Final, NamedTuple
 
-from gpuscale.autoscaler.domain.desired import desired_state, unknown_to
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import (
+    DesiredReplica,
     Goal,
     Moment,
     Replica,
     ReplicaReport,
     ReplicaState,
+    desired_state,
     ended,
     reported,
+    stopped,
+    unknown_to,
 )
-from gpuscale.autoscaler.loop.adapter_session import AdapterSession
-from gpuscale.autoscaler.loop.asked_logs import LogPart
 from gpuscale.autoscaler.loop.wakes import Wakes
-from gpuscale.autoscaler.state import replica_store
+from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
-from gpuscale.common.errors import AbortedError, FailedPreconditionError, NotFoundError, UnavailableError
+from gpuscale.common.errors import (
+    AbortedError,
+    FailedPreconditionError,
+    GpuscaleError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from gpuscale.common.names import adapter_name, replica_name
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.store.store import Store
+
+TIMEOUT: Final = 5.0
+"""Seconds for which an adapter may think about its answer."""
+MOST_AT_ONCE: Final = 8
+"""Questions to one adapter that wait for their answers."""
+
+
+class LogQuestion(NamedTuple):
+    """Asks for at most `most` bytes of what a replica wrote, from `offset` on; None: up to its end."""
+
+    number: int
+    replica: str
+    offset: int | None
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """A part of what a replica wrote, and where it begins; `problem`: why there is none."""
+
+    content: bytes = b""
+    offset: int = 0
+    problem: str = ""
+
+
+class AskedLogs:
+    """The questions to one adapter over one connection."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._unsent: list[LogQuestion] = []
+        self._answers: dict[int, asyncio.Future[LogPart]] = {}
+
+    def put(self, replica: str, offset: int | None, most: int) -> LogQuestion:
+        """Take a question; it is to be waited for.
+
+        Raises:
+            ResourceExhaustedError: too many wait.
+        """
+        if len(self._answers) >= MOST_AT_ONCE:
+            text = f"{MOST_AT_ONCE} parts of logs are being read from this adapter: try again"
+            raise ResourceExhaustedError(text, reason="LOGS_BUSY", retry_after=1.0)
+        self._number += 1
+        question = LogQuestion(self._number, replica, offset, most)
+        self._answers[question.number] = asyncio.get_running_loop().create_future()
+        self._unsent.append(question)
+        return question
+
+    async def answer(self, question: LogQuestion) -> LogPart:
+        """Wait for the answer to a question.
+
+        Raises:
+            UnavailableError: none came.
+        """
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                return await self._answers[question.number]
+        except TimeoutError:
+            text = f"the adapter of {question.replica} did not answer within {TIMEOUT:g} s"
+            raise UnavailableError(text, reason="ADAPTER_SILENT") from None
+        finally:
+            del self._answers[question.number]
+            if question in self._unsent:  # over a stream that takes nothing they would come to any number
+                self._unsent.remove(question)
+
+    def unsent(self) -> list[LogQuestion]:
+        """The questions that were not sent yet, and are now; but for those that nobody waits for any more."""
+        taken, self._unsent = self._unsent, []
+        return [question for question in taken if question.number in self._answers]
+
+    def heard(self, number: int, part: LogPart) -> None:
+        """Take an answer; one that nobody waits for any more is dropped."""
+        future = self._answers.get(number)
+        if future is not None and not future.done():
+            future.set_result(part)
+
+    def fail(self, error: GpuscaleError) -> None:
+        """Nobody will answer any more."""
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+RESEND = 2.0
+"""Seconds after which a state that was not acknowledged is sent again."""
+
+
+class AdapterSession:
+    """Made by the hub for each connection; `facts.live` says nothing here.
+
+    Args:
+        facts: what the adapter said of itself.
+        next_revision: a number greater than all before it, in this process and earlier ones.
+    """
+
+    def __init__(self, facts: AdapterFacts, next_revision: Callable[[], int]) -> None:
+        self.facts = facts
+        self.reported: Mapping[str, ReplicaReport] | None = None
+        self.unknown_since: dict[str, float] = {}
+        self._next_revision = next_revision
+        self._revision = 0
+        self._acknowledged = 0
+        self._lines: Sequence[DesiredReplica] | None = None
+        self._stop_told: dict[str, int] = {}
+        self.logs = AskedLogs()
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._error: GpuscaleError | None = None
+
+    def heard(self, revision: int, reported: Mapping[str, ReplicaReport]) -> frozenset[str]:
+        """Take a report, and tell which replicas this adapter does not have although it knows they should stop."""
+        self.reported = reported
+        self._acknowledged = revision
+        told = (name for name, since in self._stop_told.items() if revision >= since and name not in reported)
+        return frozenset(told)
+
+    def tell(self, lines: Sequence[DesiredReplica]) -> None:
+        """Send this state if it is not what was sent last."""
+        if lines == self._lines:
+            return
+        self._lines = lines
+        self._revision = self._next_revision()
+        self._stop_told = {name: self._stop_told.get(name, self._revision) for name in stopped(lines)}
+        self._changed.set()
+
+    async def read_log(self, replica: str, offset: int | None, most: int) -> LogPart:
+        """Ask the adapter for a part of what a replica wrote.
+
+        Raises:
+            ResourceExhaustedError: too many ask.
+            UnavailableError: it did not answer, or its connection ended.
+        """
+        if self._closed:
+            raise _disconnected()
+        question = self.logs.put(replica, offset, most)
+        self._changed.set()
+        return await self.logs.answer(question)
+
+    def close(self, error: GpuscaleError | None = None) -> None:
+        """End `updates`, with an error if there is one. Only the first call counts."""
+        if not self._closed:
+            self._closed, self._error = True, error
+            self.logs.fail(_disconnected())
+            self._changed.set()
+
+    async def updates(self) -> AsyncGenerator[tuple[int, Sequence[DesiredReplica]] | LogQuestion]:
+        """The desired state with its revision, whenever it changes and again until it is acknowledged; and questions for logs.
+
+        Raises:
+            GpuscaleError: that the connection was closed with.
+        """
+        while not self._closed:
+            self._changed.clear()
+            for question in self.logs.unsent():
+                yield question
+            if self._lines is not None and self._acknowledged < self._revision:
+                yield self._revision, self._lines
+                if self._changed.is_set():
+                    continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RESEND):
+                    await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _disconnected() -> UnavailableError:
+    return UnavailableError("the connection of the adapter ended", reason="ADAPTER_DISCONNECTED")
+
 
 SILENT = 15.0
 """Seconds without a report after which nobody knows what an adapter's replicas do."""
@@ -137,7 +317,7 @@ class AdapterHub:
             session = self._sessions.get(adapter)
             if session is None or session.reported is None:
                 continue
-            rows = await self._store.read(partial(replica_store.of_adapter, adapter=adapter))
+            rows = await self._store.read(partial(store.of_adapter, adapter=adapter))
             own = {replica_name(replica.endpoint, replica.id): replica for replica in rows}
             now = self._clock.now()
             session.unknown_since = unknown_to(own, session.reported, session.unknown_since, now)
@@ -226,10 +406,10 @@ def _apply(
 ) -> list[Replica]:
     """Move the replicas of an adapter to where its report says they are; returns those that moved."""
     changed: list[Replica] = []
-    for before in replica_store.of_adapter(connection, adapter):
+    for before in store.of_adapter(connection, adapter):
         after = _after_report(before, reports, absent, at)
         if after != before:
-            replica_store.save_replica(connection, after)
+            store.save_replica(connection, after)
             changed.append(after)
     return changed
 
@@ -237,10 +417,8 @@ def _apply(
 def _give_up(connection: Connection, adapter: str, at: Moment) -> list[Replica]:
     """End the replicas of an adapter that nobody hears of any more."""
     reason = f"adapter {adapter} was given up by an operator; whether it runs on is unknown"
-    lost = [
-        ended(one, ReplicaState.FAILED, reason, at) for one in replica_store.of_adapter(connection, adapter)
-    ]
-    replica_store.save_replicas(connection, lost)
+    lost = [ended(one, ReplicaState.FAILED, reason, at) for one in store.of_adapter(connection, adapter)]
+    store.save_replicas(connection, lost)
     return lost
 
 

@@ -1,24 +1,112 @@
-"""Keeps the reservations of replicas alive while they live, and gives them back once they have ended."""
+"""Reservations of replicas at the allocator: taken, kept alive while the replicas live, and given back once they have ended."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
+import grpc
+
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.domain.replicas import Lease, Moment, Replica, asked_to_stop
 from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.loop.reservations import Reservations
 from gpuscale.autoscaler.loop.wakes import Wakes
-from gpuscale.autoscaler.state import replica_store
+from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
+from gpuscale.autoscaler.wire.specs import ask_to_wire
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
-from gpuscale.common.names import replica_name
+from gpuscale.common.names import endpoint_name, replica_name
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.store.store import Store
+from gpuscale.common.wire import to_duration
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """GPUs that were reserved, and the id of the node they are on."""
+
+    lease: Lease
+    node: str
+
+
+class Reservations:
+    """Reserves, renews and releases. Every call may be repeated: that is what the request id of a replica is for."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = allocator_api.AllocatorServiceStub(channel)
+
+    async def reserve(self, replica: Replica) -> Grant | None:
+        """The GPUs of a replica, on one of its `nodes`: newly granted, or as granted to an earlier call for it.
+
+        Returns:
+            None where an earlier call was granted a reservation that has ended meanwhile.
+
+        Raises:
+            ResourceExhaustedError: NO_CAPACITY; nothing was reserved.
+            FailedPreconditionError: UNSATISFIABLE, and others; nothing was reserved.
+            NotFoundError: the allocator does not know one of the nodes; nothing was reserved.
+            AlreadyExistsError: an earlier call for the replica asked for other nodes.
+            GpuscaleError: of other kinds; it may have been reserved.
+        """
+        template = replica.template
+        request = allocator_api.ReserveRequest(
+            request_id=replica.request_id,
+            holder=replica_name(replica.endpoint, replica.id),
+            ask=ask_to_wire(template, replica.nodes),
+            ttl=to_duration(template.ttl),
+            labels={"endpoint": endpoint_name(replica.endpoint)},
+        )
+        with rpc_errors():
+            answer = await self._stub.Reserve(request, timeout=RPC_TIMEOUT)
+        granted = answer.reservation
+        if granted.state != allocator_api.Reservation.STATE_ACTIVE:
+            return None
+        uuids = tuple(gpu.uuid for gpu in granted.gpus)
+        lease = Lease(granted.name, granted.fence, uuids, answer.lease_token)
+        return Grant(lease, granted.gpus[0].node)
+
+    async def renew(self, lease: Lease) -> None:
+        """Start a lease anew.
+
+        Raises:
+            NotFoundError, FailedPreconditionError: it seems to have ended; `holds` tells for certain.
+            GpuscaleError: of other kinds; nobody knows.
+        """
+        request = allocator_api.RenewReservationRequest(name=lease.reservation, fence=lease.fence)
+        with rpc_errors():
+            await self._stub.RenewReservation(request, timeout=RPC_TIMEOUT)
+
+    async def holds(self, lease: Lease) -> bool:
+        """Whether the GPUs of a lease are held by it still.
+
+        Raises:
+            GpuscaleError: nobody knows.
+        """
+        request = allocator_api.GetReservationRequest(name=lease.reservation)
+        try:
+            with rpc_errors():
+                found = (await self._stub.GetReservation(request, timeout=RPC_TIMEOUT)).reservation
+        except NotFoundError:
+            return False
+        return found.state == allocator_api.Reservation.STATE_ACTIVE and found.fence == lease.fence
+
+    async def release(self, lease: Lease) -> None:
+        """Give the GPUs of a lease back; harmless if it has ended.
+
+        Raises:
+            NotFoundError, FailedPreconditionError: there is nothing of ours to release.
+            GpuscaleError: of other kinds; it may be held still.
+        """
+        request = allocator_api.ReleaseReservationRequest(name=lease.reservation, fence=lease.fence)
+        with rpc_errors():
+            await self._stub.ReleaseReservation(request, timeout=RPC_TIMEOUT)
+
 
 CONCURRENT = 16
 """Calls of one kind to the allocator at a time."""
@@ -77,7 +165,7 @@ class LeaseKeeper:
     async def _leased(self) -> list[Replica] | None:
         """The replicas that hold a lease; None where that cannot be read now."""
         try:
-            return await self._store.read(replica_store.leased)
+            return await self._store.read(store.leased)
         except GpuscaleError as error:
             _log.warning("cannot read which leases to renew", error=error.message)
             return None
@@ -128,8 +216,8 @@ class LeaseKeeper:
     async def _release_all(self) -> bool:
         """Whether nothing is owed any more."""
         try:
-            await self._each(await self._store.read(replica_store.owing), self._release_one)
-            return not await self._store.read(replica_store.owing)
+            await self._each(await self._store.read(store.owing), self._release_one)
+            return not await self._store.read(store.owing)
         except GpuscaleError as error:
             _log.warning("cannot read which leases to release", error=error.message)
             return False
@@ -165,17 +253,17 @@ class LeaseKeeper:
 
 def _stop(connection: Connection, replica_id: str, reason: str, at: Moment) -> bool:
     """Whether there is one to stop."""
-    replica = replica_store.replica(connection, replica_id)
+    replica = store.replica(connection, replica_id)
     if replica is None or replica.ended:
         return False
-    replica_store.save_replica(connection, asked_to_stop(replica, reason, at, hurry=True))
+    store.save_replica(connection, asked_to_stop(replica, reason, at, hurry=True))
     return True
 
 
 def _settle(connection: Connection, replica_id: str) -> None:
-    replica = replica_store.replica(connection, replica_id)
+    replica = store.replica(connection, replica_id)
     if replica is not None:
-        replica_store.save_replica(connection, replace(replica, owes_release=False))
+        store.save_replica(connection, replace(replica, owes_release=False))
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

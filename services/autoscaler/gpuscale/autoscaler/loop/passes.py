@@ -10,25 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from gpuscale.autoscaler.domain.decisions import Outcome, afterwards, compose
-from gpuscale.autoscaler.domain.model import (
-    NO_GROUP,
-    Code,
-    Endpoint,
-    Evaluation,
-    GroupOfReplica,
-    Observation,
-    Stage,
-    Step,
-    WorkerGroup,
-)
-from gpuscale.autoscaler.domain.pace import Memory
+from gpuscale.autoscaler.domain.decisions import Code, Evaluation, Outcome, Stage, Step, afterwards, compose
+from gpuscale.autoscaler.domain.engine import Memory
+from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, Inputs, Observation, WorkerGroup
 from gpuscale.autoscaler.domain.planning import Plan, crash_delay, plan_sets, set_states, startup_seconds
-from gpuscale.autoscaler.domain.policies.outcome import Inputs
-from gpuscale.autoscaler.domain.remembered import Remembered
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState, asked_to_stop
+from gpuscale.autoscaler.domain.signals import Remembered
+from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.domain.whatif import Question, asked
-from gpuscale.autoscaler.state import decision_log, decision_store, history_store, replica_store, store
+from gpuscale.autoscaler.state import decision_log, store, watcher_store
 from gpuscale.autoscaler.state.decision_log import Recorded, Repetition
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.names import adapter_name
@@ -99,14 +89,14 @@ def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | N
     endpoint = store.endpoint(connection, endpoint_id, facts.endpoint)
     if endpoint is None:
         return None
-    kept = replica_store.replicas(connection, endpoint_id, show_ended=True)
+    kept = store.replicas(connection, endpoint_id, show_ended=True)
     if endpoint.deleting and all(one.ended and not one.owes_release for one in kept):
         _remove(connection, endpoint_id)
         return None
     kept = _renounced(connection, endpoint, kept, facts.at)
     rows = [one for one in kept if not one.ended]
-    if len(kept) - len(rows) > replica_store.KEPT:
-        replica_store.prune(connection, endpoint_id)
+    if len(kept) - len(rows) > store.KEPT:
+        store.prune(connection, endpoint_id)
     silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live
     question = _question(connection, endpoint, kept, silent, facts)
     result = asked(question) if question else None
@@ -203,7 +193,7 @@ def _renounced(
         spec = endpoint.spec.of_set(one.group.set)
         if one.state is ReplicaState.PENDING and one.template != spec.started_from:
             after.append(asked_to_stop(one, reason, at))
-            replica_store.save_replica(connection, after[-1])
+            store.save_replica(connection, after[-1])
         else:
             after.append(one)
     return after
@@ -223,7 +213,7 @@ def _carry_out(
         wanted = f"{endpoint.targets.get(set_id, 0)} {set_id or 'replicas'} are wanted"
         reason = "its endpoint is deleted" if endpoint.deleting else wanted
         stopped |= {one.id: asked_to_stop(one, reason, at) for one in planned.stop}
-    replica_store.save_replicas(connection, stopped.values())
+    store.save_replicas(connection, stopped.values())
     started = [
         _decided(endpoint, set_id, at)
         for set_id, delay in delays.items()
@@ -231,7 +221,7 @@ def _carry_out(
         for _ in range(plans[set_id].start)
     ]
     for one in started:
-        replica_store.add_replica(connection, one)
+        store.add_replica(connection, one)
     left = (stopped.get(one.id, one) for one in rows)
     return (*(one for one in left if not one.ended), *started)
 
@@ -291,6 +281,6 @@ def _steps_of_set(set_id: str, rows: Sequence[Replica], planned: Plan, delay: fl
 
 def _remove(connection: Connection, endpoint_id: str) -> None:
     store.remove_endpoint(connection, endpoint_id)
-    replica_store.remove_replicas(connection, endpoint_id)
-    decision_store.remove_decisions(connection, endpoint_id)
-    history_store.remove_readings(connection, endpoint_id)
+    store.remove_replicas(connection, endpoint_id)
+    decision_log.remove_decisions(connection, endpoint_id)
+    watcher_store.remove_readings(connection, endpoint_id)

@@ -10,22 +10,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from gpuscale.autoscaler.domain.decisions import Outcome, afterwards, compose, sameness
-from gpuscale.autoscaler.domain.model import Code, Decision, Endpoint, Observation, Stage, Step
-from gpuscale.autoscaler.domain.remembered import Remembered, Samples, noted
+from gpuscale.autoscaler.domain.decisions import (
+    Code,
+    Decision,
+    Outcome,
+    Stage,
+    Step,
+    afterwards,
+    compose,
+    sameness,
+)
+from gpuscale.autoscaler.domain.inputs import Observation
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
+from gpuscale.autoscaler.domain.signals import Remembered, Samples, noted
+from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.loop.acting import AGAIN, RETRY, Actor, Refusal
-from gpuscale.autoscaler.loop.followers import Followers
 from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.loop.leases import LeaseKeeper
 from gpuscale.autoscaler.loop.passes import Facts, Pass, run_pass
-from gpuscale.autoscaler.loop.wakes import Wake, Wakes
+from gpuscale.autoscaler.loop.wakes import Followers, Wake, Wakes, WatcherUses
 from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
 from gpuscale.autoscaler.signals.sources import SignalSources
-from gpuscale.autoscaler.state import decision_log, replica_store, store
-from gpuscale.autoscaler.state.decision_file import DecisionFile
-from gpuscale.autoscaler.state.decision_log import Repetitions
+from gpuscale.autoscaler.state import decision_log, store
+from gpuscale.autoscaler.state.decision_log import DecisionFile, Repetitions
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.runtime.clock import Clock
@@ -177,7 +184,7 @@ class EndpointLoop:
             refusal = await rooms.actor.act(passed.live)
         finally:
             rooms.keeper.changed()
-        after = await rooms.store.read(partial(replica_store.replicas, endpoint=self._id))
+        after = await rooms.store.read(partial(store.replicas, endpoint=self._id))
         return self._pause(passed, refusal, await self._note(passed, refusal, after))
 
     def _tell(self, wanted: int | None) -> None:
@@ -272,7 +279,7 @@ def _found(
     connection: Connection, endpoint_id: str, known: Endpoint | None
 ) -> tuple[Endpoint | None, Sequence[Replica]]:
     """The endpoint, and those of its replicas that have not ended."""
-    return store.endpoint(connection, endpoint_id, known), replica_store.replicas(connection, endpoint_id)
+    return store.endpoint(connection, endpoint_id, known), store.replicas(connection, endpoint_id)
 
 
 def _outcome(passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) -> Outcome:

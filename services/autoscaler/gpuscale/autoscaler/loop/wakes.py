@@ -1,8 +1,11 @@
-"""Who asks for a look at an endpoint before its time, and the tasks that wait for it."""
+"""Who asks for a look at an endpoint, who follows it, and which queue watchers it reads."""
 
 import asyncio
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Generator, Iterable
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, suppress
+
+from gpuscale.common.names import endpoint_name
 
 
 class Wake:
@@ -71,3 +74,50 @@ class Wakes:
     def forget(self, endpoint: str) -> None:
         """The endpoint is gone; a call after this one announces it anew."""
         self._wakes.pop(endpoint, None)
+
+
+class Followers:
+    """Who follows which endpoint. Any number of changes before somebody looks are one."""
+
+    def __init__(self) -> None:
+        self._followers: dict[str, set[asyncio.Event]] = {}
+
+    def tell(self, endpoint: str) -> None:
+        """The endpoint may have changed, or be gone; what changed is on disk."""
+        for event in self._followers.get(endpoint, ()):
+            event.set()
+
+    @contextmanager
+    def follow(self, endpoint: str) -> Generator[asyncio.Event]:
+        """An event that every change sets from now on; its owner clears it before each look."""
+        event = asyncio.Event()
+        followers = self._followers.setdefault(endpoint, set())
+        followers.add(event)
+        try:
+            yield event
+        finally:
+            followers.discard(event)
+            if not followers and self._followers.get(endpoint) is followers:
+                del self._followers[endpoint]
+
+
+class WatcherUses:
+    """Kept beside the stored specs: a watcher is entered before a spec that names it is stored."""
+
+    def __init__(self) -> None:
+        self._watchers: dict[str, AbstractSet[str]] = {}
+
+    def of(self, watcher: str) -> list[str]:
+        """Names of the endpoints that read a watcher."""
+        return [endpoint_name(one) for one, watchers in sorted(self._watchers.items()) if watcher in watchers]
+
+    def reads(self, endpoint: str) -> AbstractSet[str]:
+        """Ids of the watchers that an endpoint reads."""
+        return self._watchers.get(endpoint, frozenset())
+
+    def set(self, endpoint: str, watchers: AbstractSet[str]) -> None:
+        """What an endpoint reads from now on; nothing for one that is gone."""
+        if watchers:
+            self._watchers[endpoint] = watchers
+        else:
+            self._watchers.pop(endpoint, None)

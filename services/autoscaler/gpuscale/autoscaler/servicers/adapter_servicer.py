@@ -4,13 +4,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TypeAlias
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.desired import DesiredReplica, Order
 from gpuscale.autoscaler.domain.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
-from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
-from gpuscale.autoscaler.loop.adapter_session import AdapterSession
-from gpuscale.autoscaler.loop.asked_logs import LogPart, LogQuestion
-from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterView
-from gpuscale.autoscaler.wire.translate_capabilities import group_from_wire
+from gpuscale.autoscaler.domain.replicas import DesiredReplica, Order, ReplicaReport, ReplicaState
+from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogPart, LogQuestion
+from gpuscale.autoscaler.wire.specs import group_from_wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,

@@ -1,22 +1,255 @@
-"""BacktestService on the wire."""
+"""BacktestService on the wire: policies on a workload, in a thread, one run at a time and never beyond its time."""
 
 import asyncio
-from collections.abc import Sequence
+import math
+import random
+import statistics
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
+from itertools import pairwise
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.backtest.report import oracle_gpu_hours
-from gpuscale.autoscaler.backtest.trace import Request
-from gpuscale.autoscaler.servicers import endpoint_changes
-from gpuscale.autoscaler.servicers.backtests import LONGEST_RUN, Runs
-from gpuscale.autoscaler.servicers.translate_backtest import job_from_wire, report_to_wire
+from gpuscale.autoscaler.backtest.simulate import (
+    LONGEST_TAIL,
+    MOST_EVALUATIONS,
+    Part,
+    Report,
+    StoppedError,
+    oracle_gpu_hours,
+    run,
+    run_shared,
+)
+from gpuscale.autoscaler.backtest.world import Setting
+from gpuscale.autoscaler.domain.presets import Wish
+from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
+from gpuscale.autoscaler.domain.validate import violations
+from gpuscale.autoscaler.servicers.endpoints import find_endpoint
+from gpuscale.autoscaler.servicers.preset_servicer import DEFAULT_BOUNDS, render
 from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_to_wire
+from gpuscale.client.traces import Request
+from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
 from gpuscale.common.names import ENDPOINT, parse
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import optional_seconds
+from gpuscale.common.wire import optional_seconds, to_datetime
+
+LONGEST_RUN = 120.0
+"""Seconds that a run may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Policies to run, each with its workload and setting: one after another, or beside each other on shared GPUs."""
+
+    parts: Sequence[Part]
+    goal: float
+    begin: datetime
+    shared: bool = False
+
+
+class Runs:
+    """Runs jobs, one at a time."""
+
+    def __init__(self) -> None:
+        self._running = False
+
+    async def run(self, job: Job, budget: float) -> list[Report]:
+        """The figures of each policy.
+
+        Args:
+            job: what to run.
+            budget: seconds that it may take.
+
+        Raises:
+            ResourceExhaustedError: another is running (reason BACKTEST_RUNNING).
+            DeadlineExceededError: it took longer.
+        """
+        if self._running:
+            raise ResourceExhaustedError(
+                "another backtest is running", reason="BACKTEST_RUNNING", retry_after=1.0
+            )
+        self._running = True
+        stop = threading.Event()
+        work = asyncio.ensure_future(asyncio.to_thread(_run, job, stop))
+        work.add_done_callback(self._ended)
+        try:
+            # Shielded, for a thread ends by itself: soon after it is told to.
+            reports = await asyncio.wait_for(asyncio.shield(work), min(budget, LONGEST_RUN))
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"the backtest took longer than {min(budget, LONGEST_RUN):.0f} s: run fewer policies, or a shorter trace"
+            ) from error
+        finally:
+            stop.set()
+        return reports or []
+
+    def _ended(self, work: "asyncio.Future[list[Report] | None]") -> None:
+        self._running = False
+        if not work.cancelled():
+            work.exception()  # whoever waits has it; where nobody does, it is of no use
+
+
+def _run(job: Job, stop: threading.Event) -> list[Report] | None:
+    """The reports; None once it was told to stop."""
+    try:
+        if job.shared:
+            most = job.parts[0].setting.max_gpus
+            return run_shared(job.parts, goal=job.goal, begin=job.begin, most=most, stopped=stop.is_set)
+        return [
+            run(one.spec, one.requests, one.setting, goal=job.goal, begin=job.begin, stopped=stop.is_set)
+            for one in job.parts
+        ]
+    except StoppedError:
+        return None
+
+
+DEFAULT_GOAL = 30.0
+DEFAULT_COLD_START = 30.0
+_MONDAY = datetime(2024, 1, 1, tzinfo=UTC)
+_TEMPLATE = ReplicaTemplate("worker", gpu_count=1)
+_WATCHER = "queue"
+
+
+def job_from_wire(wire: api.BacktestRequest, history: Sequence[Request] = ()) -> Job:
+    """The run that a request asks for; `history`: the workload of the endpoint that it names.
+
+    Raises:
+        InvalidArgumentError: there is no policy or arrival, arrivals without order, or a policy that contradicts itself.
+    """
+    common = list(history) if history else _requests(wire, "")
+    workloads = [_workload(one, index, common) for index, one in enumerate(wire.policies)]
+    requests = common or [one for each in workloads for one in each]
+    if not requests:
+        raise InvalidArgumentError("arrivals must be set", field="arrivals")
+    goal = optional_seconds(wire, "goal")
+    slots = wire.slots if wire.HasField("slots") else 1
+    most = wire.max_gpus if wire.HasField("max_gpus") else None
+    default = Wish(
+        _WATCHER,
+        DEFAULT_BOUNDS[0],
+        DEFAULT_BOUNDS[1] if most is None else most,
+        _TEMPLATE,
+        slots=slots,
+        goal=DEFAULT_GOAL if goal is None else goal,
+        service_time=statistics.fmean(one.service for one in requests) or None,
+    )
+    setting = Setting(slots, _cold_start(wire), most, kills=wire.kills)
+    specs = _specs(wire.policies, default)
+    longest = max(one[-1].arrival for one in workloads)
+    for index, spec in enumerate(specs):
+        _require_few(spec, longest, f"policies[{index}]")
+    parts = [
+        Part(spec, one, replace(setting, gpus_each=max(1, spec.template.gpu_count)))
+        for spec, one in zip(specs, workloads, strict=True)
+    ]
+    begin = to_datetime(wire.begin_time) if wire.HasField("begin_time") else _MONDAY
+    return Job(parts, default.goal, begin, shared=wire.shared_gpus)
+
+
+def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.BacktestReport:
+    """The message of a report."""
+    timeline = report.timeline
+    return api.BacktestReport(
+        name=name,
+        request_count=report.requests,
+        unserved_count=report.unserved,
+        violation_percent=report.violation_percent,
+        wait_p50_seconds=report.wait_p50,
+        wait_p95_seconds=report.wait_p95,
+        wait_p99_seconds=report.wait_p99,
+        backlog_hours=report.backlog_hours,
+        gpu_hours=report.gpu_hours,
+        pending_replica_hours=report.pending_replica_hours,
+        flap_count=report.flaps,
+        change_count=report.scale_ops,
+        killed_count=report.killed,
+        wasted_start_count=report.wasted_starts,
+        most_replicas=report.most_replicas,
+        timeline=api.BacktestTimeline(
+            seconds=[one.at for one in timeline],
+            wanted=[one.wanted for one in timeline],
+            ready=[one.ready for one in timeline],
+            waiting=[one.waiting for one in timeline],
+        ),
+        spec=spec_to_wire(spec),
+    )
+
+
+def _workload(wire: api.BacktestPolicy, index: int, common: list[Request]) -> list[Request]:
+    """The requests of one policy: its own, or those of the run."""
+    path = f"policies[{index}].workload."
+    found = _requests(wire.workload, path) if wire.HasField("workload") else common
+    if not found:
+        raise InvalidArgumentError("arrivals must be set", field="arrivals")
+    return found
+
+
+def _requests(wire: api.BacktestRequest | api.Workload, path: str) -> list[Request]:
+    if len(wire.service_seconds) != len(wire.arrivals):
+        field = f"{path}service_seconds"
+        raise InvalidArgumentError(f"{field} must have as many items as arrivals", field=field)
+    if any(later < earlier for earlier, later in pairwise(wire.arrivals)):
+        raise InvalidArgumentError(f"{path}arrivals must be in order", field=f"{path}arrivals")
+    return [Request(*pair) for pair in zip(wire.arrivals, wire.service_seconds, strict=True)]
+
+
+def _specs(policies: Sequence[api.BacktestPolicy], default: Wish) -> list[EndpointSpec]:
+    if not policies:
+        raise InvalidArgumentError("policies must be set", field="policies")
+    names: set[str] = set()
+    for index, one in enumerate(policies):
+        if one.name in names:
+            field = f"policies[{index}].name"
+            raise InvalidArgumentError(f"{field} must differ from the names before it", field=field)
+        names.add(one.name)
+    return [_spec(one, f"policies[{index}]", default) for index, one in enumerate(policies)]
+
+
+def _spec(wire: api.BacktestPolicy, path: str, default: Wish) -> EndpointSpec:
+    match wire.WhichOneof("policy"):
+        case "preset":
+            return render(wire.preset, f"{path}.preset", default).spec
+        case "spec":
+            spec = spec_from_wire(wire.spec, f"{path}.spec")
+            if not spec.template.template:
+                spec = replace(spec, template=replace(spec.template, template=_TEMPLATE.template))
+            if found := violations(spec, f"{path}.spec"):
+                raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+            if spec.capability_sets:
+                text = "cannot be backtested: no workload says what its requests need"
+                field = f"{path}.spec.capability_sets"
+                raise InvalidArgumentError(f"{field} {text}", field=field)
+            return spec
+        case None:
+            raise InvalidArgumentError(f"{path}.spec must be set, or preset", field=f"{path}.spec")
+
+
+def _require_few(spec: EndpointSpec, last: float, path: str) -> None:
+    """Refuse a tick that is too short for a workload this long."""
+    if (last + LONGEST_TAIL) / spec.period > MOST_EVALUATIONS:
+        text = (
+            f"{path} would be evaluated more than {MOST_EVALUATIONS} times: a longer tick, or a shorter trace"
+        )
+        raise InvalidArgumentError(text, field=path)
+
+
+def _cold_start(wire: api.BacktestRequest) -> Callable[[int], float]:
+    """Seconds that the n-th start takes: the same for the same seed, and even between the bounds."""
+    stated, longest = optional_seconds(wire, "min_cold_start"), optional_seconds(wire, "max_cold_start")
+    least = DEFAULT_COLD_START if stated is None else stated
+    most = least if longest is None else longest
+    if most < least:
+        raise InvalidArgumentError("max_cold_start must be at least min_cold_start", field="max_cold_start")
+    if math.isclose(least, most):
+        return lambda _number: least
+    seed = wire.seed
+    return lambda number: random.Random(seed * 1_000_003 + number).uniform(least, most)  # noqa: S311
+
 
 _ANSWERING = 0.2
 """Seconds of a call's deadline that are left for its answer."""
@@ -54,7 +287,7 @@ class BacktestServicer(api.BacktestServiceServicer):
         if request.arrivals:
             raise InvalidArgumentError("endpoint cannot stand beside arrivals", field="endpoint")
         endpoint = parse(ENDPOINT, request.endpoint, "endpoint")["endpoint"]
-        await self._store.read(partial(endpoint_changes.find, endpoint_id=endpoint))
+        await self._store.read(partial(find_endpoint, endpoint_id=endpoint))
         service = optional_seconds(request, "service_time")
         return await self._histories.workload(endpoint, service, self._clock.wall())
 

@@ -1,32 +1,172 @@
-"""What users do with endpoints: create, change, scale, delete, look."""
+"""What users do with endpoints: create, change, scale, delete, look; each change is one transaction."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from typing import TypeVar
 from uuid import uuid4
 
-from gpuscale.autoscaler.domain.model import Endpoint, EndpointSpec
+from gpuscale.autoscaler.domain.decisions import Outcome, compose
+from gpuscale.autoscaler.domain.engine import order
 from gpuscale.autoscaler.domain.replicas import Replica
+from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
 from gpuscale.autoscaler.domain.validate import violations
-from gpuscale.autoscaler.loop.followers import Followers
 from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.loop.wakes import Wakes
-from gpuscale.autoscaler.servicers import endpoint_changes
-from gpuscale.autoscaler.signals.queues.watcher_uses import WatcherUses
-from gpuscale.autoscaler.state import decision_log, decision_store, replica_store, store
-from gpuscale.autoscaler.state.decision_file import DecisionFile
-from gpuscale.autoscaler.state.decision_log import Repetitions
-from gpuscale.autoscaler.state.decision_store import StoredDecision
+from gpuscale.autoscaler.loop.wakes import Followers, Wakes, WatcherUses
+from gpuscale.autoscaler.state import decision_log, store
+from gpuscale.autoscaler.state.decision_log import DecisionFile, Repetitions, StoredDecision
 from gpuscale.autoscaler.state.store import Connection
-from gpuscale.autoscaler.wire.translate_state import EndpointView
-from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
-from gpuscale.common.names import watcher_name
+from gpuscale.autoscaler.wire.decisions import EndpointView
+from gpuscale.common.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    FailedPreconditionError,
+    GpuscaleError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+)
+from gpuscale.common.names import endpoint_name, watcher_name
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import page
+
+
+def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
+    """The endpoint.
+
+    Raises:
+        NotFoundError: there is none of that id.
+    """
+    found = store.endpoint(connection, endpoint_id)
+    if found is None:
+        name = endpoint_name(endpoint_id)
+        raise NotFoundError(f"there is no {name}", metadata={"name": name})
+    return found
+
+
+def repeated(connection: Connection, request_id: str, fingerprint: str) -> Endpoint | None:
+    """What a request with this id made; None if there was none.
+
+    Raises:
+        AlreadyExistsError: it was another request.
+    """
+    known = store.answered(connection, request_id)
+    if known is None:
+        return None
+    if known[0] != fingerprint:
+        raise AlreadyExistsError(
+            "the request id was used for another endpoint",
+            reason="REQUEST_ID_REUSED",
+            metadata={"request_id": request_id},
+        )
+    return known[1]
+
+
+def require_free(connection: Connection, endpoint_id: str) -> None:
+    """AlreadyExistsError if the id is taken."""
+    taken = store.endpoint(connection, endpoint_id)
+    if taken is not None:
+        name = endpoint_name(endpoint_id)
+        what = "is being deleted" if taken.deleting else "exists"
+        raise AlreadyExistsError(f"{name} {what}", metadata={"name": name})
+
+
+def create(connection: Connection, made: Endpoint, request_id: str, fingerprint: str) -> None:
+    """Store a new endpoint with the request that made it."""
+    require_free(connection, made.id)
+    store.save_endpoint(connection, made)
+    store.save_answer(connection, request_id, fingerprint, made)
+
+
+def update(connection: Connection, after: Endpoint, etag: str) -> None:
+    """Store a changed spec beside what else may have changed since it was read."""
+    now = find_endpoint(connection, after.id)
+    require_etag(now, etag)
+    require_kept(now)
+    store.save_endpoint(connection, replace(after, desired=now.desired, sets=now.sets))
+
+
+def delete(connection: Connection, endpoint_id: str, etag: str) -> None:
+    """Mark an endpoint as deleted: nothing is aimed at any more."""
+    found = find_endpoint(connection, endpoint_id)
+    require_etag(found, etag)
+    store.save_endpoint(connection, replace(found, deleting=True, desired=0))
+
+
+def require_etag(endpoint: Endpoint, etag: str) -> None:
+    """AbortedError if the endpoint has another etag; an empty one matches any."""
+    if etag and etag != endpoint.etag:
+        name = endpoint_name(endpoint.id)
+        raise AbortedError(f"{name} was changed meanwhile", reason="ETAG_MISMATCH", metadata={"name": name})
+
+
+def require_kept(endpoint: Endpoint) -> None:
+    """FailedPreconditionError if the endpoint is being deleted."""
+    if endpoint.deleting:
+        name = endpoint_name(endpoint.id)
+        raise FailedPreconditionError(
+            f"{name} is being deleted", reason="BEING_DELETED", metadata={"name": name}
+        )
+
+
+def set_replicas(
+    connection: Connection,
+    endpoint_id: str,
+    replicas: int,
+    current: int | None,
+    who: str,
+    wall: datetime,
+    set_id: str = "",
+) -> Endpoint:
+    """Store a person's order, of one capability set where there are some, with its decision."""
+    before = find_endpoint(connection, endpoint_id)
+    require_kept(before)
+    require_set(before, set_id)
+    require_room(before, replicas, current, set_id)
+    sets = {**before.targets, set_id: replicas} if set_id else {}
+    after = replace(before, desired=sum(sets.values()) if set_id else replicas, sets=sets)
+    store.save_endpoint(connection, after)
+    live = store.replicas(connection, endpoint_id)
+    own = [one for one in live if one.group.set == set_id]
+    needs_gpus = after.spec.of_set(set_id).template.gpu_count
+    granted = sum(one.granted for one in own) if needs_gpus else replicas
+    decision = compose(after, order(before.targets[set_id], replicas, who, set_id), Outcome(granted))
+    decision_log.record(connection, decision, wall)
+    return after
+
+
+def require_set(endpoint: Endpoint, set_id: str) -> None:
+    """InvalidArgumentError unless the set is one of the endpoint's, or it has none and none is named."""
+    if set_id not in endpoint.targets:
+        known = ", ".join(one.id for one in endpoint.spec.capability_sets)
+        what = (
+            f"must be one of {known}" if known else f"must be left out: {endpoint_name(endpoint.id)} has none"
+        )
+        raise InvalidArgumentError(f"capability_set {what}", field="capability_set")
+
+
+def require_room(endpoint: Endpoint, replicas: int, current: int | None, set_id: str = "") -> None:
+    """FailedPreconditionError from another count than `current`, OutOfRangeError outside of min and max."""
+    spec, name, aimed = endpoint.spec.of_set(set_id), endpoint_name(endpoint.id), endpoint.targets[set_id]
+    what = f"{set_id} replicas" if set_id else "replicas"
+    if current is not None and current != aimed:
+        raise FailedPreconditionError(
+            f"{name} aims at {aimed} {what}, not {current}",
+            reason="OTHER_CURRENT_REPLICAS",
+            metadata={"name": name, "current_replicas": str(aimed)},
+        )
+    others = sum(endpoint.targets.values()) - aimed
+    most = min(spec.max_replicas, endpoint.spec.max_replicas - others) if set_id else spec.max_replicas
+    if not spec.min_replicas <= replicas <= most:
+        raise OutOfRangeError(
+            f"{name} may have {spec.min_replicas} to {most} {what}",
+            metadata={"name": name, "min": str(spec.min_replicas), "max": str(most)},
+        )
+
 
 T = TypeVar("T")
 
@@ -86,16 +226,14 @@ class Endpoints:
         """
         wall = self._clock.wall()
         made = Endpoint(endpoint_id, spec, _new_etag(), spec.least, wall, wall)
-        work = partial(endpoint_changes.create, made=made, request_id=request_id, fingerprint=fingerprint)
+        work = partial(create, made=made, request_id=request_id, fingerprint=fingerprint)
         async with self._changing:
-            known = await self._store.read(
-                partial(endpoint_changes.repeated, request_id=request_id, fingerprint=fingerprint)
-            )
+            known = await self._store.read(partial(repeated, request_id=request_id, fingerprint=fingerprint))
             if known is not None:
                 return await self._view(known)
             self._check(spec)
             if validate_only:
-                await self._store.read(partial(endpoint_changes.require_free, endpoint_id=endpoint_id))
+                await self._store.read(partial(require_free, endpoint_id=endpoint_id))
                 return EndpointView(made)
             await self._write_spec(made, work)
         return await self._view(made)
@@ -118,15 +256,15 @@ class Endpoints:
             FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist, or the endpoint is being deleted.
         """
         async with self._changing:
-            before = await self._store.read(partial(endpoint_changes.find, endpoint_id=endpoint_id))
-            endpoint_changes.require_etag(before, etag)
-            endpoint_changes.require_kept(before)
+            before = await self._store.read(partial(find_endpoint, endpoint_id=endpoint_id))
+            require_etag(before, etag)
+            require_kept(before)
             spec = change(before.spec)
             self._check(spec)
             after = replace(before, spec=spec, etag=_new_etag(), update_time=self._clock.wall())
             if validate_only or spec == before.spec:
                 return await self._view(replace(before, spec=spec))
-            await self._write_spec(after, partial(endpoint_changes.update, after=after, etag=before.etag))
+            await self._write_spec(after, partial(update, after=after, etag=before.etag))
         return await self._view(after)
 
     @uninterrupted
@@ -137,7 +275,7 @@ class Endpoints:
             NotFoundError: no such endpoint.
             AbortedError: it was changed since that etag was read.
         """
-        work = partial(endpoint_changes.delete, endpoint_id=endpoint_id, etag=etag)
+        work = partial(delete, endpoint_id=endpoint_id, etag=etag)
         await self._write(endpoint_id, work)
 
     @uninterrupted
@@ -153,7 +291,7 @@ class Endpoints:
             FailedPreconditionError: another number than `current` is aimed at, or the endpoint is being deleted.
         """
         work = partial(
-            endpoint_changes.set_replicas,
+            set_replicas,
             endpoint_id=endpoint_id,
             replicas=replicas,
             current=current,
@@ -162,7 +300,7 @@ class Endpoints:
             set_id=capability_set,
         )
         after = await self._write(endpoint_id, work)
-        ordered = await self._store.read(partial(decision_store.latest, endpoint=endpoint_id))
+        ordered = await self._store.read(partial(decision_log.latest, endpoint=endpoint_id))
         if ordered is not None:
             self._file.put(decision_log.to_wire(ordered))
         return await self._view(after)
@@ -173,9 +311,7 @@ class Endpoints:
         Raises:
             NotFoundError: no such endpoint.
         """
-        return await self._view(
-            await self._store.read(partial(endpoint_changes.find, endpoint_id=endpoint_id))
-        )
+        return await self._view(await self._store.read(partial(find_endpoint, endpoint_id=endpoint_id)))
 
     async def list(self, page_size: int, page_token: str) -> tuple[Sequence[EndpointView], str]:
         """A page of endpoints by id.
@@ -195,7 +331,7 @@ class Endpoints:
         Raises:
             InvalidArgumentError: the token is not one of this list.
         """
-        work = partial(replica_store.replicas, endpoint=endpoint_id, show_ended=show_ended)
+        work = partial(store.replicas, endpoint=endpoint_id, show_ended=show_ended)
         every = sorted(await self._store.read(work), key=_age_key)
         some, token = page(every, key=_age_key, page_size=page_size, page_token=page_token)
         return [(one, not self._hub.live(one.adapter)) for one in some], token
@@ -242,7 +378,7 @@ class Endpoints:
     async def _views(self, endpoints: Sequence[Endpoint]) -> Sequence[EndpointView]:
         def read(connection: Connection) -> Sequence[tuple[Sequence[Replica], StoredDecision | None]]:
             return [
-                (replica_store.replicas(connection, one.id), decision_store.latest(connection, one.id))
+                (store.replicas(connection, one.id), decision_log.latest(connection, one.id))
                 for one in endpoints
             ]
 

@@ -4,9 +4,9 @@ from functools import partial
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.replicas import Replica
-from gpuscale.autoscaler.signals.reported import ReportedMetrics, Subject, Value
-from gpuscale.autoscaler.state import replica_store, store
-from gpuscale.autoscaler.wire.translate_capabilities import tasks_from_wire
+from gpuscale.autoscaler.signals.sources import ReportedMetrics, Subject, Value
+from gpuscale.autoscaler.state import store
+from gpuscale.autoscaler.wire.specs import tasks_from_wire
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from gpuscale.common.names import ENDPOINT, REPLICA, endpoint_name, match, replica_name
 from gpuscale.common.runtime.clock import Clock
@@ -64,7 +64,7 @@ class MetricServicer(api.MetricServiceServicer):
             if await self._state.read(partial(store.endpoint, endpoint_id=endpoint_id)) is None:
                 raise NotFoundError(f"there is no {name}", metadata={"name": name})
             return
-        replica = await self._state.read(partial(replica_store.replica, replica_id=replica_id))
+        replica = await self._state.read(partial(store.replica, replica_id=replica_id))
         if replica is None or replica.ended or replica.endpoint != endpoint_id:
             raise NotFoundError(f"there is no {name}, or it has ended", metadata={"name": name})
         if caller.role < Role.OPERATOR and not _runs(caller, replica):

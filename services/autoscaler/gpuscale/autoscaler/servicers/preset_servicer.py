@@ -1,12 +1,102 @@
-"""PresetService on the wire."""
+"""PresetService on the wire: the spec that a preset makes of a wish."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.model import ReplicaTemplate
-from gpuscale.autoscaler.domain.preset_words import PARAMETERS, about
-from gpuscale.autoscaler.domain.presets import PRESETS, Wish
-from gpuscale.autoscaler.wire.translate import spec_to_wire
-from gpuscale.autoscaler.wire.translate_presets import DEFAULT_BOUNDS, render
+from gpuscale.autoscaler.domain.presets import PARAMETERS, PRESETS, Wish, about, expand, named
+from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
+from gpuscale.autoscaler.domain.validate import violations
+from gpuscale.autoscaler.wire.specs import set_from_wire, spec_to_wire, template_from_wire
+from gpuscale.common.errors import FieldViolation, InvalidArgumentError
+from gpuscale.common.names import WATCHER, parse
+from gpuscale.common.rpc import validation
 from gpuscale.common.security.auth import Context
+from gpuscale.common.wire import optional_seconds
+
+DEFAULT_BOUNDS = (1, 16)
+WITHOUT_WORK = frozenset({"opengris_no"})
+"""Presets that look at nothing."""
+WITH_SETS = "opengris_capability"
+"""The preset that scales capability sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A spec, the name of the preset that made it, and what is to be known about it."""
+
+    preset: str
+    spec: EndpointSpec
+    notes: tuple[str, ...] = ()
+
+
+def wish_from_wire(wire: api.PresetWish, path: str, default: Wish) -> Wish:
+    """The wish of a message; what it does not state is that of `default`.
+
+    Raises:
+        InvalidArgumentError: both a watcher and a metric, or a name that is none.
+    """
+    if wire.watcher and wire.metric:
+        raise InvalidArgumentError(f"{path}.metric cannot stand beside a watcher", field=f"{path}.metric")
+    goal, service = optional_seconds(wire, "goal"), optional_seconds(wire, "service_time")
+    watcher = parse(WATCHER, wire.watcher, f"{path}.watcher")["watcher"] if wire.watcher else default.watcher
+    return Wish(
+        watcher="" if wire.metric else watcher,
+        min_replicas=wire.min_replicas if wire.HasField("min_replicas") else default.min_replicas,
+        max_replicas=wire.max_replicas if wire.HasField("max_replicas") else default.max_replicas,
+        template=template_from_wire(wire.template, path) if wire.HasField("template") else default.template,
+        slots=wire.slots if wire.HasField("slots") else default.slots,
+        goal=default.goal if goal is None else goal,
+        service_time=default.service_time if service is None else service,
+        metric=wire.metric,
+        parameters=_parameters(wire.parameters),
+        capability_sets=tuple(
+            set_from_wire(one, f"{path}.capability_sets[{i}]") for i, one in enumerate(wire.capability_sets)
+        ),
+    )
+
+
+def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
+    """The spec that a preset makes of a message, `path` being that of the message.
+
+    Raises:
+        InvalidArgumentError: a word of it is not known, or the spec contradicts itself.
+    """
+    preset = named(wire.preset, f"{path}.preset")
+    wish = wish_from_wire(wire, path, default)
+    if wish.capability_sets and preset.name != WITH_SETS:
+        text = f"are of {WITH_SETS} alone"
+        raise InvalidArgumentError(f"{path}.capability_sets {text}", field=f"{path}.capability_sets")
+    if wish.capability_sets and (wire.watcher or wire.metric):
+        text = "count reported tasks: leave watcher and metric out"
+        raise InvalidArgumentError(f"{path}.capability_sets {text}", field=f"{path}.capability_sets")
+    if not (wish.watcher or wish.metric or wish.capability_sets) and preset.name not in WITHOUT_WORK:
+        raise InvalidArgumentError(f"{path}.watcher must be set, or metric", field=f"{path}.watcher")
+    spec = expand(preset.name, wish, f"{path}.parameters")
+    wrong = [*validation.violations(spec_to_wire(spec)), *_without_root(violations(spec, ""))]
+    if wrong:
+        found = [_wished(one, path) for one in wrong]
+        raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+    return Rendered(preset.name, spec, preset.notes)
+
+
+def _wished(one: FieldViolation, path: str) -> FieldViolation:
+    """The part of a wish that a part of its spec comes from."""
+    field, description = one
+    if field.endswith(".service_time"):
+        return FieldViolation(f"{path}.service_time", description)
+    if field.startswith(("template", "min_replicas", "max_replicas", "capability_sets")):
+        return FieldViolation(f"{path}.{field}", description)
+    return FieldViolation(f"{path}.parameters", f"lead to {field}, which {description}")
+
+
+def _without_root(found: list[FieldViolation]) -> list[FieldViolation]:
+    return [one._replace(field=one.field.removeprefix(".")) for one in found]
+
+
+def _parameters(wire: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(wire.items()))
+
 
 _NOTHING = Wish("", *DEFAULT_BOUNDS, ReplicaTemplate(""))
 

@@ -1,19 +1,214 @@
-"""RuleService on the wire."""
+"""RuleService on the wire: every change of a rule is one of its endpoint's spec."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.rules import Rule
-from gpuscale.autoscaler.servicers.endpoint_rules import EndpointRules, RuleView
-from gpuscale.autoscaler.wire.masks import taken
-from gpuscale.autoscaler.wire.translate_rules import rule_from_wire, rule_to_wire
-from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.autoscaler.domain.rules.rule import Rule, in_order
+from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
+from gpuscale.autoscaler.domain.validate import SPEC
+from gpuscale.autoscaler.servicers.endpoints import Endpoints, find_endpoint
+from gpuscale.autoscaler.state import store
+from gpuscale.autoscaler.state.store import Connection
+from gpuscale.autoscaler.wire.specs import rule_from_wire, rule_to_wire
+from gpuscale.common.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import ENDPOINT, RULE, parse, rule_name
 from gpuscale.common.rpc import validation
+from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.auth import Context
-from gpuscale.common.wire import to_duration
+from gpuscale.common.store.store import Store
+from gpuscale.common.wire import page, to_duration
+
+_PRIORITIES = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class RuleView:
+    """A rule with its endpoint, that endpoint's etag, and seconds since it changed the count (None: never)."""
+
+    endpoint: str
+    rule: Rule
+    etag: str
+    since_change: float | None = None
+
+
+class EndpointRules:
+    """The rules of all endpoints."""
+
+    def __init__(self, endpoints: Endpoints, store: Store, clock: Clock) -> None:
+        self._endpoints = endpoints
+        self._store = store
+        self._clock = clock
+
+    async def create(self, endpoint: str, rule: Rule, *, etag: str, validate_only: bool) -> RuleView:
+        """Add a rule; the same again changes nothing.
+
+        Raises:
+            AlreadyExistsError: another rule has its id.
+            InvalidArgumentError: it contradicts itself or others.
+            NotFoundError, AbortedError, FailedPreconditionError: as `Endpoints.update`.
+        """
+
+        def added(spec: EndpointSpec) -> EndpointSpec:
+            known = next((one for one in spec.rules if one.id == rule.id), None)
+            if known is not None and known != rule:
+                name = rule_name(endpoint, rule.id)
+                raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
+            return spec if known else replace(spec, rules=(*spec.rules, rule))
+
+        return await self._change(endpoint, rule.id, added, etag=etag, validate_only=validate_only)
+
+    async def update(
+        self, endpoint: str, rule_id: str, change: Callable[[Rule], Rule], *, etag: str, validate_only: bool
+    ) -> RuleView:
+        """Replace a rule by `change` of it.
+
+        Raises:
+            NotFoundError: no such endpoint or rule.
+            InvalidArgumentError: the new rule contradicts itself or others.
+            AbortedError, FailedPreconditionError: as `Endpoints.update`.
+        """
+
+        def changed(spec: EndpointSpec) -> EndpointSpec:
+            new = change(_rule(endpoint, spec, rule_id))
+            return replace(spec, rules=tuple(new if one.id == rule_id else one for one in spec.rules))
+
+        return await self._change(endpoint, rule_id, changed, etag=etag, validate_only=validate_only)
+
+    async def delete(self, endpoint: str, rule_id: str, *, etag: str) -> None:
+        """Take a rule away.
+
+        Raises:
+            NotFoundError: no such endpoint or rule.
+            AbortedError, FailedPreconditionError: as `Endpoints.update`.
+        """
+
+        def without(spec: EndpointSpec) -> EndpointSpec:
+            gone = _rule(endpoint, spec, rule_id)
+            return replace(spec, rules=tuple(one for one in spec.rules if one is not gone))
+
+        await self._endpoints.update(endpoint, without, etag=etag, validate_only=False)
+
+    async def get(self, endpoint: str, rule_id: str) -> RuleView:
+        """One rule.
+
+        Raises:
+            NotFoundError: no such endpoint or rule.
+        """
+        found = await self._store.read(partial(find_endpoint, endpoint_id=endpoint))
+        _rule(endpoint, found.spec, rule_id)
+        [view] = await self._views([found], lambda rule: rule.id == rule_id)
+        return view
+
+    async def list(
+        self, endpoint: str, wanted: Callable[[Rule], bool], page_size: int, page_token: str
+    ) -> tuple[Sequence[RuleView], str]:
+        """A page of the rules that are wanted, of one endpoint or of all, in the order in which they are read.
+
+        Raises:
+            InvalidArgumentError: the token is not one of this list.
+        """
+        every = await self._store.read(store.endpoints)
+        views = await self._views([one for one in every if endpoint in {"", one.id}], wanted)
+        return page(views, key=_order, page_size=page_size, page_token=page_token)
+
+    async def _change(
+        self,
+        endpoint: str,
+        rule_id: str,
+        change: Callable[[EndpointSpec], EndpointSpec],
+        *,
+        etag: str,
+        validate_only: bool,
+    ) -> RuleView:
+        position: list[int] = []
+
+        def noted(spec: EndpointSpec) -> EndpointSpec:
+            changed = change(spec)
+            position.extend(index for index, one in enumerate(changed.rules) if one.id == rule_id)
+            return changed
+
+        with _as_fields_of_the_rule(position):
+            view = await self._endpoints.update(endpoint, noted, etag=etag, validate_only=validate_only)
+        [found] = await self._views([view.endpoint], lambda rule: rule.id == rule_id)
+        return found
+
+    async def _views(
+        self, endpoints: Iterable[Endpoint], wanted: Callable[[Rule], bool]
+    ) -> Sequence[RuleView]:
+        chosen = list(endpoints)
+
+        def read(connection: Connection) -> list[dict[str, float]]:
+            return [store.rule_changes(connection, one.id) for one in chosen]
+
+        now = self._clock.now()
+        return [
+            RuleView(one.id, rule, one.etag, now - changes[rule.id] if rule.id in changes else None)
+            for one, changes in zip(chosen, await self._store.read(read), strict=True)
+            for rule in in_order(one.spec.rules)
+            if wanted(rule)
+        ]
+
+
+def _rule(endpoint: str, spec: EndpointSpec, rule_id: str) -> Rule:
+    """The rule of an id; NotFoundError where there is none."""
+    for one in spec.rules:
+        if one.id == rule_id:
+            return one
+    name = rule_name(endpoint, rule_id)
+    raise NotFoundError(f"there is no {name}", metadata={"name": name})
+
+
+def _order(view: RuleView) -> str:
+    return f"{view.endpoint} {view.rule.priority + _PRIORITIES:010d} {view.rule.id}"
+
+
+@contextmanager
+def _as_fields_of_the_rule(position: Sequence[int]) -> Generator[None]:
+    """Faults of the rule, told by fields of the request; those of other parts of the spec as they are."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        at = f"{SPEC}.rules[{position[0]}]" if position else SPEC
+        found = [one._replace(field=one.field.replace(at, "rule", 1)) for one in error.violations]
+        if not found:
+            raise
+        raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found) from error
+
+
+def _take_masked(mask: FieldMask, source: Message, target: Message, field: str) -> None:
+    """Take what a mask names from `source` into `target`; what `source` does not set is cleared there.
+
+    Raises:
+        InvalidArgumentError: a path names no field, or goes through a list.
+    """
+    for path in mask.paths:
+        _take(path.split("."), source, target, f"{field}: {path}")
+
+
+def _take(parts: list[str], source: Message, target: Message, where: str) -> None:
+    name, *rest = parts
+    known = source.DESCRIPTOR.fields_by_name.get(name)
+    if known is None or (rest and (known.message_type is None or known.is_repeated)):
+        raise InvalidArgumentError(f"{where} is no field", field=where.partition(":")[0])
+    if rest:
+        _take(rest, getattr(source, name), getattr(target, name), where)
+        return
+    target.ClearField(name)
+    if known.is_repeated:
+        getattr(target, name).extend(getattr(source, name))
+    elif known.message_type is not None:
+        if source.HasField(name):
+            getattr(target, name).CopyFrom(getattr(source, name))
+    elif not known.has_presence or source.HasField(name):
+        setattr(target, name, getattr(source, name))
 
 
 class RuleServicer(api.RuleServiceServicer):
@@ -26,22 +221,22 @@ class RuleServicer(api.RuleServiceServicer):
         """Add a rule."""
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"]
         view = await self._rules.create(
-            endpoint, _rule(request.rule), etag=request.etag, validate_only=request.validate_only
+            endpoint, _rule_of(request.rule), etag=request.etag, validate_only=request.validate_only
         )
-        return api.CreateRuleResponse(rule=_to_wire(view))
+        return api.CreateRuleResponse(rule=_view_to_wire(view))
 
     async def GetRule(self, request: api.GetRuleRequest, context: Context) -> api.GetRuleResponse:
         """Return one rule."""
         ids = parse(RULE, request.name)
-        return api.GetRuleResponse(rule=_to_wire(await self._rules.get(ids["endpoint"], ids["rule"])))
+        return api.GetRuleResponse(rule=_view_to_wire(await self._rules.get(ids["endpoint"], ids["rule"])))
 
     async def ListRules(self, request: api.ListRulesRequest, context: Context) -> api.ListRulesResponse:
         """List rules in the order in which they are read."""
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
         found, token = await self._rules.list(
-            endpoint, partial(_wanted, request), request.page_size, request.page_token
+            endpoint, partial(_listed, request), request.page_size, request.page_token
         )
-        return api.ListRulesResponse(rules=[_to_wire(view) for view in found], next_page_token=token)
+        return api.ListRulesResponse(rules=[_view_to_wire(view) for view in found], next_page_token=token)
 
     async def UpdateRule(self, request: api.UpdateRuleRequest, context: Context) -> api.UpdateRuleResponse:
         """Change the parts of a rule that the mask names."""
@@ -53,7 +248,7 @@ class RuleServicer(api.RuleServiceServicer):
             etag=request.etag,
             validate_only=request.validate_only,
         )
-        return api.UpdateRuleResponse(rule=_to_wire(view))
+        return api.UpdateRuleResponse(rule=_view_to_wire(view))
 
     async def DeleteRule(self, request: api.DeleteRuleRequest, context: Context) -> api.DeleteRuleResponse:
         """Take a rule away."""
@@ -62,7 +257,7 @@ class RuleServicer(api.RuleServiceServicer):
         return api.DeleteRuleResponse()
 
 
-def _to_wire(view: RuleView) -> api.EndpointRule:
+def _view_to_wire(view: RuleView) -> api.EndpointRule:
     since = view.since_change
     return api.EndpointRule(
         name=rule_name(view.endpoint, view.rule.id),
@@ -72,7 +267,7 @@ def _to_wire(view: RuleView) -> api.EndpointRule:
     )
 
 
-def _rule(wire: api.Rule) -> Rule:
+def _rule_of(wire: api.Rule) -> Rule:
     if wire.WhichOneof("kind") is None:
         raise InvalidArgumentError("rule.step must be set, or another kind", field="rule.step")
     return rule_from_wire(wire, "rule")
@@ -84,14 +279,14 @@ def _changed(request: api.UpdateRuleRequest, current: Rule) -> Rule:
         raise InvalidArgumentError("rule.id must be the one in name", field="rule.id")
     mask = request.update_mask if request.HasField("update_mask") else FieldMask()
     if not mask.paths:
-        return _rule(request.rule)
+        return _rule_of(request.rule)
     result = rule_to_wire(current)
-    taken(mask, request.rule, result, "update_mask")
+    _take_masked(mask, request.rule, result, "update_mask")
     validation.validate(api.UpdateRuleRequest(name=request.name, rule=result))
-    return _rule(result)
+    return _rule_of(result)
 
 
-def _wanted(request: api.ListRulesRequest, rule: Rule) -> bool:
+def _listed(request: api.ListRulesRequest, rule: Rule) -> bool:
     if request.HasField("disabled") and request.disabled != rule.disabled:
         return False
     if request.signal and request.signal != rule.signal:

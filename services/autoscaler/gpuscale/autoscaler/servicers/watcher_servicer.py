@@ -10,7 +10,7 @@ from gpuscale.autoscaler.domain.queues import (
     Watcher,
     WatchSpec,
 )
-from gpuscale.autoscaler.signals.queues.watchers import QueueWatchers
+from gpuscale.autoscaler.signals.watchers import QueueWatchers
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.runtime.clock import Clock

@@ -9,11 +9,11 @@ from functools import partial
 
 from gpuscale.autoscaler.backtest import history
 from gpuscale.autoscaler.backtest.history import UNKNOWN, NoWorkloadError, Reading, workload
-from gpuscale.autoscaler.backtest.trace import Request
-from gpuscale.autoscaler.domain.model import EndpointSpec
 from gpuscale.autoscaler.domain.queues import QueueReading
 from gpuscale.autoscaler.domain.replicas import Moment
-from gpuscale.autoscaler.state import history_store
+from gpuscale.autoscaler.domain.spec import EndpointSpec
+from gpuscale.autoscaler.state import watcher_store
+from gpuscale.client.traces import Request
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.names import endpoint_name
 from gpuscale.common.runtime.logs import get_logger
@@ -64,7 +64,7 @@ class Histories:
     async def _keep(self, readings: Sequence[tuple[str, Reading]]) -> None:
         self._written.update(readings)
         try:
-            await self._store.write(partial(history_store.keep, readings=readings))
+            await self._store.write(partial(watcher_store.keep, readings=readings))
         except GpuscaleError as error:
             for endpoint, _ in readings:
                 self._written.pop(endpoint, None)
@@ -94,7 +94,7 @@ class Histories:
         until = wall.timestamp()  # what is later was read while the clock was wrong
         since = until - history.SPACING * history.KEPT
         readings = await self._store.read(
-            partial(history_store.readings, endpoint=endpoint, since=since, until=until)
+            partial(watcher_store.readings, endpoint=endpoint, since=since, until=until)
         )
         if endpoint in self._held and since <= self._held[endpoint].at <= until:
             readings.append(self._held[endpoint])

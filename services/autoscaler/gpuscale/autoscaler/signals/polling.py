@@ -4,11 +4,22 @@ What is asked for by nobody any more is dropped. Of each question one call is un
 to one place a few.
 """
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, NoReturn, TypeVar
 
+import grpc
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.autoscaler.domain.signals import Sample
+from gpuscale.autoscaler.domain.spec import DEFAULT_MAX_AGE, ReplicaTemplate, WaitingSignal
+from gpuscale.autoscaler.wire.specs import ask_to_wire
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.clock import Clock
 
 AT_ONCE = 4
@@ -126,3 +137,88 @@ class Poller(Generic[K, V]):
                 await self._changed.wait()
         except TimeoutError:
             return
+
+
+PAGE = 1_000
+MAX_PAGES = 100
+"""Pages of tenants that are read at most."""
+
+Counts = Mapping[str, int]
+
+
+class WaitingRequests:
+    """The allocator, as a client: how many requests of each tenant wait."""
+
+    def __init__(self, allocator: grpc.aio.Channel) -> None:
+        self._stub = allocator_api.QuotaServiceStub(allocator)
+
+    async def fetch(self, _question: None) -> Counts:
+        """Waiting requests of every tenant that has some.
+
+        Raises:
+            NoAnswerError: the allocator does not tell.
+        """
+        counts: dict[str, int] = {}
+        request = allocator_api.ListQuotasRequest(page_size=PAGE)
+        try:
+            for _ in range(MAX_PAGES):
+                with rpc_errors():
+                    found = await self._stub.ListQuotas(request, timeout=RPC_TIMEOUT)
+                counts |= {one.tenant: one.waiting_count for one in found.quotas if one.waiting_count}
+                request.page_token = found.next_page_token
+                if not request.page_token:
+                    return counts
+        except GpuscaleError as error:
+            raise NoAnswerError(f"the allocator does not answer: {error.message}") from error
+        raise NoAnswerError(f"the allocator has more than {MAX_PAGES * PAGE} tenants")
+
+
+def waiting_sample(source: WaitingSignal, answer: Answer[Counts]) -> Sample:
+    """How many wait: of one tenant, or of all."""
+    if answer.value is None:
+        return Sample(at=answer.at, problem=answer.problem)
+    count = answer.value.get(source.tenant, 0) if source.tenant else sum(answer.value.values())
+    return Sample((float(count),), answer.at, proven_empty=count == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The ask of a replica, as the contract encodes it, and how many GPUs it is for."""
+
+    gpu_count: int
+    ask: bytes
+
+
+def shape_of(template: ReplicaTemplate, nodes: set[str]) -> Shape:
+    """What a replica of a template needs, on some nodes."""
+    ask = ask_to_wire(template, sorted(nodes))
+    return Shape(template.gpu_count, ask.SerializeToString(deterministic=True))
+
+
+class Room:
+    """The allocator, as a client: how many times a shape fits."""
+
+    def __init__(self, allocator: grpc.aio.Channel) -> None:
+        self._stub = allocator_api.CapacityServiceStub(allocator)
+
+    async def fetch(self, shape: Shape) -> int:
+        """How many replicas of a shape fit at once; of more than 100 nodes those that fit best are counted.
+
+        Raises:
+            NoAnswerError: the allocator does not tell.
+        """
+        ask = allocator_api.Ask.FromString(shape.ask)
+        try:
+            with rpc_errors():
+                found = await self._stub.ExplainPlacement(
+                    allocator_api.ExplainPlacementRequest(ask=ask), timeout=RPC_TIMEOUT
+                )
+        except GpuscaleError as error:
+            raise NoAnswerError(f"the allocator does not answer: {error.message}") from error
+        return sum(one.fitting_count // shape.gpu_count for one in found.nodes if not one.obstacle)
+
+
+def room_of(answer: Answer[int], now: float, since: float) -> int | None:
+    """How many more replicas fit; None where nobody knows, or it was asked before `since`, or too long ago."""
+    oldest = max(since, now - DEFAULT_MAX_AGE)
+    return answer.value if answer.at is not None and answer.at >= oldest else None

@@ -1,26 +1,198 @@
-"""Decisions between the model, the store and the wire."""
+"""Decisions on disk. Decisions in a row that say the same are one row with a count. See `store`.
+
+How often the last decision of an endpoint was taken stands in a small row of its own, which is written again and again,
+until another decision follows: the row of the decision is a hundred times as large.
+"""
+
+from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from pathlib import Path
+from typing import Any, Final
 
+from google.protobuf.json_format import MessageToJson
+from sqlalchemy import Executable, RowMapping
+from sqlmodel import Field, SQLModel, col, delete, insert, select, update
+
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.autoscaler.domain.decisions import sameness
-from gpuscale.autoscaler.domain.model import Decision
+from gpuscale.autoscaler.domain.decisions import Decision, sameness
 from gpuscale.autoscaler.domain.whatif import Question
-from gpuscale.autoscaler.state import decision_store
-from gpuscale.autoscaler.state.decision_store import StoredDecision, Times
-from gpuscale.autoscaler.state.store import Connection
-from gpuscale.autoscaler.wire.translate_inputs import question_to_wire
-from gpuscale.autoscaler.wire.translate_state import decision_body
+from gpuscale.autoscaler.state.store import Connection, moment
+from gpuscale.autoscaler.wire.decisions import decision_body, question_to_wire
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.names import decision_name
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.store.schema import Whole
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import MAX_PAGE_SIZE, last_key, page
+
+KEPT: Final = 1_000
+"""Decisions that are kept of each endpoint."""
+
+
+class DecisionRow(SQLModel, table=True):
+    """A decision; `sameness` tells whether the next one says the same, `body` is the message but for name and times."""
+
+    __table_args__ = {"sqlite_autoincrement": True}
+
+    id: int | None = Field(default=None, primary_key=True, sa_type=Whole)
+    endpoint: str = Field(index=True)
+    sameness: str
+    body: bytes
+    count: int = Field(sa_type=Whole)
+    create_time: float
+    last_time: float
+
+
+class RepetitionRow(SQLModel, table=True):
+    """How often the last decision of an endpoint was taken by now, and when last."""
+
+    endpoint: str = Field(primary_key=True)
+    decision: int = Field(sa_type=Whole)
+    count: int = Field(sa_type=Whole)
+    last_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How often a decision was taken, and when last."""
+
+    decision: int
+    count: int
+    last_time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDecision:
+    """A decision as it is stored: how often it was taken, when first, and when last."""
+
+    id: int
+    endpoint: str
+    body: bytes
+    count: int
+    create_time: datetime
+    last_time: datetime
+
+
+def _last(connection: Connection, endpoint: str) -> tuple[str, Times] | None:
+    """What the last decision of an endpoint says, as its sameness, and how often it was taken."""
+    id_ = col(DecisionRow.id)
+    columns = (id_, col(DecisionRow.sameness), col(DecisionRow.count), col(DecisionRow.last_time))
+    own = select(*columns).where(col(DecisionRow.endpoint) == endpoint).order_by(id_.desc()).limit(1)
+    row = connection.execute(own).mappings().one_or_none()
+    if row is None:
+        return None
+    kept = _repetition(connection, endpoint)
+    again = kept if kept is not None and kept["decision"] == row["id"] else row
+    return row["sameness"], Times(row["id"], again["count"], moment(again["last_time"]))
+
+
+def _add(connection: Connection, endpoint: str, sameness: str, body: bytes, wall: datetime) -> int:
+    """Add a decision that says something new; returns its id."""
+    time = wall.timestamp()
+    row: Mapping[str, Any] = {"endpoint": endpoint, "sameness": sameness, "body": body, "count": 1}
+    added = connection.execute(insert(DecisionRow).values(**row, create_time=time, last_time=time))
+    _prune(connection, endpoint)
+    (key,) = added.inserted_primary_key or (0,)
+    return int(key)
+
+
+def _settle(connection: Connection, endpoint: str, times: Times | None = None, body: bytes = b"") -> None:
+    """Complete the row of a decision before another follows: as `times` and `body` say, else as its small row does."""
+    kept = _repetition(connection, endpoint)
+    if kept is not None:
+        known = {"count": kept["count"], "last_time": kept["last_time"]}
+        connection.execute(update(DecisionRow).where(col(DecisionRow.id) == kept["decision"]).values(known))
+        _remove_repetition(connection, endpoint)
+    if times is not None:
+        said = {"count": times.count, "last_time": times.last_time.timestamp(), "body": body}
+        connection.execute(update(DecisionRow).where(col(DecisionRow.id) == times.decision).values(said))
+
+
+def save_times(connection: Connection, every: Mapping[str, Times]) -> None:
+    """Keep how often the last decisions of endpoints were taken; one that is not the last any more is left out."""
+    for endpoint, times in every.items():
+        if decision_ids(connection, endpoint, None, 1) == [times.decision]:
+            _remove_repetition(connection, endpoint)
+            values = {"decision": times.decision, "count": times.count}
+            time = times.last_time.timestamp()
+            connection.execute(insert(RepetitionRow).values(endpoint=endpoint, last_time=time, **values))
+
+
+def find_decision(connection: Connection, endpoint: str, decision_id: int) -> StoredDecision | None:
+    """One decision of an endpoint."""
+    found = (one for one in decisions(connection, [decision_id]) if one.endpoint == endpoint)
+    return next(found, None)
+
+
+def decision_ids(connection: Connection, endpoint: str, below: int | None, most: int) -> list[int]:
+    """Ids of at most so many decisions of one endpoint, or of all where it is empty, below an id; newest first."""
+    query = select(col(DecisionRow.id)).order_by(col(DecisionRow.id).desc()).limit(most)
+    if endpoint:
+        query = query.where(col(DecisionRow.endpoint) == endpoint)
+    if below is not None:
+        query = query.where(col(DecisionRow.id) < below)
+    return [row["id"] for row in connection.execute(query).mappings()]
+
+
+def decisions(connection: Connection, ids: Sequence[int]) -> list[StoredDecision]:
+    """Decisions by id, newest first."""
+    query = select(DecisionRow).where(col(DecisionRow.id).in_(ids)).order_by(col(DecisionRow.id).desc())
+    return _decisions(connection, query)
+
+
+def latest(connection: Connection, endpoint: str) -> StoredDecision | None:
+    """The last decision of an endpoint."""
+    own = select(DecisionRow).where(col(DecisionRow.endpoint) == endpoint)
+    return next(iter(_decisions(connection, own.order_by(col(DecisionRow.id).desc()).limit(1))), None)
+
+
+def remove_decisions(connection: Connection, endpoint: str) -> None:
+    """Forget all decisions of an endpoint."""
+    connection.execute(delete(DecisionRow).where(col(DecisionRow.endpoint) == endpoint))
+    _remove_repetition(connection, endpoint)
+
+
+def _repetition(connection: Connection, endpoint: str) -> RowMapping | None:
+    own = select(RepetitionRow).where(col(RepetitionRow.endpoint) == endpoint)
+    return connection.execute(own).mappings().one_or_none()
+
+
+def _remove_repetition(connection: Connection, endpoint: str) -> None:
+    connection.execute(delete(RepetitionRow).where(col(RepetitionRow.endpoint) == endpoint))
+
+
+def _prune(connection: Connection, endpoint: str) -> None:
+    id_ = col(DecisionRow.id)
+    own = select(id_).where(col(DecisionRow.endpoint) == endpoint).order_by(id_.desc())
+    connection.execute(delete(DecisionRow).where(id_.in_(own.offset(KEPT))))
+
+
+def _decisions(connection: Connection, query: Executable) -> list[StoredDecision]:
+    rows = connection.execute(query).mappings().all()
+    own = select(RepetitionRow).where(col(RepetitionRow.endpoint).in_({row["endpoint"] for row in rows}))
+    again = {row["decision"]: row for row in connection.execute(own).mappings()}
+    return [_decision(row, again.get(row["id"], row)) for row in rows]
+
+
+def _decision(row: RowMapping, times: RowMapping) -> StoredDecision:
+    return StoredDecision(
+        id=row["id"],
+        endpoint=row["endpoint"],
+        body=row["body"],
+        count=times["count"],
+        create_time=moment(row["create_time"]),
+        last_time=moment(times["last_time"]),
+    )
+
 
 _ID_DIGITS = 16
 MOST_INPUT_BYTES = 65_536
@@ -74,19 +246,19 @@ def record(
         quiet: whether a repetition is left to be remembered, and nothing is written.
     """
     endpoint, text = decision.endpoint, sameness(decision)
-    last = decision_store.last(connection, endpoint)
-    if last is None or last[0] != text:
+    known = _last(connection, endpoint)
+    if known is None or known[0] != text:
         if before is None:
-            decision_store.settle(connection, endpoint)
+            _settle(connection, endpoint)
         else:
-            decision_store.settle(connection, endpoint, before.times, before.body)
-        added = decision_store.add(connection, endpoint, text, _body(decision, question), wall)
+            _settle(connection, endpoint, before.times, before.body)
+        added = _add(connection, endpoint, text, _body(decision, question), wall)
         return Recorded(Times(added, 1, wall), stored=True)
-    times = last[1] if before is None or before.times.decision != last[1].decision else before.times
+    times = known[1] if before is None or before.times.decision != known[1].decision else before.times
     if quiet:
         return Recorded(times, stored=False)
     times = Times(times.decision, times.count + 1, wall)
-    decision_store.settle(connection, endpoint, times, _body(decision, question))
+    _settle(connection, endpoint, times, _body(decision, question))
     return Recorded(times, stored=True)
 
 
@@ -94,7 +266,8 @@ def amend(
     connection: Connection, decision_id: int, decision: Decision, question: Question | None = None
 ) -> None:
     """Complete a decision that was stored before it was acted on."""
-    decision_store.amend(connection, decision_id, sameness(decision), _body(decision, question))
+    own = update(DecisionRow).where(col(DecisionRow.id) == decision_id)
+    connection.execute(own.values(sameness=sameness(decision), body=_body(decision, question)))
 
 
 def _body(decision: Decision, question: Question | None) -> bytes:
@@ -193,7 +366,7 @@ class Repetitions:
             some = unsaved[start : start + SAVED_AT_ONCE]
             every = {endpoint: self._known[endpoint].times for endpoint in some if endpoint in self._known}
             try:
-                await self._store.write(partial(decision_store.save_times, every=every))
+                await self._store.write(partial(save_times, every=every))
             except GpuscaleError as error:
                 _log.warning("how often decisions were taken was not saved", error=error.message)
                 return
@@ -220,7 +393,7 @@ class DecisionLog:
         stored = None
         if _is_id(decision):
             stored = await self._store.read(
-                partial(decision_store.decision, endpoint=endpoint, decision_id=int(decision))
+                partial(find_decision, endpoint=endpoint, decision_id=int(decision))
             )
         if stored is None:
             name = decision_name(endpoint, decision)
@@ -237,9 +410,9 @@ class DecisionLog:
 
         def read(connection: Connection) -> tuple[list[StoredDecision], str]:
             below = int(last) if _is_id(last) else None
-            ids = decision_store.decision_ids(connection, endpoint, below, MAX_PAGE_SIZE + 1)
+            ids = decision_ids(connection, endpoint, below, MAX_PAGE_SIZE + 1)
             some, token = page(ids, key=id_text, page_size=page_size, page_token=page_token, descending=True)
-            return decision_store.decisions(connection, some), token
+            return decisions(connection, some), token
 
         found, token = await self._store.read(read)
         return [self._repetitions.shown(one) for one in found], token
@@ -247,3 +420,71 @@ class DecisionLog:
 
 def _is_id(text: str) -> bool:
     return len(text) == _ID_DIGITS and text.isascii() and text.isdecimal()
+
+
+MOST_WAITING = 1_000
+"""Decisions that wait to be written; more are dropped."""
+_log = get_logger(__name__)
+
+
+class DecisionFile:
+    """Writes decisions to a file, or nowhere where there is none."""
+
+    def __init__(self, path: Path | None, most_bytes: int) -> None:
+        self._path = path
+        self._most = most_bytes
+        self._waiting: asyncio.Queue[api.Decision] = asyncio.Queue(MOST_WAITING)
+        self._dropping = False
+
+    def put(self, decision: api.Decision) -> None:
+        """Have a decision written."""
+        if self._path is None:
+            return
+        try:
+            self._waiting.put_nowait(decision)
+        except asyncio.QueueFull:
+            self._dropped("it is written more slowly than decisions come")
+
+    async def run(self) -> None:
+        """Write for ever."""
+        while True:
+            taken = [await self._waiting.get()]
+            while not self._waiting.empty():
+                taken.append(self._waiting.get_nowait())
+            try:
+                await asyncio.to_thread(self._write, taken)
+            except OSError as error:
+                self._dropped(error.strerror or str(error))
+            else:
+                self._dropping = False
+
+    def _write(self, decisions: Sequence[api.Decision]) -> None:
+        path = self._path
+        if path is None:
+            return
+        text = "".join(_line(decision) for decision in decisions)
+        if path.exists() and path.stat().st_size + len(text) > self._most:
+            path.replace(path.with_name(f"{path.name}.1"))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _dropped(self, why: str) -> None:
+        """Say it once, until lines can be written again."""
+        if not self._dropping:
+            self._dropping = True
+            _log.warning("decisions are missing in their file", file=str(self._path), error=why)
+
+
+def _line(decision: api.Decision) -> str:
+    return MessageToJson(decision, indent=None) + "\n"
+
+
+@asynccontextmanager
+async def open_decision_file(path: Path | None, most_bytes: int) -> AsyncGenerator[DecisionFile]:
+    """A file of decisions; what waits when the context is left is not written."""
+    file = DecisionFile(path, most_bytes)
+    async with TaskScope() as scope:
+        if path is not None:
+            scope.spawn("write decisions", file.run())
+        yield file

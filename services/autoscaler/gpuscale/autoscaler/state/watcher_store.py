@@ -1,13 +1,16 @@
-"""The table of queue watchers, in the autoscaler's one database."""
+"""Queue watchers, and what the queues of endpoints were like, on disk. See `store`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import Connection, RowMapping
+from sqlalchemy import RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
+from gpuscale.autoscaler.backtest import history
+from gpuscale.autoscaler.backtest.history import Reading
 from gpuscale.autoscaler.domain.queues import Watcher, WatchSpec
+from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.store.schema import Whole
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
@@ -102,3 +105,41 @@ def _from_row(row: RowMapping) -> StoredWatcher:
         create_time=_EPOCH + row["create_time_us"] * _MICROSECOND,
     )
     return StoredWatcher(watcher, row["request_id"], row["request_fingerprint"])
+
+
+class ReadingRow(SQLModel, table=True):
+    """A reading; its place follows from the time of day, so that it takes the place of the one a day before."""
+
+    endpoint: str = Field(primary_key=True)
+    place: int = Field(primary_key=True, sa_type=Whole)
+    at: float
+    ready: float
+    unacked: float
+    published: float
+    delivered: float
+    since: float | None = None
+
+
+def keep(connection: Connection, readings: Iterable[tuple[str, Reading]]) -> None:
+    """Keep readings of endpoints, by id."""
+    for endpoint, one in readings:
+        place = int(one.at // history.SPACING) % history.KEPT
+        same = (col(ReadingRow.endpoint) == endpoint, col(ReadingRow.place) == place)
+        connection.execute(delete(ReadingRow).where(*same))
+        connection.execute(insert(ReadingRow).values(endpoint=endpoint, place=place, **asdict(one)))
+
+
+def readings(connection: Connection, endpoint: str, since: float, until: float) -> list[Reading]:
+    """The readings of an endpoint between two moments, in seconds since 1970; oldest first."""
+    at = col(ReadingRow.at)
+    own = select(ReadingRow).where(col(ReadingRow.endpoint) == endpoint, at >= since, at <= until)
+    rows = connection.execute(own.order_by(at)).mappings()
+    return [
+        Reading(row["at"], row["ready"], row["unacked"], row["published"], row["delivered"], row["since"])
+        for row in rows
+    ]
+
+
+def remove_readings(connection: Connection, endpoint: str) -> None:
+    """Forget all readings of an endpoint."""
+    connection.execute(delete(ReadingRow).where(col(ReadingRow.endpoint) == endpoint))

@@ -1,0 +1,294 @@
+"""What rules go by: values of signals over time, and what tasks need of workers. Pure.
+
+Times are seconds on one clock that only grows. `None` means "unknown", and is never zero. Whether a worker can run a task
+follows OpenGRIS Scaler: the capabilities of the task have to be a subset of its own. Amounts count here (a worker with
+gpu: 1 cannot run a task that needs gpu: 2), where the original goes by names alone.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import Enum
+from typing import TypeAlias
+
+LONGEST = 10_000
+"""Most points that are kept of one signal."""
+LARGEST = 2.0**63
+"""What 64 bits count: no signal is beyond it, so that nothing that is reckoned from a few of them is infinite."""
+
+
+class Aggregation(Enum):
+    """How several values become one."""
+
+    AVG = "avg"
+    MIN = "min"
+    MAX = "max"
+    SUM = "sum"
+    P95 = "p95"
+
+
+def aggregate(values: Sequence[float], how: Aggregation) -> float:
+    """One value of several.
+
+    P95 is the least value that at least 95 % of the values do not exceed (nearest rank).
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not values:
+        raise ValueError("there is nothing to aggregate")
+    if how is Aggregation.MIN:
+        return min(values)
+    if how is Aggregation.MAX:
+        return max(values)
+    if how is Aggregation.P95:
+        return sorted(values)[math.ceil(0.95 * len(values)) - 1]
+    total = math.fsum(values)
+    return total if how is Aggregation.SUM else total / len(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The values of a signal: `times` ascending, `values` beside them."""
+
+    times: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+
+    def added(self, at: float, value: float, keep: float) -> Series:
+        """With one more value; what is older than `keep` seconds before it is dropped, but for the last such point.
+
+        A value that is not newer than the last is left out: it is the same reading again. Of more points than are kept the
+        older half is thinned, so that they still reach back as far.
+        """
+        if self.times and at <= self.times[-1]:
+            return self
+        first = max(0, bisect_right(self.times, at - keep) - 1)
+        longer = Series((*self.times[first:], at), (*self.values[first:], value))
+        return longer if len(longer.times) <= LONGEST else longer._thinned(2 * keep / LONGEST)
+
+    def _thinned(self, spacing: float) -> Series:
+        """With the points of the older half no closer than that."""
+        half = len(self.times) // 2
+        kept = [0]
+        for index in range(1, half):
+            if self.times[index] - self.times[kept[-1]] >= spacing:
+                kept.append(index)
+        kept = [*kept, *range(half, len(self.times))][-LONGEST:]
+        return Series(tuple(self.times[one] for one in kept), tuple(self.values[one] for one in kept))
+
+    def since(self, start: float) -> Series:
+        """The part from `start` on."""
+        first = bisect_left(self.times, start)
+        return Series(self.times[first:], self.values[first:])
+
+    def covers(self, start: float) -> bool:
+        """Whether it reaches back to `start`."""
+        return bool(self.times) and self.times[0] <= start
+
+    def mean(self, start: float) -> float | None:
+        """Mean of the values from `start` on; None where there are none."""
+        part = self.since(start).values
+        return math.fsum(part) / len(part) if part else None
+
+    def at(self, moment: float) -> float | None:
+        """The last value at a moment or before it; None where there is none."""
+        index = bisect_right(self.times, moment) - 1
+        return self.values[index] if index >= 0 else None
+
+    def slope(self, start: float) -> float | None:
+        """Change a second, from the first to the last value from `start` on; None for fewer than two values."""
+        part = self.since(start)
+        if len(part.times) < 2:
+            return None
+        return (part.values[-1] - part.values[0]) / (part.times[-1] - part.times[0])
+
+
+def series_of(points: Iterable[tuple[float, float]]) -> Series:
+    """The series of points in the order of time."""
+    pairs = list(points)
+    return Series(tuple(at for at, _ in pairs), tuple(value for _, value in pairs))
+
+
+Amounts: TypeAlias = Mapping[str, int]
+"""Capabilities by name, with how much of each."""
+ANY = -1
+"""Of a task: any amount of it will do. Of a worker: it has it without bound."""
+
+
+def covers(offered: Amounts, needed: Amounts) -> bool:
+    """Whether a worker with `offered` can run a task that needs `needed`."""
+    return all(_enough(offered.get(name, 0), amount) for name, amount in needed.items())
+
+
+def in_words(capabilities: Amounts) -> str:
+    """Such as `gpu:2, high_memory`."""
+    parts = (name if amount == ANY else f"{name}:{amount}" for name, amount in sorted(capabilities.items()))
+    return ", ".join(parts) or "nothing special"
+
+
+def _enough(offered: int, needed: int) -> bool:
+    if offered == ANY or needed == ANY:
+        return offered != 0
+    return offered >= needed
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDemand:
+    """So many tasks, waiting or running, that need the same."""
+
+    capabilities: Amounts
+    tasks: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """So many workers that can do the same; of a report 0 stands for as many as were asked for."""
+
+    capabilities: Amounts
+    workers: int = 1
+
+
+NO_WORKERS = WorkerGroup({}, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReport:
+    """All tasks of an endpoint, and the workers that somebody else started."""
+
+    demands: tuple[TaskDemand, ...] = ()
+    unmanaged: tuple[WorkerGroup, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """How many tasks there are."""
+        return sum(one.tasks for one in self.demands)
+
+
+@dataclass(frozen=True, slots=True)
+class SetState:
+    """What is known of a capability set when rules are read.
+
+    Attributes:
+        before: groups aimed at until now.
+        groups: what those that are known can do, the one that would be stopped first at the front.
+        reported: what its newest group reports that it can do, where that is not what was asked for.
+    """
+
+    before: int
+    groups: tuple[WorkerGroup, ...] = ()
+    reported: Amounts | None = None
+
+
+NO_SETS: Mapping[str, SetState] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOfReplica:
+    """What a replica is in terms of its capability set: as was asked for, and as its adapter reports (None: it does not)."""
+
+    set: str = ""
+    asked: WorkerGroup = NO_WORKERS
+    reported: WorkerGroup | None = None
+
+    @property
+    def actual(self) -> WorkerGroup:
+        """What it can do, as far as anybody knows."""
+        if self.reported is None:
+            return self.asked
+        return WorkerGroup(self.reported.capabilities, self.reported.workers or self.asked.workers)
+
+
+NO_GROUP = GroupOfReplica()
+"""Of a replica whose endpoint has no capability sets."""
+
+
+class ObservationStatus(Enum):
+    """Whether the value of a signal counts."""
+
+    OK = "OK"
+    MISSING = "MISSING"
+    STALE = "STALE"
+    INVALID = "INVALID"
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a signal showed.
+
+    `proven_empty`: a fresh reading shows that no work is left, waiting or in hand. `ignored`: it cannot be had, and is to
+    be left out then. `silent_count`: sources, such as replicas, that said nothing and are not to be left out;
+    `told_count`: those that did. `across`: how their values became one. `tasks`: of a signal of tasks, what they need.
+    """
+
+    signal: str
+    status: ObservationStatus
+    value: float | None = None
+    age: float | None = None
+    detail: str = ""
+    proven_empty: bool = False
+    ignored: bool = False
+    silent_count: int = 0
+    told_count: int = 0
+    across: Aggregation = Aggregation.AVG
+    tasks: TaskReport | None = None
+
+    def with_silent_at(self, value: float) -> float:
+        """What it would show if the silent ones said `value`; of a 95th percentile, the most that could be."""
+        own = 0.0 if self.value is None else self.value
+        silent, told = self.silent_count, self.told_count
+        match self.across:
+            case Aggregation.AVG:
+                return (own * told + value * silent) / (told + silent)
+            case Aggregation.SUM:
+                return own + value * silent
+            case Aggregation.MIN:
+                return min(own, value)
+            case Aggregation.MAX | Aggregation.P95:
+                return max(own, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """What a panic rule remembers of a burst: when the short window was last over, and the most it asked for."""
+
+    over_at: float
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What rules go by.
+
+    Attributes:
+        before: replicas aimed at until now.
+        ready: replicas that work.
+        now: seconds on a clock that only grows.
+        wall: the time of day, aware.
+        observations: what the signals show, by id; one that is absent is missing.
+        series: what they showed before, by id, the newest value included.
+        last_changes: when each rule last changed the count, by id.
+        bursts: what panic rules remember, by id.
+        startup: seconds that replicas took to get ready lately; None where none has.
+        sets: what is known of each capability set, by id.
+        gpu_limit: most replicas that there are GPUs for, those that hold some included; None where nobody knows.
+    """
+
+    before: int
+    ready: int
+    now: float
+    wall: datetime
+    observations: Mapping[str, Observation] = field(default_factory=dict[str, Observation])
+    series: Mapping[str, Series] = field(default_factory=dict[str, Series])
+    last_changes: Mapping[str, float] = field(default_factory=dict[str, float])
+    bursts: Mapping[str, Burst] = field(default_factory=dict[str, Burst])
+    startup: float | None = None
+    gpu_limit: int | None = None
+    sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
+
+    def history(self, signal: str) -> Series:
+        """The series of a signal; an empty one where nothing was seen of it."""
+        return self.series.get(signal, Series())

@@ -1,1 +1,0 @@
-"""Policies: what each kind of rule makes of the count."""

@@ -1,0 +1,24 @@
+"""Scaling rules. `rule` holds what all have in common; each other module holds some kinds, with all that they do.
+
+A kind is a frozen dataclass: its fields are those of its message in the contract, and `KINDS` lists it.
+"""
+
+from gpuscale.autoscaler.domain.rules.formula import FormulaRule
+from gpuscale.autoscaler.domain.rules.rule import Kind
+from gpuscale.autoscaler.domain.rules.steps import BandRule, RatioRule, StepRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule
+from gpuscale.autoscaler.domain.rules.timed import ForecastRule, ScheduleRule
+
+KINDS: tuple[type[Kind], ...] = (
+    StepRule,
+    BandRule,
+    RatioRule,
+    ThresholdRule,
+    TargetRule,
+    PanicRule,
+    DrainRule,
+    ScheduleRule,
+    ForecastRule,
+    FormulaRule,
+)
+"""Every kind of rule that there is."""

@@ -1,0 +1,220 @@
+"""Rules that say how many replicas there should be. Pure.
+
+`TargetRule` is the algorithm of the HorizontalPodAutoscaler (kubernetes: replica_calculator.go) with its tolerance, for the
+total of all replicas (KEDA, Ray Serve) or for a level; `PanicRule` that of Knative's pod autoscaler (knative/serving:
+pkg/autoscaler/scaling/autoscaler.go). `DrainRule` is our own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from gpuscale.autoscaler.domain.decisions import Code
+from gpuscale.autoscaler.domain.inputs import Burst, Inputs, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.rules.rule import EXACT, Kind, Proposal, Rule, ceiling
+
+
+class TargetType(Enum):
+    """What a target is compared with: the work of all replicas together, or a level that more replicas lower."""
+
+    AVERAGE_VALUE = "average value"
+    VALUE = "value"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRule(Kind):
+    """Keeps a signal at a target, in proportion."""
+
+    value: float
+    type: TargetType = TargetType.AVERAGE_VALUE
+    tolerance_up: float = 0.1
+    tolerance_down: float = 0.1
+    proportional: ClassVar[bool] = True
+
+    def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
+        """As many replicas as bring the signal to its target; within the tolerance, as many as there are."""
+        before = inputs.before
+        total = self.type is TargetType.AVERAGE_VALUE
+        # A level says something of the replicas that work; where none does it stands for one.
+        base = before if total else max(1, inputs.ready)
+        count = ceiling(value / self.value) if total else ceiling(base * value / self.value)
+        said = f"{rule.signal} = {value:g} with a target of {self.value:g}{' each' if total else ''}"
+        if base > 0:
+            share = value / (self.value * base) if total else value / self.value
+            if -self.tolerance_down - EXACT <= share - 1 <= self.tolerance_up + EXACT:
+                return Proposal(before, f"{said} is within the tolerance", fired=False)
+            if not total and (count > before) != (share > 1) and count != before:
+                # Replicas on their way up are not ready yet, so the level asks for fewer than are aimed at already.
+                return Proposal(
+                    before, f"{said} asks for {count}, and {before} are on their way", fired=False
+                )
+        return Proposal(count, f"{said} asks for {count}", fired=count != before)
+
+    def with_silent(self, rule: Rule, seen: Observation, inputs: Inputs) -> Proposal:
+        """What it leads to if the silent ones are at the target."""
+        return self.propose(rule, seen.with_silent_at(self.value), inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class PanicRule(Kind):
+    """Keeps a signal at a target by its mean over a long window, and by a short one while it bursts."""
+
+    capacity: float
+    utilization: float = 0.7
+    stable_window: float = 60.0
+    panic_window: float | None = None
+    panic_threshold: float = 2.0
+    max_up_rate: float = 1000.0
+    max_down_rate: float = 2.0
+    proportional: ClassVar[bool] = True
+
+    @property
+    def short(self) -> float:
+        """Length of the short window."""
+        return self.stable_window / 10 if self.panic_window is None else self.panic_window
+
+    @property
+    def past(self) -> float:
+        """Its long window."""
+        return self.stable_window
+
+    def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
+        """As many as the mean of the long window asks for; in a burst, the most that the short one asked for."""
+        signal, now, before = rule.signal, inputs.now, inputs.before
+        history = inputs.history(signal)
+        stable, short = history.mean(now - self.stable_window), history.mean(now - self.short)
+        if stable is None or short is None:
+            return Proposal(before, f"{signal}: nothing in its windows", code=Code.WINDOW_NOT_FULL)
+        wanted, rushed = (ceiling(mean / self.capacity / self.utilization) for mean in (stable, short))
+        ready = max(1, inputs.ready)
+        known = inputs.bursts.get(rule.id)
+        burst = known if known is not None and now - known.over_at < self.stable_window else None
+        most, least = math.ceil(self.max_up_rate * ready), math.floor(ready / self.max_down_rate)
+        if rushed / ready >= self.panic_threshold:
+            burst = Burst(now, burst.peak if burst else before)
+        if burst is not None:
+            burst = Burst(burst.over_at, max(burst.peak, min(max(rushed, wanted), most)))
+            count = max(burst.peak, before)
+            text = f"{signal} bursts: {short:g} over {self.short:g} s asks for {rushed}; never fewer while it does"
+            return Proposal(count, text, fired=count != before, burst=burst)
+        count = min(max(wanted, least), most)
+        text = f"{signal} = {stable:g} over {self.stable_window:g} s asks for {wanted}"
+        if count < before and not history.covers(now - self.stable_window):
+            return Proposal(before, f"{text}, but the window is not full yet", code=Code.WINDOW_NOT_FULL)
+        return Proposal(count, text, fired=count != before)
+
+    def problems(self, signals: Collection[str]) -> Iterator[tuple[str, str]]:
+        """A short window that is longer than the long one."""
+        if self.short > self.stable_window:
+            yield "panic_window", "must be at most stable_window"
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What there is to do: pieces waiting, pieces in hand (both now and on average), and growth a second of both."""
+
+    waiting: float
+    busy: float
+    growth: float
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRule(Kind):
+    """Enough replicas to serve what arrives and to work off what waits within a deadline.
+
+    replicas = ceil(arrivals x S / (slots x utilization) + waiting x S / (slots x deadline)), where S is the time that one
+    piece of work takes. The first part keeps up with what arrives, the second works off what waits in time.
+
+    Arrivals are measured where a signal tells them. Else they follow from what is seen: what is in hand leaves at
+    busy / S (Little's law), and what arrives is what leaves plus the growth of what is there. Where there is no
+    `busy_signal`, the rule's signal counts the work in hand too.
+    """
+
+    deadline: float
+    service_time: float | None = None
+    slots: float = 1.0
+    utilization: float = 0.8
+    busy_signal: str = ""
+    rate_signal: str = ""
+    window: float = 60.0
+    tolerance: float = 0.15
+    proportional: ClassVar[bool] = True
+
+    @property
+    def past(self) -> float:
+        """Its window."""
+        return self.window
+
+    def also_reads(self, signals: Iterable[str]) -> frozenset[str]:
+        """The signals of what is in hand and of what arrives."""
+        return frozenset({self.busy_signal, self.rate_signal} & set(signals))
+
+    def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
+        """As many replicas as keep up and work off what waits within the deadline."""
+        signal = rule.signal
+        if missing := self._missing(inputs):
+            return Proposal(inputs.before, f"{missing} cannot be had", code=Code.SIGNAL_MISSING)
+        load = self._load(signal, value, inputs)
+        rate = inputs.history(self.rate_signal).mean(inputs.now - self.window) if self.rate_signal else None
+        service = self._service_time(load, rate)
+        if service is None:
+            text = f"{signal} = {value:g}: the time that one piece takes is not known yet"
+            return Proposal(max(inputs.before, 1 if value > 0 else 0), text, code=Code.WINDOW_NOT_FULL)
+        arrivals = max(0.0, load.busy / service + load.growth) if rate is None else max(0.0, rate)
+        keep_up = arrivals * service / self.slots / self.utilization
+        catch_up = load.waiting * service / self.slots / self.deadline
+        needed = keep_up + catch_up
+        if math.isnan(needed):
+            text = f"{signal} = {value:g}: no number of replicas comes of it"
+            return Proposal(inputs.before, text, code=Code.SIGNAL_INVALID)
+        count = ceiling(needed)
+        text = (
+            f"{signal} = {value:g}: {arrivals:.3g}/s of {service:.3g} s need {keep_up:.2f},"
+            f" and {load.waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}: {count}"
+        )
+        if abs(needed - inputs.before) <= self.tolerance * inputs.before:
+            return Proposal(inputs.before, f"{text}, within the tolerance", fired=False)
+        if count < inputs.before and not inputs.history(signal).covers(inputs.now - self.window):
+            text += ", but the window is not full yet"
+            return Proposal(inputs.before, text, code=Code.WINDOW_NOT_FULL)
+        return Proposal(count, text, fired=count != inputs.before)
+
+    def problems(self, signals: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Signals that are none of the endpoint's, and too little to know the time of a piece of work by."""
+        for name, signal in (("busy_signal", self.busy_signal), ("rate_signal", self.rate_signal)):
+            if signal and signal not in signals:
+                yield name, "must be the id of a signal of this endpoint"
+        if self.service_time is None and not (self.busy_signal and self.rate_signal):
+            yield "service_time", "must be set, or busy_signal and rate_signal"
+
+    def _missing(self, inputs: Inputs) -> str:
+        """The first of the further signals that cannot be had; empty where all can."""
+        for signal in filter(None, (self.busy_signal, self.rate_signal)):
+            seen = inputs.observations.get(signal)
+            if seen is None or seen.value is None or seen.status is not ObservationStatus.OK:
+                return signal
+        return ""
+
+    def _load(self, signal: str, value: float, inputs: Inputs) -> _Load:
+        start = inputs.now - self.window
+        growth = inputs.history(signal).slope(start) or 0.0
+        if self.busy_signal:
+            history = inputs.history(self.busy_signal)
+            growth += history.slope(start) or 0.0
+            return _Load(value, history.mean(start) or 0.0, growth)
+        # The signal counts what is in hand too, which is at most what the replicas have room for.
+        room = inputs.ready * self.slots
+        part = inputs.history(signal).since(start).values or (value,)
+        busy = sum(min(seen, room) for seen in part) / len(part)
+        return _Load(max(0.0, value - room), busy, growth)
+
+    def _service_time(self, load: _Load, rate: float | None) -> float | None:
+        """As stated; else what is in hand, divided by what leaves a second (Little's law)."""
+        if self.service_time is not None:
+            return self.service_time
+        leaving = (rate or 0.0) - load.growth
+        return load.busy / leaving if leaving > 0 and load.busy > 0 else None

@@ -1,0 +1,360 @@
+"""Specs of endpoints: their signals, what a replica is made of, and how the count may change.
+
+Durations are seconds. `None` means "not stated": the property beside it says what holds then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from enum import Enum
+
+from gpuscale.autoscaler.domain.inputs import Aggregation, Amounts
+from gpuscale.autoscaler.domain.rules.rule import BoundMode, Rule
+
+DEFAULT_MAX_AGE = 15.0
+DEFAULT_LAST_TTL = 300.0
+
+
+class QueueCount(Enum):
+    """What of a queue a signal counts: messages, messages a second, or seconds."""
+
+    READY = "ready"
+    UNACKED = "unacked"
+    TOTAL = "ready + unacked"
+    RATE_IN = "published a second"
+    RATE_OUT = "delivered a second"
+    OLDEST_AGE = "seconds that the oldest message has waited"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSignal:
+    """The depth of a queue, read by a queue watcher (by id)."""
+
+    watcher: str
+    count: QueueCount
+
+
+class OnMissing(Enum):
+    """What a signal counts as while it cannot be had."""
+
+    HOLD = "hold"
+    LAST = "last"
+    ZERO = "zero"
+    IGNORE = "ignore"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSignal:
+    """A reading of GPUs: of some nodes by id, of all, or of those that the endpoint's own ready replicas hold."""
+
+    metric: str
+    nodes: frozenset[str] = frozenset()
+    own_replicas: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostSignal:
+    """A reading of hosts: of some nodes by id, or of all."""
+
+    metric: str
+    nodes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PushedSignal:
+    """A metric that was reported for the endpoint as a whole."""
+
+    metric: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSignal:
+    """A metric that each replica reports."""
+
+    metric: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrometheusSignal:
+    """A query to a Prometheus server, by its name in the settings."""
+
+    server: str
+    query: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingSignal:
+    """Requests that wait for GPUs at the allocator: of one tenant, or of all where it is empty."""
+
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSignal:
+    """Tasks that were reported for the endpoint, by the capabilities that they need."""
+
+
+Source = (
+    QueueSignal
+    | GpuSignal
+    | HostSignal
+    | PushedSignal
+    | ReplicaSignal
+    | PrometheusSignal
+    | WaitingSignal
+    | TaskSignal
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """A measured input of an endpoint."""
+
+    id: str
+    source: Source
+    max_age: float | None = None
+    across: Aggregation = Aggregation.AVG
+    window: float | None = None
+    over_window: Aggregation = Aggregation.AVG
+    on_missing: OnMissing = OnMissing.HOLD
+    last_ttl: float = DEFAULT_LAST_TTL
+    activation_threshold: float = 0.0
+    counts_work: bool = False
+
+    @property
+    def proves(self) -> bool:
+        """Whether the last replica goes only while it is freshly 0."""
+        return self.counts_work or isinstance(self.source, QueueSignal | TaskSignal)
+
+    @property
+    def oldest(self) -> float:
+        """Oldest value that counts, in seconds."""
+        return DEFAULT_MAX_AGE if self.max_age is None else self.max_age
+
+
+LONGEST_LEARNT = 600.0
+"""Most seconds that a stabilization window grows to by itself."""
+PROPORTIONAL_STABILIZATION = 60.0
+"""Stabilization down of an endpoint with a proportional rule, where it states none."""
+DEFAULT_TICK = 15.0
+DEFAULT_LEASE_TTL = 60.0
+
+
+class Combine(Enum):
+    """How the outcomes of rules become one."""
+
+    SAFEST = "safest"
+    FIRST_MATCH = "first match"
+    PRIORITY = "priority"
+    SUM_STEPS = "sum of steps"
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """Most change in a period: in replicas, or in percent of the count at its beginning."""
+
+    period: float
+    replicas: int | None = None
+    percent: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast the count may go one way.
+
+    `startups`: the window of a reduction doubles with each time that replicas which were given up were needed again soon
+    (`pace.regrets`), until it is so many times as long as replicas take to start, or `LONGEST_LEARNT`: what is needed again
+    and again, and takes long to get back, is kept.
+    """
+
+    stabilization: float | None = None
+    limits: tuple[RateLimit, ...] = ()
+    strictest: bool = False
+    disabled: bool = False
+    cooldown: float = 0.0
+    startups: float = 0.0
+
+    def window(self, startup: float | None, regrets: int) -> float:
+        """Seconds of its stabilization window, where replicas take `startup` seconds to be ready."""
+        stated = self.stabilization or 0.0
+        longest = min(LONGEST_LEARNT, self.startups * (startup or 0.0))
+        return max(stated, min(longest, stated * 2.0**regrets))
+
+
+UNPACED = Pace()
+"""As fast as rules ask."""
+
+
+class ScalingMode(Enum):
+    """Whether decisions are acted on."""
+
+    ACTIVE = "active"
+    SHADOW = "shadow"
+
+
+class GpuGate(Enum):
+    """What GPUs there are has to say about the number of replicas."""
+
+    RESERVE = "reserve"
+    CAP = "cap"
+    ADVISE = "advise"
+    OFF = "off"
+
+
+class ScaleInOrder(Enum):
+    """Which of several replicas that are equally busy is stopped first."""
+
+    NEWEST_FIRST = "newest first"
+    OLDEST_FIRST = "oldest first"
+
+
+ASKS_FOR_ROOM = frozenset({GpuGate.CAP, GpuGate.ADVISE})
+"""Gates for which the allocator is asked how many replicas there are GPUs for."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTier:
+    """An adapter that is used up to so many replicas (0: without bound) before the next one is."""
+
+    adapter: str
+    max_replicas: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTemplate:
+    """What a replica is made of; `adapter` empty: any adapter that has the command template, or those of `tiers`.
+
+    `ask` is what else it wants of its GPUs, as the contract encodes it; None where the spec names no ask.
+    """
+
+    template: str
+    adapter: str = ""
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+    gpu_count: int = 0
+    min_memory_bytes: int | None = None
+    max_utilization_percent: float | None = None
+    lease_ttl: float | None = None
+    drain_timeout: float | None = None
+    tiers: tuple[AdapterTier, ...] = ()
+    ask: bytes | None = None
+
+    def tier(self, adapter: str) -> int | None:
+        """The place of an adapter among the tiers: 0 for every one it may use where there are none; None: not to use."""
+        if not self.tiers:
+            return 0 if self.adapter in {"", adapter} else None
+        return next((place for place, one in enumerate(self.tiers) if one.adapter == adapter), None)
+
+    @property
+    def ttl(self) -> float:
+        """Lease of a replica's reservation from each renewal, in seconds."""
+        return DEFAULT_LEASE_TTL if self.lease_ttl is None else self.lease_ttl
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilitySet:
+    """Worker groups that can do the same: each replica is a group of so many `workers`.
+
+    `max_replicas` and `template` are the endpoint's where they are None.
+    """
+
+    id: str
+    capabilities: Amounts
+    min_replicas: int = 0
+    max_replicas: int | None = None
+    workers: int = 1
+    template: ReplicaTemplate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSpec:
+    """What a user wants of an endpoint."""
+
+    min_replicas: int
+    max_replicas: int
+    template: ReplicaTemplate
+    signals: tuple[Signal, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    tick: float | None = None
+    paused: bool = False
+    combine: Combine = Combine.SAFEST
+    up: Pace = UNPACED
+    down: Pace = UNPACED
+    mode: ScalingMode = ScalingMode.ACTIVE
+    bound_mode: BoundMode = BoundMode.CLAMP
+    warm_spares: int = 0
+    gpu_gate: GpuGate = GpuGate.RESERVE
+    busy_metric: str = ""
+    scale_in_order: ScaleInOrder = ScaleInOrder.NEWEST_FIRST
+    capability_sets: tuple[CapabilitySet, ...] = ()
+
+    def of_set(self, set_id: str) -> EndpointSpec:
+        """The spec of the replicas of one capability set; of one that is not there (any more) none is wanted."""
+        if not set_id and not self.capability_sets:
+            return self
+        found = next((one for one in self.capability_sets if one.id == set_id), None)
+        if found is None:
+            return replace(self, min_replicas=0, max_replicas=0, capability_sets=())
+        most = self.max_replicas if found.max_replicas is None else found.max_replicas
+        template = self.template if found.template is None else found.template
+        return replace(
+            self, min_replicas=found.min_replicas, max_replicas=most, template=template, capability_sets=()
+        )
+
+    @property
+    def started_from(self) -> ReplicaTemplate:
+        """What its replicas are started from: without GPUs of ours where those are somebody else's matter."""
+        return replace(self.template, gpu_count=0) if self.gpu_gate is GpuGate.OFF else self.template
+
+    @property
+    def least(self) -> int:
+        """Replicas that a new endpoint aims at."""
+        return max(self.min_replicas, sum(one.min_replicas for one in self.capability_sets))
+
+    @property
+    def pace_down(self) -> Pace:
+        """How fast the count may shrink, with the stabilization that holds where none is stated."""
+        if self.down.stabilization is not None:
+            return self.down
+        proportional = any(rule.kind.proportional and not rule.disabled for rule in self.rules)
+        return replace(self.down, stabilization=PROPORTIONAL_STABILIZATION if proportional else 0.0)
+
+    @property
+    def period(self) -> float:
+        """Seconds from one evaluation to the next."""
+        return DEFAULT_TICK if self.tick is None else self.tick
+
+    @property
+    def watchers(self) -> frozenset[str]:
+        """Ids of the queue watchers that its signals read."""
+        sources = (signal.source for signal in self.signals)
+        return frozenset(source.watcher for source in sources if isinstance(source, QueueSignal))
+
+    @property
+    def prometheus_servers(self) -> frozenset[str]:
+        """Names of the Prometheus servers that its signals query."""
+        sources = (signal.source for signal in self.signals)
+        return frozenset(source.server for source in sources if isinstance(source, PrometheusSignal))
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An endpoint as it is stored. `desired` is what rules, or a person, set last; `sets` is that of each capability set."""
+
+    id: str
+    spec: EndpointSpec
+    etag: str
+    desired: int
+    create_time: datetime
+    update_time: datetime
+    deleting: bool = False
+    sets: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def targets(self) -> Mapping[str, int]:
+        """Groups aimed at, by capability set; all replicas under an empty id where there are no sets."""
+        sets = self.spec.capability_sets
+        if not sets:
+            return {"": self.desired}
+        return {one.id: 0 if self.deleting else self.sets.get(one.id, one.min_replicas) for one in sets}

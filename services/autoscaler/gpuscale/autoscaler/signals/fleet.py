@@ -1,0 +1,229 @@
+"""Readings of GPUs and hosts, as the fleet streams them.
+
+The stream is opened once some signal wants it. While it is down what was read ages, and beyond three periods of its
+agent it does not count. A GPU or host that should tell and does not is silent; one that cannot tell is left out.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import grpc
+from google.protobuf.message import Message
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.autoscaler.domain.signals import Sample
+from gpuscale.autoscaler.domain.spec import GpuSignal, HostSignal
+from gpuscale.common import names, wire
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Backoff
+
+FRESH_PERIODS = 3
+"""Periods for which a reading counts (DESIGN: older than three is STALE)."""
+DEFAULT_PERIOD = 1.0
+"""Seconds between two snapshots of an agent that does not say."""
+_PERCENT = 100.0
+_READ_FOR = {
+    "memory_used_percent": ("memory_used_bytes", "memory_total_bytes"),
+    "load_per_core": ("load_1m", "cpu_count"),
+}
+"""What a derived metric is made of."""
+# A GPU in one of these answers; whether its readings are fresh is judged one by one.
+_ANSWERING = frozenset(
+    {
+        types_api.GpuState.GPU_STATE_OK,
+        types_api.GpuState.GPU_STATE_DEGRADED,
+        types_api.GpuState.GPU_STATE_SLOW,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one GPU or host says.
+
+    Attributes:
+        value: None where it says nothing.
+        at: when it was read, in seconds since boot.
+        fresh_until: when it will be three periods old.
+        able: whether it can tell at all; a device that does not offer the reading is not silent.
+    """
+
+    value: float | None = None
+    at: float = 0.0
+    fresh_until: float = 0.0
+    able: bool = True
+
+
+SILENT = Told()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldNode:
+    """A node as the fleet last sent it, and when that arrived, in seconds since boot."""
+
+    message: monitor_api.Node
+    arrived: float
+
+    def gpus(self, metric: str) -> Iterator[tuple[str, Told]]:
+        """The UUID of each GPU, in lower case, with what it says; none of one that is divided into others."""
+        snapshot = self.message.snapshot
+        for gpu in snapshot.gpus:
+            if gpu.state == types_api.GpuState.GPU_STATE_DIVIDED:
+                continue
+            told = self._told(gpu.reading, metric, _gpu_value(gpu.reading, metric))
+            yield gpu.uuid.lower(), told if gpu.state in _ANSWERING or not told.able else SILENT
+        if snapshot.gpu_problem and not snapshot.gpus:
+            yield "", SILENT  # nobody knows how many there are
+
+    def host(self, metric: str) -> Told:
+        """What its host says."""
+        reading = self.message.snapshot.host_reading
+        return self._told(reading, metric, _host_value(reading, metric))
+
+    def _told(
+        self, reading: types_api.GpuReading | types_api.HostReading, metric: str, value: float | None
+    ) -> Told:
+        if value is None and _cannot_tell(reading, metric):
+            return Told(able=False)
+        if self.message.state != monitor_api.NodeState.NODE_STATE_ONLINE:
+            return SILENT
+        snapshot = self.message.snapshot
+        at = self.arrived - max(wire.seconds(snapshot.age), wire.seconds(reading.age))
+        return Told(value, at, at + FRESH_PERIODS * (wire.seconds(snapshot.period) or DEFAULT_PERIOD))
+
+
+def _gpu_value(reading: types_api.GpuReading, metric: str) -> float | None:
+    if metric == "memory_used_percent":
+        used, total = _number(reading, "memory_used_bytes"), _number(reading, "memory_total_bytes")
+        return _PERCENT * used / total if used is not None and total else None
+    return _number(reading, metric)
+
+
+def _host_value(reading: types_api.HostReading, metric: str) -> float | None:
+    if metric == "memory_used_percent":
+        left, total = _number(reading, "memory_available_bytes"), _number(reading, "memory_total_bytes")
+        return _PERCENT * (1 - left / total) if left is not None and total else None
+    if metric == "load_per_core":
+        load, cores = _number(reading, "load_1m"), _number(reading, "cpu_count")
+        return load / cores if load is not None and cores else None
+    return _number(reading, metric)
+
+
+def _number(reading: Message, field: str) -> float | None:
+    return float(getattr(reading, field)) if reading.HasField(field) else None
+
+
+def _cannot_tell(reading: types_api.GpuReading | types_api.HostReading, metric: str) -> bool:
+    unsupported = {
+        one.field
+        for one in reading.absent_readings
+        if one.status == types_api.ReadingStatus.READING_STATUS_NOT_SUPPORTED
+    }
+    return not unsupported.isdisjoint(_READ_FOR.get(metric, (metric,)))
+
+
+LEAST_INTERVAL = 0.5
+"""Seconds between two messages of the fleet; signals need no more."""
+_RETRY_CAP = 5.0
+
+_log = get_logger(__name__)
+
+
+class FleetMetrics:
+    """Follows the fleet, and answers what signals ask of it.
+
+    Args:
+        fleet: channel to the fleet.
+        clock: what readings are dated by.
+    """
+
+    def __init__(self, fleet: grpc.aio.Channel, clock: Clock) -> None:
+        self._stub = monitor_api.FleetServiceStub(fleet)
+        self._clock = clock
+        self._nodes: dict[str, HeldNode] = {}
+        self._wanted = asyncio.Event()
+        self._problem = "the fleet has not answered yet"
+
+    async def run(self) -> NoReturn:
+        """Follow the fleet for ever, from the first question on, over broken streams and restarts of the fleet."""
+        await self._wanted.wait()
+        backoff = Backoff(cap=_RETRY_CAP)
+        while True:
+            problem = "it ended the stream"
+            try:
+                await self._follow(backoff)
+            except GpuscaleError as error:
+                problem = error.message
+            if not self._problem:
+                _log.warning("lost the fleet", problem=problem)
+            self._problem = f"the fleet cannot be followed: {problem}"
+            await asyncio.sleep(backoff.next())
+
+    def gpus(self, source: GpuSignal, own: Collection[str], oldest: float) -> Sample:
+        """A reading of GPUs; `own` are the UUIDs of those that the endpoint's ready replicas hold.
+
+        One whose value is older than `oldest` seconds is silent, as are those of a node that is not online.
+        """
+        self._wanted.set()
+        if source.own_replicas:
+            if not own:
+                return Sample(problem="no ready replica holds a GPU")
+            known = {uuid: told for held in self._nodes.values() for uuid, told in held.gpus(source.metric)}
+            told = [known.get(uuid.lower(), SILENT) for uuid in own]
+        else:
+            told = [told for held in self._of(source.nodes) for _, told in held.gpus(source.metric)]
+        return self._sample([*told, *self._unknown(source.nodes)], source.metric, oldest)
+
+    def hosts(self, source: HostSignal, oldest: float) -> Sample:
+        """A reading of hosts; one whose value is older than `oldest` seconds, or that is not online, is silent."""
+        self._wanted.set()
+        told = [held.host(source.metric) for held in self._of(source.nodes)]
+        return self._sample([*told, *self._unknown(source.nodes)], source.metric, oldest)
+
+    def _of(self, nodes: Collection[str]) -> Sequence[HeldNode]:
+        return [held for node, held in self._nodes.items() if not nodes or node in nodes]
+
+    def _unknown(self, nodes: Collection[str]) -> Sequence[Told]:
+        """One silence for each node that is named and that the fleet does not know."""
+        return [SILENT for node in nodes if node not in self._nodes]
+
+    def _sample(self, told: Sequence[Told], metric: str, oldest: float) -> Sample:
+        now = self._clock.now()
+        able = [one for one in told if one.able]
+        known = [(one.value, one.at) for one in able if one.value is not None and now <= one.fresh_until]
+        fresh = [(value, at) for value, at in known if now - at <= oldest]
+        counted = fresh or known  # where all are too old, their age says so
+        silent = len(able) - len(fresh)
+        if counted:
+            values = tuple(value for value, _ in counted)
+            return Sample(values, min(at for _, at in counted), silent_count=silent)
+        nothing = f"none of {silent} tells {metric}" if silent else f"nothing in the fleet has {metric}"
+        return Sample(problem=self._problem or nothing, silent_count=silent)
+
+    async def _follow(self, backoff: Backoff) -> None:
+        request = monitor_api.WatchNodesRequest(min_interval=wire.to_duration(LEAST_INTERVAL))
+        first_round: dict[str, HeldNode] | None = {}
+        with rpc_errors():
+            async for message in self._stub.WatchNodes(request):
+                backoff.reset()
+                self._take_in(message, self._nodes if first_round is None else first_round)
+                if first_round is not None and message.full:
+                    self._nodes, first_round = first_round, None
+                    if self._problem:
+                        _log.info("following the fleet", nodes=len(self._nodes))
+                    self._problem = ""
+
+    def _take_in(self, message: monitor_api.WatchNodesResponse, nodes: dict[str, HeldNode]) -> None:
+        arrived = self._clock.now()
+        for node in message.nodes:
+            if (ids := names.match(names.NODE, node.name)) is not None:
+                nodes[ids["node"]] = HeldNode(node, arrived)
+        for name in message.removed:
+            if (ids := names.match(names.NODE, name)) is not None:
+                nodes.pop(ids["node"], None)

@@ -1,1 +1,0 @@
-"""Queues: where brokers are, how they are read, and the watchers that keep reading them."""

@@ -1,0 +1,250 @@
+"""Queue watchers: what users asked to be watched, and the sweeps that watch it."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from uuid import uuid4
+
+from gpuscale.autoscaler.domain.queues import (
+    QueueReading,
+    QueueState,
+    QueueTarget,
+    Watcher,
+    WatchSpec,
+    combined,
+    pattern_problem,
+)
+from gpuscale.autoscaler.signals.brokers import BrokerSettings, resolve
+from gpuscale.autoscaler.signals.sweeps import BrokerSweeps
+from gpuscale.autoscaler.state import watcher_store
+from gpuscale.autoscaler.state.watcher_store import StoredWatcher
+from gpuscale.common.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from gpuscale.common.names import watcher_name
+from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import TaskScope, uninterrupted
+from gpuscale.common.secrets import environment as own_environment
+from gpuscale.common.store.store import Store
+from gpuscale.common.wire import page
+
+# AMQP carries both names as short strings.
+MAX_NAME_BYTES = 255
+
+InUse = Callable[[str], Sequence[str]]
+
+
+class QueueWatchers:
+    """All queue watchers: durable in the store, kept whole in memory, watched by one sweep for each broker."""
+
+    def __init__(self, store: Store, sweeps: Mapping[str, BrokerSweeps], clock: Clock, in_use: InUse) -> None:
+        self._store = store
+        self._sweeps = sweeps
+        self._clock = clock
+        self._in_use = in_use
+        self._stored: dict[str, StoredWatcher] = {}
+        self._changing = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Read the stored watchers and begin to watch."""
+        self._stored = {item.watcher.id: item for item in await self._store.read(watcher_store.load)}
+        self._watch()
+
+    @uninterrupted
+    async def create(
+        self, watcher_id: str, spec: WatchSpec, *, request_id: str, validate_only: bool = False
+    ) -> Watcher:
+        """Create a watcher, or return the one that this request id made.
+
+        Raises:
+            AlreadyExistsError: the id is taken, or the request id was used for another watcher.
+            FailedPreconditionError: the configuration does not name the broker.
+            InvalidArgumentError: a name is too long for the broker.
+        """
+        fingerprint = _fingerprint(watcher_id, spec)
+        async with self._changing:
+            if (repeated := self._repeated(request_id, fingerprint)) is not None:
+                return repeated
+            if watcher_id in self._stored:
+                raise AlreadyExistsError(
+                    f"{watcher_name(watcher_id)} exists", metadata={"name": watcher_name(watcher_id)}
+                )
+            self._check(spec)
+            watcher = Watcher(watcher_id, spec, _new_etag(), self._clock.wall())
+            if not validate_only:
+                stored = StoredWatcher(watcher, request_id, fingerprint)
+                await self._store.write(lambda connection: watcher_store.add(connection, stored))
+                self._stored[watcher_id] = stored
+                self._watch()
+            return watcher
+
+    @uninterrupted
+    async def update(
+        self, watcher_id: str, spec: WatchSpec, *, etag: str = "", validate_only: bool = False
+    ) -> Watcher:
+        """Replace what is watched; an empty etag matches any.
+
+        Raises:
+            NotFoundError: no such watcher.
+            AbortedError: it was changed since that etag was read.
+            FailedPreconditionError: the configuration does not name the broker.
+            InvalidArgumentError: a name is too long for the broker.
+        """
+        async with self._changing:
+            stored = self._find(watcher_id)
+            before = stored.watcher
+            if etag and etag != before.etag:
+                raise AbortedError(
+                    f"{watcher_name(watcher_id)} was changed meanwhile", reason="ETAG_MISMATCH"
+                )
+            self._check(spec)
+            if validate_only or spec == before.spec:
+                return Watcher(watcher_id, spec, before.etag, before.create_time)
+            watcher = Watcher(watcher_id, spec, _new_etag(), before.create_time)
+            await self._store.write(lambda connection: watcher_store.replace_spec(connection, watcher))
+            self._stored[watcher_id] = StoredWatcher(watcher, stored.request_id, stored.request_fingerprint)
+            self._watch()
+            return watcher
+
+    @uninterrupted
+    async def delete(self, watcher_id: str) -> None:
+        """Delete a watcher.
+
+        Raises:
+            NotFoundError: no such watcher.
+            FailedPreconditionError: an endpoint reads it.
+        """
+        async with self._changing:
+            self._find(watcher_id)
+            if endpoints := self._in_use(watcher_id):
+                raise FailedPreconditionError(
+                    f"{watcher_name(watcher_id)} is read by {', '.join(endpoints)}",
+                    reason="WATCHER_IN_USE",
+                    metadata={"name": watcher_name(watcher_id), "endpoints": ",".join(endpoints)},
+                )
+            await self._store.write(lambda connection: watcher_store.remove(connection, watcher_id))
+            del self._stored[watcher_id]
+            self._watch()
+
+    def get(self, watcher_id: str) -> Watcher:
+        """One watcher.
+
+        Raises:
+            NotFoundError: no such watcher.
+        """
+        return self._find(watcher_id).watcher
+
+    def list(self, page_size: int, page_token: str) -> tuple[Sequence[Watcher], str]:
+        """A page of watchers by id, and the token of the next page.
+
+        Raises:
+            InvalidArgumentError: the token is not one of this list.
+        """
+        watchers = [self._stored[watcher_id].watcher for watcher_id in sorted(self._stored)]
+        return page(watchers, key=lambda watcher: watcher.id, page_size=page_size, page_token=page_token)
+
+    def reading(self, watcher_id: str) -> QueueReading | None:
+        """What a watcher read last; None if there is no such watcher."""
+        stored = self._stored.get(watcher_id)
+        if stored is None:
+            return None
+        spec = stored.watcher.spec
+        if spec.broker not in self._sweeps:
+            message = f"the configuration names no broker {spec.broker!r} any more"
+            return QueueReading(QueueState.ERROR, message=message)
+        return combined([self._sweeps[spec.broker].reading(target) for target in spec.targets])
+
+    def _find(self, watcher_id: str) -> StoredWatcher:
+        if watcher_id not in self._stored:
+            name = watcher_name(watcher_id)
+            raise NotFoundError(f"there is no {name}", metadata={"name": name})
+        return self._stored[watcher_id]
+
+    def _repeated(self, request_id: str, fingerprint: str) -> Watcher | None:
+        for stored in self._stored.values():
+            if stored.request_id == request_id:
+                if stored.request_fingerprint != fingerprint:
+                    raise AlreadyExistsError(
+                        "the request id was used for another watcher", reason="REQUEST_ID_REUSED"
+                    )
+                return stored.watcher
+        return None
+
+    def _check(self, spec: WatchSpec) -> None:
+        field = "queue" if len(spec.queues) == 1 else "queues"
+        for where, name in (("virtual_host", spec.virtual_host), *((field, queue) for queue in spec.queues)):
+            if len(name.encode()) > MAX_NAME_BYTES:
+                raise InvalidArgumentError(
+                    f"must have at most {MAX_NAME_BYTES} bytes", field=f"queue_watcher.spec.{where}"
+                )
+        if spec.pattern and (wrong := pattern_problem(spec.queues[0])):
+            raise InvalidArgumentError(wrong, field="queue_watcher.spec.queue_pattern")
+        if spec.broker not in self._sweeps:
+            raise FailedPreconditionError(
+                f"the configuration names no broker {spec.broker!r}",
+                reason="UNKNOWN_BROKER",
+                metadata={"broker": spec.broker},
+            )
+        if (spec.pattern or spec.rates) and not self._sweeps[spec.broker].counts_all:
+            raise FailedPreconditionError(
+                f"patterns and rates need the management API, which broker {spec.broker} has none of",
+                reason="NO_MANAGEMENT_API",
+                metadata={"broker": spec.broker},
+            )
+
+    def _watch(self) -> None:
+        for broker, sweeps in self._sweeps.items():
+            intervals: dict[QueueTarget, float] = {}
+            for stored in self._stored.values():
+                spec = stored.watcher.spec
+                if spec.broker == broker:
+                    for target in spec.targets:
+                        known = intervals.get(target, spec.interval)
+                        intervals[target] = min(known, spec.interval)
+            sweeps.watch(intervals)
+
+
+@asynccontextmanager
+async def open_watchers(
+    store: Store,
+    brokers: Mapping[str, BrokerSettings],
+    clock: Clock,
+    in_use: InUse,
+    environment: Mapping[str, str] | None = None,
+) -> AsyncGenerator[QueueWatchers]:
+    """The stored watchers, watched until the context is left.
+
+    Args:
+        store: the autoscaler's store; its metadata must hold the tables of `watcher_store`.
+        brokers: tables [brokers.NAME] of the configuration.
+        clock: what readings are dated by.
+        in_use: the names of the endpoints that read a watcher.
+        environment: where GPUSCALE_BROKER_<NAME>_AMQP_URL and the like are looked up; None for those of this process.
+
+    Raises:
+        FailedPreconditionError: a broker is configured wrongly.
+    """
+    found = resolve(brokers, own_environment() if environment is None else environment)
+    sweeps = {name: BrokerSweeps(broker, clock) for name, broker in found.items()}
+    watchers = QueueWatchers(store, sweeps, clock, in_use)
+    await watchers.load()
+    async with TaskScope() as scope:
+        for name, sweep in sweeps.items():
+            scope.spawn(f"queue sweeps of broker {name}", sweep.run())
+        yield watchers
+
+
+def _fingerprint(watcher_id: str, spec: WatchSpec) -> str:
+    parts = (watcher_id, spec.broker, spec.virtual_host, *spec.queues, repr(spec.interval))
+    if spec.pattern or spec.rates:
+        parts = (*parts, repr(spec.pattern), repr(spec.rates))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _new_etag() -> str:
+    return uuid4().hex
