@@ -44,7 +44,9 @@ def wish_from_wire(wire: api.PresetWish, path: str, default: Wish) -> Wish:
         watcher="" if wire.metric else watcher,
         min_replicas=wire.min_replicas if wire.HasField("min_replicas") else default.min_replicas,
         max_replicas=wire.max_replicas if wire.HasField("max_replicas") else default.max_replicas,
-        template=template_from_wire(wire.template, path) if wire.HasField("template") else default.template,
+        template=template_from_wire(wire.template, f"{path}.template")
+        if wire.HasField("template")
+        else default.template,
         slots=wire.slots if wire.HasField("slots") else default.slots,
         goal=default.goal if goal is None else goal,
         service_time=default.service_time if service is None else service,

@@ -1,0 +1,223 @@
+"""Between messages and the frozen dataclasses that carry the same fields, in both directions.
+
+What becomes of a field follows from its descriptor and its type in the dataclass, so a field is named once on each side:
+
+- a Duration is seconds, an enum the member of the same name, a resource name the id that it ends with;
+- a repeated field is a tuple, or a set that is written in order; a message is the dataclass of its type;
+- a oneof is a field of its name, which holds the dataclass whose name is that of the member's message.
+
+What is absent on one side is absent, or the default, on the other. A default is not written, but for members of a oneof:
+these are written as they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from gpuscale.api.types.v1 import options_pb2
+from gpuscale.common import names
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.wire import seconds, to_duration
+
+T = TypeVar("T")
+Read = Callable[[Any, str], Any]
+"""The value of a message, or of a field of it; the text is where it stands in its request."""
+Write = Callable[[Any, Any], None]
+"""Sets a message, the second argument, or a field of it, to a value."""
+Scalar = tuple[Read, Callable[[Any], Any]]
+"""How a value that is no message is read, and made."""
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    default: object
+    read: Read
+    write: Write
+
+
+class Codec:
+    """Reads and writes messages.
+
+    Args:
+        members: dataclasses that stand for members of oneofs; each has the name of its message.
+        messages: how dataclasses are read and written that say other than their messages.
+        scalars: how fields of a name are read and written, where only the message has the value in such a form.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[type[Any]],
+        messages: Mapping[type[Any], tuple[Read, Write]],
+        scalars: Mapping[str, Scalar],
+    ) -> None:
+        self._members = {member.__name__: member for member in members}
+        self._messages = messages
+        self._scalars = scalars
+        self._plans: dict[type[Any], tuple[_Field, ...]] = {}
+
+    def read(self, kind: type[T], wire: Message, path: str) -> T:
+        """The dataclass of a message whose single fields have been validated; `path` is where it stands.
+
+        Raises:
+            InvalidArgumentError: a field cannot be read, or one without a default is not set.
+        """
+        found = ((one.name, one.read(wire, path)) for one in self._fields(kind, wire))
+        return kind(**{name: value for name, value in found if value is not _ABSENT})
+
+    def write(self, value: object, wire: Message, *, in_full: bool = False) -> None:
+        """Fill a message; `in_full`: with what is the default too."""
+        for one in self._fields(type(value), wire):
+            held = getattr(value, one.name)
+            if held is not None and (in_full or held != one.default):
+                one.write(held, wire)
+
+    def _fields(self, kind: type[Any], wire: Message) -> tuple[_Field, ...]:
+        """How each field is read and written, made up once for each dataclass."""
+        found = self._plans.get(kind)
+        if found is None:
+            found = self._plans[kind] = self._plan(kind, wire)
+        return found
+
+    def _plan(self, kind: type[Any], wire: Any) -> tuple[_Field, ...]:
+        hints = get_type_hints(kind)
+        known: Mapping[str, FieldDescriptor] = wire.DESCRIPTOR.fields_by_name
+        found: list[_Field] = []
+        for one in fields(kind):
+            name, default, hint = one.name, one.default, hints[one.name]
+            field = known.get(name)
+            if field is None:
+                way = self._oneof(name)
+            elif name in self._scalars or field.message_type is None:
+                way = _scalars(
+                    field, default, get_origin(hint), self._scalars.get(name) or _scalar(field, hint)
+                )
+            else:
+                way = _messages(field, default, *self._of_message(field.message_type, _dataclass(hint)))
+            found.append(_Field(name, default, *way))
+        return tuple(found)
+
+    def _oneof(self, name: str) -> tuple[Read, Write]:
+        def read(wire: Any, path: str) -> Any:
+            member = wire.WhichOneof(name)
+            if member is None:
+                raise InvalidArgumentError(f"{path}.{name} must be set", field=f"{path}.{name}")
+            found = getattr(wire, member)
+            return self.read(self._members[found.DESCRIPTOR.name], found, f"{path}.{member}")
+
+        def write(value: Any, wire: Any) -> None:
+            members = wire.DESCRIPTOR.oneofs_by_name[name].fields
+            [member] = (one.name for one in members if one.message_type.name == type(value).__name__)
+            target = getattr(wire, member)
+            target.SetInParent()
+            self.write(value, target, in_full=True)
+
+        return read, write
+
+    def _of_message(self, descriptor: Descriptor, kind: Any) -> tuple[Read, Write]:
+        if descriptor.full_name == Duration.DESCRIPTOR.full_name:
+            return (lambda wire, _: seconds(wire)), (lambda value, wire: wire.CopyFrom(to_duration(value)))
+        if kind in self._messages:
+            return self._messages[kind]
+        return (lambda wire, path: self.read(kind, wire, path)), self.write
+
+
+def _dataclass(hint: Any) -> Any:
+    """The dataclass that a hint such as `tuple[Rule, ...]` or `Pace | None` speaks of."""
+    return next((one for one in get_args(hint) if one not in {Ellipsis, NoneType}), hint)
+
+
+def _messages(field: FieldDescriptor, default: object, read: Read, write: Write) -> tuple[Read, Write]:
+    """A field of a message, or of several."""
+    name = field.name
+
+    def read_all(wire: Any, path: str) -> Any:
+        return tuple(read(one, f"{path}.{name}[{index}]") for index, one in enumerate(getattr(wire, name)))
+
+    def write_all(values: Any, wire: Any) -> None:
+        for value in values:
+            write(value, getattr(wire, name).add())
+
+    def read_set(wire: Any, path: str) -> Any:
+        if default is not MISSING and not wire.HasField(name):
+            return _ABSENT
+        return read(getattr(wire, name), f"{path}.{name}")
+
+    def write_set(value: Any, wire: Any) -> None:
+        target = getattr(wire, name)
+        target.SetInParent()
+        write(value, target)
+
+    return (read_all, write_all) if field.is_repeated else (read_set, write_set)
+
+
+def _scalars(field: FieldDescriptor, default: object, container: Any, scalar: Scalar) -> tuple[Read, Write]:
+    """A field of a value that is no message, of several, or of a map of them.
+
+    Without presence, a zero and an empty text are as good as absent where there is a default.
+    """
+    name, has_presence, (read, make) = field.name, field.has_presence, scalar
+
+    def read_all(wire: Any, path: str) -> Any:
+        return container(
+            read(one, f"{path}.{name}[{index}]") for index, one in enumerate(getattr(wire, name))
+        )
+
+    def write_all(values: Any, wire: Any) -> None:
+        getattr(wire, name).extend(make(one) for one in sorted(values))
+
+    def read_set(wire: Any, path: str) -> Any:
+        held = getattr(wire, name)
+        if default is not MISSING and not (wire.HasField(name) if has_presence else held):
+            return _ABSENT
+        return read(held, f"{path}.{name}")
+
+    def write_set(value: Any, wire: Any) -> None:
+        setattr(wire, name, make(value))
+
+    def write_map(value: Any, wire: Any) -> None:
+        getattr(wire, name).update(value)
+
+    if field.message_type is not None:
+        return read_set, write_map
+    return (read_all, write_all) if field.is_repeated else (read_set, write_set)
+
+
+def _scalar(field: FieldDescriptor, kind: Any) -> Scalar:
+    if field.enum_type is not None:
+        return _of_enum(field.enum_type, kind)
+    if resource := field.GetOptions().Extensions[options_pb2.rules].resource:
+        return _of_resource(resource)
+    return (lambda value, _: value), (lambda value: value)
+
+
+def _of_enum(described: EnumDescriptor, kind: type[Enum]) -> Scalar:
+    """Values are named as the members, behind the name of the enum."""
+    numbers = {value.name: value.number for value in described.values}
+    prefix = described.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    known = {numbers[prefix + one.name]: one for one in kind if prefix + one.name in numbers}
+
+    def read(value: int, path: str) -> Any:
+        if value not in known:
+            raise InvalidArgumentError(f"{path} must be set", field=path)
+        return known[value]
+
+    return read, lambda one: numbers[prefix + one.name]
+
+
+def _of_resource(pattern: str) -> Scalar:
+    collection, variable = pattern.rstrip("}").split("{")
+
+    def read(name: str, path: str) -> str:
+        return names.parse(pattern, name, path)[variable] if name else ""
+
+    return read, lambda id_: collection + id_ if id_ else ""
