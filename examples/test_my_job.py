@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from examples.my_job import train
+from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.testing import FakeServer
 
 SHOW = "import os; print(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
@@ -25,7 +26,7 @@ def test_the_job_runs_on_its_gpus(server: FakeServer, capfd: pytest.CaptureFixtu
     with server.connect() as client:
         assert train(client, [sys.executable, "-c", SHOW]) == 0
     assert capfd.readouterr().out == "2\n"
-    assert server.reservations[0].end_reason == "released by its holder"
+    assert server.reservations[0].state == Reservation.STATE_RELEASED
 
 
 def test_the_job_stops_when_its_gpus_are_lost(server: FakeServer) -> None:

@@ -23,7 +23,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.wire import to_duration
-from gpuscale.testing.handlers import Faults, Handlers
+from tests.support.plain_service import Faults, Handlers
 
 GIB = 1 << 30
 PERIOD = 1.0

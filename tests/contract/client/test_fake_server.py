@@ -1,161 +1,120 @@
-"""The fake server answers as the real allocator does: the same steps, against both, end in the same way."""
+"""What a test may do to the fake server, and what it sees then. All else is the real services' own."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Iterator
+from uuid import uuid4
 
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.client import AsyncClient, AsyncLease, GpuscaleError
-from gpuscale.testing import FakeServer
-from tests.support.allocator_client import allocator_client
-from tests.support.fake_fleet import FakeFleet, node_message
-
-REQUEST_ID = "00000000-0000-4000-8000-000000000001"
-GPUS = 4
-Step = Callable[[AsyncClient], Awaitable[object]]
-
-
-@asynccontextmanager
-async def client_of(kind: str, folder: Path) -> AsyncIterator[AsyncClient]:
-    """A client of a server with one node of four GPUs."""
-    if kind == "fake":
-        with FakeServer(gpus=GPUS) as server:
-            async with server.connect_async() as client:
-                yield client
-    else:
-        async with allocator_client(folder, FakeFleet(node_message("node-0", count=GPUS))) as client:
-            yield client
-
-
-async def renew(client: AsyncClient, name: str, fence: int) -> None:
-    await client.allocator.RenewReservation(api.RenewReservationRequest(name=name, fence=fence))
-
-
-async def release(client: AsyncClient, name: str, fence: int) -> None:
-    await client.allocator.ReleaseReservation(api.ReleaseReservationRequest(name=name, fence=fence))
-
-
-async def held(client: AsyncClient) -> AsyncLease:
-    return await client.reserve(1, "me", ttl=60)
-
-
-async def reserve_twice(client: AsyncClient) -> object:
-    first = await client.reserve(2, "me", request_id=REQUEST_ID)
-    again = await client.reserve(2, "me", request_id=REQUEST_ID)
-    return first.name == again.name, first.fence == again.fence, len(first.gpus)
-
-
-async def reuse_the_id(client: AsyncClient) -> object:
-    await client.reserve(2, "me", request_id=REQUEST_ID)
-    return await client.reserve(1, "me", request_id=REQUEST_ID)
-
-
-async def more_than_is_free(client: AsyncClient) -> object:
-    await client.reserve(3, "me")
-    return await client.reserve(2, "me")
-
-
-async def wait_in_vain(client: AsyncClient) -> object:
-    await client.reserve(3, "me")
-    return await client.reserve(2, "me", wait=0.1)
-
-
-async def more_than_there_is(client: AsyncClient) -> object:
-    return await client.reserve(GPUS + 1, "me")
-
-
-async def more_memory_than_there_is(client: AsyncClient) -> object:
-    return await client.reserve(1, "me", min_memory="1PiB")
-
-
-async def none_at_all(client: AsyncClient) -> object:
-    return await client.reserve(0, "me")
-
-
-async def renew_with_another_fence(client: AsyncClient) -> object:
-    one = await held(client)
-    return await renew(client, one.name, one.fence + 1)
-
-
-async def release_with_another_fence(client: AsyncClient) -> object:
-    one = await held(client)
-    return await release(client, one.name, one.fence + 1)
-
-
-async def release_twice(client: AsyncClient) -> object:
-    one = await held(client)
-    await release(client, one.name, one.fence)
-    return await release(client, one.name, one.fence)
-
-
-async def renew_what_ended(client: AsyncClient) -> object:
-    one = await held(client)
-    await release(client, one.name, one.fence)
-    return await renew(client, one.name, one.fence)
-
-
-async def renew_what_never_was(client: AsyncClient) -> object:
-    return await renew(client, "reservations/none", 1)
-
-
-async def get_what_never_was(client: AsyncClient) -> object:
-    return await client.allocator.GetReservation(api.GetReservationRequest(name="reservations/none"))
-
-
-async def share(client: AsyncClient) -> object:
-    lease = await client.reserve(1, "me", gpu_milli=500)
-    return [gpu.milli for gpu in lease.gpus]
-
-
-async def gang(client: AsyncClient) -> object:
-    lease = await client.reserve(2, "me", member_count=2)
-    return [gpu.member for gpu in lease.gpus], lease.reservation.member_count
-
-
-async def list_and_states(client: AsyncClient) -> object:
-    one, _ = await held(client), await held(client)
-    await release(client, one.name, one.fence)
-    live = await client.allocator.ListReservations(api.ListReservationsRequest(holder="me"))
-    everything = await client.allocator.ListReservations(api.ListReservationsRequest(show_ended=True))
-    return len(live.reservations), sorted(one.state for one in everything.reservations)
-
-
-STEPS: tuple[Step, ...] = (
-    reserve_twice,
-    reuse_the_id,
-    more_than_is_free,
-    wait_in_vain,
-    more_than_there_is,
-    more_memory_than_there_is,
-    none_at_all,
-    renew_with_another_fence,
-    release_with_another_fence,
-    release_twice,
-    renew_what_ended,
-    renew_what_never_was,
-    get_what_never_was,
-    share,
-    gang,
-    list_and_states,
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client import (
+    AsyncClient,
+    Client,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    wait_ready,
 )
+from gpuscale.testing import FakeServer
+from tests.support.waiting import eventually_sync
+
+State = api.Reservation.State
 
 
-async def outcome(step: Step, client: AsyncClient) -> object:
-    """What a step returns, or the error that it ends with."""
-    try:
-        return await step(client)
-    except GpuscaleError as error:
-        return type(error).__name__, error.reason
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer(gpus=2, nodes=2, memory="16GiB", model="Toy GPU") as running:
+        yield running
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-async def test_a_step_ends_as_with_the_real_allocator(step: Step, tmp_path: Path) -> None:
-    found: dict[str, object] = {}
-    for kind in ("fake", "real"):
-        async with client_of(kind, tmp_path) as client:
-            found[kind] = await outcome(step, client)
-    assert found["fake"] == found["real"]
+def test_its_gpus_are_as_it_was_told(server: FakeServer) -> None:
+    with server.connect() as client:
+        nodes = client.fleet.ListNodes(monitor_api.ListNodesRequest()).nodes
+        assert [node.name for node in nodes] == ["nodes/node-0", "nodes/node-1"]
+        gpus = [gpu for node in nodes for gpu in node.snapshot.gpus]
+        assert {(gpu.model, gpu.simulated, gpu.reading.memory_total_bytes) for gpu in gpus} == {
+            ("Toy GPU", True, 16 << 30)
+        }
+        assert client.this_node() == "node-0"
+        assert [gpu.milli for gpu in client.reserve(1, gpu_milli=500).gpus] == [500]
+        gang = client.reserve(1, member_count=2, gang_strategy="strict_spread", anywhere=True)
+        assert {gpu.node for gpu in gang.gpus} == {"node-0", "node-1"}
+        with pytest.raises(ResourceExhaustedError):
+            client.reserve(2)
+        with pytest.raises(FailedPreconditionError):
+            client.reserve(1, min_memory="17GiB")
+        with pytest.raises(InvalidArgumentError):
+            client.reserve(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "state"),
+    [
+        ("expire", State.STATE_EXPIRED),
+        ("cancel", State.STATE_CANCELLED),
+        ("lose", State.STATE_LOST),
+    ],
+)
+def test_a_reservation_is_ended_at_once(server: FakeServer, how: str, state: State.ValueType) -> None:
+    with server.connect() as client:
+        ended, other = client.reserve(1), client.reserve(1)
+        getattr(server, how)(ended.name)
+        with pytest.raises(FailedPreconditionError):
+            ended.renew()
+        other.renew()
+        for unknown in ("reservations/none", "none"):
+            with pytest.raises(NotFoundError):
+                getattr(server, how)(unknown)
+    assert [one.state for one in server.reservations] == [state, State.STATE_ACTIVE]
+    assert server.reservations[0].end_reason
+
+
+def test_a_gpu_that_is_lost_is_gone(server: FakeServer) -> None:
+    with server.connect() as client:
+        lease = client.reserve(1)
+        server.lose(lease.name)
+
+        def seen() -> set[str]:
+            node = client.fleet.GetNode(monitor_api.GetNodeRequest(name="nodes/node-0")).node
+            return {gpu.uuid for gpu in node.snapshot.gpus}
+
+        eventually_sync(lambda: len(seen() - set(lease.gpu_uuids)) == len(seen()) == 1, timeout=30)
+
+
+async def test_calls_fail_as_often_as_was_said(server: FakeServer) -> None:
+    async def get(client: AsyncClient) -> None:
+        await client.allocator.GetReservation(api.GetReservationRequest(name="reservations/none"))
+
+    server.fail("GetReservation", InvalidArgumentError("no"), times=2)
+    async with server.connect_async() as client:
+        for kind in (InvalidArgumentError, InvalidArgumentError, NotFoundError):
+            with pytest.raises(kind):
+                await get(client)
+
+
+def make(client: Client, name: str, template: str) -> str:
+    wanted = autoscaler_api.ReplicaTemplate(template=template, gpu_count=1)
+    spec = autoscaler_api.EndpointSpec(min_replicas=1, max_replicas=3, template=wanted)
+    endpoint = autoscaler_api.Endpoint(name=f"endpoints/{name}", spec=spec)
+    request = autoscaler_api.CreateEndpointRequest(endpoint=endpoint, request_id=str(uuid4()))
+    return client.endpoints.CreateEndpoint(request).endpoint.name
+
+
+def test_replicas_have_gpus_and_are_ready_at_once_unless_they_are_held_back(server: FakeServer) -> None:
+    with server.connect() as client:
+        first = make(client, "first", "any-template")
+        assert wait_ready(client, first, timeout=60).status.ready_replicas == 1
+        assert [len(one.gpus) for one in server.reservations] == [1]
+        server.hold_back_replicas()
+        second = make(client, "second", "another")
+        eventually_sync(lambda: len(server.reservations) == 2, timeout=60)
+        get = autoscaler_api.GetEndpointRequest(name=second)
+        assert client.endpoints.GetEndpoint(get).endpoint.status.ready_replicas == 0
+        server.set_ready(second, 1)
+        assert wait_ready(client, second, timeout=60).status.ready_replicas == 1
+        with pytest.raises(NotFoundError):
+            server.set_ready("endpoints/none", 1)

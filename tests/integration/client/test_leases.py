@@ -12,13 +12,10 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import (
-    AlreadyExistsError,
     AsyncReserving,
     FailedPreconditionError,
-    InvalidArgumentError,
     Lease,
     LostReservationError,
-    NotFoundError,
     ResourceExhaustedError,
     UnavailableError,
     lease_timer,
@@ -215,38 +212,3 @@ def test_a_repeated_request_id_gives_no_lease_that_has_ended(server: FakeServer)
         with pytest.raises(FailedPreconditionError) as caught:
             client.reserve(1, "me", request_id=REQUEST_ID)
     assert caught.value.reason == "RESERVATION_ENDED"
-
-
-def test_what_the_fake_server_refuses(server: FakeServer) -> None:
-    """The same errors, with the same reasons, as the real allocator gives."""
-    with server.connect() as client:
-        client.reserve(3, "me", request_id=REQUEST_ID)
-        assert client.reserve(3, "me", request_id=REQUEST_ID).fence == 1
-        refusals = (
-            (AlreadyExistsError, "REQUEST_ID_REUSED", lambda: client.reserve(1, "me", request_id=REQUEST_ID)),
-            (ResourceExhaustedError, "NO_CAPACITY", lambda: client.reserve(2)),
-            (ResourceExhaustedError, "WAIT_TIMEOUT", lambda: client.reserve(2, wait=0.1)),
-            (FailedPreconditionError, "UNSATISFIABLE", lambda: client.reserve(5)),
-            (FailedPreconditionError, "UNSATISFIABLE", lambda: client.reserve(1, min_memory="81GiB")),
-            (InvalidArgumentError, "INVALID_ARGUMENT", lambda: client.reserve(0)),
-        )
-        for kind, reason, call in refusals:
-            with pytest.raises(kind) as caught:
-                call()
-            assert caught.value.reason == reason
-        get = api.GetReservationRequest(name="reservations/none")
-        with pytest.raises(NotFoundError):
-            client.allocator.GetReservation(get)
-
-
-def test_waiting_for_room_on_the_fake_server(server: FakeServer) -> None:
-    with server.connect() as client:
-        first = client.reserve(4)
-        second = client.allocator.Reserve.future(
-            api.ReserveRequest(
-                request_id=REQUEST_ID, holder="b", ask=api.Ask(gpu_count=4), wait={"seconds": 30}
-            ),
-            timeout=60,
-        )
-        first.release()
-        assert second.result().reservation.fence == 2

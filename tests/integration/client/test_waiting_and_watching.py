@@ -28,7 +28,8 @@ ENDPOINT = "endpoints/jobs"
 
 
 def make_endpoint(client: Client) -> None:
-    spec = autoscaler_api.EndpointSpec(min_replicas=2, max_replicas=4)
+    template = autoscaler_api.ReplicaTemplate(template="worker")
+    spec = autoscaler_api.EndpointSpec(min_replicas=2, max_replicas=4, template=template)
     endpoint = autoscaler_api.Endpoint(name=ENDPOINT, spec=spec)
     request = autoscaler_api.CreateEndpointRequest(endpoint=endpoint, request_id=str(uuid4()))
     client.endpoints.CreateEndpoint(request)

@@ -89,8 +89,9 @@ async def test_a_paused_screen_stays_as_it_is() -> None:
 
 
 async def test_what_does_not_answer_is_named() -> None:
-    """The fake server has no health events: the screen says so, and shows the rest."""
+    """The screen says so, and shows the rest."""
     with FakeServer(gpus=1) as server:
+        server.fail("WatchHealth", UnavailableError("away"), times=1000)
         async with screen(server) as (top, _pilot):
             await eventually(lambda: top.query_one("#problem", Static).display, timeout=30)
             assert "health events" in str(top.query_one("#problem", Static).render())

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -46,6 +47,14 @@ SERVICES = (SERVICE, QUOTA_SERVICE, NODE_SERVICE, CAPACITY_SERVICE)
 _log = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Allocator:
+    """A running allocator: what a server is to serve, and whose use cases end leases."""
+
+    registrations: tuple[Registration, ...]
+    leases: Leases
+
+
 @asynccontextmanager
 async def open_allocator(
     settings: AllocatorSettings, *, fleet: grpc.aio.Channel, clock: Clock, term: Term | None = None
@@ -58,6 +67,20 @@ async def open_allocator(
     Raises:
         FailedPreconditionError: the stored state is damaged, inconsistent, or of another version.
         UnavailableError: the stored state cannot be used now, or the term is over.
+    """
+    async with open_parts(settings, fleet=fleet, clock=clock, term=term) as allocator:
+        yield allocator.registrations
+
+
+@asynccontextmanager
+async def open_parts(
+    settings: AllocatorSettings, *, fleet: grpc.aio.Channel, clock: Clock, term: Term | None = None
+) -> AsyncGenerator[Allocator]:
+    """`open_allocator`, for whoever ends leases too.
+
+    Raises:
+        FailedPreconditionError: as `open_allocator`.
+        UnavailableError: as `open_allocator`.
     """
     async with _open_state(settings, clock, term) as store, TaskScope() as tasks:
         saved = await store.load()
@@ -107,12 +130,13 @@ async def open_allocator(
             clock=clock,
             tokens=tokens,
         )
-        yield _registrations(
+        registrations = _registrations(
             servicer,
             QuotaServicer(quotas),
             NodeServicer(maintenance, clock),
             CapacityServicer(capacity, settings),
         )
+        yield Allocator(registrations, leases)
 
 
 def _open_state(

@@ -1,10 +1,11 @@
-"""For the tests of programs that use gpuscale: a server in memory that behaves as the real ones do.
+"""For the tests of programs that use gpuscale: the real services over GPUs and replicas that nothing stands behind.
 
     with FakeServer(gpus=4) as server, server.connect() as client:
         with client.reserve(gpus=2) as lease:
             server.lose(lease.name)
 
-It needs what the client library needs and nothing else, and no GPU.
+`server` is what a test speaks to, and imports nothing heavy; `site` composes the rooms when a server starts, as `up` does;
+`doubles` stands in for hosts and workers. It needs the extra `server`, and no GPU.
 """
 
 from gpuscale.testing.server import FakeServer

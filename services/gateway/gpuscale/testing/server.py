@@ -1,62 +1,54 @@
-"""The fake server: a fleet, an allocator and endpoints behind one address, with threads and without state on disk."""
+"""The fake server: fleet, allocator and autoscaler on a free port, in a thread, with nothing left behind."""
 
-from concurrent import futures
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Coroutine
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Self
-
-import grpc
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client import AsyncClient, Client, connect, connect_async
-from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.errors import GpuscaleError, NotFoundError
+from gpuscale.common.names import ENDPOINT, RESERVATION, parse
 from gpuscale.common.sizes import parse_size
-from gpuscale.testing.allocator_servicer import FakeAllocator
-from gpuscale.testing.endpoint_servicer import FakeEndpoints
-from gpuscale.testing.handlers import Faults, Handlers
-from gpuscale.testing.inventory import Inventory
-from gpuscale.testing.ledger import Ledger
-from gpuscale.testing.monitor_servicers import FakeFleet, FakeWork
+from gpuscale.testing.doubles import FakeHost, FakeWorkers
 
-_THREADS = 32
-_State = allocator_api.Reservation.State
+if TYPE_CHECKING:
+    from gpuscale.testing.site import Site
+
+T = TypeVar("T")
+
+ANSWER = 30.0
+"""Seconds that anything a test does to the server may take."""
 
 
 class FakeServer:
     """Serves on a free port of 127.0.0.1 while its block runs.
 
-    What it does: reserve (whole GPUs, shares, gangs, waiting), renew, release, expire, list and watch; nodes; AdmitWork;
-    endpoints with replicas that are ready at once. What it does not: quotas, priorities, scores, rules, queues. Requests
-    are checked by the rules of the contract, as everywhere.
+    It is the real fleet, allocator and autoscaler; what they know is gone with the block. Hosts are simulated: idle GPUs whose
+    readings stay fresh, and workers of any template, which are ready at once. Leases last 4 s where nothing is said, so that
+    holders soon learn what a test does to them.
 
     Args:
         gpus: GPUs of each node.
-        nodes: how many nodes: `node-0`, which is this host, `node-1` and so on.
+        nodes: how many nodes, one at least: `node-0`, which is this host, `node-1` and so on.
         memory: memory of each GPU, such as `80GiB`.
         model: product name of each GPU.
+
+    Attributes:
+        address: where it listens; empty before its block.
     """
 
     def __init__(self, gpus: int = 4, nodes: int = 1, memory: str = "80GiB", model: str = "Fake GPU") -> None:
-        self._inventory = Inventory()
-        for number in range(nodes):
-            self._inventory.add(f"node-{number}", gpus, parse_size(memory), model)
-        self._ledger = Ledger(self._inventory)
-        self._faults = Faults()
-        self._endpoints = FakeEndpoints()
-        self._pool = futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="fake server")
-        self._server = grpc.server(self._pool)
-        self._server.add_generic_rpc_handlers(
-            (
-                Handlers(
-                    self._faults,
-                    FakeAllocator(self._ledger),
-                    FakeFleet(self._inventory, self._ledger),
-                    FakeWork(self._inventory, self._ledger),
-                    self._endpoints,
-                ),
-            )
-        )
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        """Where it listens."""
+        self.address = ""
+        self._hosts = [FakeHost(number, gpus, parse_size(memory), model) for number in range(nodes)]
+        self._workers = FakeWorkers(self._hosts[0].node)
+        self._faults: defaultdict[str, deque[GpuscaleError]] = defaultdict(deque)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake server")
+        self._started: Future[tuple[asyncio.AbstractEventLoop, Site, asyncio.Event]] = Future()
+        self._ended: Future[None] = Future()
+        self._last: list[allocator_api.Reservation] = []
 
     def connect(self) -> Client:
         """A sync client of it."""
@@ -68,8 +60,8 @@ class FakeServer:
 
     @property
     def reservations(self) -> list[allocator_api.Reservation]:
-        """Every reservation there was, oldest first."""
-        return self._ledger.all(ended=True)
+        """Every reservation there was, oldest first; after the block as they were at its end."""
+        return self._last if self._ended.done() else self._do(self._site.reservations())
 
     def expire(self, name: str) -> None:
         """A lease runs out now, as if nobody had renewed it.
@@ -77,7 +69,7 @@ class FakeServer:
         Raises:
             NotFoundError: there is no such reservation.
         """
-        self._ledger.end(name, _State.STATE_EXPIRED, "not renewed in time")
+        self._do(self._site.expire(_reservation(name)))
 
     def cancel(self, name: str, reason: str = "taken away by an admin") -> None:
         """A reservation is taken away.
@@ -85,7 +77,7 @@ class FakeServer:
         Raises:
             NotFoundError: there is no such reservation.
         """
-        self._ledger.end(name, _State.STATE_CANCELLED, reason)
+        self._do(self._site.cancel(_reservation(name), reason))
 
     def lose(self, name: str) -> None:
         """The first GPU of a reservation vanishes from its node, and the reservation with it.
@@ -93,33 +85,63 @@ class FakeServer:
         Raises:
             NotFoundError: there is no such reservation.
         """
-        with self._ledger.changed:
-            uuid = self._ledger.shown(name).gpus[0].uuid
-            self._inventory.remove(uuid)
-            self._ledger.end(name, _State.STATE_LOST, f"{uuid} vanished from its node")
+        self._do(self._site.lose(_reservation(name)))
 
     def fail(self, method: str, error: GpuscaleError, times: int = 1) -> None:
         """The next calls of a method, such as `Reserve`, are answered with an error."""
-        self._faults.plan(method, error, times)
+        self._faults[method].extend([error] * times)
 
     def hold_back_replicas(self) -> None:
-        """From now on replicas that are desired are not ready until `set_ready` says so."""
-        self._endpoints.ready_at_once = False
+        """From now on replicas that start are not ready until `set_ready` says so."""
+        self._workers.ready_by_default = 0
 
     def set_ready(self, endpoint: str, replicas: int) -> None:
-        """So many replicas of an endpoint are READY.
+        """So many replicas of an endpoint become READY, as far as it has so many.
 
         Raises:
             NotFoundError: there is no such endpoint.
         """
-        self._endpoints.set_ready(endpoint, replicas)
+        parse(ENDPOINT, endpoint, "endpoint")
+        self._do(self._site.set_ready(endpoint, replicas))
 
     def __enter__(self) -> Self:
-        self._server.start()
+        self._ended = self._thread.submit(asyncio.run, self._serve())
+        either: tuple[Future[Any], Future[Any]] = (self._started, self._ended)
+        wait(either, return_when=FIRST_COMPLETED)
+        if self._ended.done():
+            self._ended.result()
+        self.address = self._site.address
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.stop(None).wait()
-        self._pool.shutdown()
+        self._last = self.reservations
+        loop, _, stop = self._started.result()
+        loop.call_soon_threadsafe(stop.set)
+        self._thread.shutdown()
+        self._ended.result()
+
+    async def _serve(self) -> None:
+        from gpuscale.testing.site import open_site  # heavy, and its cost is the server's, not the import's
+
+        stop = asyncio.Event()
+        async with open_site(self._hosts, self._workers, self._faults) as site:
+            self._started.set_result((asyncio.get_running_loop(), site, stop))
+            await stop.wait()
+
+    @property
+    def _site(self) -> "Site":
+        return self._started.result(ANSWER)[1]
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the server's own loop do it."""
+        return asyncio.run_coroutine_threadsafe(work, self._started.result()[0]).result(ANSWER)
+
+
+def _reservation(name: str) -> str:
+    """The id of a reservation."""
+    try:
+        return parse(RESERVATION, name)["reservation"]
+    except GpuscaleError as error:
+        raise NotFoundError(f"there is no {name}") from error

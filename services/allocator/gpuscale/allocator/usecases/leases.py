@@ -182,6 +182,20 @@ class Leases:
         if closed:
             await _written(self._commits.end(closed))
 
+    async def end(self, reservation_id: str, state: State, reason: str) -> None:
+        """End a reservation now, whatever its lease says; one that has ended is left as it is.
+
+        Raises:
+            NotFoundError: no such reservation.
+            UnavailableError: the state cannot be written; it lives on.
+        """
+        found = self._ledger.get(reservation_id)
+        if not found.live or self._ledger.closing(reservation_id):
+            return
+        now, wall = self._clock.now(), self._clock.wall()
+        closed = self._ledger.close(found, state, now=now, wall=wall, reason=reason)
+        await _written(self._commits.end([closed]))
+
     def _of_holder(self, holder: str, caller: Principal) -> Iterable[Lease]:
         if not holder:
             return ()

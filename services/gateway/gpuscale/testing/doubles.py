@@ -1,0 +1,186 @@
+"""What stands in for hosts and workers: nodes that report idle GPUs, and workers that are ready in name alone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import suppress
+from uuid import uuid4
+
+import grpc
+
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.names import gpu_name
+from gpuscale.common.runtime.clock import network_namespace, read_boot_id
+from gpuscale.common.wire import to_duration
+
+FOR_LONG = 3600.0
+"""Seconds for which a reading is fresh: no test lasts longer."""
+AGAIN = 0.05
+"""Seconds until an adapter connects anew."""
+_State = autoscaler_api.Replica.State
+_Goal = autoscaler_api.DesiredReplica
+_ALIVE = {_State.STATE_STARTING, _State.STATE_READY}
+
+
+class FakeHost:
+    """A node that reports idle GPUs to the fleet, and again whenever one is gone. The first one is this host.
+
+    Attributes:
+        uuids: of its GPUs, by index; a GPU that vanished is not among them.
+    """
+
+    def __init__(self, number: int, gpus: int, memory: int, model: str) -> None:
+        self.node = f"node-{number}"
+        self.uuids = {index: f"GPU-{number:08x}-0000-4000-8000-{index:012x}" for index in range(gpus)}
+        self._this_host = number == 0
+        self._memory = memory
+        self._model = model
+        self._epoch = str(uuid4())
+        self._seq = 0
+        self._changed = asyncio.Event()
+
+    def lose(self, uuid: str) -> None:
+        """A GPU vanishes."""
+        self.uuids = {index: own for index, own in self.uuids.items() if own != uuid}
+        self._changed.set()
+
+    async def report(self, fleet: grpc.aio.Channel) -> None:
+        """Report to the fleet until cancelled."""
+        async for _ in monitor_api.FleetServiceStub(fleet).StreamTelemetry(self._telemetry()):
+            pass
+
+    async def _telemetry(self) -> AsyncIterator[monitor_api.StreamTelemetryRequest]:
+        hello = monitor_api.Hello(node=self.node, epoch=self._epoch)
+        yield monitor_api.StreamTelemetryRequest(hello=hello)
+        while True:
+            self._changed.clear()
+            yield monitor_api.StreamTelemetryRequest(snapshot=self._snapshot())
+            await self._changed.wait()
+
+    def _snapshot(self) -> types_api.Snapshot:
+        self._seq += 1
+        snapshot = types_api.Snapshot(
+            node=self.node,
+            epoch=self._epoch,
+            seq=self._seq,
+            period=to_duration(FOR_LONG),
+            age=to_duration(0.0),
+            simulated=True,
+            gpus=self._gpus(),
+        )
+        if self._this_host:
+            with suppress(OSError):  # no Linux
+                snapshot.host.boot_id = read_boot_id()
+            snapshot.host.network_namespace = network_namespace()
+        return snapshot
+
+    def _gpus(self) -> Iterator[types_api.Gpu]:
+        for index, uuid in self.uuids.items():
+            yield types_api.Gpu(
+                name=gpu_name(self.node, uuid),
+                uuid=uuid,
+                index=index,
+                model=self._model,
+                simulated=True,
+                state=types_api.GpuState.GPU_STATE_OK,
+                reading=types_api.GpuReading(
+                    memory_total_bytes=self._memory,
+                    memory_used_bytes=0,
+                    memory_free_bytes=self._memory,
+                    utilization_percent=0.0,
+                    age=to_duration(0.0),
+                ),
+            )
+
+
+class FakeWorkers:
+    """A worker adapter on a node whose replicas are nothing but a state.
+
+    Attributes:
+        ready_by_default: most replicas of an endpoint that are READY where nothing else was said; None for all.
+    """
+
+    def __init__(self, node: str) -> None:
+        self.ready_by_default: int | None = None
+        self._node = node
+        self._ready: dict[str, int] = {}
+        self._templates: set[str] = set()
+        self._states: dict[str, _State.ValueType] = {}
+        self._revision = 0
+        self._changed = asyncio.Event()
+        self._call: (
+            grpc.aio.StreamStreamCall[autoscaler_api.ConnectRequest, autoscaler_api.ConnectResponse] | None
+        ) = None
+
+    def set_ready(self, endpoint: str, replicas: int) -> None:
+        """So many replicas of `endpoints/{endpoint}` become READY."""
+        self._ready[endpoint] = replicas
+        self._settle()
+
+    def offer(self, templates: Iterable[str]) -> None:
+        """Run replicas of these templates too."""
+        new = {template for template in templates if template} - self._templates
+        self._templates |= new
+        if new and self._call is not None:
+            self._call.cancel()  # what it offers is said once in each connection
+
+    async def run(self, autoscaler: grpc.aio.Channel) -> None:
+        """Do what the autoscaler desires, until cancelled."""
+        stub = autoscaler_api.AdapterServiceStub(autoscaler)
+        while True:
+            self._call = stub.Connect(self._messages())
+            with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+                await self._obey(self._call)
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError
+            await asyncio.sleep(AGAIN)
+
+    async def _messages(self) -> AsyncIterator[autoscaler_api.ConnectRequest]:
+        self._revision = 0
+        register = autoscaler_api.Register(
+            adapter=self._node, kind="fake", node=self._node, templates=sorted(self._templates)
+        )
+        yield autoscaler_api.ConnectRequest(register=register)
+        while True:
+            self._changed.clear()
+            replicas = [
+                autoscaler_api.ReplicaReport(replica=name, state=state)
+                for name, state in self._states.items()
+            ]
+            report = autoscaler_api.Report(revision=self._revision, replicas=replicas)
+            yield autoscaler_api.ConnectRequest(report=report)
+            await self._changed.wait()
+
+    async def _obey(
+        self,
+        call: "grpc.aio.StreamStreamCall[autoscaler_api.ConnectRequest, autoscaler_api.ConnectResponse]",
+    ) -> None:
+        async for response in call:
+            self._revision = response.revision
+            for line in response.replicas:
+                state = self._states.get(line.replica)
+                if line.goal == _Goal.GOAL_RUN:
+                    self._states.setdefault(line.replica, _State.STATE_STARTING)
+                elif line.goal == _Goal.GOAL_STOP and state in _ALIVE:
+                    self._states[line.replica] = _State.STATE_STOPPED
+                elif line.goal == _Goal.GOAL_FORGET:
+                    self._states.pop(line.replica, None)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Make READY what may be, and report."""
+        for name, state in self._states.items():
+            endpoint = name.partition("/replicas/")[0]
+            most = self._ready.get(endpoint, self.ready_by_default)
+            if state == _State.STATE_STARTING and (most is None or self._count_ready(endpoint) < most):
+                self._states[name] = _State.STATE_READY
+        self._changed.set()
+
+    def _count_ready(self, endpoint: str) -> int:
+        return sum(
+            state == _State.STATE_READY
+            for name, state in self._states.items()
+            if name.startswith(f"{endpoint}/")
+        )

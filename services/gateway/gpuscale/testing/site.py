@@ -1,0 +1,212 @@
+"""Composes fleet, allocator and autoscaler in one event loop, over doubles of hosts and workers.
+
+They talk to each other through a server of their own; callers come through another, where calls can be made to fail.
+"""
+
+import asyncio
+import inspect
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import grpc
+
+from gpuscale.allocator.app import open_parts
+from gpuscale.allocator.domain.model import State
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.usecases.leases import Leases
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.autoscaler.app import open_autoscaler
+from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.client.listing import pages_async
+from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.interceptor import Handler
+from gpuscale.common.rpc.server import HandlerCollector, Registration, Server, ServerOptions
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.monitor.agent.servicers import WorkServicer
+from gpuscale.monitor.agent.work import LeaseChecks, Work
+from gpuscale.monitor.app.fleet import open_fleet
+from gpuscale.monitor.app.settings import FleetSettings
+from gpuscale.testing.doubles import FakeHost, FakeWorkers
+
+TTL = 4.0
+"""Seconds of a lease where nothing is said; the real allocator's own are 300."""
+LOOK = 0.005
+"""Seconds between two looks at whether the allocator knows all hosts."""
+_PAGE = 1000
+_KINDS = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+Faults = Mapping[str, deque[GpuscaleError]]
+"""Errors that the next calls are answered with, by the name of the method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a fake server does to its services; its methods run on their loop.
+
+    Attributes:
+        address: where callers are served.
+    """
+
+    address: str
+    _hosts: Sequence[FakeHost]
+    _workers: FakeWorkers
+    _leases: Leases
+    _own: grpc.aio.Channel
+
+    async def reservations(self) -> list[allocator_api.Reservation]:
+        """Every reservation there was, oldest first."""
+        stub = allocator_api.AllocatorServiceStub(self._own)
+        request = allocator_api.ListReservationsRequest(show_ended=True, page_size=_PAGE)
+        found = [
+            one async for page in pages_async(stub.ListReservations, request) for one in page.reservations
+        ]
+        return sorted(found, key=lambda one: one.fence)
+
+    async def expire(self, reservation: str) -> None:
+        """End it as EXPIRED."""
+        await self._leases.end(reservation, State.EXPIRED, "not renewed in time")
+
+    async def cancel(self, reservation: str, reason: str) -> None:
+        """End it as CANCELLED."""
+        await self._leases.end(reservation, State.CANCELLED, reason)
+
+    async def lose(self, reservation: str) -> None:
+        """Let its first GPU vanish."""
+        stub = allocator_api.AllocatorServiceStub(self._own)
+        request = allocator_api.GetReservationRequest(name=f"reservations/{reservation}")
+        with rpc_errors():
+            gpu = (await stub.GetReservation(request)).reservation.gpus[0]
+        for host in self._hosts:
+            host.lose(gpu.uuid)
+        await self._leases.lose({reservation: [gpu.uuid]})
+
+    async def set_ready(self, endpoint: str, replicas: int) -> None:
+        """So many replicas become READY."""
+        stub = autoscaler_api.EndpointServiceStub(self._own)
+        with rpc_errors():
+            await stub.GetEndpoint(autoscaler_api.GetEndpointRequest(name=endpoint))
+        self._workers.set_ready(endpoint, replicas)
+
+
+@asynccontextmanager
+async def open_site(hosts: Sequence[FakeHost], workers: FakeWorkers, faults: Faults) -> AsyncGenerator[Site]:
+    """Everything, once the allocator knows all hosts, until the end of the block."""
+    clock = SystemClock()
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="gpuscale-")))
+        inside, outside = (Server(ServerOptions(), Authenticator()) for _ in range(2))
+        own = await stack.enter_async_context(open_channel(inside.bind()))
+        stack.push_async_callback(inside.stop, 0.0)  # once nobody in here calls it
+        address = outside.bind()
+        allocator = await stack.enter_async_context(
+            open_parts(_settings(AllocatorSettings, folder, default_ttl_seconds=TTL), fleet=own, clock=clock)
+        )
+        registrations = (
+            *await stack.enter_async_context(open_fleet(FleetSettings.model_validate({}), clock=clock)),
+            *allocator.registrations,
+            *await stack.enter_async_context(
+                open_autoscaler(_settings(AutoscalerSettings, folder), fleet=own, allocator=own, clock=clock)
+            ),
+            _work(hosts[0], own),
+        )
+        inside.add(*registrations)
+        outside.add_generic(
+            _Public(registrations, faults, workers), [service.service for service in registrations]
+        )
+        await inside.start()
+        await outside.start()
+        stack.push_async_callback(outside.stop, 0.0)
+        scope = await stack.enter_async_context(TaskScope())
+        for host in hosts:
+            scope.spawn(f"report {host.node}", host.report(own))
+        scope.spawn("workers", workers.run(own))
+        await _until_known(own, len(hosts))
+        yield Site(address, hosts, workers, allocator.leases, own)
+
+
+def _settings(kind: Any, folder: Path, **more: object) -> Any:
+    return kind.model_validate({"data_dir": folder, **more})
+
+
+def _work(here: FakeHost, own: grpc.aio.Channel) -> Registration:
+    """The agent of this host, as far as it admits work."""
+    work = Work(lambda uuid: uuid in here.uuids.values(), LeaseChecks(own, here.node))
+    return Registration(
+        "gpuscale.api.monitor.v1.WorkService",
+        lambda server: monitor_api.add_WorkServiceServicer_to_server(WorkServicer(work), server),
+    )
+
+
+async def _until_known(own: grpc.aio.Channel, nodes: int) -> None:
+    """Wait until the allocator can place on every node."""
+    capacity = allocator_api.CapacityServiceStub(own)
+    while True:
+        try:
+            with rpc_errors():
+                ranked = await capacity.RankNodes(allocator_api.RankNodesRequest())
+        except UnavailableError:  # it has not heard of the fleet yet
+            ranked = allocator_api.RankNodesResponse()
+        if len(ranked.nodes) >= nodes:
+            return
+        await asyncio.sleep(LOOK)
+
+
+class _Public(grpc.GenericRpcHandler):
+    """The services as callers have them: calls fail where that was planned, and workers have every template that is asked for."""
+
+    def __init__(self, services: Iterable[Registration], faults: Faults, workers: FakeWorkers) -> None:
+        self._faults = faults
+        self._workers = workers
+        collector = HandlerCollector()
+        for service in services:
+            collector.add(service)
+        self._handlers = {path: self._handler(path, handler) for path, handler in collector.handlers.items()}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "Handler | None":
+        """The handler of a method; None for a method that there is not."""
+        return self._handlers.get(handler_call_details.method)
+
+    def _handler(self, path: str, handler: Handler) -> Handler:
+        kind, make = _KINDS[handler.request_streaming, handler.response_streaming]
+        behaviour, method = getattr(handler, kind), path.rpartition("/")[2]
+
+        async def stream(request: Any, context: Any) -> AsyncGenerator[Any]:
+            self._before(method, request)
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        async def call(request: Any, context: Any) -> Any:
+            self._before(method, request)
+            return await behaviour(request, context)
+
+        if inspect.isasyncgenfunction(behaviour):
+            made: Handler = make(stream, handler.request_deserializer, handler.response_serializer)
+        elif inspect.iscoroutinefunction(behaviour):
+            made = make(call, handler.request_deserializer, handler.response_serializer)
+        else:  # not implemented
+            made = handler
+        return made
+
+    def _before(self, method: str, request: Any) -> None:
+        if self._faults[method]:
+            raise self._faults[method].popleft()
+        if method in {"CreateEndpoint", "UpdateEndpoint"}:
+            spec = request.endpoint.spec
+            sets = [each.template.template for each in spec.capability_sets]
+            self._workers.offer([spec.template.template, *sets])
