@@ -5,14 +5,14 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from gpuscale.autoscaler.adapters.engines.crew import EngineCrew
+from gpuscale.autoscaler.adapters.crew import EngineCrew
+from gpuscale.autoscaler.adapters.engine import Desired, Goal
 from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods, NodeRanking
 from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster, open_cluster
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesEngine
-from gpuscale.autoscaler.adapters.engines.kubernetes.model import Kind
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import Kind
 from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
 from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import Placeholder, ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 from gpuscale.common.runtime.clock import Clock, SystemClock

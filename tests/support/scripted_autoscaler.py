@@ -16,8 +16,8 @@ import grpc
 import psutil
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.app import open_process_adapter
-from gpuscale.autoscaler.adapters.settings import AdapterSettings, TemplateSettings
+from gpuscale.autoscaler.adapters.engines.process.app import open_process_adapter
+from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings, TemplateSettings
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.wire import to_duration

@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.autoscaler.adapters.admission import Admission
-from gpuscale.autoscaler.adapters.engines.container import docker_api, engine
-from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
-from gpuscale.autoscaler.adapters.engines.container.engine import ContainerEngine, open_container_engine
-from gpuscale.autoscaler.adapters.engines.container.marks import container_name, labels
-from gpuscale.autoscaler.adapters.engines.container.starting import NO_GPUS, Shop
-from gpuscale.autoscaler.adapters.engines.container.template import ContainerTemplate, Logs
-from gpuscale.autoscaler.adapters.engines.model import (
+from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
@@ -24,6 +18,12 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Remove,
     Start,
 )
+from gpuscale.autoscaler.adapters.engines.container import docker_api, engine
+from gpuscale.autoscaler.adapters.engines.container.containers import container_name, labels
+from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
+from gpuscale.autoscaler.adapters.engines.container.engine import ContainerEngine, open_container_engine
+from gpuscale.autoscaler.adapters.engines.container.starting import NO_GPUS, Shop
+from gpuscale.autoscaler.adapters.engines.container.template import ContainerTemplate, Logs
 from gpuscale.autoscaler.adapters.templates import Launch, ReplicaOrder
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.certificates import Authority

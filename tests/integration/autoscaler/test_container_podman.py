@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters import connection
+from gpuscale.autoscaler.adapters import connection, crew
 from gpuscale.autoscaler.adapters.admission import Admission
-from gpuscale.autoscaler.adapters.engines import crew
+from gpuscale.autoscaler.adapters.engine import Life, Remove, Sighting, Start
 from gpuscale.autoscaler.adapters.engines.container import main as program
+from gpuscale.autoscaler.adapters.engines.container.containers import container_name
 from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
 from gpuscale.autoscaler.adapters.engines.container.engine import ContainerEngine, open_container_engine
-from gpuscale.autoscaler.adapters.engines.container.marks import container_name
 from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAdapterSettings
 from gpuscale.autoscaler.adapters.engines.container.starting import NO_GPUS, Shop
-from gpuscale.autoscaler.adapters.engines.model import Life, Remove, Sighting, Start
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.loop import hub
 from gpuscale.common.config.settings import load_table

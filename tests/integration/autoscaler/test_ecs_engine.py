@@ -14,12 +14,7 @@ import boto3
 from botocore.stub import Stubber
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls, open_client
-from gpuscale.autoscaler.adapters.engines.ecs.engine import EcsEngine
-from gpuscale.autoscaler.adapters.engines.ecs.main import capabilities, serve
-from gpuscale.autoscaler.adapters.engines.ecs.request import TaskTemplate, run_request
-from gpuscale.autoscaler.adapters.engines.ecs.settings import EcsAdapterSettings
-from gpuscale.autoscaler.adapters.engines.model import (
+from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
@@ -29,6 +24,11 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Start,
     StepsFailedError,
 )
+from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls, open_client
+from gpuscale.autoscaler.adapters.engines.ecs.engine import EcsEngine
+from gpuscale.autoscaler.adapters.engines.ecs.main import capabilities, serve
+from gpuscale.autoscaler.adapters.engines.ecs.settings import EcsAdapterSettings
+from gpuscale.autoscaler.adapters.engines.ecs.tasks import TaskTemplate, run_request
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 

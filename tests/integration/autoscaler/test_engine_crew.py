@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.crew import FRESH, EngineCrew
-from gpuscale.autoscaler.adapters.engines.model import Finish, Kill, Life, Remove, Sighting
-from gpuscale.autoscaler.adapters.engines.steps import KILLED
-from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.adapters.orders import Desired, Goal
-from gpuscale.autoscaler.adapters.records import Phase, Record
+from gpuscale.autoscaler.adapters.crew import FRESH, EngineCrew
+from gpuscale.autoscaler.adapters.engine import Desired, Finish, Goal, Kill, Life, Remove, Sighting
+from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.autoscaler.adapters.steps import KILLED
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 from gpuscale.common.runtime.tasks import TaskScope

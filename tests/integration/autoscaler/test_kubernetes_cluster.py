@@ -13,10 +13,10 @@ from typing import Any, Self
 import httpx
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.kubernetes.checks import check_templates
-from gpuscale.autoscaler.adapters.engines.kubernetes.model import COST, Kind
+from gpuscale.autoscaler.adapters.engine import Goal
+from gpuscale.autoscaler.adapters.engines.kubernetes.engine import check_templates
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import COST, Kind
 from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
-from gpuscale.autoscaler.adapters.orders import Goal
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.clock import ManualClock

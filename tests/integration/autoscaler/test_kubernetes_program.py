@@ -14,8 +14,8 @@ import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.kubernetes import ranking
-from gpuscale.autoscaler.adapters.engines.kubernetes.ranking import AllocatorRanking
+from gpuscale.autoscaler.adapters.engines.kubernetes import bare as ranking
+from gpuscale.autoscaler.adapters.engines.kubernetes.bare import AllocatorRanking
 from gpuscale.common.rpc.channel import open_channel
 from tests.support.fake_kubernetes import FakeKubernetes, deployment, serving
 from tests.support.scripted_autoscaler import State, replica, scripted_autoscaler

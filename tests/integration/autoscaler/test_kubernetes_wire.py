@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.kubernetes.arrange import PATIENCE
+from gpuscale.autoscaler.adapters.engine import Goal
 from gpuscale.autoscaler.adapters.engines.kubernetes.bare import pod_name
-from gpuscale.autoscaler.adapters.engines.kubernetes.checks import check_templates
-from gpuscale.autoscaler.adapters.orders import Goal
+from gpuscale.autoscaler.adapters.engines.kubernetes.engine import check_templates
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import PATIENCE
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.clock import ManualClock

@@ -8,9 +8,9 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAdapterSettings
 from gpuscale.autoscaler.adapters.engines.ecs.settings import EcsAdapterSettings
 from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesAdapterSettings
+from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
 from gpuscale.autoscaler.adapters.engines.ray.settings import RayAdapterSettings
 from gpuscale.autoscaler.adapters.engines.slurm.settings import SlurmAdapterSettings
-from gpuscale.autoscaler.adapters.settings import AdapterSettings
 from gpuscale.autoscaler.domain.validate import violations as contradictions
 from gpuscale.autoscaler.wire.specs import spec_from_wire
 from gpuscale.cli.manifests.documents import parse

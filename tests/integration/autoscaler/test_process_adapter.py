@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.process import WorkerUser
+from gpuscale.autoscaler.adapters.engines.process.processes import WorkerUser
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.scripted_autoscaler import ENDPOINT, adapter, processes_of, replica, scripted_autoscaler
 from tests.support.waiting import eventually
@@ -258,7 +258,7 @@ async def test_a_clean_stop_ends_every_replica_and_reports_it(tmp_path: Path) ->
 async def test_a_large_log_is_cut_and_its_older_part_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpuscale.autoscaler.adapters.supervisor.BOUND_LOGS_PERIOD", 0.05)
+    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.process.supervisor.BOUND_LOGS_PERIOD", 0.05)
     async with (
         scripted_autoscaler() as (autoscaler, address),
         adapter(tmp_path, address, replica_log_max_bytes=4096),

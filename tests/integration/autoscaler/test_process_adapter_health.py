@@ -14,11 +14,10 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.autoscaler.adapters import admission
-from gpuscale.autoscaler.adapters.app import open_process_adapter
-from gpuscale.autoscaler.adapters.health import Probe, ProbeKind, Timing
-from gpuscale.autoscaler.adapters.probing import ask
-from gpuscale.autoscaler.adapters.process import WorkerUser
-from gpuscale.autoscaler.adapters.settings import AdapterSettings
+from gpuscale.autoscaler.adapters.engines.process.app import open_process_adapter
+from gpuscale.autoscaler.adapters.engines.process.probes import Probe, ProbeKind, Timing, ask
+from gpuscale.autoscaler.adapters.engines.process.processes import WorkerUser
+from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
@@ -79,7 +78,7 @@ async def test_a_replica_is_ready_once_its_probe_succeeds_and_fails_with_it(tmp_
 async def test_one_that_hangs_is_killed_when_it_does_not_end_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpuscale.autoscaler.adapters.replica.GIVEN_UP_GRACE", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.process.replica.GIVEN_UP_GRACE", 0.2)
     hangs = {"command": ["/bin/sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"]}
     hangs |= {"probe": {"tcp": f"127.0.0.1:{free_port()}", "start_timeout": 0, **OFTEN}}
     async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address, {"w": hangs}):
@@ -105,7 +104,9 @@ async def test_a_stop_does_not_wait_for_a_probe_that_takes_long(tmp_path: Path) 
 
 async def test_what_was_ready_before_the_adapter_went_is_ready_when_it_is_adopted(tmp_path: Path) -> None:
     """And what was not is not: neither is taken for the other, and both are asked on."""
-    from gpuscale.autoscaler.adapters import journal, procfs, records
+    from gpuscale.autoscaler.adapters import journal
+    from gpuscale.autoscaler.adapters import journal as records
+    from gpuscale.autoscaler.adapters.engines.process import processes as procfs
 
     well = tmp_path / "well"
     probe = Probe(ProbeKind.EXEC, ("/usr/bin/test", "-e", str(well)), Timing(period=0.1, start_timeout=600))

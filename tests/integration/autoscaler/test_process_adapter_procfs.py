@@ -7,8 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from gpuscale.autoscaler.adapters.procfs import find_leader, identify, kill_members, members
-from gpuscale.autoscaler.adapters.records import ProcessId
+from gpuscale.autoscaler.adapters.engines.process.processes import (
+    find_leader,
+    identify,
+    kill_members,
+    members,
+)
+from gpuscale.autoscaler.adapters.journal import ProcessId
 from tests.support.waiting import eventually_sync
 
 NAME = f"endpoints/procfs-test/replicas/r{os.getpid()}"

@@ -11,15 +11,21 @@ from unittest.mock import patch
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.crew import EngineCrew
-from gpuscale.autoscaler.adapters.engines.model import EngineUnavailableError, Finish, Life, Remove, Start
-from gpuscale.autoscaler.adapters.engines.ray.driver_process import RayDriver
-from gpuscale.autoscaler.adapters.engines.ray.engine import RayEngine
+from gpuscale.autoscaler.adapters.crew import EngineCrew
+from gpuscale.autoscaler.adapters.engine import (
+    Desired,
+    EngineUnavailableError,
+    Finish,
+    Goal,
+    Life,
+    Remove,
+    Start,
+)
+from gpuscale.autoscaler.adapters.engines.ray.engine import RayDriver, RayEngine
 from gpuscale.autoscaler.adapters.engines.ray.messages import Order, Question, RayLaunch, Verb
 from gpuscale.autoscaler.adapters.engines.ray.settings import RayTemplateSettings
-from gpuscale.autoscaler.adapters.engines.steps import KILLED
 from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.adapters.orders import Desired, Goal
+from gpuscale.autoscaler.adapters.steps import KILLED
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ENDED, ReplicaReport, ReplicaState
 from gpuscale.common.runtime.clock import SystemClock

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.model import Finish, Life, Sighting, Start
+from gpuscale.autoscaler.adapters.engine import Finish, Life, Sighting, Start
 from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmEngine
 from gpuscale.autoscaler.adapters.engines.slurm.main import slurm_engine
 from gpuscale.autoscaler.adapters.engines.slurm.settings import SlurmAdapterSettings

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.model import (
+from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
@@ -15,9 +15,8 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Start,
     StepsFailedError,
 )
-from gpuscale.autoscaler.adapters.engines.slurm.commands import Answer, Commands
-from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmEngine
-from gpuscale.autoscaler.adapters.engines.slurm.submission import JobTemplate
+from gpuscale.autoscaler.adapters.engines.slurm.engine import Answer, Commands, SlurmEngine
+from gpuscale.autoscaler.adapters.engines.slurm.jobs import JobTemplate
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder, Template, parse_command
 
 ONE = "endpoints/e/replicas/one"
@@ -227,7 +226,7 @@ async def test_a_command_that_is_not_there_or_does_not_end_is_silence(
     slow = tmp_path / "squeue"
     slow.write_text("#!/bin/sh\nexec sleep 600\n")
     slow.chmod(0o755)
-    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.slurm.commands.COMMAND_TIMEOUT", 0.05)
+    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.slurm.engine.COMMAND_TIMEOUT", 0.05)
     with pytest.raises(EngineUnavailableError, match="did not end"):
         await commands.run("squeue")
 

@@ -8,18 +8,11 @@ from pathlib import Path
 import pytest
 
 from gpuscale.autoscaler.adapters.admission import Admission
-from gpuscale.autoscaler.adapters.engines.container import docker_api
-from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
-from gpuscale.autoscaler.adapters.engines.container.engine import ContainerEngine, open_container_engine
-from gpuscale.autoscaler.adapters.engines.container.marks import container_name
-from gpuscale.autoscaler.adapters.engines.container.sighting import STARTING, UNTOLD
-from gpuscale.autoscaler.adapters.engines.container.starting import Shop
-from gpuscale.autoscaler.adapters.engines.container.template import ContainerTemplate, Logs
-from gpuscale.autoscaler.adapters.engines.crew import EngineCrew
-from gpuscale.autoscaler.adapters.engines.kubernetes.model import Kind
-from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
-from gpuscale.autoscaler.adapters.engines.model import (
+from gpuscale.autoscaler.adapters.crew import EngineCrew
+from gpuscale.autoscaler.adapters.engine import (
+    Desired,
     Finish,
+    Goal,
     Kill,
     Life,
     Remove,
@@ -28,8 +21,15 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Step,
     StepsFailedError,
 )
+from gpuscale.autoscaler.adapters.engines.container import docker_api
+from gpuscale.autoscaler.adapters.engines.container.containers import STARTING, UNTOLD, container_name
+from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
+from gpuscale.autoscaler.adapters.engines.container.engine import ContainerEngine, open_container_engine
+from gpuscale.autoscaler.adapters.engines.container.starting import Shop
+from gpuscale.autoscaler.adapters.engines.container.template import ContainerTemplate, Logs
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import Kind
+from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
 from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.adapters.orders import Desired, Goal
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.runtime.tasks import TaskScope

@@ -9,19 +9,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gpuscale.autoscaler.adapters.engines.crew import FRESH, EngineCrew
-from gpuscale.autoscaler.adapters.engines.model import (
+from gpuscale.autoscaler.adapters.crew import FRESH, EngineCrew
+from gpuscale.autoscaler.adapters.engine import (
+    Desired,
     EngineUnavailableError,
     Finish,
+    Goal,
     Kill,
     Life,
     Sighting,
     Step,
 )
-from gpuscale.autoscaler.adapters.engines.steps import VANISHED_AFTER
-from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.adapters.orders import Desired, Goal
-from gpuscale.autoscaler.adapters.records import Phase, Record
+from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.autoscaler.adapters.steps import VANISHED_AFTER
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ENDED
 from tests.support.clock import ManualClock

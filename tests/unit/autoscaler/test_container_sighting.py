@@ -2,15 +2,17 @@
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.container.marks import container_name, labels, owned
-from gpuscale.autoscaler.adapters.engines.container.sighting import (
+from gpuscale.autoscaler.adapters.engine import Life, Sighting
+from gpuscale.autoscaler.adapters.engines.container.containers import (
     STARTING,
     UNWELL,
     Details,
+    container_name,
+    labels,
     listed_health,
+    owned,
     sighting,
 )
-from gpuscale.autoscaler.adapters.engines.model import Life, Sighting
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 
 ORDER = ReplicaOrder("endpoints/chat/replicas/r1", "endpoints/chat", {})

@@ -4,10 +4,17 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.ecs.request import TaskTemplate, run_request
+from gpuscale.autoscaler.adapters.engine import Life, Sighting
 from gpuscale.autoscaler.adapters.engines.ecs.settings import EcsAdapterSettings, EcsTemplateSettings
-from gpuscale.autoscaler.adapters.engines.ecs.tasks import Task, client_token, first, sighting, started_by
-from gpuscale.autoscaler.adapters.engines.model import Life, Sighting
+from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
+    Task,
+    TaskTemplate,
+    client_token,
+    first,
+    run_request,
+    sighting,
+    started_by,
+)
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, ReplicaOrder, parse_arguments
 
 ONE = "endpoints/e/replicas/one"

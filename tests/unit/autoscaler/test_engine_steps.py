@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.model import Finish, Kill, Life, Remove, Sighting, Start
-from gpuscale.autoscaler.adapters.engines.steps import (
+from gpuscale.autoscaler.adapters.engine import Desired, Finish, Goal, Kill, Life, Remove, Sighting, Start
+from gpuscale.autoscaler.adapters.journal import Phase, Record
+from gpuscale.autoscaler.adapters.steps import (
     ENDED_ASKED,
     GONE,
     KILLED,
@@ -17,8 +18,6 @@ from gpuscale.autoscaler.adapters.engines.steps import (
     refused,
     reports,
 )
-from gpuscale.autoscaler.adapters.orders import Desired, Goal
-from gpuscale.autoscaler.adapters.records import Phase, Record
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 

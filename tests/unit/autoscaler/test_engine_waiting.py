@@ -2,8 +2,9 @@
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.model import Life, Remove, Sighting, Start, Step
-from gpuscale.autoscaler.adapters.engines.steps import (
+from gpuscale.autoscaler.adapters.engine import Desired, Goal, Life, Remove, Sighting, Start, Step
+from gpuscale.autoscaler.adapters.journal import Phase, Record
+from gpuscale.autoscaler.adapters.steps import (
     GONE,
     NEVER_STARTED,
     Plan,
@@ -12,8 +13,6 @@ from gpuscale.autoscaler.adapters.engines.steps import (
     refused,
     reports,
 )
-from gpuscale.autoscaler.adapters.orders import Desired, Goal
-from gpuscale.autoscaler.adapters.records import Phase, Record
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.kubernetes.arrange import (
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     MOST_PATIENCE,
     PATIENCE,
     Count,
+    Kind,
     Patience,
+    Pod,
+    Workload,
     arrange,
     count,
 )
-from gpuscale.autoscaler.adapters.engines.kubernetes.model import Kind, Pod, Workload
 
 A, B, C = (f"endpoints/e/replicas/{one}" for one in "abc")
 

@@ -5,9 +5,9 @@ from lightkube.models.meta_v1 import ObjectMeta, OwnerReference
 from pydantic import ValidationError
 
 from gpuscale.autoscaler.adapters.engines.kubernetes.bare import pod_name
-from gpuscale.autoscaler.adapters.engines.kubernetes.model import Kind, Workload
+from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import owner_of
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import Kind, Workload
 from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesAdapterSettings
-from gpuscale.autoscaler.adapters.engines.kubernetes.sightings import owner_of
 from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate, why_not
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gpuscale.autoscaler.adapters.health import Health, Probe, ProbeKind, Timing, Verdict
-from gpuscale.autoscaler.adapters.settings import TemplateSettings
+from gpuscale.autoscaler.adapters.engines.process.probes import Health, Probe, ProbeKind, Timing, Verdict
+from gpuscale.autoscaler.adapters.engines.process.settings import TemplateSettings
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, ReplicaOrder, launch, probe_environment
 
 WELL, ILL = "", "no answer"

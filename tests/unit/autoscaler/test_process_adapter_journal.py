@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.adapters.records import Phase, ProcessId, Record
-from gpuscale.autoscaler.adapters.replica_logs import KEPT, ReplicaLogs
+from gpuscale.autoscaler.adapters.engines.process.logs import KEPT, ReplicaLogs
+from gpuscale.autoscaler.adapters.journal import Journal, Phase, ProcessId, Record
 from gpuscale.common.errors import FailedPreconditionError
 
 ONE = "endpoints/jobs/replicas/r1"

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.autoscaler.adapters.engines.container.settings import ContainerTemplateSettings
-from gpuscale.autoscaler.adapters.settings import AdapterSettings, TemplateSettings
+from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings, TemplateSettings
 from gpuscale.autoscaler.adapters.templates import (
     Launch,
     LaunchRefusedError,

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from gpuscale.autoscaler.adapters.engines.model import Life, Sighting
+from gpuscale.autoscaler.adapters.engine import Life, Sighting
 from gpuscale.autoscaler.adapters.engines.ray.messages import (
     ANSWER,
     QUESTION,

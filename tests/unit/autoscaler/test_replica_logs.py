@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.adapters.replica_logs import ReplicaLogs
-from gpuscale.autoscaler.loop.hub import LogPart
+from gpuscale.autoscaler.adapters.engines.process.logs import ReplicaLogs
+from gpuscale.autoscaler.loop.asked_logs import LogPart
 
 NAME = "endpoints/jobs/replicas/r1"
 

@@ -5,24 +5,22 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.model import Life, Sighting
+from gpuscale.autoscaler.adapters.engine import Life, Sighting
 from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
+    SCRIPT,
     Job,
+    JobTemplate,
     first,
+    is_away,
+    is_refusal,
     job_name,
     parse_jobs,
     question,
     replica_of,
     sighting,
-)
-from gpuscale.autoscaler.adapters.engines.slurm.settings import SlurmAdapterSettings, SlurmTemplateSettings
-from gpuscale.autoscaler.adapters.engines.slurm.submission import (
-    SCRIPT,
-    JobTemplate,
-    is_away,
-    is_refusal,
     submission,
 )
+from gpuscale.autoscaler.adapters.engines.slurm.settings import SlurmAdapterSettings, SlurmTemplateSettings
 from gpuscale.autoscaler.adapters.templates import (
     LaunchRefusedError,
     ReplicaOrder,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.settings import AdapterSettings
+from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
 from gpuscale.autoscaler.adapters.templates import Placeholder
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.brokers import resolve

@@ -10,7 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.autoscaler.adapters.settings import AdapterSettings
+from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.brokers import resolve
 from gpuscale.common.config.settings import DatabaseSettings, load_table, read_config

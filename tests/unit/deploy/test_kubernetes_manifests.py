@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from gpuscale.autoscaler.adapters.engines.kubernetes.model import ADAPTER
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import ADAPTER
 from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesAdapterSettings
 from gpuscale.common.config.settings import load_table
 from tests.unit.docs.pages import ROOT, programs

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.autoscaler.adapters.settings import AdapterSettings
+from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, Settings, UpstreamSettings
 from gpuscale.common.errors import InvalidArgumentError

@@ -19,7 +19,7 @@ from gpuscale.allocator.app import open_allocator
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types.v1 import Snapshot
-from gpuscale.autoscaler.adapters.app import open_process_adapter
+from gpuscale.autoscaler.adapters.engines.process.app import open_process_adapter
 from gpuscale.autoscaler.app import open_autoscaler
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.names import node_name

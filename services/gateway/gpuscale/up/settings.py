@@ -14,7 +14,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.autoscaler.adapters.settings import AdapterSettings
+from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, Settings, UpstreamSettings, load
 from gpuscale.common.config.sources import CONFIG_VARIABLE, load_table, read_config, refuse_unused

@@ -7,12 +7,63 @@ there before the process is started, its pid right after. Blocking; call it in a
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from gpuscale.autoscaler.adapters.records import Record
+from gpuscale.autoscaler.adapters.engines.process.probes import Probe
 from gpuscale.common.errors import FailedPreconditionError
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process of the current boot."""
+
+    pid: int
+    start_ticks: int
+
+
+class Phase(StrEnum):
+    """How far a replica has come."""
+
+    INTENT = "intent"
+    """It is about to be started, or was."""
+    RUNNING = "running"
+    """It was started; its process is known."""
+    ENDED = "ended"
+    """It has ended, or will never be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One replica in the journal.
+
+    Attributes:
+        replica: endpoints/{endpoint}/replicas/{replica}.
+        phase: how far it has come.
+        boot_id: the boot in which it was started.
+        process: its main process, once known.
+        asked_to_stop_at: seconds since boot when it was sent SIGTERM; None if it was not.
+        failed: whether it ended by itself or could not be started; of one that ended.
+        exit_code: negative for the signal that ended it; None where unknown.
+        reason: why it ended as it did; may be empty.
+        probe: how it is asked whether it is well; None where it counts as ready once it lives.
+        ready: whether its probe has succeeded before.
+    """
+
+    replica: str
+    phase: Phase
+    boot_id: str
+    process: ProcessId | None = None
+    asked_to_stop_at: float | None = None
+    failed: bool = False
+    exit_code: int | None = None
+    reason: str = ""
+    probe: Probe | None = None
+    ready: bool = False
+
 
 _SUFFIX = ".json"
 

@@ -4,9 +4,9 @@ import asyncio
 import sys
 from contextlib import AsyncExitStack
 
-from gpuscale.autoscaler.adapters.app import open_process_adapter
-from gpuscale.autoscaler.adapters.settings import AdapterSettings
-from gpuscale.common.config.settings import run_program
+from gpuscale.autoscaler.adapters.engines.process.app import open_process_adapter
+from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
+from gpuscale.common.config.program import run_program
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuscale.autoscaler.adapters.health import Probe, ProbeKind, Timing
-from gpuscale.autoscaler.domain.inputs import ANY
+from gpuscale.autoscaler.adapters.engines.process.probes import Probe, ProbeKind, Timing
+from gpuscale.autoscaler.domain.model import ANY
 from gpuscale.common.names import is_id
 
 BUILTIN = frozenset({"python", "replica", "endpoint", "gpu_uuids", "gpu_count", "capabilities"})

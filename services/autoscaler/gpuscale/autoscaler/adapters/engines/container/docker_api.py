@@ -14,10 +14,10 @@ import aiodocker
 import aiohttp
 from pydantic import BaseModel, Field
 
-from gpuscale.autoscaler.adapters.engines.container import marks
-from gpuscale.autoscaler.adapters.engines.container.sighting import Details
+from gpuscale.autoscaler.adapters.engine import EngineUnavailableError
+from gpuscale.autoscaler.adapters.engines.container import containers as marks
+from gpuscale.autoscaler.adapters.engines.container.containers import Details
 from gpuscale.autoscaler.adapters.engines.container.template import Json
-from gpuscale.autoscaler.adapters.engines.model import EngineUnavailableError
 from gpuscale.common.errors import FailedPreconditionError
 
 UNIX = "unix://"

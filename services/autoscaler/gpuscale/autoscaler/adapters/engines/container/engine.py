@@ -8,17 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequen
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from gpuscale.autoscaler.adapters.engines.container import marks
-from gpuscale.autoscaler.adapters.engines.container.docker_api import DockerApi, EngineRefusedError, Listed
-from gpuscale.autoscaler.adapters.engines.container.pulls import Pulls
-from gpuscale.autoscaler.adapters.engines.container.sighting import (
-    Details,
-    is_over,
-    listed_health,
-    sighting,
-)
-from gpuscale.autoscaler.adapters.engines.container.starting import Shop, Starter
-from gpuscale.autoscaler.adapters.engines.model import (
+from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
@@ -27,8 +17,19 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Sighting,
     Start,
     Step,
+    Taking,
 )
-from gpuscale.autoscaler.adapters.engines.taking import Taking
+from gpuscale.autoscaler.adapters.engines.container import containers as marks
+from gpuscale.autoscaler.adapters.engines.container.containers import (
+    Details,
+    is_over,
+    listed_health,
+    sighting,
+)
+from gpuscale.autoscaler.adapters.engines.container.docker_api import DockerApi, EngineRefusedError, Listed
+from gpuscale.autoscaler.adapters.engines.container.starting import Pulls, Shop, Starter
+from gpuscale.common.runtime.backoff import Backoff
+from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, TaskScope
 

@@ -10,8 +10,8 @@ from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docke
 from gpuscale.autoscaler.adapters.engines.container.engine import open_container_engine
 from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAdapterSettings
 from gpuscale.autoscaler.adapters.engines.container.starting import Shop
-from gpuscale.autoscaler.adapters.engines.program import asked_to_finish, open_engine_adapter
-from gpuscale.common.config.settings import run_program
+from gpuscale.autoscaler.adapters.program import asked_to_finish, open_engine_adapter
+from gpuscale.common.config.program import run_program
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger

@@ -9,20 +9,21 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from gpuscale.autoscaler.adapters.engines.container.images import check_image, is_allowed
 from gpuscale.autoscaler.adapters.engines.container.template import (
     Argument,
     ContainerTemplate,
     HealthCheck,
     Logs,
     Mount,
+    check_image,
     check_path,
     check_signal,
     check_source,
     check_variables,
+    is_allowed,
 )
-from gpuscale.autoscaler.adapters.engines.settings import EngineAdapterSettings
-from gpuscale.autoscaler.adapters.health import Timing
+from gpuscale.autoscaler.adapters.engines.process.probes import Timing
+from gpuscale.autoscaler.adapters.settings import EngineAdapterSettings
 from gpuscale.autoscaler.adapters.templates import Placeholder, parse_arguments
 from gpuscale.common.names import is_id, to_id
 from gpuscale.common.sizes import parse_size

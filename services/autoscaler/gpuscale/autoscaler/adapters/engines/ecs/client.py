@@ -11,8 +11,8 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from gpuscale.autoscaler.adapters.engine import EngineUnavailableError
 from gpuscale.autoscaler.adapters.engines.ecs.tasks import CHECKED_TAG, REPLICA_TAG, Task
-from gpuscale.autoscaler.adapters.engines.model import EngineUnavailableError
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError
 

@@ -3,12 +3,26 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from gpuscale.autoscaler.adapters.engine import (
+    Finish,
+    Kill,
+    Life,
+    Remove,
+    Sighting,
+    Start,
+    Step,
+    Taking,
+    one_each,
+)
 from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls, NoRoomError, TaskRefusedError
-from gpuscale.autoscaler.adapters.engines.ecs.request import TaskTemplate, run_request
-from gpuscale.autoscaler.adapters.engines.ecs.tasks import Task, first, sighting, started_by
-from gpuscale.autoscaler.adapters.engines.model import Finish, Kill, Life, Remove, Sighting, Start, Step
-from gpuscale.autoscaler.adapters.engines.taking import Taking
-from gpuscale.autoscaler.adapters.engines.twice import one_each
+from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
+    Task,
+    TaskTemplate,
+    first,
+    run_request,
+    sighting,
+    started_by,
+)
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
 from gpuscale.common.runtime.logs import get_logger
 

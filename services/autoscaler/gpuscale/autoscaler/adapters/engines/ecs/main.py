@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.ecs.request import TaskTemplate
 from gpuscale.autoscaler.adapters.engines.ecs.settings import EcsAdapterSettings
-from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
-from gpuscale.common.config.settings import run_program
+from gpuscale.autoscaler.adapters.engines.ecs.tasks import TaskTemplate
+from gpuscale.autoscaler.adapters.program import open_engine_adapter
+from gpuscale.common.config.program import run_program
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock

@@ -4,8 +4,8 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from gpuscale.autoscaler.adapters.engines.ecs.request import VISIBLE_GPUS, LaunchType, TaskTemplate
-from gpuscale.autoscaler.adapters.engines.settings import EngineAdapterSettings
+from gpuscale.autoscaler.adapters.engines.ecs.tasks import VISIBLE_GPUS, LaunchType, TaskTemplate
+from gpuscale.autoscaler.adapters.settings import EngineAdapterSettings
 from gpuscale.autoscaler.adapters.templates import check_environment, parse_arguments
 from gpuscale.common.names import is_id
 

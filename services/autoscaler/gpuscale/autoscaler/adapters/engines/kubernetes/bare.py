@@ -9,12 +9,14 @@ that ended is replaced by the autoscaler, which knows how often that happened.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
+import grpc
 from lightkube.models.core_v1 import (
     Affinity,
     Container,
@@ -30,8 +32,9 @@ from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.core_v1 import Pod as ClusterPod
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster, RefusedError
-from gpuscale.autoscaler.adapters.engines.kubernetes.model import ADAPTER, ENDPOINT, REPLICA, Pod
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import ADAPTER, ENDPOINT, REPLICA, Pod
 from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
 from gpuscale.autoscaler.adapters.templates import (
     PYTHON,
@@ -39,6 +42,9 @@ from gpuscale.autoscaler.adapters.templates import (
     ReplicaOrder,
     fill_arguments,
 )
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.logs import get_logger
 
 FOR_EVER = 31_536_000
 """Seconds, a year: what a pod has to finish where the endpoint sets no end."""
@@ -187,3 +193,41 @@ def _prefer(spec: PodSpec, nodes: tuple[str, ...]) -> None:
     ]
     affinity.nodeAffinity = by_node
     spec.affinity = affinity
+
+
+TIMEOUT = 3.0
+"""Seconds that the ranking may take; a pod without it starts where the cluster's scheduler says."""
+SILENCE = 15.0
+"""Seconds for which an allocator that did not answer is not asked again: many pods must not wait for it one by one."""
+
+_log = get_logger(__name__)
+
+
+class AllocatorRanking:
+    """A `NodeRanking` by what the fleet measures. Ids of nodes are the names of the cluster's nodes."""
+
+    def __init__(self, allocator: grpc.aio.Channel) -> None:
+        self._stub = allocator_api.CapacityServiceStub(allocator)
+        self._silent = False
+        self._again = 0.0
+
+    async def best(self, gpu_count: int) -> tuple[str, ...]:
+        """As `NodeRanking.best`: none without telemetry, or where no node has as many idle GPUs."""
+        now = asyncio.get_running_loop().time()
+        if now < self._again:
+            return ()
+        try:
+            with rpc_errors():
+                answer = await self._stub.RankNodes(
+                    allocator_api.RankNodesRequest(gpu_count=gpu_count), timeout=TIMEOUT
+                )
+        except GpuscaleError as error:
+            if not self._silent:
+                _log.warning("no ranking of nodes; the cluster's scheduler decides", why=error.message)
+            self._silent = True
+            self._again = now + SILENCE
+            return ()
+        self._silent = False
+        return tuple(
+            node.name.removeprefix("nodes/") for node in answer.nodes if node.sufficient and not node.fallback
+        )

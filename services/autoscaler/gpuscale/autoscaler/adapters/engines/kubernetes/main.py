@@ -5,15 +5,13 @@ import sys
 from contextlib import AsyncExitStack
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods
-from gpuscale.autoscaler.adapters.engines.kubernetes.checks import check_templates
+from gpuscale.autoscaler.adapters.engines.kubernetes.bare import AllocatorRanking, BarePods
 from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import open_cluster
-from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesEngine
-from gpuscale.autoscaler.adapters.engines.kubernetes.model import Kind
-from gpuscale.autoscaler.adapters.engines.kubernetes.ranking import AllocatorRanking
+from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesEngine, check_templates
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import Kind
 from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesAdapterSettings
-from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
-from gpuscale.common.config.settings import run_program
+from gpuscale.autoscaler.adapters.program import open_engine_adapter
+from gpuscale.common.config.program import run_program
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger

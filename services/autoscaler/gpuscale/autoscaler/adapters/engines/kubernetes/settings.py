@@ -5,9 +5,9 @@ from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gpuscale.autoscaler.adapters.engines.kubernetes.model import Kind
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import Kind
 from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
-from gpuscale.autoscaler.adapters.engines.settings import EngineAdapterSettings
+from gpuscale.autoscaler.adapters.settings import EngineAdapterSettings
 from gpuscale.autoscaler.adapters.templates import parse_arguments
 from gpuscale.common.names import is_id
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gpuscale.autoscaler.adapters.engines.kubernetes.model import Kind, Workload
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import Kind, Workload
 from gpuscale.autoscaler.adapters.templates import Placeholder, ReplicaOrder
 
 

@@ -4,16 +4,35 @@ Started with the cluster's address, the namespace and the adapter's id. It ends 
 its error output.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import BinaryIO
 
 import ray
-from ray.exceptions import RayError
+from ray import cloudpickle
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+from ray.util import get_placement_group, list_named_actors, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gpuscale.autoscaler.adapters.engines.ray.cluster import Cluster
-from gpuscale.autoscaler.adapters.engines.ray.messages import ANSWER, QUESTION, Answer
+from gpuscale.autoscaler.adapters.engines.ray import runner
+from gpuscale.autoscaler.adapters.engines.ray.messages import (
+    ANSWER,
+    PREPARED,
+    QUESTION,
+    STATUS,
+    Answer,
+    Group,
+    Order,
+    RayLaunch,
+    Status,
+    Verb,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -46,3 +65,157 @@ def _put(answers: BinaryIO, answer: Answer) -> None:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+ANSWERS_WITHIN = 2.0
+"""Seconds that actors have to say how they fare; whoever takes longer stands as it stood."""
+_REMOVED = "REMOVED"
+
+
+class Cluster:
+    """The replicas of one adapter in one cluster, to which this process is connected.
+
+    Args:
+        namespace: of Ray, that the actors live in; placement groups are listed without theirs, so names hold it.
+        adapter: its id.
+    """
+
+    def __init__(self, namespace: str, adapter: str) -> None:
+        cloudpickle.register_pickle_by_value(runner)
+        self._actor_class = ray.remote(runner.Runner)
+        self._prefix = f"gpuscale/{namespace}/{adapter}/"
+        self._asked: dict[str, ray.ObjectRef] = {}
+        self._said: dict[str, Status] = {}
+        self._deaths: dict[str, str] = {}
+
+    def observe(self) -> tuple[Group, ...]:
+        """Every placement group of this adapter that was not removed."""
+        named = set(list_named_actors())
+        table = {
+            row["name"]: row
+            for row in placement_group_table().values()
+            if row["name"].startswith(self._prefix) and row["state"] != _REMOVED
+        }
+        self._ask(
+            [
+                name
+                for name in sorted(table)
+                if name in named | self._asked.keys() and table[name]["state"] == PREPARED
+            ]
+        )
+        for kept in (self._asked, self._said, self._deaths):
+            for name in kept.keys() - table.keys():
+                del kept[name]
+        return tuple(
+            Group(
+                replica=name.removeprefix(self._prefix),
+                state=row["state"],
+                scheduling=row["stats"]["scheduling_state"],
+                has_actor=name in named and name not in self._deaths,
+                status=self._said.get(name),
+                death=self._deaths.get(name, ""),
+            )
+            for name, row in table.items()
+        )
+
+    def take(self, orders: Sequence[Order]) -> dict[str, str]:
+        """Take orders; each is harmless when it was taken before. Returns why some failed, by name of the replica."""
+        failed: dict[str, str] = {}
+        for order in orders:
+            try:
+                self._take(order)
+            except (RayError, ValueError) as error:
+                failed[order.replica] = f"Ray failed: {error}"
+        return failed
+
+    def _take(self, order: Order) -> None:
+        name = self._prefix + order.replica
+        match order:
+            case Order(Verb.START, launch=RayLaunch() as launch):
+                self._start(name, launch)
+            case Order(Verb.FINISH):
+                self._finish(name)
+            case Order(Verb.KILL):
+                self._kill(name)
+            case Order(Verb.REMOVE):
+                self._remove(name)
+            case _:
+                raise ValueError(f"no such order: {order}")
+
+    def _start(self, name: str, launch: RayLaunch) -> None:
+        if _group(name) is not None:
+            return  # one without its actor has ended, or was never quite made: it is seen, and not made again
+        group = placement_group([launch.bundle], name=name, lifetime="detached")
+        self._actor_class.options(
+            name=name,
+            lifetime="detached",
+            max_restarts=0,
+            num_cpus=launch.cpus,
+            num_gpus=launch.gpus,
+            resources=dict(launch.resources),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        ).remote(list(launch.argv), dict(launch.env), launch.working_dir, launch.gpus)
+        if (actor := _actor(name)) is not None:
+            self._asked[name] = actor.status.remote()  # whose answer tells too why it could not begin
+
+    def _finish(self, name: str) -> None:
+        actor = _actor(name)
+        if actor is None:
+            return
+        if self._waits(name):
+            ray.kill(actor)
+            self._deaths[name] = "dropped before it had begun"
+        else:
+            actor.finish.remote()
+
+    def _waits(self, name: str) -> bool:
+        """Whether the group of this name has no resources yet."""
+        group = _group(name)
+        return group is not None and placement_group_table(group)["state"] != PREPARED
+
+    def _kill(self, name: str) -> None:
+        actor = _actor(name)
+        if actor is None:
+            return
+        killed, _ = ray.wait([actor.kill.remote()], timeout=ANSWERS_WITHIN)
+        if not killed:
+            ray.kill(actor)
+
+    def _remove(self, name: str) -> None:
+        if (actor := _actor(name)) is not None:
+            ray.kill(actor)
+        if (group := _group(name)) is not None:
+            remove_placement_group(group)
+
+    def _ask(self, names: Sequence[str]) -> None:
+        """Ask these actors how they fare; each is asked again once it has answered."""
+        for name in names:
+            if name not in self._asked and (actor := _actor(name)) is not None:
+                self._asked[name] = actor.status.remote()
+        waiting = {self._asked[name]: name for name in names if name in self._asked}
+        if not waiting:
+            return
+        answered, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=ANSWERS_WITHIN)
+        for ref in answered:
+            name = waiting[ref]
+            del self._asked[name]
+            try:
+                self._said[name] = STATUS.validate_python(ray.get(ref))
+            except RayActorError as error:
+                self._deaths[name] = str(error).strip().splitlines()[-1].strip()
+
+
+def _actor(name: str) -> ActorHandle | None:
+    """The actor of a name; None where there is none, or it has ended."""
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
+
+
+def _group(name: str) -> PlacementGroup | None:
+    """The placement group of a name; None where there is none, or it was removed."""
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return None

@@ -5,11 +5,10 @@ import sys
 from importlib.util import find_spec
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
-from gpuscale.autoscaler.adapters.engines.ray.driver_process import RayDriver
-from gpuscale.autoscaler.adapters.engines.ray.engine import RayEngine
+from gpuscale.autoscaler.adapters.engines.ray.engine import RayDriver, RayEngine
 from gpuscale.autoscaler.adapters.engines.ray.settings import RayAdapterSettings
-from gpuscale.common.config.settings import run_program
+from gpuscale.autoscaler.adapters.program import open_engine_adapter
+from gpuscale.common.config.program import run_program
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock

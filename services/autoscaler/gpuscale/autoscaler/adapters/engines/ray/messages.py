@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from pydantic import TypeAdapter
 
-from gpuscale.autoscaler.adapters.engines.model import Life, Sighting
+from gpuscale.autoscaler.adapters.engine import Life, Sighting
 
 PREPARED = "CREATED"
 """State of a placement group whose resources are held."""

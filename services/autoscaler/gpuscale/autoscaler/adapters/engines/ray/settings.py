@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gpuscale.autoscaler.adapters.engines.ray.messages import RayLaunch
-from gpuscale.autoscaler.adapters.engines.settings import EngineAdapterSettings
+from gpuscale.autoscaler.adapters.settings import EngineAdapterSettings
 from gpuscale.autoscaler.adapters.templates import (
     PYTHON,
     LaunchRefusedError,

@@ -1,10 +1,16 @@
 """Slurm as an engine: batch jobs submitted, listed and signalled, found again by their names."""
 
+from __future__ import annotations
+
 import asyncio
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from secrets import token_hex
 
-from gpuscale.autoscaler.adapters.engines.model import (
+from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
@@ -13,24 +19,21 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Sighting,
     Start,
     Step,
+    Taking,
+    one_each,
 )
-from gpuscale.autoscaler.adapters.engines.slurm.commands import Commands
 from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
     Job,
+    JobTemplate,
     first,
+    is_away,
+    is_refusal,
     parse_jobs,
     question,
     replica_of,
     sighting,
-)
-from gpuscale.autoscaler.adapters.engines.slurm.submission import (
-    JobTemplate,
-    is_away,
-    is_refusal,
     submission,
 )
-from gpuscale.autoscaler.adapters.engines.taking import Taking
-from gpuscale.autoscaler.adapters.engines.twice import one_each
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
 from gpuscale.common.runtime.logs import get_logger
 
@@ -190,3 +193,68 @@ class SlurmEngine:
         answer = await self._commands.run("scancel", *how, f"--name={job.name}", str(job.number))
         if answer.status and not any(text in answer.err for text in _GONE):
             raise EngineUnavailableError(answer.why)
+
+
+COMMAND_TIMEOUT = 15.0
+HANDED_ON = ("HOME", "LANG", "LOGNAME", "PATH", "SLURM_CONF", "USER")
+"""Variables of the adapter that the commands see; those such as SQUEUE_STATES would change what they say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def why(self) -> str:
+        """What it complained about, in one line."""
+        return self.err.strip().rpartition("\n")[2] or f"exit status {self.status}"
+
+
+class Commands:
+    """Runs sbatch, squeue and scancel.
+
+    Args:
+        directory: where they are; None to look in PATH.
+        environment: what they see of variables.
+    """
+
+    def __init__(self, directory: Path | None, environment: Mapping[str, str]) -> None:
+        self._path = str(directory) if directory else environment.get("PATH")
+        self._environment = environment
+
+    async def run(self, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Answer:
+        """Run a command to its end; `environment` is added to what it sees.
+
+        Raises:
+            EngineUnavailableError: it cannot be run, or does not end.
+        """
+        program = shutil.which(name, path=self._path)
+        if program is None:
+            raise EngineUnavailableError(f"{name} is not installed here")
+        command = (program, *arguments)
+        try:
+            # In a thread and not by the event loop, whose way to fork has gRPC's threads take part each time.
+            done = await asyncio.to_thread(_run, command, {**self._environment, **(environment or {})})
+        except subprocess.TimeoutExpired as error:
+            raise EngineUnavailableError(f"{name} did not end within {COMMAND_TIMEOUT:g} s") from error
+        except OSError as error:
+            raise EngineUnavailableError(f"cannot run {name}: {error.strerror}") from error
+        return Answer(
+            done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+        )
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
+    """Blocking."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=environment,
+        timeout=COMMAND_TIMEOUT,
+        check=False,
+    )

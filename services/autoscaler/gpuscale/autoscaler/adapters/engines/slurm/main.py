@@ -5,11 +5,10 @@ import os
 import sys
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.program import open_engine_adapter
-from gpuscale.autoscaler.adapters.engines.slurm.commands import HANDED_ON, Commands
-from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmEngine
+from gpuscale.autoscaler.adapters.engines.slurm.engine import HANDED_ON, Commands, SlurmEngine
 from gpuscale.autoscaler.adapters.engines.slurm.settings import SlurmAdapterSettings
-from gpuscale.common.config.settings import run_program
+from gpuscale.autoscaler.adapters.program import open_engine_adapter
+from gpuscale.common.config.program import run_program
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger

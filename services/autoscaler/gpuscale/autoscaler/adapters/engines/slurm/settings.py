@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from gpuscale.autoscaler.adapters.engines.settings import EngineAdapterSettings
-from gpuscale.autoscaler.adapters.engines.slurm.submission import JobTemplate
+from gpuscale.autoscaler.adapters.engines.slurm.jobs import JobTemplate
+from gpuscale.autoscaler.adapters.settings import EngineAdapterSettings
 from gpuscale.autoscaler.adapters.templates import Template, check_environment, parse_command
 from gpuscale.common.names import is_id
 

@@ -10,10 +10,10 @@ import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.connection import AutoscalerConnection
-from gpuscale.autoscaler.adapters.engines.crew import EngineCrew
-from gpuscale.autoscaler.adapters.engines.model import Engine
-from gpuscale.autoscaler.adapters.engines.settings import EngineAdapterSettings
+from gpuscale.autoscaler.adapters.crew import EngineCrew
+from gpuscale.autoscaler.adapters.engine import Engine
 from gpuscale.autoscaler.adapters.journal import Journal
+from gpuscale.autoscaler.adapters.settings import EngineAdapterSettings
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.tasks import TaskScope
 

@@ -14,14 +14,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gpuscale.autoscaler.adapters import procfs
 from gpuscale.autoscaler.adapters.admission import Admission
-from gpuscale.autoscaler.adapters.health import Health, Probe, Verdict
-from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.adapters.probing import ask
-from gpuscale.autoscaler.adapters.process import WorkerProcess, WorkerUser
-from gpuscale.autoscaler.adapters.records import Phase, ProcessId, Record
-from gpuscale.autoscaler.adapters.replica_logs import ReplicaLogs
+from gpuscale.autoscaler.adapters.engines.process import processes as procfs
+from gpuscale.autoscaler.adapters.engines.process.logs import ReplicaLogs
+from gpuscale.autoscaler.adapters.engines.process.probes import Health, Probe, Verdict, ask
+from gpuscale.autoscaler.adapters.engines.process.processes import WorkerProcess, WorkerUser
+from gpuscale.autoscaler.adapters.journal import Journal, Phase, ProcessId, Record
 from gpuscale.autoscaler.adapters.templates import Launch, probe_environment
 from gpuscale.autoscaler.domain.replicas import ENDED, ReplicaReport, ReplicaState
 from gpuscale.common.runtime import failpoints

@@ -7,12 +7,13 @@ engine that cannot be listed says nothing: that is not "nothing runs".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from gpuscale.autoscaler.adapters.templates import ReplicaOrder
+from gpuscale.common.runtime.logs import get_logger
 
 
 class EngineUnavailableError(Exception):
@@ -131,3 +132,107 @@ class Engine(Protocol):
             EngineUnavailableError: it cannot be watched now.
         """
         ...
+
+
+class Goal(Enum):
+    """What should become of a replica."""
+
+    RUN = "run"
+    STOP = "stop"
+    FORGET = "forget"
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """What the autoscaler wants of one replica.
+
+    Attributes:
+        order: which replica, and with what it is started.
+        goal: what should become of it.
+        template: name of its command template.
+        drain_timeout: seconds it may take to finish its work; None for ever.
+    """
+
+    order: ReplicaOrder
+    goal: Goal
+    template: str = ""
+    drain_timeout: float | None = None
+
+
+def ends_first(steps: Iterable[Step]) -> list[Step]:
+    """The steps in their order, but for starts, which are taken last: they make room for nobody, and may take long."""
+    return sorted(steps, key=lambda step: isinstance(step, Start))
+
+
+class Taking:
+    """Notes what came of each step."""
+
+    def __init__(self) -> None:
+        self._refused: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
+
+    async def note(self, step: Step, taken: Awaitable[str]) -> None:
+        """Take a step; what is awaited tells of a start why it will never be, and of the others nothing."""
+        try:
+            refusal = await taken
+        except EngineUnavailableError as error:
+            self.fail(step.replica, str(error))
+        else:
+            if refusal:
+                self._refused[step.replica] = refusal
+
+    def fail(self, replica: str, why: str) -> None:
+        """Its step was perhaps not taken."""
+        self._failed[replica] = why
+
+    def outcome(self) -> Mapping[str, str]:
+        """As `Engine.apply` returns it.
+
+        Raises:
+            StepsFailedError: some steps were perhaps not taken.
+        """
+        if self._failed:
+            raise StepsFailedError(self._failed, self._refused)
+        return self._refused
+
+
+_log = get_logger(__name__)
+
+
+class Kept(Protocol):
+    """A job, a task, or whatever an engine calls it."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it runs any more."""
+        ...
+
+
+K = TypeVar("K", bound=Kept)
+
+
+async def one_each(
+    found: Iterable[tuple[str, K]],
+    first: Callable[[Iterable[K]], K],
+    end: Callable[[K], Awaitable[None]],
+) -> dict[str, K]:
+    """The one that counts of each replica.
+
+    Args:
+        found: all of them, with the name of the replica.
+        first: says which of several counts.
+        end: ends one of those that do not.
+
+    Raises:
+        EngineUnavailableError: one that is there twice was perhaps not ended.
+    """
+    by_replica: dict[str, list[K]] = {}
+    for replica, one in found:
+        by_replica.setdefault(replica, []).append(one)
+    counts = {replica: first(own) for replica, own in by_replica.items()}
+    for replica, own in by_replica.items():
+        for other in own:
+            if other is not counts[replica] and not other.over:
+                _log.warning("ending what was started twice", replica=replica, what=str(other))
+                await end(other)
+    return counts

@@ -11,12 +11,12 @@ import grpc
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.connection import AutoscalerConnection
+from gpuscale.autoscaler.adapters.engines.process.logs import ReplicaLogs
+from gpuscale.autoscaler.adapters.engines.process.processes import WorkerUser
+from gpuscale.autoscaler.adapters.engines.process.replica import Workshop
+from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
+from gpuscale.autoscaler.adapters.engines.process.supervisor import Supervisor
 from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.adapters.process import WorkerUser
-from gpuscale.autoscaler.adapters.replica import Workshop
-from gpuscale.autoscaler.adapters.replica_logs import ReplicaLogs
-from gpuscale.autoscaler.adapters.settings import AdapterSettings
-from gpuscale.autoscaler.adapters.supervisor import Supervisor
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.tasks import TaskScope

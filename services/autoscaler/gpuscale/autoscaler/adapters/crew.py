@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
-from gpuscale.autoscaler.adapters.engines.model import (
+from gpuscale.autoscaler.adapters.engine import (
+    Desired,
     Engine,
     EngineUnavailableError,
     Kill,
@@ -12,12 +13,10 @@ from gpuscale.autoscaler.adapters.engines.model import (
     Start,
     Step,
     StepsFailedError,
+    ends_first,
 )
-from gpuscale.autoscaler.adapters.engines.steps import Situation, plan_steps, refused, reports
-from gpuscale.autoscaler.adapters.engines.taking import ends_first
-from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.adapters.orders import Desired
-from gpuscale.autoscaler.adapters.records import Phase, Record
+from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.autoscaler.adapters.steps import Situation, plan_steps, refused, reports
 from gpuscale.autoscaler.domain.replicas import ReplicaReport
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.failpoints import hit_async

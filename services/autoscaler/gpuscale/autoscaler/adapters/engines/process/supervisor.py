@@ -4,9 +4,9 @@ import asyncio
 import sys
 from collections.abc import Iterable, Mapping
 
-from gpuscale.autoscaler.adapters.orders import Desired, Goal
-from gpuscale.autoscaler.adapters.records import Phase, Record
-from gpuscale.autoscaler.adapters.replica import LocalReplica, Workshop
+from gpuscale.autoscaler.adapters.engine import Desired, Goal
+from gpuscale.autoscaler.adapters.engines.process.replica import LocalReplica, Workshop
+from gpuscale.autoscaler.adapters.journal import Phase, Record
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, Template, launch
 from gpuscale.autoscaler.domain.replicas import ReplicaReport
 from gpuscale.common.runtime.logs import get_logger

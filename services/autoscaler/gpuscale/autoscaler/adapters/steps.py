@@ -6,9 +6,18 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from gpuscale.autoscaler.adapters.engines.model import Finish, Kill, Life, Remove, Sighting, Start, Step
-from gpuscale.autoscaler.adapters.orders import Desired, Goal
-from gpuscale.autoscaler.adapters.records import Phase, Record
+from gpuscale.autoscaler.adapters.engine import (
+    Desired,
+    Finish,
+    Goal,
+    Kill,
+    Life,
+    Remove,
+    Sighting,
+    Start,
+    Step,
+)
+from gpuscale.autoscaler.adapters.journal import Phase, Record
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 
 VANISHED_AFTER = 10.0
