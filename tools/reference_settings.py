@@ -64,8 +64,9 @@ def page() -> str:
 
 
 def programs() -> list[type[Settings]]:
-    """The settings of every program: each class in a module of settings that names its own section."""
-    paths = (path.relative_to(SERVICES).with_suffix("") for path in sorted(SERVICES.rglob("*settings.py")))
+    """The settings of every program: each class in a module of settings, or of an engine, that names its own section."""
+    files = sorted([*SERVICES.rglob("*settings.py"), *SERVICES.rglob("engines/*/engine.py")])
+    paths = (path.relative_to(SERVICES).with_suffix("") for path in files)
     modules = [importlib.import_module(".".join(path.parts[1:])) for path in paths]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     own = [kind for kind in found if issubclass(kind, Settings) and "section" in vars(kind)]
@@ -156,7 +157,14 @@ def _is_union(annotation: object) -> bool:
 
 
 def _docstrings(owner: type[BaseModel]) -> dict[str, str]:
-    """The texts that stand below fields of a class."""
+    """The texts that stand below fields of a class, and of those that it is derived from."""
+    found: dict[str, str] = {}
+    for base in reversed(owner.__mro__[: owner.__mro__.index(BaseModel)]):
+        found.update(_own_docstrings(base))
+    return found
+
+
+def _own_docstrings(owner: type[object]) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     found: dict[str, str] = {}

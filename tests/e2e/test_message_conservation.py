@@ -157,7 +157,7 @@ async def site(tmp_path: Path, rabbitmq: RabbitBroker) -> AsyncIterator[Site]:
 async def first_replicas(site: Site) -> None:
     """To eight replicas, with a kill -9 of each program at each of its failpoints on the way."""
     await site.autoscaler.start("autoscaler.replica.after_intent=kill")
-    site.start_adapter("adapter.start.after_intent=kill")
+    site.start_adapter("adapter.engine.before_apply=kill")
     wanted = endpoint(
         high=MOST,
         gpus=1,
@@ -174,7 +174,7 @@ async def first_replicas(site: Site) -> None:
     for failpoint in ("autoscaler.replica.after_reserve=kill", "autoscaler.replica.after_record=kill", ""):
         assert await site.autoscaler.ended(WAIT) == -signal.SIGKILL
         await site.autoscaler.start(failpoint)
-    for point in ("adapter.start.after_spawn=kill", "adapter.start.after_record=kill", ""):
+    for point in ("adapter.start.after_intent=kill", "adapter.start.after_spawn=kill", ""):
         await site.adapter_died()
         site.start_adapter(point)
 

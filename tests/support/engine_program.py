@@ -11,16 +11,16 @@ from gpuscale.common.runtime.failpoints import VARIABLE
 
 
 class EngineProgram:
-    """The lives of `python -m MODULE --config FILE`.
+    """The lives of `gpuscale-adapter ENGINE --config FILE`.
 
     Args:
-        module: the program.
+        engine: its name.
         config: its file, which names the autoscaler, the data directory and the templates.
         environment: variables beside those of this process; the GPUSCALE_ ones of this process are left out.
     """
 
-    def __init__(self, module: str, config: Path, environment: Mapping[str, str]) -> None:
-        self._module = module
+    def __init__(self, engine: str, config: Path, environment: Mapping[str, str]) -> None:
+        self._engine = engine
         self._config = config
         own = {name: value for name, value in os.environ.items() if not name.startswith("GPUSCALE")}
         self._environment = {**own, **environment}
@@ -30,7 +30,7 @@ class EngineProgram:
         """Begin a life."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", self._module),
+            *("-m", "gpuscale.autoscaler.adapters.main", self._engine),
             *("--config", str(self._config)),
             env={**self._environment, VARIABLE: failpoints},
         )
@@ -50,10 +50,10 @@ class EngineProgram:
 
 @asynccontextmanager
 async def engine_program(
-    module: str, config: Path, environment: Mapping[str, str]
+    engine: str, config: Path, environment: Mapping[str, str]
 ) -> AsyncGenerator[EngineProgram]:
     """A program that is not started yet; leaving kills it."""
-    program = EngineProgram(module, config, environment)
+    program = EngineProgram(engine, config, environment)
     try:
         yield program
     finally:

@@ -6,14 +6,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from gpuscale.autoscaler.adapters.crew import EngineCrew
-from gpuscale.autoscaler.adapters.engine import Desired, Goal
+from gpuscale.autoscaler.adapters.engine import Desired, Goal, ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods, NodeRanking
 from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster, open_cluster
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesEngine
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import Kind
-from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import KubernetesTemplate
 from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.adapters.templates import Placeholder, ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 from gpuscale.common.runtime.clock import Clock, SystemClock
 from gpuscale.common.runtime.tasks import TaskScope
@@ -21,10 +19,8 @@ from tests.support.waiting import eventually
 
 GPUS = "nvidia.com/gpu"
 TEMPLATES = {
-    "worker": KubernetesTemplate("worker", Kind.DEPLOYMENT, "worker", {"queue": "tasks"}),
-    "pod": KubernetesTemplate(
-        "pod", Kind.PODS, "worker", arguments=(("--queue",), (Placeholder("queue"),)), rank_nodes=True
-    ),
+    "worker": KubernetesTemplate(deployment="worker", parameters={"queue": "tasks"}),
+    "pod": KubernetesTemplate(pods_of="worker", args=("--queue", "{queue}")),
 }
 
 
@@ -79,8 +75,8 @@ async def running(
     clock = clock or SystemClock()
     async with open_cluster(kubeconfig, "", namespace, adapter=adapter, gpu_resource=GPUS) as cluster:
         engine = KubernetesEngine(cluster, templates, BarePods(cluster, adapter, GPUS, ranking), clock)
-        crew = EngineCrew(engine, Journal(data), clock, asyncio.Event())
-        await crew.recover()
+        journal = Journal(data)
+        crew = EngineCrew(engine, journal, journal.load(), clock, asyncio.Event())
         async with TaskScope() as tasks:
             tasks.spawn("crew", crew.run())
             yield Site(crew, engine, cluster)

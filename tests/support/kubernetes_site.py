@@ -9,7 +9,7 @@ import httpx
 from ruamel.yaml import YAML
 
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import REPLICA
-from gpuscale.common.runtime.lifecycle import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.kubernetes import Kubelet
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

@@ -10,10 +10,9 @@ import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.container import main as container
-from gpuscale.autoscaler.adapters.engines.container.settings import ContainerAdapterSettings
-from gpuscale.autoscaler.adapters.engines.kubernetes import main as kubernetes
-from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesAdapterSettings
+from gpuscale.autoscaler.adapters.engines.container.engine import ContainerSettings
+from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesSettings
+from gpuscale.autoscaler.adapters.main import serve
 from gpuscale.common.config.settings import load_table, read_config
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.up.app import open_all
@@ -158,7 +157,7 @@ async def containers(on: Journey, folder: Path) -> AsyncGenerator[DockerDouble]:
         "autoscaler_address": on.address,
         "engine": f"unix://{folder / 'docker.sock'}",
     }
-    settings = load_table(ContainerAdapterSettings, read_config(CONFIG), overrides, environ={})
+    settings = load_table(ContainerSettings, read_config(CONFIG), overrides, environ={})
 
     async def obey() -> None:
         while True:
@@ -169,7 +168,7 @@ async def containers(on: Journey, folder: Path) -> AsyncGenerator[DockerDouble]:
 
     async with (
         double.served(folder / "docker.sock"),
-        _serving(lambda stop: container.serve(settings, stop)),
+        _serving(lambda stop: serve(settings, stop)),
         _until_left(obey()),
     ):
         yield double
@@ -183,8 +182,8 @@ async def pods(on: Journey, folder: Path, kubeconfig: Path) -> AsyncGenerator[No
         "autoscaler_address": on.address,
         "kubeconfig": kubeconfig,
     }
-    settings = load_table(KubernetesAdapterSettings, read_config(CONFIG), overrides, environ={})
-    async with _serving(lambda stop: kubernetes.serve(settings, stop)):
+    settings = load_table(KubernetesSettings, read_config(CONFIG), overrides, environ={})
+    async with _serving(lambda stop: serve(settings, stop)):
         yield
 
 

@@ -16,8 +16,8 @@ import grpc
 import psutil
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.process.app import open_process_adapter
-from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings, TemplateSettings
+from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings, ProcessTemplate
+from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.wire import to_duration
@@ -176,10 +176,10 @@ async def scripted_autoscaler() -> AsyncIterator[tuple[ScriptedAutoscaler, str]]
         await server.stop(None)
 
 
-def settings(folder: Path, **fields: object) -> AdapterSettings:
+def settings(folder: Path, **fields: object) -> ProcessSettings:
     """An adapter of this node with the templates above."""
-    templates = {name: TemplateSettings.model_validate(table) for name, table in TEMPLATES.items()}
-    return AdapterSettings.model_validate(
+    templates = {name: ProcessTemplate.model_validate(table) for name, table in TEMPLATES.items()}
+    return ProcessSettings.model_validate(
         {"node": "here", "data_dir": folder / "adapter", "templates": templates, **fields}
     )
 
@@ -189,7 +189,7 @@ async def adapter(folder: Path, address: str, **fields: object) -> AsyncIterator
     """The adapter, in this process."""
     async with (
         open_channel(address) as channel,
-        open_process_adapter(settings(folder, **fields), autoscaler=channel, clock=SystemClock()),
+        open_adapter(settings(folder, **fields), autoscaler=channel, clock=SystemClock()),
     ):
         yield
 

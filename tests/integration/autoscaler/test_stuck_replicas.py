@@ -16,6 +16,7 @@ from gpuscale.autoscaler.adapters.engine import (
     Kill,
     Life,
     Remove,
+    ReplicaOrder,
     Sighting,
     Start,
     Step,
@@ -24,13 +25,13 @@ from gpuscale.autoscaler.adapters.engine import (
 from gpuscale.autoscaler.adapters.engines.container import docker_api
 from gpuscale.autoscaler.adapters.engines.container.containers import STARTING, UNTOLD, container_name
 from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
-from gpuscale.autoscaler.adapters.engines.container.engine import ContainerEngine, open_container_engine
-from gpuscale.autoscaler.adapters.engines.container.starting import Shop
-from gpuscale.autoscaler.adapters.engines.container.template import ContainerTemplate, Logs
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import Kind
-from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
+from gpuscale.autoscaler.adapters.engines.container.engine import (
+    ContainerEngine,
+    ContainerSettings,
+    open_container_engine,
+)
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import KubernetesTemplate
 from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.adapters.templates import ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support import kubernetes_adapter as pods
@@ -55,8 +56,7 @@ async def test_the_others_are_asked_once_killed_in_time_started_and_forgotten(
     tmp_path: Path, stuck: Goal
 ) -> None:
     engine = FakeEngine()
-    crew = EngineCrew(engine, Journal(tmp_path), LoopClock(), asyncio.Event())
-    await crew.recover()
+    crew = EngineCrew(engine, Journal(tmp_path), (), LoopClock(), asyncio.Event())
     async with TaskScope() as tasks:
         tasks.spawn("crew", crew.run())
         wanted = [desired(TWO), *([desired(ONE)] if stuck is Goal.STOP else [])]
@@ -92,8 +92,7 @@ async def test_what_is_reported_stays_fresh_while_many_steps_are_taken_and_ends_
     tmp_path: Path,
 ) -> None:
     engine = Slow()
-    crew = EngineCrew(engine, Journal(tmp_path), LoopClock(), asyncio.Event())
-    await crew.recover()
+    crew = EngineCrew(engine, Journal(tmp_path), (), LoopClock(), asyncio.Event())
     async with TaskScope() as tasks:
         tasks.spawn("crew", crew.run())
         crew.apply([desired(TWO)])
@@ -114,13 +113,13 @@ async def docker(
     """Two containers that run, on an engine that is waited for a moment only."""
     double = DockerDouble()
     socket = tmp_path / "docker.sock"
-    templates = {"worker": ContainerTemplate("worker", "worker:1")}
-    shop = Shop("here", templates, {}, Logs("json-file", 4096), Admission(None, required=False))
+    told = {"allowed_images": ["*"], "container_templates": {"worker": {"image": "worker:1"}}}
+    settings = ContainerSettings.model_validate({"adapter": "here", "data_dir": "d", **told})
     address = f"unix://{socket}"
     async with (
         double.served(socket),
         open_docker_api(address, "here", ca_file=None, cert_file=None, key_file=None) as api,
-        open_container_engine(api, shop) as engine,
+        open_container_engine(settings, Admission(None, required=False), api) as engine,
     ):
         await engine.apply([Start(ORDER, "worker"), Start(replace(ORDER, replica=TWO), "worker")])
         assert set((await engine.observe()).values()) == {Sighting(Life.READY, pid=4711)}
@@ -186,7 +185,7 @@ async def test_a_container_that_was_given_up_is_killed_until_it_has_ended(
 
 async def test_a_deployment_that_may_not_be_scaled_says_so_and_the_other_one_is(tmp_path: Path) -> None:
     templates = {
-        name: KubernetesTemplate(name, Kind.DEPLOYMENT, name, {"queue": "tasks"})
+        name: KubernetesTemplate(deployment=name, parameters={"queue": "tasks"})
         for name in ("denied", "worker")
     }
     async with cluster_double() as fake:

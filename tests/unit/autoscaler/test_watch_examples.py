@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
-from gpuscale.autoscaler.adapters.templates import Placeholder
+from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
+from gpuscale.autoscaler.adapters.templates import Placeholder, parse_arguments
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.brokers import resolve
 from gpuscale.cli.manifests.documents import parse
@@ -31,8 +31,13 @@ def test_the_manifests_and_the_configuration_fit_each_other(tmp_path: Path) -> N
     brokers = resolve(load_table(AutoscalerSettings, config, data_dir, environ={}).brokers, ENVIRONMENT)
     assert brokers[watcher.spec.broker].management is not None
 
-    adapter = load_table(AdapterSettings, config, data_dir, environ={})
-    template = adapter.templates[endpoint.spec.template.template].template("queue-worker")
-    used = {part.name for argument in template.command for part in argument if isinstance(part, Placeholder)}
+    adapter = load_table(ProcessSettings, config, data_dir, environ={})
+    template = adapter.templates[endpoint.spec.template.template]
+    used = {
+        part.name
+        for argument in parse_arguments(template.command)
+        for part in argument
+        if isinstance(part, Placeholder)
+    }
     assert used - {"python"} == set(endpoint.spec.template.parameters)
-    assert (EXAMPLES.parent / str(template.command[1][0])).is_file()
+    assert (EXAMPLES.parent / template.command[1]).is_file()

@@ -10,7 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
+from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.brokers import resolve
 from gpuscale.common.config.settings import DatabaseSettings, load_table, read_config
@@ -94,7 +94,7 @@ def test_the_autoscaler_and_the_worker_find_the_broker_that_lets_them_in(made: P
         )
         assert url.host == "rabbitmq"
     config = read_config(ROOT / "deploy" / "compose" / "adapter.toml")
-    [template] = load_table(AdapterSettings, config, {"data_dir": made}, environ={}).templates.values()
+    [template] = load_table(ProcessSettings, config, {"data_dir": made}, environ={}).templates.values()
     [(variable, file)] = template.env.items()
     assert f'"{variable.removesuffix("_FILE")}"' in (ROOT / "examples" / "worker.py").read_text()
     assert file.removeprefix(MOUNTED) in SERVICES["adapter"]["secrets"]

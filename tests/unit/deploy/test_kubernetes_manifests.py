@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesSettings
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import ADAPTER
-from gpuscale.autoscaler.adapters.engines.kubernetes.settings import KubernetesAdapterSettings
 from gpuscale.common.config.settings import load_table
 from tests.unit.docs.pages import ROOT, programs
 
@@ -223,9 +223,9 @@ def test_the_adapter_may_do_what_it_does_and_nothing_else() -> None:
 
 
 def test_the_example_is_a_deployment_that_the_adapter_scales() -> None:
-    settings = load_table(KubernetesAdapterSettings, SETTINGS)
+    settings = load_table(KubernetesSettings, SETTINGS)
     [found] = load(FOLDER / "workers.yaml")
-    template = settings.templates()["worker"]
+    template = settings.kubernetes_templates["worker"]
     assert name(found) == template.workload
     assert found["metadata"]["namespace"] == settings.namespace
     assert found["spec"]["template"]["metadata"]["labels"][ADAPTER] == settings.adapter

@@ -36,8 +36,9 @@ def rows(text: str) -> Iterator[list[str]]:
 
 
 def programs() -> list[type[Settings]]:
-    """The settings of every program: each class in a settings.py that names its own section."""
-    paths = (path.relative_to(SERVICES).with_suffix("") for path in sorted(SERVICES.rglob("*settings.py")))
+    """The settings of every program: each class in a settings.py, or of an engine, that names its own section."""
+    files = sorted([*SERVICES.rglob("*settings.py"), *SERVICES.rglob("engines/*/engine.py")])
+    paths = (path.relative_to(SERVICES).with_suffix("") for path in files)
     modules = [importlib.import_module(".".join(path.parts[1:])) for path in paths]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     own = [one for one in found if issubclass(one, Settings) and "section" in vars(one)]

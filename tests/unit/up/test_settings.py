@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
+from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, Settings, UpstreamSettings
 from gpuscale.common.errors import InvalidArgumentError
@@ -103,7 +103,7 @@ def _unused() -> list[tuple[type[Settings], str]]:
     pairs: list[tuple[type[Settings], str]] = [
         (GatewaySettings, name) for name in GatewaySettings.model_fields
     ]
-    for part in (UpAgentSettings, FleetSettings, AllocatorSettings, AutoscalerSettings, AdapterSettings):
+    for part in (UpAgentSettings, FleetSettings, AllocatorSettings, AutoscalerSettings, ProcessSettings):
         own = {"data_dir", "state_dir", *(name for name in part.model_fields if name.endswith("_address"))}
         shared = {
             *ServerSettings.model_fields,
@@ -111,7 +111,7 @@ def _unused() -> list[tuple[type[Settings], str]]:
             *DatabaseSettings.model_fields,
         }
         pairs += [(part, name) for name in sorted((own | shared) & set(part.model_fields))]
-    return [*pairs, (AdapterSettings, "node")]
+    return [*pairs, (ProcessSettings, "node")]
 
 
 @pytest.mark.parametrize(("part", "name"), _unused(), ids=lambda one: getattr(one, "section", one))

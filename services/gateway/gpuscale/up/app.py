@@ -19,7 +19,7 @@ from gpuscale.allocator.app import open_allocator
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types.v1 import Snapshot
-from gpuscale.autoscaler.adapters.engines.process.app import open_process_adapter
+from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.autoscaler.app import open_autoscaler
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.names import node_name
@@ -89,7 +89,7 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
         await server.start()
         snapshot = await _until_known(own)  # from here on the agent knows the GPUs that it admits work on
         await stack.enter_async_context(
-            open_process_adapter(settings.adapter, autoscaler=own, agent=own, clock=clock)
+            open_adapter(settings.adapter, autoscaler=own, agent=own, clock=clock)
         )
         yield Running(address, snapshot)
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
+from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, Settings, UpstreamSettings, load
 from gpuscale.common.config.sources import CONFIG_VARIABLE, load_table, read_config, refuse_unused
@@ -70,7 +70,7 @@ class AllSettings:
     fleet: FleetSettings
     allocator: AllocatorSettings
     autoscaler: AutoscalerSettings
-    adapter: AdapterSettings
+    adapter: ProcessSettings
 
 
 def load_all(argv: Sequence[str]) -> AllSettings:
@@ -95,7 +95,7 @@ def load_all(argv: Sequence[str]) -> AllSettings:
         fleet=load_table(FleetSettings, config, {**secured, **state}),
         allocator=load_table(AllocatorSettings, config, state),
         autoscaler=load_table(AutoscalerSettings, config, state),
-        adapter=load_table(AdapterSettings, config, {**state, "node": agent.node}),
+        adapter=load_table(ProcessSettings, config, {**state, "node": agent.node}),
     )
 
 
@@ -105,7 +105,7 @@ def _refuse_unused(config: Mapping[str, object]) -> None:
         FleetSettings: SHARED | {"data_dir"},
         AllocatorSettings: SHARED | {"data_dir", "metrics_listen"},
         AutoscalerSettings: SHARED | {"data_dir", "metrics_listen"},
-        AdapterSettings: SHARED | {"data_dir", "node"},
+        ProcessSettings: SHARED | {"data_dir", "node"},
         GatewaySettings: set(GatewaySettings.model_fields),
     }
     for part, shared in parts.items():

@@ -7,7 +7,7 @@ else's by then. The agent remembers the highest fence of each GPU and refuses a 
 import grpc
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.autoscaler.adapters.templates import Launch, ReplicaOrder
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
@@ -30,22 +30,22 @@ class Admission:
         self._stub = None if agent is None else monitor_api.WorkServiceStub(agent)
         self._required = required
 
-    async def refusal(self, work: ReplicaOrder | Launch, pid: int | None = None) -> str:
-        """Why work must not run on its GPUs; empty where it may, or where it needs none.
+    async def refusal(self, order: ReplicaOrder, pid: int | None = None) -> str:
+        """Why a replica must not run on its GPUs; empty where it may, or where it needs none.
 
         Args:
-            work: names the GPUs and the reservation that holds them, with the token that proves it.
-            pid: the process that works, once it runs: the agent then shows it with the reservation.
+            order: names the GPUs and the reservation that holds them, with the token that proves it.
+            pid: its process, once it runs: the agent then shows it with the reservation.
         """
-        if not work.gpu_uuids:
+        if not order.gpu_uuids:
             return ""
         if self._stub is None:
             return "the node's agent must admit it, and agent_address is not set" if self._required else ""
         request = monitor_api.AdmitWorkRequest(
-            gpu_uuids=work.gpu_uuids,
-            fence=work.fence,
-            reservation=work.reservation,
-            lease_token=work.lease_token,
+            gpu_uuids=order.gpu_uuids,
+            fence=order.fence,
+            reservation=order.reservation,
+            lease_token=order.lease_token,
             pid=pid,
         )
         try:
@@ -60,7 +60,7 @@ class Admission:
                 return f"the node's agent must admit it, and does not: {error.message}"
             _log.warning(
                 "the agent did not admit work",
-                reservation=work.reservation,
+                reservation=order.reservation,
                 reason=error.reason,
                 why=error.message,
             )

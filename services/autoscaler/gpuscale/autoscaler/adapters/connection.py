@@ -9,8 +9,7 @@ from typing import Protocol
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engine import Desired, Goal
-from gpuscale.autoscaler.adapters.templates import ReplicaOrder
+from gpuscale.autoscaler.adapters.engine import Desired, Goal, ReplicaOrder
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 from gpuscale.autoscaler.loop.hub import MOST_AT_ONCE, LogPart
 from gpuscale.common import names, wire

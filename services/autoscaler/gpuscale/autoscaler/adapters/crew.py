@@ -7,13 +7,14 @@ from gpuscale.autoscaler.adapters.engine import (
     Desired,
     Engine,
     EngineUnavailableError,
+    Goal,
     Kill,
     Life,
+    ReplicaOrder,
     Sighting,
     Start,
     Step,
     StepsFailedError,
-    ends_first,
 )
 from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
 from gpuscale.autoscaler.adapters.steps import Situation, plan_steps, refused, reports
@@ -27,6 +28,8 @@ FRESH = 10.0
 """Seconds for which what the engine said counts; after that nothing is reported until it answers again."""
 OBSERVE_TIMEOUT = 30.0
 APPLY_TIMEOUT = 60.0
+CLEAN_UP_SECONDS = 1.0
+"""Seconds beyond their grace in which killed replicas are seen to have ended."""
 AT_A_TIME = 16
 """Steps after which the engine is looked at again: while many are taken, what is reported stays fresh."""
 
@@ -34,11 +37,12 @@ _log = get_logger(__name__)
 
 
 class EngineCrew:
-    """What `AutoscalerConnection` talks to, for an engine. Replicas go on when the adapter ends.
+    """Keeps the replicas of an engine as the autoscaler wants them. They go on when the adapter ends, but for `end_all`.
 
     Args:
         engine: what keeps the replicas.
         journal: what was started and asked to stop.
+        records: what the journal held when the adapter began.
         clock: seconds since boot, and the boot's id.
         changed: set whenever there is something new to report.
         max_replicas: most that run at a time; 0 for no limit.
@@ -48,6 +52,7 @@ class EngineCrew:
         self,
         engine: Engine,
         journal: Journal,
+        records: Iterable[Record],
         clock: Clock,
         changed: asyncio.Event,
         *,
@@ -62,33 +67,58 @@ class EngineCrew:
         self._seen: Mapping[str, Sighting] = {}
         self._shown: Mapping[str, Sighting] = {}
         self._seen_at: float | None = None
-        self._records: dict[str, Record] = {}
+        self._records = {record.replica: record for record in records}
         self._missing_since: dict[str, float] = {}
         self._killed: set[str] = set()
         self._steps: Sequence[Step] = ()
         self._failed: Mapping[str, str] = {}
         self._poke = asyncio.Event()
-        self._reported: dict[str, ReplicaReport] = {}
-
-    async def recover(self) -> None:
-        """Read what earlier runs of the adapter wrote down.
-
-        Raises:
-            FailedPreconditionError: the journal cannot be read.
-        """
-        loaded = await asyncio.to_thread(self._journal.load)
-        self._records = {record.replica: record for record in loaded}
+        self._looked = asyncio.Event()
+        self._closing = False
+        self._reported: dict[str, ReplicaReport] | None = None
 
     def apply(self, desired: Iterable[Desired]) -> None:
         """Work towards what is wanted. Replicas that are not named go on as they are."""
-        self._wanted = {item.order.replica: item for item in desired}
-        self._poke.set()
+        if not self._closing:
+            self._wanted = {item.order.replica: item for item in desired}
+            self._poke.set()
 
     def reports(self) -> dict[str, ReplicaReport] | None:
         """Every replica that was not forgotten, by name; None while nobody knows what the engine has."""
         if self._seen_at is None or self._clock.now() - self._seen_at > FRESH:
             return None
-        return self._told()
+        return reports(self._shown, self._records, self._killed)
+
+    async def end_all(self, grace: float) -> None:
+        """Ask every replica to finish, and kill those that have not ended after `grace` seconds; `run` goes on meanwhile."""
+        self._closing = True
+        now, boot_id = self._clock.now(), self._clock.boot_id
+        self._wanted = {}
+        for name in self._living():
+            record = self._records.get(name)
+            asked = record.asked_to_stop_at if record is not None and record.boot_id == boot_id else None
+            drain_timeout = grace if asked is None else now - asked + grace
+            self._wanted[name] = Desired(ReplicaOrder(name, "", {}), Goal.STOP, drain_timeout=drain_timeout)
+        self._poke.set()
+        try:
+            async with asyncio.timeout(grace + CLEAN_UP_SECONDS):
+                while self._living():
+                    self._looked.clear()
+                    await self._looked.wait()
+        except TimeoutError:
+            _log.error(
+                "replicas run on; the next run of the adapter takes them over",
+                replicas=sorted(self._living()),
+            )
+
+    def _living(self) -> set[str]:
+        """What runs, or may for all that is known."""
+        seen = {name for name, one in self._seen.items() if one.life is not Life.ENDED}
+        return seen | {
+            name
+            for name, record in self._records.items()
+            if name not in self._seen and record.phase is not Phase.ENDED
+        }
 
     async def run(self) -> None:
         """Go on for ever; an engine that does not answer is asked again, and nothing is concluded from its silence."""
@@ -132,7 +162,8 @@ class EngineCrew:
         problem = await self._write(plan.write)
         self._tell()
         # What cannot be written down is not started; it is no reason to let something run that should stop.
-        steps = ends_first(step for step in plan.steps if problem is None or not isinstance(step, Start))
+        steps = [step for step in plan.steps if problem is None or not isinstance(step, Start)]
+        steps.sort(key=lambda step: isinstance(step, Start))  # starts may take long, and make room for nobody
         failed: dict[str, str] = {}
         for first in range(0, len(steps), AT_A_TIME):
             if first:
@@ -149,6 +180,7 @@ class EngineCrew:
             self._records.pop(name, None)
             self._killed.discard(name)
         self._tell()
+        self._looked.set()
         if problem is not None:
             raise problem
 
@@ -216,13 +248,21 @@ class EngineCrew:
 
     def _tell(self) -> None:
         """Have it reported where it is news."""
-        now = self._told()
+        now = reports(self._shown, self._records, self._killed)
         if now != self._reported:
             self._reported = now
             self._changed.set()
 
-    def _told(self) -> dict[str, ReplicaReport]:
-        return reports(self._shown, self._records, self._killed)
+    def _next_kill(self) -> float:
+        """Seconds until the first drain timeout is over; `FRESH` where none is sooner."""
+        now = self._clock.now()
+        left = [
+            asked_at + desired.drain_timeout - now
+            for name, desired in self._wanted.items()
+            if desired.goal is Goal.STOP and desired.drain_timeout is not None and name in self._records
+            if (asked_at := self._records[name].asked_to_stop_at) is not None
+        ]
+        return min((one for one in left if one > 0), default=FRESH)
 
     async def _until_something(self) -> None:
         """Wait until the engine, or what is wanted, may have changed.
@@ -232,8 +272,9 @@ class EngineCrew:
         """
         watching = asyncio.ensure_future(self._engine.watch())
         poked = asyncio.ensure_future(self._poke.wait())
+        timeout = min(FRESH, self._next_kill())
         try:
-            await asyncio.wait((watching, poked), timeout=FRESH, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((watching, poked), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 watching.result()
         finally:

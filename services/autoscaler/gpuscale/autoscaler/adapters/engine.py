@@ -1,19 +1,94 @@
 """What an adapter and the engine it drives say to each other. Pure.
 
-An engine (a container engine, Kubernetes, Slurm, Ray, ECS) keeps replicas for us and outlives the adapter. It is asked by
-level: what is there is observed, what is missing is asked for, again and again; an answer that was lost costs nothing. An
-engine that cannot be listed says nothing: that is not "nothing runs".
+An engine (processes, a container engine, Kubernetes, Slurm, Ray, ECS) keeps replicas for the adapter. It is level-triggered:
+what is there is observed, what is missing is asked for, again and again, so a lost answer costs nothing. An engine that
+cannot be listed says nothing; that does not mean that nothing runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeAlias, TypeVar
 
-from gpuscale.autoscaler.adapters.templates import ReplicaOrder
-from gpuscale.common.runtime.logs import get_logger
+from pydantic import JsonValue
+
+from gpuscale.autoscaler.domain.inputs import ANY
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOrder:
+    """What the autoscaler says of a replica that is to run.
+
+    Attributes:
+        replica: endpoints/{endpoint}/replicas/{replica}.
+        endpoint: endpoints/{endpoint}.
+        parameters: values for the template's placeholders.
+        gpu_uuids: its GPUs, where they are reserved.
+        gpu_count: how many it needs.
+        fence: of the reservation that holds them; 0 where it needs none.
+        reservation: its name; empty where it needs none.
+        lease_token: what came with the grant.
+        capabilities: what its workers are to have, where its endpoint has capability sets.
+    """
+
+    replica: str
+    endpoint: str
+    parameters: Mapping[str, str]
+    gpu_uuids: tuple[str, ...] = ()
+    gpu_count: int = 0
+    fence: int = 0
+    reservation: str = ""
+    lease_token: str = field(default="", repr=False)
+    capabilities: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def capability_text(self) -> str:
+        """As workers of OpenGRIS Scaler take them: gpu=2,high_memory."""
+        return ",".join(
+            name if amount == ANY else f"{name}={amount}"
+            for name, amount in sorted(self.capabilities.items())
+        )
+
+    def variables(self) -> dict[str, str]:
+        """Variables that every engine sets, also one that picks GPUs itself."""
+        own = {"GPUSCALE_ENDPOINT": self.endpoint, "GPUSCALE_REPLICA": self.replica}
+        return {**own, "GPUSCALE_CAPABILITIES": self.capability_text} if self.capabilities else own
+
+    def reserved_variables(self) -> dict[str, str]:
+        """The same, with those of an engine that starts replicas on reserved GPUs."""
+        return {
+            **self.variables(),
+            "GPUSCALE_FENCE": str(self.fence),
+            "GPUSCALE_GPU_UUIDS": ",".join(self.gpu_uuids),
+            "GPUSCALE_RESERVATION": self.reservation,
+        }
+
+
+class Goal(Enum):
+    """What should become of a replica."""
+
+    RUN = "run"
+    STOP = "stop"
+    FORGET = "forget"
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """What the autoscaler wants of one replica.
+
+    Attributes:
+        order: which replica, and with what it is started.
+        goal: what should become of it.
+        template: name of its template.
+        drain_timeout: seconds it may take to finish its work; None for ever.
+    """
+
+    order: ReplicaOrder
+    goal: Goal
+    template: str = ""
+    drain_timeout: float | None = None
 
 
 class EngineUnavailableError(Exception):
@@ -56,12 +131,14 @@ class Sighting:
         exit_code: once it ended, where the engine tells; negative for a signal.
         reason: why it stands as it does, such as what it waits for; may be empty.
         pid: its process on this host; 0 where there is none, or nobody knows.
+        kept: what the engine needs to find it again after a restart of the adapter; it comes back in `Record.kept`.
     """
 
     life: Life
     exit_code: int | None = None
     reason: str = ""
     pid: int = 0
+    kept: Mapping[str, JsonValue] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,38 +211,8 @@ class Engine(Protocol):
         ...
 
 
-class Goal(Enum):
-    """What should become of a replica."""
-
-    RUN = "run"
-    STOP = "stop"
-    FORGET = "forget"
-
-
-@dataclass(frozen=True, slots=True)
-class Desired:
-    """What the autoscaler wants of one replica.
-
-    Attributes:
-        order: which replica, and with what it is started.
-        goal: what should become of it.
-        template: name of its command template.
-        drain_timeout: seconds it may take to finish its work; None for ever.
-    """
-
-    order: ReplicaOrder
-    goal: Goal
-    template: str = ""
-    drain_timeout: float | None = None
-
-
-def ends_first(steps: Iterable[Step]) -> list[Step]:
-    """The steps in their order, but for starts, which are taken last: they make room for nobody, and may take long."""
-    return sorted(steps, key=lambda step: isinstance(step, Start))
-
-
-class Taking:
-    """Notes what came of each step."""
+class StepOutcomes:
+    """What came of steps that an engine takes one by one: one that fails holds up no other."""
 
     def __init__(self) -> None:
         self._refused: dict[str, str] = {}
@@ -185,7 +232,7 @@ class Taking:
         """Its step was perhaps not taken."""
         self._failed[replica] = why
 
-    def outcome(self) -> Mapping[str, str]:
+    def result(self) -> Mapping[str, str]:
         """As `Engine.apply` returns it.
 
         Raises:
@@ -196,43 +243,19 @@ class Taking:
         return self._refused
 
 
-_log = get_logger(__name__)
+K = TypeVar("K")
 
 
-class Kept(Protocol):
-    """A job, a task, or whatever an engine calls it."""
+def split_duplicates(
+    found: Iterable[tuple[str, K]], first: Callable[[Iterable[K]], K]
+) -> tuple[dict[str, K], list[K]]:
+    """Of an engine's jobs or tasks, with their replicas: the one that counts of each replica, and the others.
 
-    @property
-    def over(self) -> bool:
-        """Whether nothing of it runs any more."""
-        ...
-
-
-K = TypeVar("K", bound=Kept)
-
-
-async def one_each(
-    found: Iterable[tuple[str, K]],
-    first: Callable[[Iterable[K]], K],
-    end: Callable[[K], Awaitable[None]],
-) -> dict[str, K]:
-    """The one that counts of each replica.
-
-    Args:
-        found: all of them, with the name of the replica.
-        first: says which of several counts.
-        end: ends one of those that do not.
-
-    Raises:
-        EngineUnavailableError: one that is there twice was perhaps not ended.
+    An answer that is lost makes a start come again. Where an engine took both, the engine is to end the others.
     """
     by_replica: dict[str, list[K]] = {}
     for replica, one in found:
         by_replica.setdefault(replica, []).append(one)
-    counts = {replica: first(own) for replica, own in by_replica.items()}
-    for replica, own in by_replica.items():
-        for other in own:
-            if other is not counts[replica] and not other.over:
-                _log.warning("ending what was started twice", replica=replica, what=str(other))
-                await end(other)
-    return counts
+    counting = {replica: first(own) for replica, own in by_replica.items()}
+    others = [one for replica, own in by_replica.items() for one in own if one is not counting[replica]]
+    return counting, others

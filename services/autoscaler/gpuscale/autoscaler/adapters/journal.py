@@ -5,24 +5,16 @@ there before the process is started, its pid right after. Blocking; call it in a
 """
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter
+from pydantic_core import from_json
 
-from gpuscale.autoscaler.adapters.engines.process.probes import Probe
 from gpuscale.common.errors import FailedPreconditionError
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """One process of the current boot."""
-
-    pid: int
-    start_ticks: int
 
 
 class Phase(StrEnum):
@@ -31,7 +23,7 @@ class Phase(StrEnum):
     INTENT = "intent"
     """It is about to be started, or was."""
     RUNNING = "running"
-    """It was started; its process is known."""
+    """It was started."""
     ENDED = "ended"
     """It has ended, or will never be started."""
 
@@ -44,30 +36,26 @@ class Record:
         replica: endpoints/{endpoint}/replicas/{replica}.
         phase: how far it has come.
         boot_id: the boot in which it was started.
-        process: its main process, once known.
-        asked_to_stop_at: seconds since boot when it was sent SIGTERM; None if it was not.
+        asked_to_stop_at: seconds since boot when it was asked to finish; None if it was not.
         failed: whether it ended by itself or could not be started; of one that ended.
         exit_code: negative for the signal that ended it; None where unknown.
         reason: why it ended as it did; may be empty.
-        probe: how it is asked whether it is well; None where it counts as ready once it lives.
-        ready: whether its probe has succeeded before.
+        kept: what its engine needs to find it again.
     """
 
     replica: str
     phase: Phase
     boot_id: str
-    process: ProcessId | None = None
     asked_to_stop_at: float | None = None
     failed: bool = False
     exit_code: int | None = None
     reason: str = ""
-    probe: Probe | None = None
-    ready: bool = False
+    kept: Mapping[str, JsonValue] | None = None
 
 
 _SUFFIX = ".json"
-
-
+_OF_PROCESSES = ("process", "probe", "ready")
+"""Fields of a record that stood beside `kept` up to version 0.1."""
 _RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
 
@@ -139,8 +127,11 @@ class Journal:
 
 def _read(path: Path) -> Record:
     try:
-        return _RECORD.validate_json(path.read_bytes())
-    except ValidationError as error:
+        fields: dict[str, JsonValue] | None = from_json(path.read_bytes())
+        if isinstance(fields, dict) and fields.get("process"):
+            fields["kept"] = {name: fields.pop(name, None) for name in _OF_PROCESSES}
+        return _RECORD.validate_python(fields)
+    except ValueError as error:
         raise FailedPreconditionError(
             f"{path} cannot be read, so a replica may run that is not known; it was left as it is",
             reason="STATE_UNREADABLE",

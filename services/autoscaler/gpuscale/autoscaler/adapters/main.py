@@ -1,46 +1,129 @@
-"""`gpuscale-adapter`: the process adapter as a program of its own."""
+"""The program of every adapter: it finds the engine that it is asked for, and keeps that engine's replicas.
+
+    gpuscale-adapter                 processes of this host
+    gpuscale-adapter ENGINE          the engine of that name
+    gpuscale-ENGINE-adapter          the same, for the engines that gpuscale brings
+
+Engines are the entry points of the group `gpuscale.engines`: each names a subclass of `EngineSettings`.
+"""
 
 import asyncio
+import re
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from importlib.metadata import entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
 
-from gpuscale.autoscaler.adapters.engines.process.app import open_process_adapter
-from gpuscale.autoscaler.adapters.engines.process.settings import AdapterSettings
-from gpuscale.common.config.program import run_program
-from gpuscale.common.runtime.clock import SystemClock
+import grpc
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.connection import AutoscalerConnection
+from gpuscale.autoscaler.adapters.crew import EngineCrew
+from gpuscale.autoscaler.adapters.journal import Journal
+from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, NodeEngineSettings
+from gpuscale.common.config.settings import run_program
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.runtime.clock import Clock, SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.secrets import hide_memory
 
 PROGRAM = "gpuscale-adapter"
-DESCRIPTION = "Starts and stops replicas as processes of this host."
+ENGINES = "gpuscale.engines"
+DEFAULT_ENGINE = "process"
 
+_NAMED_FOR_ENGINE = re.compile(r"gpuscale-(\w+)-adapter")
 _log = get_logger(__name__)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    return run_program(AdapterSettings, serve, argv, program=PROGRAM, description=DESCRIPTION)
+    words = list(sys.argv[1:] if argv is None else argv)
+    program, engine = Path(sys.argv[0]).name, DEFAULT_ENGINE
+    if named := _NAMED_FOR_ENGINE.fullmatch(program):
+        engine = named[1]
+    elif words and not words[0].startswith("-"):
+        engine = words.pop(0)
+        program = f"{PROGRAM} {engine}"
+    else:
+        program = PROGRAM
+    found = {point.name: point for point in entry_points(group=ENGINES)}
+    if engine not in found:
+        sys.stderr.write(
+            f"{program}: error: no engine {engine} is installed; there are {', '.join(sorted(found))}\n"
+        )
+        return 2
+    settings: type[EngineSettings] = found[engine].load()
+    hide_memory()
+    return run_program(settings, serve, words, program=program, description=settings.description)
 
 
-async def serve(settings: AdapterSettings, stop: asyncio.Event) -> None:
-    """Run replicas until `stop` is set.
+async def serve(settings: EngineSettings, stop: asyncio.Event) -> None:
+    """Keep replicas until `stop` is set.
 
     Raises:
-        GpuscaleError: the data directory, or what stands in it, cannot be used.
+        GpuscaleError: the data directory, what stands in it, or the engine cannot be used.
     """
-    hide_memory()
     with DirectoryLock(settings.data_dir):
         async with AsyncExitStack() as stack:
             autoscaler = await stack.enter_async_context(settings.open_channel(settings.autoscaler_address))
             agent = None
-            if settings.agent_address:
+            if isinstance(settings, NodeEngineSettings) and settings.agent_address:
                 agent = await stack.enter_async_context(settings.open_channel(settings.agent_address))
             await stack.enter_async_context(
-                open_process_adapter(settings, autoscaler=autoscaler, agent=agent, clock=SystemClock())
+                open_adapter(settings, autoscaler=autoscaler, agent=agent, clock=SystemClock())
             )
             _log.info("running", adapter=settings.adapter_id, autoscaler=settings.autoscaler_address)
             await stop.wait()
+
+
+@asynccontextmanager
+async def open_adapter(
+    settings: EngineSettings,
+    *,
+    autoscaler: grpc.aio.Channel,
+    clock: Clock,
+    agent: grpc.aio.Channel | None = None,
+) -> AsyncGenerator[None]:
+    """Drive an engine for the autoscaler until the block ends; it serves nothing itself.
+
+    The caller holds the lock on `settings.data_dir` and owns the channels; `agent` leads to the node's agent.
+
+    Raises:
+        FailedPreconditionError: what was started before cannot be read, or the engine cannot be used.
+    """
+    if settings.library and find_spec(settings.library) is None:
+        raise FailedPreconditionError(
+            f"the Python package {settings.library} is missing: pip install 'gpuscale[{settings.kind}]'",
+            reason="LIBRARY_MISSING",
+        )
+    journal, changed = Journal(settings.data_dir / "replicas"), asyncio.Event()
+    records = tuple(await asyncio.to_thread(journal.load))
+    async with settings.open_engine(Host(clock, records, agent)) as opened, TaskScope() as tasks:
+        crew = EngineCrew(opened.engine, journal, records, clock, changed, max_replicas=settings.max_replicas)
+        register = api.Register(
+            adapter=settings.adapter_id,
+            kind=settings.kind,
+            node=opened.node,
+            templates=settings.template_names,
+            max_replicas=settings.max_replicas,
+            version=version("gpuscale"),
+            capabilities=opened.capabilities,
+            workers={name: one.to_wire() for name, one in settings.workers.items()},
+        )
+        why = partial(settings.why_unavailable, settings.autoscaler_address)
+        connection = AutoscalerConnection(autoscaler, register, crew, changed, why, opened.read_log)
+        tasks.spawn("replicas on the engine", crew.run())
+        tasks.spawn("connection to the autoscaler", connection.run())
+        try:
+            yield
+        finally:
+            if opened.end_within is not None:
+                await crew.end_all(opened.end_within)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,95 @@
-"""Settings that the programs of all engines share; `gpuscale.common.config.settings` says where they come from."""
+"""What every adapter is told before it starts, and what an engine is: a class of settings that can open it.
+
+Such a class is what the entry points of the group `gpuscale.engines` name. `gpuscale.common.config.settings` says where
+settings come from.
+"""
 
 import socket
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, model_validator
+import grpc
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gpuscale.autoscaler.adapters.engines.process.settings import WorkersSettings
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.connection import ReadLog
+from gpuscale.autoscaler.adapters.engine import Engine
+from gpuscale.autoscaler.adapters.journal import Record
 from gpuscale.common.config.settings import ProgramSettings, UpstreamSettings
 from gpuscale.common.names import is_id, to_id
+from gpuscale.common.runtime.clock import Clock
 
 
-class EngineAdapterSettings(UpstreamSettings, ProgramSettings):
-    """What every engine's adapter is told before it starts; the upstream is the autoscaler."""
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What an engine is opened with.
+
+    Attributes:
+        clock: seconds since boot, and the boot's id.
+        records: what earlier runs of the adapter wrote down.
+        agent: leads to the node's agent; None where the adapter is not told where it is.
+    """
+
+    clock: Clock
+    records: tuple[Record, ...] = ()
+    agent: grpc.aio.Channel | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEngine:
+    """An engine that is open.
+
+    Attributes:
+        engine: takes steps.
+        capabilities: what the autoscaler is told of it.
+        node: id of the node whose GPUs replicas reserve; empty for an engine that gives out GPUs itself.
+        read_log: reads what replicas wrote; None where there is nothing to read.
+        end_within: seconds that replicas have to end when the adapter does; None: they go on.
+    """
+
+    engine: Engine
+    capabilities: api.AdapterCapabilities
+    node: str = ""
+    read_log: ReadLog | None = None
+    end_within: float | None = None
+
+
+class WorkersSettings(BaseModel):
+    """One table [workers.TEMPLATE]: what the workers can do that replicas of a template bring."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    capabilities: dict[str, Annotated[int, Field(ge=-1, le=2**62)]]
+    """By name, with how much of each; -1 is without bound."""
+    count: int = Field(0, ge=0, le=1_000_000)
+    """Workers of each replica; as many as the capability set says when 0."""
+
+    def to_wire(self) -> api.WorkerGroup:
+        """As the autoscaler is told."""
+        return api.WorkerGroup(capabilities=self.capabilities, workers=self.count)
+
+
+class EngineSettings(UpstreamSettings, ProgramSettings):
+    """What the adapter of any engine is told; the upstream is the autoscaler. An engine derives its own."""
+
+    kind: ClassVar[str]
+    """What the autoscaler and people call the engine."""
+    description: ClassVar[str]
+    """What the adapter does, for --help."""
+    library: ClassVar[str] = ""
+    """The Python package that it needs beside gpuscale's own; the extra of gpuscale is called as the engine."""
+    templates_field: ClassVar[str]
+    """Field with the templates by name."""
 
     autoscaler_address: str = Field(
         "127.0.0.1:7074", description="address of the autoscaler, HOST:PORT; or several"
     )
     adapter: str = Field(
-        to_id(socket.gethostname()), description="id of this adapter; marks all that it owns"
+        to_id(socket.gethostname()),
+        description="id of this adapter; marks all that it owns; must differ from that of other adapters of the host",
     )
     data_dir: Path = Field(description="directory of what it started; one adapter each")
     max_replicas: int = Field(0, ge=0, le=100_000, description="most replicas to run; 0 for no limit")
@@ -27,8 +98,54 @@ class EngineAdapterSettings(UpstreamSettings, ProgramSettings):
         description="what the workers of a command template can do, by the name of the template",
     )
 
+    @property
+    def adapter_id(self) -> str:
+        """Id of this adapter."""
+        return self.adapter
+
+    @property
+    def template_names(self) -> list[str]:
+        """Names of the templates, sorted."""
+        tables: Mapping[str, object] = getattr(self, self.templates_field)
+        return sorted(tables)
+
     @model_validator(mode="after")
-    def _check_adapter(self) -> Self:
-        if not is_id(self.adapter):
+    def _check_ids(self) -> Self:
+        if not is_id(self.adapter_id):
             raise ValueError("adapter must be an id")
+        for name in self.template_names:
+            if not is_id(name):
+                raise ValueError(f"{self.templates_field}.{name}: the name of a template must be an id")
+        return self
+
+    def open_engine(self, host: Host, /) -> AbstractAsyncContextManager[OpenEngine]:
+        """The engine that these settings describe, until the block ends.
+
+        Raises:
+            GpuscaleError: the engine cannot be used as it is described.
+        """
+        raise NotImplementedError
+
+
+class NodeEngineSettings(EngineSettings):
+    """What the adapter of an engine is told that starts replicas on reserved GPUs of one node."""
+
+    node: str = Field(to_id(socket.gethostname()), description="id of the node whose GPUs its replicas use")
+    agent_address: str = Field(
+        "", description="address of that node's agent, which admits work on its GPUs; not asked when empty"
+    )
+    require_admission: bool = Field(
+        default=False,
+        description="start nothing on GPUs while the agent does not answer, or cannot ask the allocator",
+    )
+    replica_log_max_bytes: int = Field(
+        16 * 1024 * 1024,
+        ge=4096,
+        description="size at which a replica's log is rotated; one older part is kept",
+    )
+
+    @model_validator(mode="after")
+    def _check_node(self) -> Self:
+        if not is_id(self.node):
+            raise ValueError("node must be an id")
         return self

@@ -167,6 +167,8 @@ def _tend(at: Situation, name: str, desired: Desired, plan: Plan) -> None:
     if record.phase is Phase.INTENT:
         record = replace(record, phase=Phase.RUNNING)
     sighting = at.seen[name]
+    if sighting.kept is not None:
+        record = replace(record, kept=sighting.kept)
     if sighting.life is Life.ENDED:  # an engine forgets that one day
         record = replace(
             record,

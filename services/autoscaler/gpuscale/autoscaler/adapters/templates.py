@@ -8,11 +8,13 @@ whoever may use the API chooses values, and nothing else.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self, TypeVar
 
-from gpuscale.autoscaler.adapters.engines.process.probes import Probe, ProbeKind, Timing
-from gpuscale.autoscaler.domain.model import ANY
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder
 from gpuscale.common.names import is_id
 
 BUILTIN = frozenset({"python", "replica", "endpoint", "gpu_uuids", "gpu_count", "capabilities"})
@@ -32,6 +34,7 @@ _INTERPRETER = re.compile(
 _SCRIPT_FLAG = re.compile(r"-[A-Za-z]*[cer]|--(command|eval|print)")
 """What the interpreters' scripts come after: -c, -ec, -e, -r."""
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
+T = TypeVar("T")
 
 
 class LaunchRefusedError(Exception):
@@ -46,102 +49,54 @@ class Placeholder:
     integer: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeTemplate:
-    """A health probe whose placeholders are not filled in yet: arguments of a program, or one address."""
+class CommandTemplate(BaseModel):
+    """What the table of a template says of a command, where the adapter knows the whole of it."""
 
-    kind: ProbeKind
-    target: tuple[tuple[str | Placeholder, ...], ...]
-    timing: Timing
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """A command template, checked.
-
-    Attributes:
-        name: what endpoints know it by.
-        command: the arguments, each as texts and placeholders in a row.
-        working_dir: where it is started; None for where the adapter runs.
-        env: variables set for it.
-        pass_env: variables handed on from the adapter's own environment, which must have them.
-        probe: how it is asked whether it is well; None where it counts as ready once it lives.
-    """
-
-    name: str
-    command: tuple[tuple[str | Placeholder, ...], ...]
+    command: tuple[str, ...]
+    """The program, an absolute path or {python}, and its arguments."""
     working_dir: Path | None = None
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Where it is started; by default where the adapter was."""
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    """Variables to set. The environment is otherwise clean."""
     pass_env: tuple[str, ...] = ()
-    probe: ProbeTemplate | None = None
+    """Variables to hand on from the adapter's own environment, such as one with a password."""
 
+    @field_validator("command")
+    @classmethod
+    def _check_command(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        check_command(command)
+        return command
 
-@dataclass(frozen=True, slots=True)
-class ReplicaOrder:
-    """What the autoscaler says of a replica that is to run.
-
-    Attributes:
-        replica: endpoints/{endpoint}/replicas/{replica}.
-        endpoint: endpoints/{endpoint}.
-        parameters: values for the template's placeholders.
-        gpu_uuids: its GPUs, where they are reserved.
-        gpu_count: how many it needs.
-        fence: of the reservation that holds them; 0 where it needs none.
-        reservation: its name; empty where it needs none.
-        lease_token: what came with the grant.
-        capabilities: what its workers are to have, where its endpoint has capability sets.
-    """
-
-    replica: str
-    endpoint: str
-    parameters: Mapping[str, str]
-    gpu_uuids: tuple[str, ...] = ()
-    gpu_count: int = 0
-    fence: int = 0
-    reservation: str = ""
-    lease_token: str = field(default="", repr=False)
-    capabilities: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    @property
-    def capability_text(self) -> str:
-        """As workers of OpenGRIS Scaler take them: gpu=2,high_memory."""
-        return ",".join(
-            name if amount == ANY else f"{name}={amount}"
-            for name, amount in sorted(self.capabilities.items())
-        )
+    @model_validator(mode="after")
+    def _check_environment(self) -> Self:
+        check_environment(self.env, self.pass_env)
+        return self
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is to be started: arguments, the whole environment, the working directory, the GPUs, and how it is asked."""
+    """What is to be started: arguments, the whole environment, and the working directory."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     working_dir: Path | None
-    gpu_uuids: tuple[str, ...] = ()
-    fence: int = 0
-    reservation: str = ""
-    lease_token: str = field(default="", repr=False)
-    probe: Probe | None = None
 
 
-def parse_address(kind: ProbeKind, address: str) -> tuple[str | Placeholder, ...]:
-    """The address that a probe asks, split into texts and placeholders.
+def template_named(templates: Mapping[str, T], name: str) -> T:
+    """The template of that name.
 
     Raises:
-        ValueError: it is neither HOST:PORT nor an http:// URL, whichever it must be.
+        LaunchRefusedError: the adapter has none.
     """
-    if kind is ProbeKind.HTTP and not address.startswith("http://"):
-        raise ValueError("must begin with http://")
-    if kind is ProbeKind.TCP and not address.rpartition(":")[0]:
-        raise ValueError("must be HOST:PORT")
-    if not address.isprintable() or " " in address:
-        raise ValueError("must hold printable characters and no space")
-    return _parse(address)
+    if name not in templates:
+        raise LaunchRefusedError(f"this adapter has no template {name}")
+    return templates[name]
 
 
-def parse_command(command: Iterable[str]) -> tuple[tuple[str | Placeholder, ...], ...]:
-    """The arguments of a command, split into texts and placeholders.
+def check_command(command: Iterable[str]) -> None:
+    """Check a program and its arguments.
 
     Raises:
         ValueError: no program, a program that is neither absolute nor {python}, a brace that stands alone, or a value that
@@ -153,11 +108,11 @@ def parse_command(command: Iterable[str]) -> tuple[tuple[str | Placeholder, ...]
     program = arguments[0]
     if program != PYTHON and (not program.startswith("/") or "{" in program or "}" in program):
         raise ValueError("must begin with an absolute path or {python}")
-    return parse_arguments(arguments)
+    parse_arguments(arguments)
 
 
 def parse_arguments(arguments: Iterable[str]) -> tuple[tuple[str | Placeholder, ...], ...]:
-    """Arguments of a program that stands elsewhere, split into texts and placeholders; none is fine.
+    """Arguments split into texts and placeholders; none is fine.
 
     Raises:
         ValueError: a NUL character, a brace that stands alone, or a value that would be run as a script.
@@ -165,80 +120,17 @@ def parse_arguments(arguments: Iterable[str]) -> tuple[tuple[str | Placeholder, 
     listed = list(arguments)
     if any("\0" in argument for argument in listed):
         raise ValueError("must not hold NUL characters")
-    parsed = tuple(_parse(argument) for argument in listed)
+    parsed = tuple(parse_argument(argument) for argument in listed)
     _check_scripts(listed, parsed)
     return parsed
 
 
-def check_environment(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
-    """Check the variables that a template sets and hands on.
+def parse_argument(argument: str) -> tuple[str | Placeholder, ...]:
+    """One argument split into texts and placeholders.
 
     Raises:
-        ValueError: a name that is none, one that the adapter sets itself, or a value with a NUL character.
+        ValueError: a brace that stands alone, or a placeholder of another form.
     """
-    for name in (*env, *pass_env):
-        if not _VARIABLE.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a variable")
-        if _OWN_VARIABLE.fullmatch(name):
-            raise ValueError(f"{name} is set by the adapter")
-    if any("\0" in value for value in env.values()):
-        raise ValueError("must not hold NUL characters")
-
-
-def launch(template: Template, order: ReplicaOrder, python: str, environment: Mapping[str, str]) -> Launch:
-    """What to start for a replica.
-
-    Args:
-        template: how.
-        order: which replica, with which values.
-        python: path of the interpreter that {python} stands for.
-        environment: the adapter's own, of which `INHERITED` and the template's `pass_env` are handed on.
-
-    Raises:
-        LaunchRefusedError: a value is missing, is of no use, or is not what its placeholder takes.
-    """
-    asked = template.probe.target if template.probe else ()
-    values = _values(template.name, (*template.command, *asked), order, python)
-    return Launch(
-        argv=tuple(_fill(argument, values, template.name) for argument in template.command),
-        env=_environment(template, order, environment),
-        working_dir=template.working_dir,
-        gpu_uuids=order.gpu_uuids,
-        fence=order.fence,
-        reservation=order.reservation,
-        lease_token=order.lease_token,
-        probe=_probe(template, values),
-    )
-
-
-def fill_arguments(
-    template: str, arguments: Iterable[tuple[str | Placeholder, ...]], order: ReplicaOrder, python: str
-) -> tuple[str, ...]:
-    """The arguments of a replica that an engine starts: those of a template of that name, filled in.
-
-    Args:
-        template: its name, for whoever reads why it was refused.
-        arguments: all that may hold placeholders.
-        order: which replica, with which values.
-        python: the interpreter that {python} stands for, where the replica runs.
-
-    Raises:
-        LaunchRefusedError: a value is missing, is of no use, or is not what its placeholder takes.
-    """
-    listed = tuple(arguments)
-    values = _values(template, listed, order, python)
-    return tuple(_fill(argument, values, template) for argument in listed)
-
-
-def probe_environment(replica: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a program that a probe runs: nothing of the template's, which may hold passwords."""
-    return {
-        **{name: environment[name] for name in INHERITED if name in environment},
-        "GPUSCALE_REPLICA": replica,
-    }
-
-
-def _parse(argument: str) -> tuple[str | Placeholder, ...]:
     parts: list[str | Placeholder] = []
     for piece in _PIECE.finditer(argument):
         name, kind = piece["name"], piece["kind"]
@@ -269,10 +161,94 @@ def _check_scripts(listed: list[str], parsed: tuple[tuple[str | Placeholder, ...
                 )
 
 
-def _values(
-    template: str, arguments: Iterable[tuple[str | Placeholder, ...]], order: ReplicaOrder, python: str
-) -> dict[str, str]:
-    used = {part.name for argument in arguments for part in argument if isinstance(part, Placeholder)}
+def check_environment(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
+    """Check the variables that a template sets and hands on.
+
+    Raises:
+        ValueError: a name that is none, one that the adapter sets itself, or a value with a NUL character.
+    """
+    for name in (*env, *pass_env):
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a variable")
+        if _OWN_VARIABLE.fullmatch(name):
+            raise ValueError(f"{name} is set by the adapter")
+    if any("\0" in value for value in env.values()):
+        raise ValueError("must not hold NUL characters")
+
+
+def launch(
+    name: str,
+    template: CommandTemplate,
+    order: ReplicaOrder,
+    python: str,
+    environment: Mapping[str, str],
+    *,
+    also: Iterable[str] = (),
+) -> Launch:
+    """What to start for a replica.
+
+    Args:
+        name: the template's.
+        template: how.
+        order: which replica, with which values.
+        python: path of the interpreter that {python} stands for.
+        environment: the adapter's own, of which `INHERITED` and the template's `pass_env` are handed on.
+        also: what else takes the parameters, such as the arguments of a probe.
+
+    Raises:
+        LaunchRefusedError: a value is missing, is of no use, or is not what its placeholder takes.
+    """
+    return Launch(
+        argv=fill_arguments(name, template.command, order, python, also=also),
+        env={
+            **{variable: environment[variable] for variable in INHERITED if variable in environment},
+            **handed_on(name, template.pass_env, environment),
+            **template.env,
+            # Empty for a replica without GPUs, so that it sees none.
+            "CUDA_VISIBLE_DEVICES": ",".join(order.gpu_uuids),
+            **order.reserved_variables(),
+        },
+        working_dir=template.working_dir,
+    )
+
+
+def handed_on(name: str, pass_env: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the adapter that the template of that name hands on.
+
+    Raises:
+        LaunchRefusedError: the adapter lacks one.
+    """
+    for variable in pass_env:
+        if variable not in environment:
+            raise LaunchRefusedError(
+                f"template {name} hands on {variable}, which the adapter's environment does not have"
+            )
+    return {variable: environment[variable] for variable in pass_env}
+
+
+def fill_arguments(
+    name: str, arguments: Iterable[str], order: ReplicaOrder, python: str, *, also: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """The arguments of a replica, filled in.
+
+    Args:
+        name: the template's, for whoever reads why it was refused.
+        arguments: those of the template, which `parse_arguments` takes.
+        order: which replica, with which values.
+        python: the interpreter that {python} stands for, where the replica runs.
+        also: as for `launch`.
+
+    Raises:
+        LaunchRefusedError: a value is missing, is of no use, or is not what its placeholder takes.
+    """
+    parsed = [parse_argument(argument) for argument in arguments]
+    elsewhere = [parse_argument(argument) for argument in also]
+    used = {part.name for one in (*parsed, *elsewhere) for part in one if isinstance(part, Placeholder)}
+    values = _values(name, used, order, python)
+    return tuple(_fill(argument, values, name) for argument in parsed)
+
+
+def _values(template: str, used: set[str], order: ReplicaOrder, python: str) -> dict[str, str]:
     for name, value in order.parameters.items():
         if name in BUILTIN:
             raise LaunchRefusedError(f"parameter {name} is set by the adapter")
@@ -309,32 +285,3 @@ def _fill(argument: tuple[str | Placeholder, ...], values: Mapping[str, str], te
             raise LaunchRefusedError(f"parameter {part.name} of template {template} must not begin with '-'")
         filled += value
     return filled
-
-
-def _probe(template: Template, values: Mapping[str, str]) -> Probe | None:
-    if template.probe is None:
-        return None
-    target = tuple(_fill(part, values, template.name) for part in template.probe.target)
-    return Probe(template.probe.kind, target, template.probe.timing)
-
-
-def _environment(template: Template, order: ReplicaOrder, environment: Mapping[str, str]) -> dict[str, str]:
-    for name in template.pass_env:
-        if name not in environment:
-            raise LaunchRefusedError(
-                f"template {template.name} hands on {name}, which the adapter's environment does not have"
-            )
-    gpu_uuids = ",".join(order.gpu_uuids)
-    able = {"GPUSCALE_CAPABILITIES": order.capability_text} if order.capabilities else {}
-    return {
-        **{name: environment[name] for name in (*INHERITED, *template.pass_env) if name in environment},
-        **template.env,
-        # Empty for a replica without GPUs, so that it sees none.
-        "CUDA_VISIBLE_DEVICES": gpu_uuids,
-        "GPUSCALE_ENDPOINT": order.endpoint,
-        "GPUSCALE_FENCE": str(order.fence),
-        "GPUSCALE_GPU_UUIDS": gpu_uuids,
-        "GPUSCALE_REPLICA": order.replica,
-        "GPUSCALE_RESERVATION": order.reservation,
-        **able,
-    }

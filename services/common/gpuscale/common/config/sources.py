@@ -78,7 +78,7 @@ def load(settings_type: type[S], argv: Sequence[str] | None, *, program: str, de
     flags_given: dict[str, object] = vars(known)
     config = flags_given.pop("config", None) or os.environ.get(CONFIG_VARIABLE)
     try:
-        table = read_config(Path(str(config))) if config else _NOTHING
+        table = read_config(Path(str(config)), settings_type) if config else _NOTHING
         return load_table(settings_type, table, flags_given)
     except InvalidArgumentError as error:
         parser.error(error.message)
@@ -155,8 +155,8 @@ def _named_variables(value: object) -> Iterator[str]:
             yield from _named_variables(item)
 
 
-def read_config(path: Path) -> dict[str, object]:
-    """The tables of a TOML file.
+def read_config(path: Path, settings_type: type[Settings] | None = None) -> dict[str, object]:
+    """The tables of a TOML file; those of `settings_type` are known even if they are of another package's program.
 
     Raises:
         InvalidArgumentError: the file cannot be read, has an unknown table, or shows a password to every user.
@@ -169,9 +169,11 @@ def read_config(path: Path) -> dict[str, object]:
         raise InvalidArgumentError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} is not TOML: {error}") from error
+    own = {} if settings_type is None else {settings_type.section: "table", **_kinds(settings_type)}
+    known = TABLES | {name for name, kind in own.items() if kind == "table"}
     for name in config:
-        if name not in TABLES:
-            raise InvalidArgumentError(f"{path}: {_unknown('table', name, TABLES)}")
+        if name not in known:
+            raise InvalidArgumentError(f"{path}: {_unknown('table', name, known)}")
     if mode & stat.S_IROTH and any(_URL_WITH_PASSWORD.match(text) for text in _texts(config)):
         raise InvalidArgumentError(f"{path} holds a password and every user may read it: chmod o-r it")
     return config

@@ -1,6 +1,6 @@
-"""How a container is known to be ours: its name and its labels, both, so that nothing else is ever touched. Pure.
+"""How a container is known to be ours, and how its replica stands. Pure.
 
-Labels alone would not do: an image that somebody commits from one of our containers hands its labels on to every
+It is ours by its name and its labels, both, so that nothing else is ever touched. Labels alone would not do: an image that somebody commits from one of our containers hands its labels on to every
 container that is made of it.
 """
 
@@ -12,8 +12,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gpuscale.autoscaler.adapters.engine import Life, Sighting
-from gpuscale.autoscaler.adapters.templates import ReplicaOrder
+from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
 from gpuscale.common import names
 
 ADAPTER = "gpuscale.adapter"
@@ -22,7 +21,16 @@ REPLICA = "gpuscale.replica"
 FENCE = "gpuscale.fence"
 GPU_UUIDS = "gpuscale.gpu-uuids"
 
+STARTING = "its health check has not succeeded yet"
+UNWELL = "its health check fails"
+UNTOLD = "its engine lists it, and does not tell how it fares"
+
 _DIGEST_LENGTH = 10
+_NOT_STARTED = frozenset({"created", "configured", "initialized"})
+_RUNNING = frozenset({"running", "stopping"})
+_OVER = frozenset({"exited", "stopped", "dead", "removing"})
+_HEALTH = re.compile(r"\((?:health: )?(starting|healthy|unhealthy)\)")
+_SIGNAL_BASE = 128
 
 
 def container_name(adapter: str, replica: str) -> str:
@@ -62,15 +70,16 @@ def owned(adapter: str, called: Iterable[str], marked: Mapping[str, str]) -> str
     return replica if any(name.removeprefix("/") == mine for name in called) else None
 
 
-STARTING = "its health check has not succeeded yet"
-UNWELL = "its health check fails"
-UNTOLD = "its engine lists it, and does not tell how it fares"
+class EngineRefusedError(Exception):
+    """The engine answered, and the answer is no; the text is its own.
 
-_NOT_STARTED = frozenset({"created", "configured", "initialized"})
-_RUNNING = frozenset({"running", "stopping"})
-_OVER = frozenset({"exited", "stopped", "dead", "removing"})
-_HEALTH = re.compile(r"\((?:health: )?(starting|healthy|unhealthy)\)")
-_SIGNAL_BASE = 128
+    Attributes:
+        not_found: whether what was asked for is not there.
+    """
+
+    def __init__(self, message: str, *, not_found: bool = False) -> None:
+        super().__init__(message)
+        self.not_found = not_found
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ import aiohttp
 from pydantic import BaseModel, Field
 
 from gpuscale.autoscaler.adapters.engine import EngineUnavailableError
-from gpuscale.autoscaler.adapters.engines.container import containers as marks
-from gpuscale.autoscaler.adapters.engines.container.containers import Details
+from gpuscale.autoscaler.adapters.engines.container.containers import ADAPTER, Details, EngineRefusedError
 from gpuscale.autoscaler.adapters.engines.container.template import Json
 from gpuscale.common.errors import FailedPreconditionError
 
@@ -33,18 +32,6 @@ _NOT_FOUND = 404
 _UNAVAILABLE = frozenset({502, 503, 504, 900})  # 900: the library's own, where nobody answers
 _MAX_TEXT = 500
 _KEYS = ("Id", "Names", "State", "Status", "Labels")
-
-
-class EngineRefusedError(Exception):
-    """The engine answered, and the answer is no; the text is its own.
-
-    Attributes:
-        not_found: whether what was asked for is not there.
-    """
-
-    def __init__(self, message: str, *, not_found: bool = False) -> None:
-        super().__init__(message)
-        self.not_found = not_found
 
 
 class Listed(BaseModel):
@@ -124,7 +111,7 @@ class DockerApi:
 
     def __init__(self, docker: aiodocker.Docker, adapter: str) -> None:
         self._docker = docker
-        self._label = f"{marks.ADAPTER}={adapter}"
+        self._label = f"{ADAPTER}={adapter}"
 
     async def containers(self) -> list[Listed]:
         """Every container that has this adapter's label, those that ended too."""

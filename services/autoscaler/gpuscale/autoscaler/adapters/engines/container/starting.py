@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gpuscale.autoscaler.adapters.admission import Admission
-from gpuscale.autoscaler.adapters.engine import EngineUnavailableError
-from gpuscale.autoscaler.adapters.engines.container import containers as marks
-from gpuscale.autoscaler.adapters.engines.container.containers import is_not_started
-from gpuscale.autoscaler.adapters.engines.container.docker_api import (
-    DockerApi,
+from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, ReplicaOrder
+from gpuscale.autoscaler.adapters.engines.container.containers import (
     EngineRefusedError,
-    Inspected,
+    container_name,
+    is_not_started,
+    labels,
+    owned,
 )
 from gpuscale.autoscaler.adapters.engines.container.template import (
     ContainerTemplate,
@@ -24,10 +25,14 @@ from gpuscale.autoscaler.adapters.engines.container.template import (
     Logs,
     container_request,
 )
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, ReplicaOrder
+from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, template_named
 from gpuscale.common.runtime.failpoints import hit_async
-from gpuscale.common.runtime.lifecycle import TaskScope
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import TaskScope
+
+if TYPE_CHECKING:
+    from gpuscale.autoscaler.adapters.engines.container.docker_api import DockerApi, Inspected
+    from gpuscale.autoscaler.adapters.engines.container.engine import ContainerSettings
 
 NO_RUNTIME = "could not select device driver"
 """What Docker says where the NVIDIA runtime is not set up."""
@@ -36,146 +41,6 @@ NO_GPUS = (
 )
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Shop:
-    """What a start needs.
-
-    Attributes:
-        adapter: id of the adapter.
-        templates: by name.
-        environment: the adapter's own.
-        logs: how the output of containers is kept.
-        admission: asked before anything is started on GPUs.
-    """
-
-    adapter: str
-    templates: Mapping[str, ContainerTemplate]
-    environment: Mapping[str, str]
-    logs: Logs
-    admission: Admission
-
-
-class Starter:
-    """Starts containers.
-
-    Args:
-        api: the connection to the engine.
-        shop: what a start needs.
-        pulls: images that are being fetched.
-        give_up: ends a container that runs and must not, for the reason given.
-    """
-
-    def __init__(
-        self, api: DockerApi, shop: Shop, pulls: Pulls, give_up: Callable[[str, str], Awaitable[None]]
-    ) -> None:
-        self._api = api
-        self._shop = shop
-        self._pulls = pulls
-        self._give_up = give_up
-
-    async def start(self, order: ReplicaOrder, name: str) -> str:
-        """Make a replica's container of the template of that name where there is none, and start it.
-
-        Returns:
-            Why that will never be, for a person; empty where it runs now, or is to be asked for again.
-
-        Raises:
-            EngineUnavailableError: nobody knows how far it came.
-        """
-        template = self._shop.templates.get(name)
-        if template is None:
-            return f"this adapter has no template {name}"
-        try:
-            request = container_request(
-                self._shop.adapter, template, order, self._shop.environment, self._shop.logs
-            )
-        except LaunchRefusedError as error:
-            return str(error)
-        try:
-            container = await self._made(order, request)
-        except EngineRefusedError as error:
-            return self._not_made(order, template, error)
-        self._pulls.drop(order.replica)
-        if container is None:
-            return ""
-        await hit_async("adapter.container.after_create")
-        if refusal := await self._begin(order, container):
-            await self.discard(container)
-        return refusal
-
-    async def discard(self, container: str) -> None:
-        """Remove what is left of a container; harmless where nothing is.
-
-        Raises:
-            EngineUnavailableError: it is perhaps still there.
-        """
-        try:
-            await self._api.remove(container)
-        except EngineRefusedError as error:
-            raise EngineUnavailableError(f"a container cannot be removed: {error}") from error
-
-    async def _made(self, order: ReplicaOrder, request: Mapping[str, Json]) -> str | None:
-        """The id of its container, which is there and was never started; None where it was, or is to be made again.
-
-        Raises:
-            EngineRefusedError: it cannot be made.
-        """
-        name = marks.container_name(self._shop.adapter, order.replica)
-        try:
-            return await self._api.create(name, request)
-        except EngineRefusedError:
-            # By its status alone a name that is taken cannot be told: Podman says 500 where Docker says 409.
-            there = await self._api.inspect(name)
-            if there is None or marks.owned(self._shop.adapter, [there.name], there.labels) != order.replica:
-                raise
-        return await self._left(order, there)
-
-    async def _left(self, order: ReplicaOrder, there: Inspected) -> str | None:
-        """What a start that was cut short has left, if it is for the same GPUs under the same fence."""
-        if not is_not_started(there.state.status):
-            return None
-        if marks.labels(self._shop.adapter, order).items() <= there.labels.items():
-            return there.id
-        await self.discard(there.id)
-        return None
-
-    def _not_made(self, order: ReplicaOrder, template: ContainerTemplate, error: EngineRefusedError) -> str:
-        if not error.not_found:
-            return f"its container cannot be made: {error}"
-        if not template.pull:
-            return f"its image is not there, and is not to be pulled: {error}"
-        return self._pulls.missing(order.replica, template.image, str(error))
-
-    async def _begin(self, order: ReplicaOrder, container: str) -> str:
-        """Start a container that is made; why it must not run, or cannot, or nothing."""
-        admission, gpu_uuids = self._shop.admission, order.gpu_uuids
-        if gpu_uuids and not await self._has_gpus(order, container):
-            return NO_GPUS
-        if refusal := await admission.refusal(order):
-            return refusal
-        try:
-            await self._api.start(container)
-        except EngineRefusedError as error:
-            return _cannot_start(str(error))
-        _log.info("container started", replica=order.replica, container=container)
-        if gpu_uuids:
-            there = await self._api.inspect(container)
-            pid = there.state.pid if there else 0
-            if pid and (refusal := await admission.refusal(order, pid)):
-                await self._give_up(container, refusal)
-        return ""
-
-    async def _has_gpus(self, order: ReplicaOrder, container: str) -> bool:
-        there = await self._api.inspect(container)
-        return there is not None and set(there.details().gpu_uuids) == set(order.gpu_uuids)
-
-
-def _cannot_start(why: str) -> str:
-    if NO_RUNTIME in why:
-        return f"the engine cannot give it GPUs: the NVIDIA container runtime is not set up there ({why})"
-    return f"its container cannot be started: {why}"
 
 
 @dataclass(slots=True)
@@ -243,3 +108,132 @@ class Pulls:
             if wait.image == image:
                 wait.outcome = outcome
         self._changed()
+
+
+class Starter:
+    """Starts containers.
+
+    Args:
+        settings: of the adapter.
+        environment: the adapter's own.
+        admission: asked before anything is started on GPUs.
+        api: the connection to the engine.
+        pulls: images that are being fetched.
+        give_up: ends a container that runs and must not, for the reason given.
+    """
+
+    def __init__(
+        self,
+        settings: ContainerSettings,
+        environment: Mapping[str, str],
+        admission: Admission,
+        api: DockerApi,
+        pulls: Pulls,
+        give_up: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        self._adapter = settings.adapter
+        self._templates = settings.container_templates
+        self._logs = Logs(settings.log_driver, settings.replica_log_max_bytes)
+        self._environment = environment
+        self._admission = admission
+        self._api = api
+        self._pulls = pulls
+        self._give_up = give_up
+
+    async def start(self, order: ReplicaOrder, name: str) -> str:
+        """Make a replica's container of the template of that name where there is none, and start it.
+
+        Returns:
+            Why that will never be, for a person; empty where it runs now, or is to be asked for again.
+
+        Raises:
+            EngineUnavailableError: nobody knows how far it came.
+        """
+        try:
+            template = template_named(self._templates, name)
+            request = container_request(self._adapter, name, template, order, self._environment, self._logs)
+        except LaunchRefusedError as error:
+            return str(error)
+        try:
+            container = await self._made(order, request)
+        except EngineRefusedError as error:
+            return self._not_made(order, template, error)
+        self._pulls.drop(order.replica)
+        if container is None:
+            return ""
+        await hit_async("adapter.container.after_create")
+        if refusal := await self._begin(order, container):
+            await self.discard(container)
+        return refusal
+
+    async def discard(self, container: str) -> None:
+        """Remove what is left of a container; harmless where nothing is.
+
+        Raises:
+            EngineUnavailableError: it is perhaps still there.
+        """
+        try:
+            await self._api.remove(container)
+        except EngineRefusedError as error:
+            raise EngineUnavailableError(f"a container cannot be removed: {error}") from error
+
+    async def _made(self, order: ReplicaOrder, request: Mapping[str, Json]) -> str | None:
+        """The id of its container, which is there and was never started; None where it was, or is to be made again.
+
+        Raises:
+            EngineRefusedError: it cannot be made.
+        """
+        name = container_name(self._adapter, order.replica)
+        try:
+            return await self._api.create(name, request)
+        except EngineRefusedError:
+            # By its status alone a name that is taken cannot be told: Podman says 500 where Docker says 409.
+            there = await self._api.inspect(name)
+            if there is None or owned(self._adapter, [there.name], there.labels) != order.replica:
+                raise
+        return await self._left(order, there)
+
+    async def _left(self, order: ReplicaOrder, there: Inspected) -> str | None:
+        """What a start that was cut short has left, if it is for the same GPUs under the same fence."""
+        if not is_not_started(there.state.status):
+            return None
+        if labels(self._adapter, order).items() <= there.labels.items():
+            return there.id
+        await self.discard(there.id)
+        return None
+
+    def _not_made(self, order: ReplicaOrder, template: ContainerTemplate, error: EngineRefusedError) -> str:
+        if not error.not_found:
+            return f"its container cannot be made: {error}"
+        if template.pull == "never":
+            return f"its image is not there, and is not to be pulled: {error}"
+        return self._pulls.missing(order.replica, template.image, str(error))
+
+    async def _begin(self, order: ReplicaOrder, container: str) -> str:
+        """Start a container that is made; why it must not run, or cannot, or nothing."""
+        admission, gpu_uuids = self._admission, order.gpu_uuids
+        if gpu_uuids and not await self._has_gpus(order, container):
+            return NO_GPUS
+        if refusal := await admission.refusal(order):
+            return refusal
+        try:
+            await self._api.start(container)
+        except EngineRefusedError as error:
+            return _cannot_start(str(error))
+        _log.info("container started", replica=order.replica, container=container)
+        if gpu_uuids:
+            there = await self._api.inspect(container)
+            pid = there.state.pid if there else 0
+            if pid and (refusal := await admission.refusal(order, pid)):
+                await self._give_up(container, refusal)
+        return ""
+
+    async def _has_gpus(self, order: ReplicaOrder, container: str) -> bool:
+        there = await self._api.inspect(container)
+        return there is not None and set(there.details().gpu_uuids) == set(order.gpu_uuids)
+
+
+def _cannot_start(why: str) -> str:
+    if NO_RUNTIME in why:
+        return f"the engine cannot give it GPUs: the NVIDIA container runtime is not set up there ({why})"
+    return f"its container cannot be started: {why}"

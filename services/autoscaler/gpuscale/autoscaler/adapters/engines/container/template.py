@@ -11,22 +11,32 @@ import posixpath
 import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self, TypeAlias
 
 import re2
-
-from gpuscale.autoscaler.adapters.engines.container import containers as marks
-from gpuscale.autoscaler.adapters.templates import (
-    LaunchRefusedError,
-    Placeholder,
-    ReplicaOrder,
-    check_environment,
-    fill_arguments,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
 )
 
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder
+from gpuscale.autoscaler.adapters.engines.container.containers import labels
+from gpuscale.autoscaler.adapters.templates import (
+    Placeholder,
+    check_environment,
+    fill_arguments,
+    handed_on,
+    parse_arguments,
+)
+from gpuscale.common.sizes import parse_size
+
 Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None
-Argument: TypeAlias = tuple[str | Placeholder, ...]
 
 PYTHON = "python3"
 """What {python} stands for in a container; the adapter's own interpreter is not in there."""
@@ -47,83 +57,7 @@ _CLOSED = (
 )
 """Directories that a container must not see: who writes there, or reaches an engine's socket, owns the host."""
 _GPU_VARIABLE = re.compile(r"(NVIDIA|CUDA)_VISIBLE_DEVICES")
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """A directory of the host that a container sees."""
-
-    source: str
-    target: str
-    read_only: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HealthCheck:
-    """How the engine asks a container whether it is well; no command: it does not, whatever the image says. Seconds."""
-
-    command: tuple[Argument, ...]
-    period: float
-    timeout: float
-    failures: int
-    start_timeout: float
-
-
-@dataclass(frozen=True, slots=True)
-class ContainerTemplate:
-    """A template, checked; sizes in bytes, 0 or nothing for what the engine or the image says by itself.
-
-    Attributes:
-        name: what endpoints know it by.
-        image: what is run.
-        pull: whether an image that is missing is fetched.
-        entrypoint: the program, where it is not the image's.
-        command: the arguments, each as texts and placeholders in a row.
-        env: variables set for it.
-        pass_env: variables handed on from the adapter's own environment, which must have them.
-        working_dir: where it begins.
-        user: as whom it runs.
-        memory: most of the host's memory; there is no swap beyond it.
-        cpus: most CPUs.
-        shm_size: size of /dev/shm.
-        pids: most processes and threads.
-        network: name of the network, `host` or `none`.
-        stop_signal: what asks it to finish.
-        init: whether a small first process hands on signals and reaps.
-        read_only: whether its file system is read-only, but for /tmp.
-        drop_capabilities: whether it has none, also as root.
-        mounts: directories of the host that it sees.
-        health_check: how it is asked whether it is well, where the image's way is not to be taken.
-    """
-
-    name: str
-    image: str
-    pull: bool = True
-    entrypoint: tuple[str, ...] = ()
-    command: tuple[Argument, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    pass_env: tuple[str, ...] = ()
-    working_dir: str = ""
-    user: str = ""
-    memory: int = 0
-    cpus: float = 0.0
-    shm_size: int = 0
-    pids: int = 0
-    network: str = "bridge"
-    stop_signal: str = ""
-    init: bool = False
-    read_only: bool = False
-    drop_capabilities: bool = True
-    mounts: tuple[Mount, ...] = ()
-    health_check: HealthCheck | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Logs:
-    """How the engine keeps what a container writes; `driver` empty: as it keeps all others, without a bound of ours."""
-
-    driver: str
-    max_bytes: int
+_REFERENCE = re.compile(r"[a-z0-9][A-Za-z0-9._/:@-]{0,511}")
 
 
 def check_variables(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
@@ -175,13 +109,164 @@ def check_signal(name: str) -> str:
     return name
 
 
+def check_program(command: Iterable[str]) -> None:
+    """Check a command whose first argument, which may be the program, is fixed.
+
+    Raises:
+        ValueError: it is not, or an argument is of no use.
+    """
+    parsed = parse_arguments(command)
+    if parsed and any(isinstance(part, Placeholder) and part.name != "python" for part in parsed[0]):
+        raise ValueError("the first argument of a command takes no placeholder but {python}")
+
+
+def check_image(image: str) -> None:
+    """Check that a text can be the name of an image.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not _REFERENCE.fullmatch(image) or "//" in image:
+        raise ValueError("must be the name of an image, such as registry.example/team/worker:1.2")
+
+
+def is_allowed(image: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern fits the whole name, as it is written, tag or digest with it; no pattern lets nothing through.
+
+    A `*` stands for any characters but a slash, so that it never reaches into another registry or folder of one.
+    """
+    return any(_compiled(pattern).fullmatch(image) for pattern in patterns)
+
+
+def _compiled(pattern: str) -> re2.Pattern:
+    return re2.compile("[^/]*".join(re2.escape(part) for part in pattern.split("*")))
+
+
+Word = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,127})?$")]
+User = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9_.-]{1,64}(:[A-Za-z0-9_.-]{1,64})?)?$")]
+
+
+def _check_size(text: str) -> str:
+    parse_size(text or "0")
+    return text
+
+
+Size = Annotated[str, AfterValidator(_check_size)]
+
+
+class HealthCheck(BaseModel):
+    """One table [container_templates.NAME.health_check]: how the engine asks a container whether it is well."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: tuple[str, ...]
+    """A program inside the container and its arguments; well is 0. Empty: none is asked, whatever the image says."""
+    period: float = Field(5.0, ge=0.1, le=3600)
+    """Seconds from an answer to the next question."""
+    timeout: float = Field(1.0, ge=0.1, le=600)
+    """Seconds that an answer may take."""
+    failures: int = Field(3, ge=1, le=1000)
+    """Failures in a row after which it is ended, as FAILED."""
+    start_timeout: float = Field(300.0, ge=0, le=86_400)
+    """Seconds from its start for which failures do not count as long as it was never well."""
+
+    @field_validator("command")
+    @classmethod
+    def _check_command(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        check_program(command)
+        return command
+
+
+class Mount(BaseModel):
+    """One of `mounts`: a directory of the host that containers of the template see."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: Annotated[str, AfterValidator(check_source)]
+    """On the engine's host."""
+    target: Annotated[str, AfterValidator(check_path)]
+    """In the container."""
+    read_only: bool = True
+    """Whether it cannot be written to."""
+
+
+class ContainerTemplate(BaseModel):
+    """One table [container_templates.NAME]: how replicas of endpoints that name it become containers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    image: str
+    """What is run; allowed_images must let it through. A digest keeps it what it is."""
+    pull: Literal["missing", "never"] = "missing"
+    """Whether an image that the engine does not have is fetched; registries are asked without a password."""
+    entrypoint: tuple[str, ...] = ()
+    """The program, where it is not the image's."""
+    command: tuple[str, ...] = ()
+    """The arguments, with placeholders; without an entrypoint of the image the first is the program."""
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    """Variables to set."""
+    pass_env: tuple[str, ...] = ()
+    """Variables to hand on from the adapter's own environment, such as one with a password."""
+    working_dir: str = ""
+    """Where it begins; the image's when empty."""
+    user: User = ""
+    """As whom it runs, USER or USER:GROUP; the image's when empty."""
+    memory: Size = ""
+    """Most of the host's memory, such as 32GiB; no limit when empty."""
+    cpus: float = Field(0.0, ge=0, le=10_000)
+    """Most CPUs; 0 for no limit."""
+    shm_size: Size = ""
+    """Size of /dev/shm, such as 8GiB; the engine's default (64 MiB) when empty."""
+    pids: int = Field(4096, ge=0, le=4_194_304)
+    """Most processes and threads; 0 for the engine's default."""
+    network: Word = "bridge"
+    """A network of the engine, host, or none."""
+    stop_signal: Annotated[str, AfterValidator(check_signal)] = ""
+    """What asks it to finish its work; the image's, or SIGTERM, when empty."""
+    init: bool = False
+    """Whether the engine's small init is its first process, which hands on signals and reaps."""
+    read_only: bool = False
+    """Whether its file system is read-only, but for /tmp."""
+    drop_capabilities: bool = True
+    """Whether it has no capabilities; false: those that the engine gives every container."""
+    mounts: tuple[Mount, ...] = ()
+    """Directories of the host that it sees; none by default."""
+    health_check: HealthCheck | None = None
+    """How the engine asks whether it is well; the image's way by default."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_image(self.image)
+        check_variables(self.env, self.pass_env)
+        check_program(self.command)
+        if not (self.working_dir + "".join(self.entrypoint)).isprintable():
+            raise ValueError("working_dir and entrypoint must be printable")
+        fixed = (one.replace("{", "{{").replace("}", "}}") for one in self.entrypoint)
+        parse_arguments((*fixed, *self.command))  # a script may begin in one and go on in the other
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """How the engine keeps what a container writes; `driver` empty: as it keeps all others, without a bound of ours."""
+
+    driver: str
+    max_bytes: int
+
+
 def container_request(
-    adapter: str, template: ContainerTemplate, order: ReplicaOrder, environment: Mapping[str, str], logs: Logs
+    adapter: str,
+    name: str,
+    template: ContainerTemplate,
+    order: ReplicaOrder,
+    environment: Mapping[str, str],
+    logs: Logs,
 ) -> dict[str, Json]:
     """The body of the request that makes a replica's container.
 
     Args:
         adapter: id of the adapter.
+        name: the template's.
         template: how.
         order: which replica, with which values and GPUs.
         environment: the adapter's own, of which the template's `pass_env` is handed on, and nothing else.
@@ -192,12 +277,12 @@ def container_request(
     """
     check = template.health_check
     asked = check.command if check else ()
-    arguments = fill_arguments(template.name, (*template.command, *asked), order, PYTHON)
+    arguments = fill_arguments(name, (*template.command, *asked), order, PYTHON)
     command, test = arguments[: len(template.command)], arguments[len(template.command) :]
     request: dict[str, Json] = {
         "Image": template.image,
-        "Env": _environment(template, order, environment),
-        "Labels": marks.labels(adapter, order),
+        "Env": _environment(name, template, order, environment),
+        "Labels": labels(adapter, order),
         "HostConfig": _host(template, order, logs),
     }
     if check is not None:
@@ -224,10 +309,10 @@ def _host(template: ContainerTemplate, order: ReplicaOrder, logs: Logs) -> dict[
         "Init": template.init,
     }
     given: dict[str, Json] = {
-        "Memory": template.memory,
-        "MemorySwap": template.memory,
+        "Memory": parse_size(template.memory or "0"),
+        "MemorySwap": parse_size(template.memory or "0"),
         "NanoCpus": round(template.cpus * _SECOND),
-        "ShmSize": template.shm_size,
+        "ShmSize": parse_size(template.shm_size or "0"),
         "PidsLimit": template.pids,
         "Mounts": [_mount(mount) for mount in template.mounts],
     }
@@ -267,46 +352,8 @@ def _health(check: HealthCheck, test: Sequence[str]) -> dict[str, Json]:
 
 
 def _environment(
-    template: ContainerTemplate, order: ReplicaOrder, environment: Mapping[str, str]
+    name: str, template: ContainerTemplate, order: ReplicaOrder, environment: Mapping[str, str]
 ) -> list[str]:
-    missing = [name for name in template.pass_env if name not in environment]
-    if missing:
-        raise LaunchRefusedError(
-            f"template {template.name} hands on {missing[0]}, which the adapter's environment does not have"
-        )
-    values = {
-        **{name: environment[name] for name in template.pass_env},
-        **template.env,
-        "GPUSCALE_ENDPOINT": order.endpoint,
-        "GPUSCALE_FENCE": str(order.fence),
-        "GPUSCALE_GPU_UUIDS": ",".join(order.gpu_uuids),
-        "GPUSCALE_REPLICA": order.replica,
-        "GPUSCALE_RESERVATION": order.reservation,
-    }
-    given = [f"{name}={value}" for name, value in values.items()]
+    values = {**handed_on(name, template.pass_env, environment), **template.env, **order.reserved_variables()}
+    given = [f"{variable}={value}" for variable, value in values.items()]
     return given if order.gpu_uuids else [*given, NO_GPUS]
-
-
-_REFERENCE = re.compile(r"[a-z0-9][A-Za-z0-9._/:@-]{0,511}")
-
-
-def check_image(image: str) -> None:
-    """Check that a text can be the name of an image.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if not _REFERENCE.fullmatch(image) or "//" in image:
-        raise ValueError("must be the name of an image, such as registry.example/team/worker:1.2")
-
-
-def is_allowed(image: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern fits the whole name, as it is written, tag or digest with it; no pattern lets nothing through.
-
-    A `*` stands for any characters but a slash, so that it never reaches into another registry or folder of one.
-    """
-    return any(_compiled(pattern).fullmatch(image) for pattern in patterns)
-
-
-def _compiled(pattern: str) -> re2.Pattern:
-    return re2.compile("[^/]*".join(re2.escape(part) for part in pattern.split("*")))

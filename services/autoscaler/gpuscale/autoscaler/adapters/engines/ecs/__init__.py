@@ -1,1 +1,1 @@
-"""The adapter of Amazon ECS: every replica is a task."""
+"""Replicas as tasks of Amazon ECS. Begin with `engine`; `tasks` is pure, and `client` alone knows boto3."""

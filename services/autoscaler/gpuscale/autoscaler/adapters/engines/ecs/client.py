@@ -12,7 +12,13 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from gpuscale.autoscaler.adapters.engine import EngineUnavailableError
-from gpuscale.autoscaler.adapters.engines.ecs.tasks import CHECKED_TAG, REPLICA_TAG, Task
+from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
+    CHECKED_TAG,
+    REPLICA_TAG,
+    NoRoomError,
+    Task,
+    TaskRefusedError,
+)
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError
 
@@ -42,14 +48,6 @@ _NEVER = frozenset(
 )
 _Desired = Literal["RUNNING", "STOPPED"]
 T = TypeVar("T")
-
-
-class TaskRefusedError(Exception):
-    """ECS will never start a task like this; the text says why, for a person."""
-
-
-class NoRoomError(Exception):
-    """ECS does not start the task now, such as for want of a GPU; the text says why, for a person."""
 
 
 class EcsCalls:

@@ -1,8 +1,15 @@
-"""ECS as an engine: tasks started, listed and stopped, found again by their tags."""
+"""Replicas as tasks of ECS: started, listed and stopped, found again by their tags."""
+
+from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import Field
+
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engine import (
     Finish,
     Kill,
@@ -11,20 +18,25 @@ from gpuscale.autoscaler.adapters.engine import (
     Sighting,
     Start,
     Step,
-    Taking,
-    one_each,
+    StepOutcomes,
+    split_duplicates,
 )
-from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls, NoRoomError, TaskRefusedError
 from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
+    NoRoomError,
     Task,
+    TaskRefusedError,
     TaskTemplate,
     first,
     run_request,
     sighting,
     started_by,
 )
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
+from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
+from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, template_named
 from gpuscale.common.runtime.logs import get_logger
+
+if TYPE_CHECKING:
+    from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls
 
 LISTED_WITHIN = 60.0
 """Seconds that a task which was started may take to be listed; until then it is looked at by its name."""
@@ -32,31 +44,56 @@ LISTED_WITHIN = 60.0
 _log = get_logger(__name__)
 
 
+class EcsSettings(EngineSettings):
+    """What the ECS adapter is told before it starts. Credentials come by AWS' chain."""
+
+    section: ClassVar[str] = "ecs_adapter"
+    kind: ClassVar[str] = "ecs"
+    description: ClassVar[str] = "Starts and stops replicas as tasks of Amazon ECS."
+    library: ClassVar[str] = "boto3"
+    templates_field: ClassVar[str] = "ecs_templates"
+
+    region: str = Field(
+        "", max_length=64, description="region of the cluster; by AWS' usual chain when empty"
+    )
+    cluster: str = Field("default", min_length=1, max_length=255, description="name or ARN of the cluster")
+    endpoint_url: str = Field("", description="address of ECS in place of the region's own")
+    poll_seconds: float = Field(3.0, ge=0.2, le=5, description="seconds between two looks at the cluster")
+    ecs_templates: dict[str, TaskTemplate] = Field(
+        default_factory=dict[str, TaskTemplate], description="templates of tasks by name"
+    )
+
+    @asynccontextmanager
+    async def open_engine(self, _host: Host, /) -> AsyncGenerator[OpenEngine]:
+        """The tasks of this adapter, which go on when it ends. Each has the time of its definition to end.
+
+        Raises:
+            InvalidArgumentError: boto3 finds no region.
+        """
+        from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls, open_client
+
+        client = await asyncio.to_thread(open_client, self.region, self.endpoint_url)
+        checked = [template.has_health_check for template in self.ecs_templates.values()]
+        capabilities = api.AdapterCapabilities(
+            gives_gpus=True, picks_victims=True, drains=False, probes=bool(checked) and all(checked)
+        )
+        yield OpenEngine(EcsEngine(self, EcsCalls(client, self.cluster)), capabilities)
+
+
 class EcsEngine:
     """The tasks of one adapter.
 
     Args:
+        settings: of the adapter.
         calls: of the cluster.
-        adapter: id of the adapter; its tasks are marked with it.
-        cluster: name or ARN of the cluster.
-        templates: how replicas become tasks, by name.
-        poll: seconds between two looks.
     """
 
-    def __init__(
-        self,
-        calls: EcsCalls,
-        adapter: str,
-        cluster: str,
-        templates: Mapping[str, TaskTemplate],
-        *,
-        poll: float,
-    ) -> None:
+    def __init__(self, settings: EcsSettings, calls: EcsCalls) -> None:
         self._calls = calls
-        self._adapter = adapter
-        self._cluster = cluster
-        self._templates = templates
-        self._poll = poll
+        self._adapter = settings.adapter
+        self._cluster = settings.cluster
+        self._templates = settings.ecs_templates
+        self._poll = settings.poll_seconds
         self._tasks: dict[str, Task] = {}
         self._waits: dict[str, str] = {}
         self._recent: dict[str, float] = {}
@@ -66,7 +103,11 @@ class EcsEngine:
     async def observe(self) -> Mapping[str, Sighting]:
         """As `Engine.observe`. A task that stopped does not change any more and is described once."""
         described = [(task.replica, task) for task in await self._described()]
-        counts = await one_each(described, first, lambda task: self._calls.stop(task.arn))
+        counts, others = split_duplicates(described, first)
+        for task in others:
+            if not task.over:
+                _log.warning("stopping a task that was started twice", task=task.arn, replica=task.replica)
+                await self._calls.stop(task.arn)
         self._tasks = {name: task for name, task in counts.items() if task.arn not in self._removed}
         self._waits = {name: why for name, why in self._waits.items() if name not in self._tasks}
         waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._waits.items()}
@@ -74,11 +115,11 @@ class EcsEngine:
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
         """As `Engine.apply`. Where a template finds no room, its other starts wait with it, and cost no call each."""
-        taking = Taking()
+        outcomes = StepOutcomes()
         full: dict[str, str] = {}
         for step in steps:
-            await taking.note(step, self._take(step, full))
-        return taking.outcome()
+            await outcomes.note(step, self._take(step, full))
+        return outcomes.result()
 
     async def watch(self) -> None:
         """As `Engine.watch`: ECS tells nobody here, so it is asked again after a while."""
@@ -124,11 +165,11 @@ class EcsEngine:
     async def _start(self, step: Start) -> str:
         """Start a task; returns why it never will be, if it was refused."""
         replica = step.order.replica
-        template = self._templates.get(step.template)
-        if template is None:
-            return f"this adapter has no template {step.template}"
+        name = step.template
         try:
-            arn = await self._calls.run(run_request(template, step.order, self._adapter, self._cluster))
+            template = template_named(self._templates, name)
+            request = run_request(name, template, step.order, self._adapter, self._cluster)
+            arn = await self._calls.run(request)
         except (LaunchRefusedError, TaskRefusedError) as error:
             self._waits.pop(replica, None)
             return str(error)

@@ -1,4 +1,7 @@
-"""Tasks of ECS, and what each says of a replica. Pure.
+"""Tasks of ECS: how a template starts one, and what each says of its replica. Pure.
+
+A request holds the command, variables and GPUs of one container; everything else stands in the task definition, which is
+the account's.
 
 Statuses, stop codes and their order are those of the task lifecycle in Amazon's developer guide for ECS.
 """
@@ -6,12 +9,17 @@ Statuses, stop codes and their order are those of the task lifecycle in Amazon's
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from gpuscale.autoscaler.adapters.engine import Life, Sighting
-from gpuscale.autoscaler.adapters.templates import Placeholder, ReplicaOrder, fill_arguments
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.templates import check_environment, fill_arguments, parse_arguments
+
+if TYPE_CHECKING:
+    from types_boto3_ecs.type_defs import ContainerOverrideTypeDef, RunTaskRequestTypeDef
 
 REPLICA_TAG = "gpuscale:replica"
 ADAPTER_TAG = "gpuscale:adapter"
@@ -22,6 +30,24 @@ _RUNNING = "RUNNING"
 _OVER = frozenset({"STOPPED", "DELETED"})
 _FIRST_SIGNAL, _LAST_SIGNAL = 129, 192
 """Exit codes by which a container engine says that a signal ended the program: 128 and the signal's number."""
+
+
+LaunchType = Literal["EC2", "FARGATE", "EXTERNAL"]
+
+PYTHON = "python3"
+"""What {python} stands for in a container; the adapter's own interpreter is not in there."""
+VISIBLE_GPUS = "NVIDIA_VISIBLE_DEVICES"
+NO_GPUS = "void"
+"""Keeps an image that says `all`, as CUDA's do, from every GPU of its host."""
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_:/.-]+$", max_length=512)]
+
+
+class TaskRefusedError(Exception):
+    """ECS will never start a task like this; the text says why, for a person."""
+
+
+class NoRoomError(Exception):
+    """ECS does not start the task now, such as for want of a GPU; the text says why, for a person."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,55 +128,56 @@ def _why_ended(task: Task, code: int | None) -> str:
     return f"{how}; {said}" if said else how
 
 
-if TYPE_CHECKING:
-    from types_boto3_ecs.type_defs import ContainerOverrideTypeDef, RunTaskRequestTypeDef
+class TaskTemplate(BaseModel):
+    """One table [ecs_templates.NAME]: how replicas of endpoints that name it become tasks."""
 
-LaunchType = Literal["EC2", "FARGATE", "EXTERNAL"]
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-PYTHON = "python3"
-"""What {python} stands for in a container; the adapter's own interpreter is not in there."""
-VISIBLE_GPUS = "NVIDIA_VISIBLE_DEVICES"
-NO_GPUS = "void"
-"""Keeps an image that says `all`, as CUDA's do, from every GPU of its host."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskTemplate:
-    """How replicas of one template become tasks.
-
-    Attributes:
-        name: what endpoints know it by.
-        task_definition: its family, family:revision or ARN.
-        container: which container of it the rest is about.
-        command: in place of the container's own; empty to keep that.
-        env: variables set for it.
-        launch_type: where it runs, or none.
-        capacity_provider: what it runs on, or none.
-        platform_version: of Fargate, or none.
-        subnets: for a task definition whose network mode is awsvpc.
-        security_groups: the same.
-        public_ip: whether it gets a public address, the same.
-        has_health_check: whether the container has a health check, which makes it READY.
-    """
-
-    name: str
-    task_definition: str
-    container: str
-    command: tuple[tuple[str | Placeholder, ...], ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    task_definition: Name
+    """Family, family:revision or ARN of the task definition."""
+    container: Name
+    """The container of it that the rest is about."""
+    command: tuple[str, ...] = ()
+    """In place of the container's own command; placeholders as for processes, {python} is python3."""
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    """Variables to set; secrets belong in the task definition, since everybody who may describe tasks sees these."""
     launch_type: LaunchType | None = None
-    capacity_provider: str = ""
-    platform_version: str = ""
-    subnets: tuple[str, ...] = ()
-    security_groups: tuple[str, ...] = ()
-    public_ip: bool = False
+    """EC2, FARGATE or EXTERNAL; the cluster's default when neither this nor a capacity provider is set."""
+    capacity_provider: str = Field("", max_length=255)
+    """What it runs on, in place of a launch type."""
+    platform_version: str = Field("", max_length=64)
+    """Of Fargate."""
+    subnets: tuple[Name, ...] = Field((), max_length=16)
+    """For a task definition whose network mode is awsvpc."""
+    security_groups: tuple[Name, ...] = Field((), max_length=5)
+    """The same; the VPC's default when empty."""
+    assign_public_ip: bool = False
+    """The same."""
     has_health_check: bool = False
+    """Whether the container has a health check in its task definition: READY then means that it succeeded."""
+
+    @field_validator("command")
+    @classmethod
+    def _check_command(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        parse_arguments(command)
+        return command
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_environment(self.env, ())
+        if VISIBLE_GPUS in self.env:
+            raise ValueError(f"{VISIBLE_GPUS} is set by ECS and the adapter")
+        if self.launch_type and self.capacity_provider:
+            raise ValueError("set launch_type or capacity_provider, not both")
+        if not self.subnets and (self.security_groups or self.assign_public_ip):
+            raise ValueError("security_groups and assign_public_ip need subnets")
+        return self
 
 
 def run_request(
-    template: TaskTemplate, order: ReplicaOrder, adapter: str, cluster: str
+    name: str, template: TaskTemplate, order: ReplicaOrder, adapter: str, cluster: str
 ) -> RunTaskRequestTypeDef:
-    """The request that starts the task of a replica, the same each time.
+    """The request that starts the task of a replica by the template of that name, the same each time.
 
     Raises:
         LaunchRefusedError: the order does not fit the template.
@@ -165,7 +192,7 @@ def run_request(
         "clientToken": client_token(adapter, order.replica),
         "startedBy": started_by(adapter),
         "tags": [{"key": key, "value": value} for key, value in marks.items()],
-        "overrides": {"containerOverrides": [_override(template, order)]},
+        "overrides": {"containerOverrides": [_override(name, template, order)]},
     }
     if template.launch_type:
         request["launchType"] = template.launch_type
@@ -178,21 +205,21 @@ def run_request(
             "awsvpcConfiguration": {
                 "subnets": list(template.subnets),
                 "securityGroups": list(template.security_groups),
-                "assignPublicIp": "ENABLED" if template.public_ip else "DISABLED",
+                "assignPublicIp": "ENABLED" if template.assign_public_ip else "DISABLED",
             }
         }
     return request
 
 
-def _override(template: TaskTemplate, order: ReplicaOrder) -> ContainerOverrideTypeDef:
+def _override(name: str, template: TaskTemplate, order: ReplicaOrder) -> ContainerOverrideTypeDef:
     """ECS picks the GPUs and says which; a container that asks for none must see none."""
-    variables = {**template.env, "GPUSCALE_ENDPOINT": order.endpoint, "GPUSCALE_REPLICA": order.replica}
+    variables = {**template.env, **order.variables()}
     if not order.gpu_count:
         variables[VISIBLE_GPUS] = NO_GPUS
-    command = fill_arguments(template.name, template.command, order, PYTHON)
+    command = fill_arguments(name, template.command, order, PYTHON)
     override: ContainerOverrideTypeDef = {
         "name": template.container,
-        "environment": [{"name": name, "value": value} for name, value in sorted(variables.items())],
+        "environment": [{"name": variable, "value": value} for variable, value in sorted(variables.items())],
     }
     if command:
         override["command"] = list(command)

@@ -1,1 +1,4 @@
-"""The Kubernetes adapter: replicas are pods of a Deployment that the operator made, or pods of their own."""
+"""Replicas as pods: of a Deployment or StatefulSet that is scaled, or made one by one (`bare`). Begin with `engine`.
+
+`pods` says which pod is which replica (pure); `cluster` holds the calls of the Kubernetes API.
+"""

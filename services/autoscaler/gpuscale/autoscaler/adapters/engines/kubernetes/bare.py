@@ -33,15 +33,16 @@ from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.core_v1 import Pod as ClusterPod
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster, RefusedError
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import ADAPTER, ENDPOINT, REPLICA, Pod
-from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate
-from gpuscale.autoscaler.adapters.templates import (
-    PYTHON,
-    LaunchRefusedError,
-    ReplicaOrder,
-    fill_arguments,
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
+    ADAPTER,
+    ENDPOINT,
+    REPLICA,
+    KubernetesTemplate,
+    Pod,
 )
+from gpuscale.autoscaler.adapters.templates import PYTHON, LaunchRefusedError, fill_arguments
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
@@ -83,9 +84,9 @@ class BarePods:
         self._ranking = ranking
 
     async def start(
-        self, template: KubernetesTemplate, order: ReplicaOrder, *, dry_run: bool = False
+        self, name: str, template: KubernetesTemplate, order: ReplicaOrder, *, dry_run: bool = False
     ) -> None:
-        """Make the pod of a replica; harmless where it is there.
+        """Make the pod of a replica by the template of that name; harmless where it is there.
 
         Raises:
             LaunchRefusedError: it can never be made.
@@ -95,7 +96,7 @@ class BarePods:
         nodes: tuple[str, ...] = ()
         if self._ranking is not None and template.rank_nodes and order.gpu_count:
             nodes = await self._ranking.best(order.gpu_count)
-        pod = make_pod(like, template, order, self._adapter, self._gpu_resource, nodes)
+        pod = make_pod(like, name, template, order, self._adapter, self._gpu_resource, nodes)
         try:
             await self._cluster.create(pod, dry_run=dry_run)
         except RefusedError as error:
@@ -122,6 +123,7 @@ class BarePods:
 
 def make_pod(
     like: Deployment,
+    name: str,
     template: KubernetesTemplate,
     order: ReplicaOrder,
     adapter: str,
@@ -138,7 +140,7 @@ def make_pod(
         raise LaunchRefusedError(f"Deployment {template.workload} has no container")
     _, endpoint, _, _ = order.replica.split("/")
     first = spec.containers[0]
-    _fit(first, template, order, gpu_resource)
+    _fit(first, name, template, order, gpu_resource)
     spec.restartPolicy = "Never"
     if nodes:
         _prefer(spec, nodes)
@@ -158,10 +160,12 @@ def pod_name(deployment: str, adapter: str, replica: str) -> str:
     return f"{deployment[:HOW_LONG].rstrip('-.')}-{digest[:16]}"
 
 
-def _fit(container: Container, template: KubernetesTemplate, order: ReplicaOrder, gpu_resource: str) -> None:
-    if template.arguments or order.parameters:
-        container.args = list(fill_arguments(template.name, template.arguments, order, PYTHON))
-    own = [EnvVar("GPUSCALE_ENDPOINT", value=order.endpoint), EnvVar("GPUSCALE_REPLICA", value=order.replica)]
+def _fit(
+    container: Container, name: str, template: KubernetesTemplate, order: ReplicaOrder, gpu_resource: str
+) -> None:
+    if template.args or order.parameters:
+        container.args = list(fill_arguments(name, template.args, order, PYTHON))
+    own = [EnvVar(variable, value=value) for variable, value in order.variables().items()]
     container.env = [*(one for one in container.env or () if not one.name.startswith("GPUSCALE_")), *own]
     resources = container.resources or ResourceRequirements()
     gpus = {gpu_resource: str(order.gpu_count)} if order.gpu_count else {}

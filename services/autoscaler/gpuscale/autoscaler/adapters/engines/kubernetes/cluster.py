@@ -26,7 +26,7 @@ from lightkube.resources.authorization_v1 import SelfSubjectAccessReview
 from lightkube.resources.core_v1 import Pod as ClusterPod
 from lightkube.types import PatchType
 
-from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, Life, Sighting
+from gpuscale.autoscaler.adapters.engine import EngineUnavailableError
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     ADAPTER,
     COST,
@@ -34,6 +34,7 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     REPLICA,
     STOPPING,
     Kind,
+    NotAllowedError,
     Pod,
     Workload,
 )
@@ -44,10 +45,6 @@ TIMEOUT = 10.0
 """Seconds that an answer may take."""
 FIELD_MANAGER = "gpuscale"
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, CONFLICT, INVALID = 400, 401, 403, 404, 409, 422
-
-
-class NotAllowedError(EngineUnavailableError):
-    """The adapter's account may not do what it must; the text says what."""
 
 
 class RefusedError(Exception):
@@ -336,23 +333,6 @@ def owner_of(meta: ObjectMeta) -> str | None:
     if owner.kind == "ReplicaSet" and owner.name.endswith(suffix):
         return owner.name.removesuffix(suffix)
     return None
-
-
-def sighting(pod: Pod, note: str = "") -> Sighting:
-    """A replica as its pod stands; `note` says what else is to be known of it."""
-    if pod.over:
-        return Sighting(Life.ENDED, pod.exit_code, pod.reason)
-    if pod.going:
-        why = "" if pod.stopping else "its pod is being deleted by somebody else or by the cluster"
-        return Sighting(Life.STARTING, reason=why)
-    reason = "; ".join(text for text in (pod.reason, note) if text)
-    return Sighting(Life.READY if pod.ready else Life.STARTING, reason=reason)
-
-
-def gone(pod: Pod) -> Sighting:
-    """A replica whose pod was there and is not any more."""
-    why = "" if pod.stopping else "its pod was deleted by somebody else or by the cluster"
-    return Sighting(Life.ENDED, pod.exit_code, pod.reason if pod.over else why)
 
 
 def to_workload(kind: Kind, found: Deployment | StatefulSet, adapter: str, gpu_resource: str) -> Workload:

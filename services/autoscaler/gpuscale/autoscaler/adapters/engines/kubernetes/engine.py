@@ -2,40 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
 
+from pydantic import Field, model_validator
+
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
     Life,
     Remove,
+    ReplicaOrder,
     Sighting,
     Start,
     Step,
-    Taking,
+    StepOutcomes,
 )
-from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods
-from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster, NotAllowedError, gone, sighting
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import Kind, Patience, Pod, Workload, arrange, count
-from gpuscale.autoscaler.adapters.engines.kubernetes.template import KubernetesTemplate, why_not
-from gpuscale.autoscaler.adapters.templates import (
-    BUILTIN,
-    LaunchRefusedError,
-    Placeholder,
-    ReplicaOrder,
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
+    Kind,
+    KubernetesTemplate,
+    NotAllowedError,
+    Patience,
+    Pod,
+    Workload,
+    arrange,
+    count,
+    gone,
+    sighting,
+    why_not,
 )
+from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
+from gpuscale.autoscaler.adapters.templates import BUILTIN, LaunchRefusedError, Placeholder, parse_arguments
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.runtime.logs import get_logger
+
+if TYPE_CHECKING:
+    from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods
+    from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster
 
 QUIET = 4.0
 """Seconds between two looks where nothing is under way and no pod changes."""
 BUSY = 1.0
 
 _log = get_logger(__name__)
+
+
+class KubernetesSettings(EngineSettings):
+    """What the Kubernetes adapter is told before it starts; it calls the allocator too, if that is named."""
+
+    section: ClassVar[str] = "kubernetes_adapter"
+    kind: ClassVar[str] = "kubernetes"
+    description: ClassVar[str] = "Runs replicas as pods of a Kubernetes cluster."
+    library: ClassVar[str] = "lightkube"
+    templates_field: ClassVar[str] = "kubernetes_templates"
+
+    kubeconfig: Path | None = Field(
+        None, description="kubeconfig file; none inside of the cluster, where the service account is used"
+    )
+    context: str = Field("", description="context of the kubeconfig file; its current one when empty")
+    namespace: str = Field(
+        "", description="namespace of the replicas; that of the account or context when empty"
+    )
+    gpu_resource: str = Field("nvidia.com/gpu", description="resource that counts GPUs in this cluster")
+    allocator_address: str = Field(
+        "", description="address of the allocator, which ranks nodes for pods_of; not asked when empty"
+    )
+    kubernetes_templates: dict[str, KubernetesTemplate] = Field(
+        default_factory=dict[str, KubernetesTemplate], description="templates by name"
+    )
+
+    @model_validator(mode="after")
+    def _check_workloads(self) -> Self:
+        used: dict[tuple[Kind, str], str] = {}
+        for name, template in self.kubernetes_templates.items():
+            what = (template.kind, template.workload)
+            if template.kind is not Kind.PODS and used.setdefault(what, name) != name:
+                raise ValueError(
+                    f"kubernetes_templates.{name}: {template.kind.value} {template.workload} is already"
+                    f" that of {used[what]}"
+                )
+        return self
+
+    @asynccontextmanager
+    async def open_engine(self, host: Host, /) -> AsyncGenerator[OpenEngine]:
+        """The pods of this adapter, which go on when it ends.
+
+        Raises:
+            FailedPreconditionError: the cluster's credentials, or a template, cannot be used.
+        """
+        from gpuscale.autoscaler.adapters.engines.kubernetes.bare import AllocatorRanking, BarePods
+        from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import open_cluster
+
+        templates = self.kubernetes_templates
+        async with AsyncExitStack() as stack:
+            cluster = await stack.enter_async_context(
+                open_cluster(
+                    self.kubeconfig,
+                    self.context,
+                    self.namespace,
+                    adapter=self.adapter,
+                    gpu_resource=self.gpu_resource,
+                )
+            )
+            ranking = None
+            if self.allocator_address:
+                allocator = await stack.enter_async_context(self.open_channel(self.allocator_address))
+                ranking = AllocatorRanking(allocator)
+            bare = BarePods(cluster, self.adapter, self.gpu_resource, ranking)
+            workloads = await check_templates(cluster, templates, bare)
+            capabilities = api.AdapterCapabilities(
+                gives_gpus=True,
+                picks_victims=all(one.kind is not Kind.STATEFUL_SET for one in templates.values()),
+                drains=True,
+                probes=bool(workloads) and all(one.probed for one in workloads.values()),
+            )
+            yield OpenEngine(KubernetesEngine(cluster, templates, bare, host.clock), capabilities)
 
 
 class KubernetesEngine:
@@ -101,12 +189,12 @@ class KubernetesEngine:
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
         """As `Engine.apply`."""
         self._told = True
-        taking = Taking()
+        outcomes = StepOutcomes()
         for step in steps:
-            await taking.note(step, self._take(step))
+            await outcomes.note(step, self._take(step))
         await hit_async("kubernetes.apply.before_scale")
         await self._settle()
-        return taking.outcome()
+        return outcomes.result()
 
     async def watch(self) -> None:
         """As `Engine.watch`; what earlier steps still need is done first."""
@@ -130,29 +218,33 @@ class KubernetesEngine:
     async def _give(self, template: str, pods: Sequence[Pod], before: Mapping[str, Pod]) -> None:
         """Mark the pods of a workload as the replicas that they are."""
         was = {pod.uid: pod for pod in pods}
-        vanished = [
+        owner = self._templates[template].workload
+        lost = [
             name
             for name, pod in before.items()
-            if pod.owner == self._templates[template].workload and pod.active
-            if not pod.stopping and pod.uid not in was
+            if pod.owner == owner and pod.active and not pod.stopping and pod.uid not in was
         ]
         waiting = [name for name, one in self._waiting.items() if one == template]
-        for pod in arrange(pods, waiting, vanished):
-            kept = pod
-            if pod != was[pod.uid]:
-                if pod.replica and pod.replica != was[pod.uid].replica:
-                    _log.info("pod is a replica", pod=pod.name, replica=pod.replica)
-                kept = pod if await self._cluster.mark(pod) else was[pod.uid]
+        for pod in arrange(pods, waiting, lost):
+            kept = await self._mark(was[pod.uid], pod)
             if kept.replica and (kept.replica not in self._pods or kept.active):
                 self._pods[kept.replica] = kept
             elif kept.active:
                 self._nobodys.setdefault(template, []).append(kept)
 
+    async def _mark(self, was: Pod, pod: Pod) -> Pod:
+        """Mark a pod where it is not marked like this; returns it as it stands then."""
+        if pod == was:
+            return pod
+        if pod.replica and pod.replica != was.replica:
+            _log.info("pod is a replica", pod=pod.name, replica=pod.replica)
+        return pod if await self._cluster.mark(pod) else was
+
     async def _start(self, step: Start) -> str:
         """See to a replica that has no pod; returns why it never will have one."""
         order, template = step.order, self._templates.get(step.template)
         if template is None:
-            return f"the adapter has no template {step.template}"
+            return f"this adapter has no template {step.template}"
         workload = self._workloads.get(step.template)
         if workload is None or order.replica in self._pods:
             return ""
@@ -161,7 +253,7 @@ class KubernetesEngine:
             return why
         if template.kind is Kind.PODS:
             try:
-                await self._bare.start(template, order)
+                await self._bare.start(step.template, template, order)
             except LaunchRefusedError as error:
                 self._waiting.pop(order.replica, None)
                 return str(error)
@@ -301,7 +393,7 @@ async def check_templates(
         await cluster.check_right("watch", "pods")
         await cluster.check_right("patch", "pods")
         for name, template in sorted(templates.items()):
-            found[name] = await _check(cluster, template, bare)
+            found[name] = await _check(cluster, name, template, bare)
     except (NotAllowedError, LaunchRefusedError) as error:
         where = f"template {name}: " if name else ""
         raise FailedPreconditionError(f"{where}{error}", reason="TEMPLATE_UNUSABLE") from error
@@ -311,13 +403,13 @@ async def check_templates(
     return found
 
 
-async def _check(cluster: Cluster, template: KubernetesTemplate, bare: BarePods) -> Workload:
+async def _check(cluster: Cluster, name: str, template: KubernetesTemplate, bare: BarePods) -> Workload:
     workload = await cluster.workload(template.kind, template.workload)
     if workload.problem:
         raise LaunchRefusedError(workload.problem)
     if template.kind is Kind.PODS:
         await cluster.check_right("delete", "pods")
-        await bare.start(template, _sample(template), dry_run=True)
+        await bare.start(name, template, _sample(template), dry_run=True)
         return workload
     await cluster.scale(workload, workload.replicas, dry_run=True)
     return workload
@@ -325,6 +417,8 @@ async def _check(cluster: Cluster, template: KubernetesTemplate, bare: BarePods)
 
 def _sample(template: KubernetesTemplate) -> ReplicaOrder:
     """An order that fills every placeholder."""
-    used = {part.name for one in template.arguments for part in one if isinstance(part, Placeholder)}
+    used = {
+        part.name for one in parse_arguments(template.args) for part in one if isinstance(part, Placeholder)
+    }
     parameters = dict.fromkeys(sorted(used - BUILTIN), "0")
     return ReplicaOrder("endpoints/dry-run/replicas/dry-run", "endpoints/dry-run", parameters, gpu_count=1)

@@ -1,10 +1,21 @@
-"""Pods and what makes them, as the Kubernetes adapter sees them; and the marks that it leaves on pods. Pure."""
+"""Pods and what makes them: templates, the marks that the adapter leaves, which pod is which replica. Pure.
+
+The pods of a Deployment are all alike, and the cluster makes and ends them: a replica is a pod by a mark that the adapter
+leaves on it. How many pods are wanted is worked out anew every time from the pods that are there, so that a step that is
+repeated, or taken by the next run of the adapter, changes nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.templates import parse_arguments
 
 ADAPTER = "gpuscale.adapter"
 """Label of every pod of ours, with the adapter's id; a Deployment's pod template must have it."""
@@ -18,6 +29,15 @@ COST = "controller.kubernetes.io/pod-deletion-cost"
 """Annotation that a ReplicaSet goes by when it has too many pods: those with the lowest are ended first."""
 
 
+PATIENCE = 60.0
+"""Seconds for which somebody else's number of pods stands before it is put right; then twice as long, and so on."""
+MOST_PATIENCE = 3600.0
+
+
+class NotAllowedError(EngineUnavailableError):
+    """The adapter's account may not do what it must; the text says what."""
+
+
 class Kind(Enum):
     """What makes the pods of a template."""
 
@@ -25,6 +45,51 @@ class Kind(Enum):
     STATEFUL_SET = "StatefulSet"
     PODS = "pods"
     """The adapter itself, after the pod template of a Deployment."""
+
+
+class KubernetesTemplate(BaseModel):
+    """One table [kubernetes_templates.NAME]: whose pods are the replicas; one of deployment, stateful_set and pods_of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    deployment: str = ""
+    """A Deployment that is there: its pods are the replicas, and it is scaled."""
+    stateful_set: str = ""
+    """A StatefulSet that is there: the same, but it ends the newest pod and never another."""
+    pods_of: str = ""
+    """A Deployment that is there: the adapter makes the pods itself, after its pod template."""
+    parameters: dict[str, str] = Field(default_factory=dict[str, str])
+    """What its pods were made for: endpoints must ask for these very values. Not with pods_of."""
+    args: tuple[str, ...] = ()
+    """Arguments of the pod's first container, with placeholders; only with pods_of."""
+    rank_nodes: bool = True
+    """Prefer the nodes that the allocator ranks best; only with pods_of."""
+
+    @field_validator("args")
+    @classmethod
+    def _check_args(cls, args: tuple[str, ...]) -> tuple[str, ...]:
+        parse_arguments(args)
+        return args
+
+    @model_validator(mode="after")
+    def _check_way(self) -> Self:
+        if sum(bool(one) for one in (self.deployment, self.stateful_set, self.pods_of)) != 1:
+            raise ValueError("set one of deployment, stateful_set and pods_of")
+        if self.args and not self.pods_of:
+            raise ValueError("args needs pods_of: the pods of a Deployment are made by the Deployment")
+        if self.parameters and self.pods_of:
+            raise ValueError("with pods_of, parameters fill the placeholders of args")
+        return self
+
+    @property
+    def kind(self) -> Kind:
+        """What makes its pods."""
+        return Kind.DEPLOYMENT if self.deployment else Kind.STATEFUL_SET if self.stateful_set else Kind.PODS
+
+    @property
+    def workload(self) -> str:
+        """Name of the Deployment or StatefulSet."""
+        return self.deployment or self.stateful_set or self.pods_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +157,49 @@ class Pod:
         return not self.going and not self.over
 
 
-PATIENCE = 60.0
-"""Seconds for which somebody else's number of pods stands before it is put right; then twice as long, and so on."""
-MOST_PATIENCE = 3600.0
+def why_not(template: KubernetesTemplate, workload: Workload, order: ReplicaOrder) -> str:
+    """Why this order can never be filled; empty where it can.
+
+    The pods of a Deployment are as the operator made them: an endpoint that asks for something else must not get them.
+    """
+    if workload.problem:
+        return workload.problem
+    if template.kind is Kind.PODS:
+        return ""
+    for name in sorted({*template.parameters, *order.parameters}):
+        made_for, asked = template.parameters.get(name), order.parameters.get(name)
+        if made_for != asked:
+            return (
+                f"{template.kind.value} {workload.name} is made for {_said(name, made_for)},"
+                f" and the endpoint asks for {_said(name, asked)}"
+            )
+    if order.gpu_count != workload.gpu_count:
+        return (
+            f"a pod of {template.kind.value} {workload.name} has {workload.gpu_count} GPUs,"
+            f" and the endpoint asks for {order.gpu_count}"
+        )
+    return ""
+
+
+def _said(name: str, value: str | None) -> str:
+    return f"no {name}" if value is None else f"{name} {value!r}"
+
+
+def sighting(pod: Pod, note: str = "") -> Sighting:
+    """A replica as its pod stands; `note` says what else is to be known of it."""
+    if pod.over:
+        return Sighting(Life.ENDED, pod.exit_code, pod.reason)
+    if pod.going:
+        why = "" if pod.stopping else "its pod is being deleted by somebody else or by the cluster"
+        return Sighting(Life.STARTING, reason=why)
+    reason = "; ".join(text for text in (pod.reason, note) if text)
+    return Sighting(Life.READY if pod.ready else Life.STARTING, reason=reason)
+
+
+def gone(pod: Pod) -> Sighting:
+    """A replica whose pod was there and is not any more."""
+    why = "" if pod.stopping else "its pod was deleted by somebody else or by the cluster"
+    return Sighting(Life.ENDED, pod.exit_code, pod.reason if pod.over else why)
 
 
 def arrange(pods: Iterable[Pod], waiting: Iterable[str], vanished: Iterable[str] = ()) -> list[Pod]:

@@ -1,4 +1,4 @@
-"""Whether a replica is well: what its template's probe asks, and what the answers in a row make of it. Pure.
+"""Whether a replica is well: what its template's probe asks, and what the answers in a row make of it.
 
 The words and their meaning are those of Kubernetes' probes, with one for both ends of a life: the first success makes a
 replica READY, and `failures` in a row make it FAILED. Until the first success failures count only once `start_timeout` is
@@ -13,6 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from urllib.parse import urlsplit
+
+from gpuscale.autoscaler.adapters.templates import INHERITED, parse_argument
+
+HTTP_PORT = 80
+_MAX_STATUS_LINE = 4096
+_END_SECONDS = 1.0
+_WELL = range(200, 400)
 
 
 class ProbeKind(Enum):
@@ -79,10 +86,25 @@ class Health:
         return Verdict.UNHEALTHY if self._failures >= self._timing.failures else Verdict.GOES_ON
 
 
-HTTP_PORT = 80
-_MAX_STATUS_LINE = 4096
-_END_SECONDS = 1.0
-_WELL = range(200, 400)
+def check_address(kind: ProbeKind, address: str) -> None:
+    """Check the address that a probe asks, which may hold placeholders.
+
+    Raises:
+        ValueError: it is neither HOST:PORT nor an http:// URL, whichever it must be.
+    """
+    if kind is ProbeKind.HTTP and not address.startswith("http://"):
+        raise ValueError("must begin with http://")
+    if kind is ProbeKind.TCP and not address.rpartition(":")[0]:
+        raise ValueError("must be HOST:PORT")
+    if not address.isprintable() or " " in address:
+        raise ValueError("must hold printable characters and no space")
+    parse_argument(address)
+
+
+def probe_environment(replica: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that a probe runs: nothing of the template's, which may hold passwords."""
+    own = {name: environment[name] for name in INHERITED if name in environment}
+    return {**own, "GPUSCALE_REPLICA": replica}
 
 
 async def ask(

@@ -1,7 +1,10 @@
-"""One worker process: started in a session of its own or adopted, its end noticed by a pidfd.
+"""Worker processes: started in a session of their own or adopted, watched by a pidfd, and whom they leave behind.
 
 A pidfd becomes readable when its process ends, whether or not that is a child of ours, so a worker that an earlier run
 of the adapter started is watched just as its own. Only of a child is the exit code known.
+
+A process is its pid together with the tick of the boot at which it started: pids are used again, the pair is not. All that
+looks at processes blocks; call it in a thread.
 """
 
 import asyncio
@@ -17,12 +20,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from gpuscale.autoscaler.adapters.journal import ProcessId
+import psutil
+
 from gpuscale.autoscaler.adapters.templates import Launch
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import environment
 
+REPLICA_VARIABLE = "GPUSCALE_REPLICA"
 _LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_ROUNDS = 50
+_ROUND_SECONDS = 0.1
+_ZOMBIES = frozenset({psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD})
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process of the current boot."""
+
+    pid: int
+    start_ticks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +137,7 @@ class WorkerProcess:
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it at once. What it started is left to `procfs.kill_members`."""
+        """End it at once. What it started is left to `kill_members`."""
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
@@ -160,24 +177,12 @@ def _spawn(launch: Launch, log: Path, user: WorkerUser) -> tuple[subprocess.Pope
     return child, process
 
 
-REPLICA_VARIABLE = "GPUSCALE_REPLICA"
-_ROUNDS = 50
-_ROUND_SECONDS = 0.1
-_PROC = Path("/proc")
-_ZOMBIES = frozenset({"Z", "X"})
-
-
-@dataclass(frozen=True, slots=True)
-class _Stat:
-    id: ProcessId
-    state: str
-    session: int
-
-
 def identify(pid: int) -> ProcessId | None:
     """The process that has this pid now; None if there is none."""
-    stat = _stat(pid)
-    return stat.id if stat else None
+    try:
+        return ProcessId(pid, _start_ticks(psutil.Process(pid)))
+    except psutil.Error:
+        return None
 
 
 def find_leader(replica: str, user: int | None = None) -> ProcessId | None:
@@ -185,12 +190,12 @@ def find_leader(replica: str, user: int | None = None) -> ProcessId | None:
 
     `user` is whom replicas run as, here and below; None for the user of this process.
     """
-    leaders = [
-        stat.id
-        for stat in _stats(user)
-        if stat.session == stat.id.pid and _has_variable(stat.id.pid, replica)
-    ]
-    return min(leaders, key=lambda leader: leader.start_ticks, default=None)
+    leaders = (
+        identify(process.pid)
+        for process in _processes(user)
+        if _session(process) == process.pid and _has_variable(process, replica)
+    )
+    return min((one for one in leaders if one), key=lambda leader: leader.start_ticks, default=None)
 
 
 def members(replica: str, leader: ProcessId, user: int | None = None) -> list[ProcessId]:
@@ -201,13 +206,12 @@ def members(replica: str, leader: ProcessId, user: int | None = None) -> list[Pr
     """
     # Session 0 holds processes of every kind: the kernel's, and those that came into a container from outside.
     session_may_live = leader.pid > 1 and identify(leader.pid) in {None, leader}
-    return [
-        stat.id
-        for stat in _stats(user)
-        if stat.state not in _ZOMBIES
-        and stat.id.start_ticks >= leader.start_ticks
-        and ((session_may_live and stat.session == leader.pid) or _has_variable(stat.id.pid, replica))
-    ]
+    found = (
+        identify(process.pid)
+        for process in _processes(user)
+        if (session_may_live and _session(process) == leader.pid) or _has_variable(process, replica)
+    )
+    return [one for one in found if one is not None and one.start_ticks >= leader.start_ticks]
 
 
 def kill_members(replica: str, leader: ProcessId, user: int | None = None) -> int:
@@ -243,30 +247,35 @@ def _kill_and_wait(processes: list[ProcessId]) -> None:
             os.close(descriptor)
 
 
-def _stats(user: int | None) -> Iterator[_Stat]:
-    """Every process of that user."""
+def _processes(user: int | None) -> Iterator[psutil.Process]:
+    """Every process of that user, but for zombies. Not by `process_iter`, which keeps what it read of a pid."""
     user = os.geteuid() if user is None else user
-    for entry in os.scandir(_PROC):
-        if entry.name.isdecimal():
-            with suppress(OSError):
-                if entry.stat().st_uid == user and (stat := _stat(int(entry.name))):
-                    yield stat
+    for pid in psutil.pids():
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.uids().effective == user and process.status() not in _ZOMBIES:
+                yield process
 
 
-def _stat(pid: int) -> _Stat | None:
-    """The fields of proc(5) /proc/PID/stat: 3 state, 6 session, 22 starttime. The second, the name, may hold anything."""
+def _start_ticks(process: psutil.Process) -> int:
+    """Ticks from the boot to its start, which no change of the clock moves, as psutil's `create_time` is."""
+    while True:
+        boot = psutil.boot_time()
+        ticks = round((process.create_time() - boot) * _TICKS_PER_SECOND)
+        if psutil.boot_time() == boot:
+            return ticks
+
+
+def _session(process: psutil.Process) -> int:
+    """The number of its session; 0 if it has ended."""
     try:
-        text = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return _Stat(ProcessId(pid, int(fields[19])), fields[0], int(fields[3]))
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return 0
 
 
-def _has_variable(pid: int, replica: str) -> bool:
-    wanted = f"{REPLICA_VARIABLE}={replica}".encode()
+def _has_variable(process: psutil.Process, replica: str) -> bool:
     try:
-        environment = (_PROC / str(pid) / "environ").read_bytes()
-    except OSError:
+        return process.environ().get(REPLICA_VARIABLE) == replica
+    except (psutil.Error, OSError):
         return False
-    return wanted in environment.split(b"\0")

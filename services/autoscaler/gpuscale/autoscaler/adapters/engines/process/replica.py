@@ -1,27 +1,30 @@
-"""The life of one replica on this host: from the intent to start it until nothing of it is left.
+"""The life of one replica on this host: from its start until nothing of it is left.
 
-    STARTING ── lived for READY_AFTER ──> READY ── asked to stop ──> DRAINING ── ended ──> STOPPED
-        │       or its probe succeeded      │
-        └───────────────────────────────────┴── ended by itself, or given up ──────────> FAILED
+    WAITING ── admitted and started ──> STARTING ── lived for READY_AFTER, or its probe succeeded ──> READY
+        │                                   │                                                        │
+        └───────────────────────────────────┴── ended, or given up ── what it left is killed ────────┴──> ENDED
 
-Given up is one that cannot be started, whose fence the node's agent refuses, or whose probe fails too often.
-
-A step stands in the journal before the next one begins, so that after a crash of the adapter the next run goes on from
-there: it adopts the process, and never starts a second one.
+Given up is one that cannot be started, whose fence the node's agent refuses, or whose probe fails too often. What it is
+found again by is in its sightings, so that after a crash of the adapter the next run adopts the process.
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+
+from pydantic import JsonValue, TypeAdapter
 
 from gpuscale.autoscaler.adapters.admission import Admission
-from gpuscale.autoscaler.adapters.engines.process import processes as procfs
+from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
 from gpuscale.autoscaler.adapters.engines.process.logs import ReplicaLogs
-from gpuscale.autoscaler.adapters.engines.process.probes import Health, Probe, Verdict, ask
-from gpuscale.autoscaler.adapters.engines.process.processes import WorkerProcess, WorkerUser
-from gpuscale.autoscaler.adapters.journal import Journal, Phase, ProcessId, Record
-from gpuscale.autoscaler.adapters.templates import Launch, probe_environment
-from gpuscale.autoscaler.domain.replicas import ENDED, ReplicaReport, ReplicaState
+from gpuscale.autoscaler.adapters.engines.process.probes import Health, Probe, Verdict, ask, probe_environment
+from gpuscale.autoscaler.adapters.engines.process.processes import (
+    ProcessId,
+    WorkerProcess,
+    WorkerUser,
+    kill_members,
+)
+from gpuscale.autoscaler.adapters.templates import Launch
 from gpuscale.common.runtime import failpoints
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
@@ -38,15 +41,13 @@ class Workshop:
     """What the replicas of an adapter share.
 
     Attributes:
-        journal: what was started.
         logs: where replicas write to.
         clock: seconds since boot, and the boot's id.
         admission: asked before anything is started on GPUs.
-        changed: called after every change that is to be reported.
+        changed: called after every change that is to be seen.
         user: whom replicas run as.
     """
 
-    journal: Journal
     logs: ReplicaLogs
     clock: Clock
     admission: Admission
@@ -54,141 +55,170 @@ class Workshop:
     user: WorkerUser
 
 
-class LocalReplica:
-    """One replica. Exactly one of `start`, `adopt` and nothing is run, once; `stop` may be called at any time."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the next run of the adapter finds a replica by: its process, how it is probed, and whether it was READY."""
 
-    def __init__(self, record: Record, workshop: Workshop) -> None:
-        self._record = record
+    process: ProcessId
+    probe: Probe | None = None
+    ready: bool = False
+
+
+KEPT: TypeAdapter[Kept] = TypeAdapter(Kept)
+
+
+class LocalReplica:
+    """One replica. Exactly one of `start`, `adopt` and `end_unseen` is run, once; the rest may be called at any time.
+
+    Args:
+        name: endpoints/{endpoint}/replicas/{replica}.
+        workshop: what the replicas of an adapter share.
+        probe: how it is asked whether it is well; None where it counts as READY once it lives.
+        finishing: whether it was asked to finish.
+    """
+
+    def __init__(
+        self, name: str, workshop: Workshop, probe: Probe | None = None, *, finishing: bool = False
+    ) -> None:
+        self._name = name
         self._workshop = workshop
-        self._state = _state(record)
-        self._stop_asked = record.asked_to_stop_at is not None
-        self._drain_timeout: float | None = None
-        self._kill_at: float | None = None
-        self._killed = False
+        self._probe = probe
+        self._finishing = finishing
+        self._dropped = False
+        self._process: WorkerProcess | None = None
+        self._ready = False
+        self._problem = ""
         self._given_up = ""
         self._wake = asyncio.Event()
-        self._ended = asyncio.Event()
-        if record.phase is Phase.ENDED:
-            self._ended.set()
+        self._end: Sighting | None = None
+        self._kept: Mapping[str, JsonValue] | None = None
+        self._life = Life.WAITING
 
     @property
     def ended(self) -> bool:
         """Whether nothing of it is left."""
-        return self._ended.is_set()
+        return self._end is not None
 
-    def report(self) -> ReplicaReport:
+    def sighting(self) -> Sighting:
         """How it stands."""
-        process = self._record.process
-        pid = process.pid if process and not self.ended else 0
-        return ReplicaReport(self._state, pid, self._record.exit_code, self._record.reason)
+        if self._end is not None:
+            return self._end
+        pid = self._process.id.pid if self._process else 0
+        return Sighting(self._life, None, self._problem, pid, self._kept)
 
-    def stop(self, drain_timeout: float | None) -> None:
-        """Ask it to finish its work and end; kill it so many seconds after it was asked first (None: never)."""
-        self._stop_asked = True
-        self._drain_timeout = drain_timeout
+    def finish(self) -> None:
+        """Ask it to finish its work and to end."""
+        self._finishing = True
+        if self._process is not None:
+            self._process.terminate()
         self._wake.set()
 
-    def stop_within(self, seconds: float) -> None:
-        """Ask it to finish its work and end, and kill it so many seconds from now, whatever else it may take."""
-        self._stop_asked = True
-        self._kill_at = self._workshop.clock.now() + seconds
-        self._wake.set()
+    def kill(self) -> None:
+        """End it now."""
+        if self._process is not None:
+            self._process.kill()
 
-    async def until_ended(self) -> None:
-        """Wait until nothing of it is left."""
-        await self._ended.wait()
+    async def drop(self) -> bool:
+        """Do not start it; returns False where it runs already."""
+        if self._process is not None:
+            return False
+        self._dropped = True
+        await self._until(lambda: self.ended)
+        return True
 
-    async def start(self, launch: Launch) -> None:
+    async def start(self, order: ReplicaOrder, launch: Launch) -> None:
         """Start it, and see it through to its end."""
-        replica = self._record.replica
+        admission = self._workshop.admission
+        await failpoints.hit_async("adapter.start.after_intent")
+        if refusal := await admission.refusal(order):
+            self._ended(None, refusal)
+            return
+        if self._dropped:
+            self._ended(None, "it was asked to stop before it was started")
+            return
         try:
-            await asyncio.to_thread(self._workshop.journal.write, self._record)
-            await failpoints.hit_async("adapter.start.after_intent")
-            refusal = await self._workshop.admission.refusal(launch)
-            if self._stop_asked:
-                await self._end(failed=False, reason="it was asked to stop before it was started")
-                return
-            if refusal:
-                await self._end(failed=True, reason=refusal)
-                return
             process = await WorkerProcess.start(
-                launch, self._workshop.logs.path(replica), self._workshop.user
+                launch, self._workshop.logs.path(self._name), self._workshop.user
             )
         except OSError as error:
-            await self._end(failed=True, reason=f"cannot be started: {error.strerror or error}")
+            self._ended(None, f"cannot be started: {error.strerror or error}")
             return
         await failpoints.hit_async("adapter.start.after_spawn")
-        _log.info("replica started", replica=replica, pid=process.id.pid, argv=list(launch.argv))
-        await self._save(replace(self._record, phase=Phase.RUNNING, process=process.id))
-        await failpoints.hit_async("adapter.start.after_record")
-        self._given_up = await self._workshop.admission.refusal(launch, process.id.pid)
+        _log.info("replica started", replica=self._name, pid=process.id.pid, argv=list(launch.argv))
+        if self._dropped:
+            process.kill()
+        self._runs(process)
+        self._given_up = await admission.refusal(order, process.id.pid)
         await self._live(process)
 
-    async def adopt(self) -> None:
-        """Take over what an earlier run of the adapter left of it, and see it through to its end."""
-        record = self._record
-        process = record.process if record.boot_id == self._workshop.clock.boot_id else None
-        if record.phase is Phase.INTENT and record.boot_id == self._workshop.clock.boot_id:
-            process = await asyncio.to_thread(procfs.find_leader, record.replica, self._workshop.user.uid)
-        adopted = await WorkerProcess.adopt(process) if process else None
-        if process is None or adopted is None:
-            await self._end_unseen(process)
-            return
-        _log.info("replica adopted", replica=record.replica, pid=process.pid)
-        await self._save(replace(record, phase=Phase.RUNNING, process=process))
-        await self._live(adopted)
+    def adopt(self, process: WorkerProcess, *, ready: bool) -> Coroutine[None, None, None]:
+        """Take over what an earlier run of the adapter started; what is returned sees it through to its end."""
+        _log.info("replica adopted", replica=self._name, pid=process.id.pid)
+        self._ready = ready
+        self._runs(process)
+        return self._live(process)
+
+    def end_unseen(self, process: ProcessId | None) -> Coroutine[None, None, None]:
+        """It ended while no adapter watched; what is returned kills what it left behind."""
+        self._life = Life.STARTING
+        return self._end_unseen(process)
+
+    async def _end_unseen(self, process: ProcessId | None) -> None:
+        if process is not None:
+            await self._clean_up(process)
+        self._ended(None, "it ended while the adapter was not running; its exit code is unknown")
+
+    def _runs(self, process: WorkerProcess) -> None:
+        self._process = process
+        process.ended.add_done_callback(lambda _: self._wake.set())
+        self._set_ready(ready=self._ready)
 
     async def _live(self, process: WorkerProcess) -> None:
-        process.ended.add_done_callback(lambda _: self._wake.set())
-        self._workshop.changed()
-
         def over() -> bool:
-            return process.ended.done() or self._stop_asked or bool(self._given_up)
+            return process.ended.done() or self._finishing or bool(self._given_up)
 
-        if self._record.probe is not None:
-            await self._watch(self._record.probe, over)
-        else:
+        if self._probe is not None:
+            await self._watch(self._probe, over)
+        elif not self._ready:
             await self._until(over, READY_AFTER)
             if not over():
-                self._set(ReplicaState.READY)
+                self._set_ready(ready=True)
         await self._until(over)
-        if not process.ended.done():
-            await (self._drain(process) if self._stop_asked else self._put_down(process))
+        if self._given_up and not self._finishing and not process.ended.done():
+            await self._put_down(process)
         code = await process.ended
-        asked = self._record.asked_to_stop_at is not None
         await self._clean_up(process.id)
-        reason = _reason(code, asked=asked, killed=self._killed)
-        if self._given_up and not asked:
-            reason = self._given_up
-        await self._end(failed=not asked, exit_code=code, reason=reason)
+        if self._given_up and not self._finishing:
+            self._ended(code, self._given_up)
+        else:
+            self._ended(code, _why_ended(code, asked=self._finishing))
 
     async def _watch(self, probe: Probe, over: Callable[[], bool]) -> None:
         """Ask it until it is over: READY at the first success, given up after too many failures in a row."""
         clock, timing = self._workshop.clock, probe.timing
-        health = Health(timing, clock.now(), ready=self._record.ready)
-        await self._until(over, 0.0 if self._record.ready else timing.initial_delay)
+        health = Health(timing, clock.now(), ready=self._ready)
+        await self._until(over, 0.0 if self._ready else timing.initial_delay)
         while not over():
             problem = await self._ask(probe, over)
             if over():
                 return
             match health.answered(problem, clock.now()):
                 case Verdict.READY:
-                    await self._save(replace(self._record, ready=True))
-                    self._set(ReplicaState.READY)
+                    self._set_ready(ready=True)
                 case Verdict.UNHEALTHY:
                     self._given_up = f"its probe failed {timing.failures} times in a row: {problem}"
                     return
                 case Verdict.GOES_ON:
                     pass
-            self._say(f"its probe fails: {problem}" if problem else "")
+            self._problem = f"its probe fails: {problem}" if problem else ""
+            self._workshop.changed()
             await self._until(over, timing.period)
 
     async def _ask(self, probe: Probe, over: Callable[[], bool]) -> str:
         """Ask once; cut short where it is over meanwhile."""
         user = self._workshop.user
-        asking = asyncio.ensure_future(
-            ask(probe, probe_environment(self._record.replica, user.environment()), user.command)
-        )
+        environment = probe_environment(self._name, user.environment())
+        asking = asyncio.ensure_future(ask(probe, environment, user.command))
         asking.add_done_callback(lambda _: self._wake.set())
         try:
             await self._until(lambda: over() or asking.done())
@@ -197,44 +227,12 @@ class LocalReplica:
             asking.cancel()
             await asyncio.wait([asking])
 
-    def _say(self, reason: str) -> None:
-        """Why it stands as it does, for whoever looks; not worth a write to the disk."""
-        if reason != self._record.reason:
-            self._record = replace(self._record, reason=reason)
-            self._workshop.changed()
-
     async def _put_down(self, process: WorkerProcess) -> None:
         """End one that was given up: it may hang, so it is not waited for as one that drains."""
-        _log.warning("replica given up", replica=self._record.replica, why=self._given_up)
+        _log.warning("replica given up", replica=self._name, why=self._given_up)
         process.terminate()
         await self._until(process.ended.done, GIVEN_UP_GRACE)
         process.kill()
-
-    async def _drain(self, process: WorkerProcess) -> None:
-        """Ask it to finish, once, and wait; kill it if that takes longer than it may."""
-        clock = self._workshop.clock
-        if self._record.asked_to_stop_at is None:
-            # Between the two lines a crash makes the next run ask again: twice is better than never.
-            process.terminate()
-            await self._save(replace(self._record, asked_to_stop_at=clock.now()))
-        asked_at = self._record.asked_to_stop_at or clock.now()
-        self._set(ReplicaState.DRAINING)
-        while not process.ended.done():
-            self._wake.clear()
-            left = self._left_to_drain(asked_at)
-            if left is not None and left <= 0:
-                self._killed = True
-                process.kill()
-                await process.ended
-                return
-            await self._sleep(left)
-
-    def _left_to_drain(self, asked_at: float) -> float | None:
-        """Seconds until it is to be killed; None for ever."""
-        limits = [] if self._drain_timeout is None else [asked_at + self._drain_timeout]
-        if self._kill_at is not None:
-            limits.append(self._kill_at)
-        return min(limits) - self._workshop.clock.now() if limits else None
 
     async def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
         """Wait until the condition holds, or for so many seconds."""
@@ -246,69 +244,26 @@ class LocalReplica:
         except TimeoutError:
             return
 
-    async def _sleep(self, seconds: float | None) -> None:
-        """Wait until something has happened since `_wake` was cleared, or for so many seconds."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            return
-
-    async def _end_unseen(self, process: ProcessId | None) -> None:
-        """It ended, or never began, while no adapter watched."""
-        if process is not None:
-            await self._clean_up(process)
-        if self._record.phase is Phase.INTENT:
-            reason = "the adapter ended while it started it, and no process of it is there"
-        else:
-            reason = "it ended while the adapter was not running; its exit code is unknown"
-        await self._end(failed=self._record.asked_to_stop_at is None, reason=reason)
-
     async def _clean_up(self, process: ProcessId) -> None:
-        killed = await asyncio.to_thread(
-            procfs.kill_members, self._record.replica, process, self._workshop.user.uid
-        )
+        killed = await asyncio.to_thread(kill_members, self._name, process, self._workshop.user.uid)
         if killed:
-            _log.warning("killed what a replica left behind", replica=self._record.replica, processes=killed)
+            _log.warning("killed what a replica left behind", replica=self._name, processes=killed)
 
-    async def _end(self, *, failed: bool, exit_code: int | None = None, reason: str) -> None:
-        await self._save(
-            replace(self._record, phase=Phase.ENDED, failed=failed, exit_code=exit_code, reason=reason)
-        )
-        _log.info("replica ended", replica=self._record.replica, exit_code=exit_code, why=reason)
-        self._set(ReplicaState.FAILED if failed else ReplicaState.STOPPED)
+    def _set_ready(self, *, ready: bool) -> None:
+        if self._process is None:
+            return
+        self._ready = ready
+        self._life = Life.READY if ready else Life.STARTING
+        self._kept = KEPT.dump_python(Kept(self._process.id, self._probe, ready), mode="json")
+        self._workshop.changed()
 
-    async def _save(self, record: Record) -> None:
-        """Go on from this record; a full disk must not end the watch over a process that runs."""
-        self._record = record
-        try:
-            await asyncio.to_thread(self._workshop.journal.write, record)
-        except OSError as error:
-            _log.error("cannot write the journal", replica=record.replica, why=error.strerror)
-
-    def _set(self, state: ReplicaState) -> None:
-        self._state = state
-        if state in ENDED:
-            self._ended.set()
+    def _ended(self, exit_code: int | None, reason: str) -> None:
+        self._end = Sighting(Life.ENDED, exit_code, reason)
+        self._wake.set()
         self._workshop.changed()
 
 
-def _state(record: Record) -> ReplicaState:
-    """How a replica stands that was left like this."""
-    match record.phase:
-        case Phase.INTENT:
-            return ReplicaState.STARTING
-        case Phase.RUNNING:
-            if record.asked_to_stop_at is not None:
-                return ReplicaState.DRAINING
-            return ReplicaState.READY if record.ready or record.probe is None else ReplicaState.STARTING
-        case Phase.ENDED:
-            return ReplicaState.FAILED if record.failed else ReplicaState.STOPPED
-
-
-def _reason(code: int | None, *, asked: bool, killed: bool) -> str:
-    if killed:
-        return "killed, since it had not finished its work in the time it may take"
+def _why_ended(code: int | None, *, asked: bool) -> str:
     if code is None:
         how = "its exit code is unknown, since the adapter was restarted meanwhile"
     elif code < 0:

@@ -1,4 +1,7 @@
-"""Ray as an engine of replicas."""
+"""Replicas as actors in the placement groups of a Ray cluster: settings, engine, and the adapter's end of the driver.
+
+The driver is the process that speaks to Ray: begun when it is needed, ended whenever it does not answer.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,19 @@ import asyncio
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import ClassVar, Self
 
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
     Remove,
+    ReplicaOrder,
     Sighting,
     Start,
     Step,
@@ -25,71 +33,106 @@ from gpuscale.autoscaler.adapters.engines.ray.messages import (
     Answer,
     Order,
     Question,
+    RayLaunch,
     Verb,
     sighting,
 )
-from gpuscale.autoscaler.adapters.engines.ray.settings import RayTemplateSettings, ray_launch
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
+from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
+from gpuscale.autoscaler.adapters.templates import (
+    PYTHON,
+    LaunchRefusedError,
+    Placeholder,
+    check_command,
+    check_environment,
+    fill_arguments,
+    handed_on,
+    parse_arguments,
+    template_named,
+)
+from gpuscale.common.secrets import environment
 
+MODULE = "gpuscale.autoscaler.adapters.engines.ray.driver"
+ANSWER_TIMEOUT = 25.0
+"""Seconds that an answer may take; the first one comes after Ray's library was loaded and has connected."""
+LONGEST_ANSWER = 64 * 1024 * 1024
+FINEST_DIGITS = 4
+"""Digits behind the point: Ray counts no finer parts of a resource."""
+_OWN_RESOURCES = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 LOOK_EVERY = 1.0
 """Seconds after which Ray is asked again: it has nothing public that tells of changes."""
 
 _VERBS: Mapping[type[Step], Verb] = {Finish: Verb.FINISH, Kill: Verb.KILL, Remove: Verb.REMOVE}
 
 
-class RayEngine:
-    """Replicas as actors in placement groups; an `Engine`.
+class RayTemplate(BaseModel):
+    """One table [ray_templates.NAME]: how replicas of endpoints that name it are started in Ray."""
 
-    Args:
-        driver: what speaks to Ray.
-        templates: how replicas are started.
-        environment: the adapter's own, of which templates hand on what they name.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    def __init__(
-        self,
-        driver: RayDriver,
-        templates: Mapping[str, RayTemplateSettings],
-        environment: Mapping[str, str],
-    ) -> None:
-        self._driver = driver
-        self._templates = templates
-        self._environment = environment
+    command: tuple[str, ...]
+    """The program, an absolute path on Ray's nodes or {python}, the interpreter of Ray's workers; and its arguments."""
+    working_dir: str = ""
+    """Where it is started on its node; by default where Ray's worker runs."""
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    """Variables to set. Of the node's own the command has PATH, HOME and LANG."""
+    pass_env: tuple[str, ...] = ()
+    """Variables to hand on from the adapter's own environment; Ray keeps them with the actor."""
+    num_cpus: float = Field(1.0, ge=0, le=10_000)
+    """Logical CPUs that a replica holds."""
+    resources: dict[str, float] = Field(default_factory=dict[str, float])
+    """Further resources of Ray that a replica holds, such as one that only some nodes have."""
 
-    async def observe(self) -> Mapping[str, Sighting]:
-        """As `Engine.observe`."""
-        answer = await self._driver.ask(Question())
-        return {group.replica: sighting(group) for group in answer.groups}
+    @field_validator("command")
+    @classmethod
+    def _check_command(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        check_command(command)
+        parsed = parse_arguments(command[1:])
+        if any(part == Placeholder("python") for argument in parsed for part in argument):
+            raise ValueError("{python} stands for the program alone")
+        return command
 
-    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """As `Engine.apply`."""
-        refused: dict[str, str] = {}
-        orders: list[Order] = []
-        for step in steps:
-            if not isinstance(step, Start):
-                orders.append(Order(_VERBS[type(step)], step.replica))
-                continue
-            try:
-                launch = ray_launch(step.template, self._templates, step.order, self._environment)
-            except LaunchRefusedError as error:
-                refused[step.order.replica] = str(error)
-            else:
-                orders.append(Order(Verb.START, step.order.replica, launch))
-        if orders:
-            answer = await self._driver.ask(Question(tuple(orders)))
-            if answer.failed:
-                raise StepsFailedError(answer.failed, refused)
-        return refused
-
-    async def watch(self) -> None:
-        """As `Engine.watch`."""
-        await asyncio.sleep(LOOK_EVERY)
+    @model_validator(mode="after")
+    def _check_rest(self) -> Self:
+        check_environment(self.env, self.pass_env)
+        for name, amount in {"num_cpus": self.num_cpus, **self.resources}.items():
+            if round(amount, FINEST_DIGITS) != amount:
+                raise ValueError(f"{name}: Ray counts no finer than {10**-FINEST_DIGITS:g}")
+        for name, amount in self.resources.items():
+            if name in _OWN_RESOURCES or not name.strip() or not 0 < amount <= 1_000_000:
+                raise ValueError(
+                    f"resources.{name}: must be a resource that Ray does not know by itself, above 0"
+                )
+        return self
 
 
-MODULE = "gpuscale.autoscaler.adapters.engines.ray.driver"
-ANSWER_TIMEOUT = 25.0
-"""Seconds that an answer may take; the first one comes after Ray's library was loaded and has connected."""
-LONGEST_ANSWER = 64 * 1024 * 1024
+class RaySettings(EngineSettings):
+    """What the Ray adapter is told before it starts."""
+
+    section: ClassVar[str] = "ray_adapter"
+    kind: ClassVar[str] = "ray"
+    description: ClassVar[str] = "Keeps replicas as actors in the placement groups of a Ray cluster."
+    library: ClassVar[str] = "ray"
+    templates_field: ClassVar[str] = "ray_templates"
+
+    address: str = Field(
+        "auto",
+        min_length=1,
+        description="address of the cluster: HOST:PORT, ray://HOST:PORT, or auto for this host's",
+    )
+    namespace: str = Field("gpuscale", min_length=1, description="namespace of Ray that the replicas live in")
+    ray_templates: dict[str, RayTemplate] = Field(
+        default_factory=dict[str, RayTemplate], description="how replicas are started, by template"
+    )
+
+    @asynccontextmanager
+    async def open_engine(self, _host: Host, /) -> AsyncGenerator[OpenEngine]:
+        """The actors of this adapter, which go on when it ends."""
+        driver = RayDriver(self.address, self.namespace, self.adapter)
+        capabilities = api.AdapterCapabilities(gives_gpus=True, picks_victims=True, drains=True)
+        try:
+            yield OpenEngine(RayEngine(driver, self.ray_templates, environment()), capabilities)
+        finally:
+            await driver.close()
 
 
 class RayDriver:
@@ -166,3 +209,86 @@ class RayDriver:
             start_new_session=True,
         )
         return self._process
+
+
+class RayEngine:
+    """Replicas as actors in placement groups; an `Engine`.
+
+    Args:
+        driver: what speaks to Ray.
+        templates: how replicas are started.
+        environment: the adapter's own, of which templates hand on what they name.
+    """
+
+    def __init__(
+        self,
+        driver: RayDriver,
+        templates: Mapping[str, RayTemplate],
+        environment: Mapping[str, str],
+    ) -> None:
+        self._driver = driver
+        self._templates = templates
+        self._environment = environment
+
+    async def observe(self) -> Mapping[str, Sighting]:
+        """As `Engine.observe`."""
+        answer = await self._driver.ask(Question())
+        return {group.replica: sighting(group) for group in answer.groups}
+
+    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
+        """As `Engine.apply`."""
+        refused: dict[str, str] = {}
+        orders: list[Order] = []
+        for step in steps:
+            if not isinstance(step, Start):
+                orders.append(Order(_VERBS[type(step)], step.replica))
+                continue
+            try:
+                launch = ray_launch(step.template, self._templates, step.order, self._environment)
+            except LaunchRefusedError as error:
+                refused[step.order.replica] = str(error)
+            else:
+                orders.append(Order(Verb.START, step.order.replica, launch))
+        if orders:
+            answer = await self._driver.ask(Question(tuple(orders)))
+            if answer.failed:
+                raise StepsFailedError(answer.failed, refused)
+        return refused
+
+    async def watch(self) -> None:
+        """As `Engine.watch`."""
+        await asyncio.sleep(LOOK_EVERY)
+
+
+def ray_launch(
+    name: str,
+    templates: Mapping[str, RayTemplate],
+    order: ReplicaOrder,
+    environment: Mapping[str, str],
+) -> RayLaunch:
+    """What Ray is told of a replica.
+
+    Args:
+        name: its template.
+        templates: all there are.
+        order: which replica, with which values.
+        environment: the adapter's own.
+
+    Raises:
+        LaunchRefusedError: there is no such template, it asks Ray for nothing, or its values are of no use.
+    """
+    template = template_named(templates, name)
+    # Which GPUs it gets only Ray knows, and sets CUDA_VISIBLE_DEVICES by; there is no reservation, and no fence.
+    made = RayLaunch(
+        argv=fill_arguments(name, template.command, order, PYTHON),
+        env={**handed_on(name, template.pass_env, environment), **template.env, **order.variables()},
+        working_dir=template.working_dir,
+        cpus=template.num_cpus,
+        gpus=order.gpu_count,
+        resources=template.resources,
+    )
+    if not made.bundle:
+        raise LaunchRefusedError(
+            f"template {name} asks Ray for nothing: give it num_cpus, or the endpoint GPUs"
+        )
+    return made

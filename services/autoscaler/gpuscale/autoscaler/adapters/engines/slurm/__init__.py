@@ -1,1 +1,1 @@
-"""The adapter of Slurm: every replica is a batch job."""
+"""Replicas as batch jobs of Slurm. Begin with `engine`; `jobs` says what a job is called with and what its state means (pure)."""

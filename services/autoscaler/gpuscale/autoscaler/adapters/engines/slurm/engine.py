@@ -1,15 +1,22 @@
-"""Slurm as an engine: batch jobs submitted, listed and signalled, found again by their names."""
+"""Replicas as batch jobs of Slurm: submitted, listed and signalled by its commands, found again by their names."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
+from typing import ClassVar
 
+from pydantic import Field
+
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
@@ -19,12 +26,13 @@ from gpuscale.autoscaler.adapters.engine import (
     Sighting,
     Start,
     Step,
-    Taking,
-    one_each,
+    StepOutcomes,
+    split_duplicates,
 )
 from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
     Job,
     JobTemplate,
+    Word,
     first,
     is_away,
     is_refusal,
@@ -34,9 +42,14 @@ from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
     sighting,
     submission,
 )
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
+from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
+from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, template_named
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.secrets import environment
 
+COMMAND_TIMEOUT = 15.0
+HANDED_ON = ("HOME", "LANG", "LOGNAME", "PATH", "SLURM_CONF", "USER")
+"""Variables of the adapter that the commands see; those such as SQUEUE_STATES would change what they say."""
 LOOKS = 5
 LOOK_GAP = 1.0
 """Seconds between two looks at a job that cannot take a signal yet; after `LOOKS` of them it is sent one in any case."""
@@ -45,159 +58,53 @@ _GONE = ("Invalid job id specified", "Job/step already completing or completed")
 _log = get_logger(__name__)
 
 
-class SlurmEngine:
-    """The jobs of one adapter.
+class SlurmSettings(EngineSettings):
+    """What the Slurm adapter is told before it starts."""
 
-    Args:
-        commands: run Slurm's programs.
-        adapter: id of the adapter; the names of its jobs hold it.
-        templates: how replicas become jobs, by name.
-        user: number of the user whose jobs they are.
-        python: interpreter that {python} stands for.
-        environment: variables of the adapter, of which a job gets what its template says.
-        poll: seconds between two looks at the queue.
-    """
+    section: ClassVar[str] = "slurm_adapter"
+    kind: ClassVar[str] = "slurm"
+    description: ClassVar[str] = "Submits and cancels replicas as batch jobs of Slurm."
+    templates_field: ClassVar[str] = "slurm_templates"
 
-    def __init__(
-        self,
-        commands: Commands,
-        adapter: str,
-        templates: Mapping[str, JobTemplate],
-        *,
-        user: int,
-        python: str,
-        environment: Mapping[str, str],
-        poll: float,
-    ) -> None:
-        self._commands = commands
-        self._adapter = adapter
-        self._templates = templates
-        self._user = user
-        self._python = python
-        self._environment = environment
-        self._poll = poll
-        self._jobs: dict[str, Job] = {}
-        self._waits: dict[str, str] = {}
-        self._asked: set[str] = set()
-        self._removed: set[str] = set()
+    commands_dir: Path | None = Field(
+        None, description="directory of sbatch, squeue and scancel; PATH if none"
+    )
+    slurm_conf: Path | None = Field(None, description="slurm.conf of the cluster; where Slurm looks if none")
+    poll_seconds: float = Field(2.0, ge=0.2, le=5, description="seconds between two looks at the queue")
+    python: str = Field(
+        "", description="interpreter on the nodes that {python} stands for; the adapter's own if none"
+    )
+    partition: Word = Field(
+        "", description="partition of templates that name none; Slurm's default when empty"
+    )
+    account: Word = Field(
+        "", description="account of templates that name none; the user's default when empty"
+    )
+    qos: Word = Field(
+        "", description="quality of service of templates that name none; the default when empty"
+    )
+    slurm_templates: dict[str, JobTemplate] = Field(
+        default_factory=dict[str, JobTemplate], description="templates of jobs by name"
+    )
 
-    async def observe(self) -> Mapping[str, Sighting]:
-        """As `Engine.observe`: one squeue. Jobs that stand there twice are cancelled but for the first."""
-        named = [(replica_of(self._adapter, job.name), job) for job in await self._list()]
-        own = [(replica, job) for replica, job in named if replica is not None]
-        counts = await one_each(own, first, self._cancel)
-        self._removed &= counts.keys()
-        self._jobs = {name: job for name, job in counts.items() if not job.over or name not in self._removed}
-        self._asked &= self._jobs.keys()
-        self._waits = {name: why for name, why in self._waits.items() if name not in self._jobs}
-        waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._waits.items()}
-        return waiting | {name: sighting(job) for name, job in self._jobs.items()}
+    @asynccontextmanager
+    async def open_engine(self, _host: Host, /) -> AsyncGenerator[OpenEngine]:
+        """The jobs of this process's user, which go on when the adapter ends."""
+        variables = {name: os.environ[name] for name in HANDED_ON if name in os.environ}
+        if self.slurm_conf:
+            variables["SLURM_CONF"] = str(self.slurm_conf)
+        engine = SlurmEngine(self, Commands(self.commands_dir, variables), environment(), user=os.geteuid())
+        yield OpenEngine(engine, api.AdapterCapabilities(gives_gpus=True, picks_victims=True, drains=True))
 
-    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """As `Engine.apply`."""
-        taking = Taking()
-        await self._finish({step.replica for step in steps if isinstance(step, Finish)} - self._asked, taking)
-        for step in steps:
-            await taking.note(step, self._take(step))
-        return taking.outcome()
-
-    async def watch(self) -> None:
-        """As `Engine.watch`: Slurm tells nobody, so it is asked again after a while."""
-        await asyncio.sleep(self._poll)
-
-    async def _take(self, step: Step) -> str:
-        """Take one step but for `Finish`; of a start, why it will never be."""
-        match step:
-            case Start(order) if order.replica not in self._jobs:
-                return await self._start(step)
-            case Kill(replica) if (job := self._jobs.get(replica)) is not None:
-                await self._cancel(job)
-            case Remove(replica):
-                self._waits.pop(replica, None)
-                self._removed.add(replica)  # Slurm forgets it by itself, some minutes after its end
-            case Start() | Finish() | Kill():
-                pass
-        return ""
-
-    async def _list(self) -> list[Job]:
-        secret = token_hex(8)
-        answer = await self._commands.run("squeue", *question(self._user, secret))
-        if answer.status:
-            raise EngineUnavailableError(answer.why)
-        try:
-            return parse_jobs(answer.out, secret)
-        except ValueError as error:
-            raise EngineUnavailableError(str(error)) from error
-
-    async def _start(self, step: Start) -> str:
-        """Submit a job; returns why it never will be, if it was refused."""
-        replica = step.order.replica
-        template = self._templates.get(step.template)
-        if template is None:
-            return f"this adapter has no template {step.template}"
-        try:
-            what = submission(template, step.order, self._adapter, self._python, self._environment)
-        except LaunchRefusedError as error:
-            return str(error)
-        answer = await self._commands.run("sbatch", *what.arguments, environment=what.environment)
-        if not answer.status:
-            self._waits.pop(replica, None)
-            _log.info("submitted a job", job=answer.out.strip(), replica=replica)
-            return ""
-        if is_away(answer.err):
-            raise EngineUnavailableError(answer.why)
-        if is_refusal(answer.err):
-            self._waits.pop(replica, None)
-            return answer.why
-        if self._waits.get(replica) != answer.why:
-            _log.warning("Slurm takes no job for now", replica=replica, why=answer.why)
-        self._waits[replica] = answer.why
-        return ""
-
-    async def _finish(self, left: set[str], taking: Taking) -> None:
-        """Have jobs end by themselves. One that waits is cancelled, one that has only just begun is given a moment."""
-        for look in range(LOOKS + 1):
-            for replica in sorted(left):
-                try:
-                    done = await self._ask(replica, patient=look < LOOKS)
-                except EngineUnavailableError as error:
-                    taking.fail(replica, str(error))
-                    left = left - {replica}
-                    continue
-                if done:
-                    self._asked.add(replica)
-                    left = left - {replica}
-            if not left:
-                return
-            await asyncio.sleep(LOOK_GAP)
-            await self.observe()
-        for replica in left:
-            taking.fail(replica, "its job does not end although it was cancelled")
-
-    async def _ask(self, replica: str, *, patient: bool) -> bool:
-        """Ask one to finish; returns whether there is nothing more to do."""
-        job = self._jobs.get(replica)
-        if job is None or job.over or job.ending:
-            return True
-        if job.queued or job.preparing:
-            await self._cancel(job, *(("--state=PENDING",) if job.queued else ()))
-            return False
-        # Slurm drops a signal for a batch step that its node has not begun yet.
-        if job.young and patient:
-            return False
-        await self._cancel(job, "--signal=TERM", "--batch")
-        return True
-
-    async def _cancel(self, job: Job, *how: str) -> None:
-        """scancel, by number and by name: a number alone may by now be another job's."""
-        answer = await self._commands.run("scancel", *how, f"--name={job.name}", str(job.number))
-        if answer.status and not any(text in answer.err for text in _GONE):
-            raise EngineUnavailableError(answer.why)
-
-
-COMMAND_TIMEOUT = 15.0
-HANDED_ON = ("HOME", "LANG", "LOGNAME", "PATH", "SLURM_CONF", "USER")
-"""Variables of the adapter that the commands see; those such as SQUEUE_STATES would change what they say."""
+    def templates(self) -> dict[str, JobTemplate]:
+        """How replicas become jobs, by name of the template."""
+        defaults = {"partition": self.partition, "account": self.account, "qos": self.qos}
+        return {
+            name: table.model_copy(
+                update={key: value for key, value in defaults.items() if getattr(table, key) is None}
+            )
+            for name, table in self.slurm_templates.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,3 +165,148 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.C
         timeout=COMMAND_TIMEOUT,
         check=False,
     )
+
+
+class SlurmEngine:
+    """The jobs of one adapter.
+
+    Args:
+        settings: of the adapter.
+        commands: run Slurm's programs.
+        environment: variables of the adapter, of which a job gets what its template says.
+        user: number of the user whose jobs they are.
+    """
+
+    def __init__(
+        self, settings: SlurmSettings, commands: Commands, environment: Mapping[str, str], *, user: int
+    ) -> None:
+        self._commands = commands
+        self._adapter = settings.adapter
+        self._templates = settings.templates()
+        self._user = user
+        self._python = settings.python or sys.executable
+        self._environment = environment
+        self._poll = settings.poll_seconds
+        self._jobs: dict[str, Job] = {}
+        self._waits: dict[str, str] = {}
+        self._asked: set[str] = set()
+        self._removed: set[str] = set()
+
+    async def observe(self) -> Mapping[str, Sighting]:
+        """As `Engine.observe`: one squeue. Jobs that stand there twice are cancelled but for the first."""
+        named = [(replica_of(self._adapter, job.name), job) for job in await self._list()]
+        own = [(replica, job) for replica, job in named if replica is not None]
+        counts, others = split_duplicates(own, first)
+        for job in others:
+            if not job.over:
+                _log.warning("cancelling a job that was submitted twice", job=job.number, name=job.name)
+                await self._cancel(job)
+        self._removed &= counts.keys()
+        self._jobs = {name: job for name, job in counts.items() if not job.over or name not in self._removed}
+        self._asked &= self._jobs.keys()
+        self._waits = {name: why for name, why in self._waits.items() if name not in self._jobs}
+        waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._waits.items()}
+        return waiting | {name: sighting(job) for name, job in self._jobs.items()}
+
+    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
+        """As `Engine.apply`."""
+        outcomes = StepOutcomes()
+        await self._finish(
+            {step.replica for step in steps if isinstance(step, Finish)} - self._asked, outcomes
+        )
+        for step in steps:
+            await outcomes.note(step, self._take(step))
+        return outcomes.result()
+
+    async def watch(self) -> None:
+        """As `Engine.watch`: Slurm tells nobody, so it is asked again after a while."""
+        await asyncio.sleep(self._poll)
+
+    async def _take(self, step: Step) -> str:
+        """Take one step but for `Finish`; of a start, why it will never be."""
+        match step:
+            case Start(order) if order.replica not in self._jobs:
+                return await self._start(step)
+            case Kill(replica) if (job := self._jobs.get(replica)) is not None:
+                await self._cancel(job)
+            case Remove(replica):
+                self._waits.pop(replica, None)
+                self._removed.add(replica)  # Slurm forgets it by itself, some minutes after its end
+            case Start() | Finish() | Kill():
+                pass
+        return ""
+
+    async def _list(self) -> list[Job]:
+        secret = token_hex(8)
+        answer = await self._commands.run("squeue", *question(self._user, secret))
+        if answer.status:
+            raise EngineUnavailableError(answer.why)
+        try:
+            return parse_jobs(answer.out, secret)
+        except ValueError as error:
+            raise EngineUnavailableError(str(error)) from error
+
+    async def _start(self, step: Start) -> str:
+        """Submit a job; returns why it never will be, if it was refused."""
+        replica = step.order.replica
+        try:
+            template = template_named(self._templates, step.template)
+            what = submission(
+                step.template, template, step.order, self._adapter, self._python, self._environment
+            )
+        except LaunchRefusedError as error:
+            return str(error)
+        answer = await self._commands.run("sbatch", *what.arguments, environment=what.environment)
+        if not answer.status:
+            self._waits.pop(replica, None)
+            _log.info("submitted a job", job=answer.out.strip(), replica=replica)
+            return ""
+        if is_away(answer.err):
+            raise EngineUnavailableError(answer.why)
+        if is_refusal(answer.err):
+            self._waits.pop(replica, None)
+            return answer.why
+        if self._waits.get(replica) != answer.why:
+            _log.warning("Slurm takes no job for now", replica=replica, why=answer.why)
+        self._waits[replica] = answer.why
+        return ""
+
+    async def _finish(self, left: set[str], outcomes: StepOutcomes) -> None:
+        """Have jobs end by themselves. One that waits is cancelled, one that has only just begun is given a moment."""
+        for look in range(LOOKS + 1):
+            for replica in sorted(left):
+                try:
+                    done = await self._ask(replica, patient=look < LOOKS)
+                except EngineUnavailableError as error:
+                    outcomes.fail(replica, str(error))
+                    left = left - {replica}
+                    continue
+                if done:
+                    self._asked.add(replica)
+                    left = left - {replica}
+            if not left:
+                return
+            await asyncio.sleep(LOOK_GAP)
+            await self.observe()
+        for replica in left:
+            outcomes.fail(replica, "its job does not end although it was cancelled")
+
+    async def _ask(self, replica: str, *, patient: bool) -> bool:
+        """Ask one to finish; returns whether there is nothing more to do."""
+        job = self._jobs.get(replica)
+        if job is None or job.over or job.ending:
+            return True
+        if job.queued or job.preparing:
+            await self._cancel(job, *(("--state=PENDING",) if job.queued else ()))
+            return False
+        # Slurm drops a signal for a batch step that its node has not begun yet.
+        if job.young and patient:
+            return False
+        await self._cancel(job, "--signal=TERM", "--batch")
+        return True
+
+    async def _cancel(self, job: Job, *how: str) -> None:
+        """scancel, by number and by name: a number alone may by now be another job's."""
+        answer = await self._commands.run("scancel", *how, f"--name={job.name}", str(job.number))
+        if answer.status and not any(text in answer.err for text in _GONE):
+            raise EngineUnavailableError(answer.why)

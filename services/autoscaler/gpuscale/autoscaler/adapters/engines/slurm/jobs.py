@@ -10,9 +10,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Self
 
-from gpuscale.autoscaler.adapters.engine import Life, Sighting
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, ReplicaOrder, Template, launch
+from pydantic import Field, StringConstraints, model_validator
+
+from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.templates import CommandTemplate, LaunchRefusedError, launch
 from gpuscale.common.names import is_id, replica_name
 
 FIELDS = ("JobID", "State", "exit_code", "TimeUsed", "Reason", "Name")
@@ -193,37 +196,47 @@ _NEVER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class JobTemplate:
-    """How replicas of one template become jobs; what is empty is left to Slurm.
+Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,-]*$", max_length=255)]
+Memory = Annotated[str, StringConstraints(pattern=r"^([0-9]{1,12}[KMGT]?)?$")]
+TimeLimit = Annotated[
+    str, StringConstraints(pattern=r"^([0-9]+(-[0-9]+)?(:[0-9]{1,2}){0,2})?$", max_length=32)
+]
 
-    Attributes:
-        command: what runs, and with which variables.
-        partition: where.
-        account: on whose bill.
-        qos: quality of service.
-        constraint: what its nodes must have.
-        gpu_type: kind of GPUs, such as a100.
-        cpus: of a replica on each of its nodes; 0 for Slurm's default.
-        memory: on each of its nodes, such as 64G.
-        time_limit: in a form that sbatch(1) takes.
-        nodes: how many a replica spans.
-        output: file for what it prints, with the patterns of sbatch(1).
-        notice: seconds before its time limit at which it is sent SIGTERM; 0 for never.
+
+class JobTemplate(CommandTemplate):
+    """One table [slurm_templates.NAME]: how replicas of endpoints that name it become jobs.
+
+    The command is one on the nodes; its environment is clean but for Slurm's own.
     """
 
-    command: Template
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    gpu_type: str = ""
-    cpus: int = 0
-    memory: str = ""
-    time_limit: str = ""
-    nodes: int = 1
-    output: str = ""
-    notice: int = 0
+    partition: Word | None = None
+    """Where it runs; by default that of the adapter."""
+    account: Word | None = None
+    """On whose bill; by default that of the adapter."""
+    qos: Word | None = None
+    """Quality of service; by default that of the adapter."""
+    constraint: str = Field("", max_length=1024)
+    """What its nodes must have."""
+    gpu_type: Word = ""
+    """Kind of GPUs, such as a100; any kind when empty."""
+    cpus: int = Field(0, ge=0, le=10_000)
+    """Of a replica on each of its nodes; 0 for Slurm's default."""
+    memory: Memory = ""
+    """On each of its nodes, such as 64G; Slurm's default when empty."""
+    time_limit: TimeLimit = ""
+    """In a form that sbatch takes, such as 8:00:00; the partition's when empty."""
+    nodes: int = Field(1, ge=1, le=10_000)
+    """How many a replica spans; its command runs on the first, and its GPUs are shared out evenly."""
+    output: str = Field("", max_length=4096)
+    """File for what it prints, with the patterns of sbatch; slurm-%j.out in its working directory when empty."""
+    notice_seconds: int = Field(0, ge=0, le=65_535)
+    """Seconds before its time limit at which it is sent SIGTERM; 0 for never."""
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> Self:
+        if not (self.constraint + self.output).isprintable():
+            raise ValueError("constraint and output must be printable")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +248,14 @@ class Submission:
 
 
 def submission(
-    template: JobTemplate, order: ReplicaOrder, adapter: str, python: str, environment: Mapping[str, str]
+    name: str,
+    template: JobTemplate,
+    order: ReplicaOrder,
+    adapter: str,
+    python: str,
+    environment: Mapping[str, str],
 ) -> Submission:
-    """How to submit the job of a replica.
+    """How to submit the job of a replica by the template of that name; what is empty is left to Slurm.
 
     `singleton` lets only one job of a name run at a time: should an answer of Slurm be lost and the job be submitted
     again, the second one waits for the end of the first, and can be cancelled. A job that ended is not queued again by
@@ -246,24 +264,24 @@ def submission(
     Raises:
         LaunchRefusedError: the order does not fit the template.
     """
-    what = launch(template.command, order, python, environment)
+    what = launch(name, template, order, python, environment)
     options = {
         "job-name": job_name(adapter, order.replica),
         "comment": order.replica,
         "dependency": "singleton",
         "export": "ALL",
         "nodes": str(template.nodes),
-        "gres": _gpus(template, order.gpu_count),
-        "partition": template.partition,
-        "account": template.account,
-        "qos": template.qos,
+        "gres": _gpus(name, template, order.gpu_count),
+        "partition": template.partition or "",
+        "account": template.account or "",
+        "qos": template.qos or "",
         "constraint": template.constraint,
         "cpus-per-task": str(template.cpus or ""),
         "mem": template.memory,
         "time": template.time_limit,
         "chdir": str(what.working_dir or ""),
         "output": template.output,
-        "signal": f"B:TERM@{template.notice}" if template.notice else "",
+        "signal": f"B:TERM@{template.notice_seconds}" if template.notice_seconds else "",
     }
     # sbatch hands on its own environment. Slurm says which GPUs a job has; one that asks for none must see none.
     variables = {
@@ -285,12 +303,12 @@ def is_refusal(said: str) -> bool:
     return any(text in said for text in _NEVER)
 
 
-def _gpus(template: JobTemplate, count: int) -> str:
+def _gpus(name: str, template: JobTemplate, count: int) -> str:
     """GPUs on each node, as --gres takes them."""
     each, left = divmod(count, template.nodes)
     if left:
         raise LaunchRefusedError(
-            f"{count} GPUs cannot be shared by the {template.nodes} nodes of template {template.command.name}"
+            f"{count} GPUs cannot be shared by the {template.nodes} nodes of template {name}"
         )
     kind = f"gpu:{template.gpu_type}" if template.gpu_type else "gpu"
     return f"{kind}:{each}" if each else ""

@@ -1,0 +1,295 @@
+"""Replicas as processes of this host: settings, engine, and how it is opened."""
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.admission import Admission
+from gpuscale.autoscaler.adapters.engine import (
+    EngineUnavailableError,
+    Finish,
+    Kill,
+    Life,
+    Remove,
+    Sighting,
+    Start,
+    Step,
+    StepOutcomes,
+)
+from gpuscale.autoscaler.adapters.engines.process.logs import KEPT_SECONDS, ReplicaLogs
+from gpuscale.autoscaler.adapters.engines.process.probes import Probe, ProbeKind, Timing, check_address
+from gpuscale.autoscaler.adapters.engines.process.processes import (
+    ProcessId,
+    WorkerProcess,
+    WorkerUser,
+    find_leader,
+)
+from gpuscale.autoscaler.adapters.engines.process.replica import KEPT, Kept, LocalReplica, Workshop
+from gpuscale.autoscaler.adapters.journal import Phase, Record
+from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine
+from gpuscale.autoscaler.adapters.templates import (
+    CommandTemplate,
+    LaunchRefusedError,
+    check_command,
+    fill_arguments,
+    launch,
+    template_named,
+)
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import TaskScope
+
+STOP_GRACE = 5.0
+POLL = 5.0
+"""Seconds after which the engine is looked at although nothing has changed."""
+BOUND_LOGS_PERIOD = 10.0
+
+_DEFAULT = Timing()
+_log = get_logger(__name__)
+
+
+class ProbeSettings(BaseModel):
+    """One table [templates.NAME.probe]: how a replica is asked whether it is well; one of exec, tcp and http."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    exec: tuple[str, ...] | None = None
+    """A program and its arguments, as in `command`; it is well where this ends with 0."""
+    tcp: str | None = None
+    """HOST:PORT, which takes a connection."""
+    http: str | None = None
+    """http:// URL, which a GET is answered on with a status of 200 to 399."""
+    initial_delay: float = Field(_DEFAULT.initial_delay, ge=0, le=3600)
+    """Seconds from its start to the first question."""
+    period: float = Field(_DEFAULT.period, ge=0.1, le=3600)
+    """Seconds from an answer to the next question."""
+    timeout: float = Field(_DEFAULT.timeout, ge=0.1, le=60)
+    """Seconds that an answer may take."""
+    failures: int = Field(_DEFAULT.failures, ge=1, le=1000)
+    """Failures in a row after which it is ended, as FAILED."""
+    start_timeout: float = Field(_DEFAULT.start_timeout, ge=0, le=86_400)
+    """Seconds from its start for which failures do not count as long as it was never well."""
+
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        match [way for way in (self.exec, self.tcp, self.http) if way is not None]:
+            case [str(address)]:
+                check_address(self.kind, address)
+            case [tuple(command)]:
+                check_command(command)
+            case _:
+                raise ValueError("set one of exec, tcp and http")
+        return self
+
+    @property
+    def kind(self) -> ProbeKind:
+        """How it is asked."""
+        if self.exec is not None:
+            return ProbeKind.EXEC
+        return ProbeKind.TCP if self.tcp is not None else ProbeKind.HTTP
+
+    @property
+    def target(self) -> tuple[str, ...]:
+        """Arguments of a program, or one address; with placeholders."""
+        return self.exec or (self.tcp or self.http or "",)
+
+    def filled(self, target: tuple[str, ...]) -> Probe:
+        """The probe of a replica."""
+        timing = Timing(self.initial_delay, self.period, self.timeout, self.failures, self.start_timeout)
+        return Probe(self.kind, target, timing)
+
+
+class ProcessTemplate(CommandTemplate):
+    """One table [templates.NAME]: how replicas of endpoints that name it are started."""
+
+    ready: Literal["started"] = "started"
+    """When a replica without a probe counts as ready: once its process has lived for a moment."""
+    probe: ProbeSettings | None = None
+    """When a replica counts as ready, and as failed although its process lives."""
+
+
+class ProcessSettings(NodeEngineSettings):
+    """What the process adapter is told before it starts."""
+
+    section: ClassVar[str] = "adapter"
+    kind: ClassVar[str] = "process"
+    description: ClassVar[str] = (
+        "Starts and stops replicas as processes of this host. Give the name of another engine first to use that."
+    )
+    templates_field: ClassVar[str] = "templates"
+
+    adapter: str = Field("", description="id of this adapter; that of its node when empty")
+    data_dir: Path = Field(description="directory of what it started, and of the logs; one adapter each")
+    worker_user: str = Field("", description="user that replicas run as; the adapter's own when empty")
+    replica_log_keep_seconds: float = Field(
+        KEPT_SECONDS,
+        gt=0,
+        description="how long the log of a replica that ended is kept, at most; also of deleted endpoints",
+    )
+    templates: dict[str, ProcessTemplate] = Field(
+        default_factory=dict[str, ProcessTemplate], description="command templates by name"
+    )
+
+    @property
+    def adapter_id(self) -> str:
+        """Id of this adapter."""
+        return self.adapter or self.node
+
+    @asynccontextmanager
+    async def open_engine(self, host: Host, /) -> AsyncGenerator[OpenEngine]:
+        """Replicas end with the engine: they are asked to finish, and killed after `STOP_GRACE` seconds.
+
+        Raises:
+            FailedPreconditionError: nothing can be started as `worker_user`.
+        """
+        changed = asyncio.Event()
+        logs = ReplicaLogs(self.data_dir / "logs", self.replica_log_max_bytes, self.replica_log_keep_seconds)
+        workshop = Workshop(
+            logs=logs,
+            clock=host.clock,
+            admission=Admission(host.agent, required=self.require_admission),
+            changed=changed.set,
+            user=await asyncio.to_thread(WorkerUser.of, self.worker_user),
+        )
+        async with TaskScope() as tasks:
+            engine = ProcessEngine(self.templates, workshop, changed, tasks)
+            await engine.adopt(host.records)
+            tasks.spawn("bounds of the replicas' logs", engine.bound_logs())
+            capabilities = api.AdapterCapabilities(
+                picks_victims=True,
+                drains=True,
+                probes=any(template.probe for template in self.templates.values()),
+                logs=True,
+            )
+            yield OpenEngine(engine, capabilities, self.node, logs.read, STOP_GRACE)
+
+
+class ProcessEngine:
+    """The processes of one adapter; an `Engine`. One task for each replica that has not ended.
+
+    Args:
+        templates: by name.
+        workshop: what replicas share.
+        changed: set whenever a replica has changed.
+        tasks: where replicas live.
+    """
+
+    def __init__(
+        self,
+        templates: Mapping[str, ProcessTemplate],
+        workshop: Workshop,
+        changed: asyncio.Event,
+        tasks: TaskScope,
+    ) -> None:
+        self._templates = templates
+        self._workshop = workshop
+        self._changed = changed
+        self._tasks = tasks
+        self._replicas: dict[str, LocalReplica] = {}
+        self._found: dict[str, ProcessId] = {}
+
+    async def adopt(self, records: Iterable[Record]) -> None:
+        """Take over what earlier runs of the adapter left.
+
+        Of one that was being started nothing is known but its name: where it has a process, that is taken over once it
+        is known how it is probed, and where it has none, it is started again.
+        """
+        clock, user = self._workshop.clock, self._workshop.user.uid
+        for record in records:
+            name, here = record.replica, record.boot_id == clock.boot_id
+            if record.phase is Phase.RUNNING:
+                kept = KEPT.validate_python(record.kept) if record.kept and here else None
+                await self._take_over(name, kept, finishing=record.asked_to_stop_at is not None)
+            if record.phase is Phase.INTENT and here:
+                leader = await asyncio.to_thread(find_leader, name, user)
+                if leader is not None:
+                    self._found[name] = leader
+
+    async def _take_over(self, name: str, kept: Kept | None, *, finishing: bool = False) -> None:
+        probe = kept.probe if kept else None
+        replica = self._replicas[name] = LocalReplica(name, self._workshop, probe, finishing=finishing)
+        process = await WorkerProcess.adopt(kept.process) if kept else None
+        if kept is None or process is None:
+            life = replica.end_unseen(kept.process if kept else None)
+        else:
+            life = replica.adopt(process, ready=kept.ready or probe is None)
+        self._tasks.start(name, life)
+
+    async def observe(self) -> Mapping[str, Sighting]:
+        """As `Engine.observe`."""
+        found = Sighting(Life.WAITING, reason="its process is being taken over")
+        return dict.fromkeys(self._found, found) | {
+            name: replica.sighting() for name, replica in self._replicas.items()
+        }
+
+    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
+        """As `Engine.apply`; a start goes on when this returns."""
+        outcomes = StepOutcomes()
+        for step in steps:
+            await outcomes.note(step, self._take(step))
+        return outcomes.result()
+
+    async def _take(self, step: Step) -> str:
+        """Take one step; of a start, why it will never be."""
+        replica = self._replicas.get(step.replica)
+        match step:
+            case Start() if replica is None:
+                return await self._start(step)
+            case Finish() if replica is not None:
+                replica.finish()
+            case Kill() if replica is not None:
+                replica.kill()
+            case Remove(name) if name in self._found:
+                await self._take_over(name, Kept(self._found.pop(name)))
+                raise EngineUnavailableError("its process was found, and is asked to finish")
+            case Remove(name) if replica is not None:
+                if not replica.ended and not await replica.drop():
+                    raise EngineUnavailableError("it has just been started")
+                del self._replicas[name]
+            case _:
+                pass
+        return ""
+
+    async def watch(self) -> None:
+        """As `Engine.watch`."""
+        try:
+            async with asyncio.timeout(POLL):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+        self._changed.clear()
+
+    async def bound_logs(self) -> None:
+        """Keep the replicas' logs within their limits, for ever."""
+        while True:
+            await asyncio.sleep(BOUND_LOGS_PERIOD)
+            running = {name for name, replica in self._replicas.items() if not replica.ended}
+            try:
+                await asyncio.to_thread(self._workshop.logs.bound, running)
+            except OSError as error:
+                _log.warning("cannot bound the logs of replicas", why=error.strerror)
+
+    async def _start(self, step: Start) -> str:
+        """Begin the start of a replica; returns why it will never be."""
+        name, order = step.template, step.order
+        try:
+            template = template_named(self._templates, name)
+            target = template.probe.target if template.probe else ()
+            environment = self._workshop.user.environment()
+            prepared = launch(name, template, order, sys.executable, environment, also=target)
+            asked = fill_arguments(name, target, order, sys.executable, also=template.command)
+        except LaunchRefusedError as error:
+            _log.warning("replica refused", replica=order.replica, why=str(error))
+            return str(error)
+        probe = template.probe.filled(asked) if template.probe else None
+        if found := self._found.pop(order.replica, None):
+            await self._take_over(order.replica, Kept(found, probe))
+            return ""
+        replica = self._replicas[order.replica] = LocalReplica(order.replica, self._workshop, probe)
+        self._tasks.start(order.replica, replica.start(order, prepared))
+        return ""

@@ -1,0 +1,184 @@
+"""All replicas of an adapter on an engine: adopted, not lost while the engine is silent, and never started twice."""
+
+import asyncio
+import errno
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gpuscale.autoscaler.adapters.crew import FRESH, EngineCrew
+from gpuscale.autoscaler.adapters.engine import (
+    Desired,
+    Finish,
+    Goal,
+    Kill,
+    Life,
+    Remove,
+    ReplicaOrder,
+    Sighting,
+)
+from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.autoscaler.adapters.steps import KILLED
+from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
+from gpuscale.common.runtime.tasks import TaskScope
+from tests.support.clock import LoopClock
+from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.looptime
+
+ONE, TWO = "endpoints/e/replicas/one", "endpoints/e/replicas/two"
+
+
+def desired(name: str = ONE, goal: Goal = Goal.RUN, drain: float | None = None) -> Desired:
+    return Desired(ReplicaOrder(name, "endpoints/e", {}), goal, "worker", drain)
+
+
+@asynccontextmanager
+async def running(engine: FakeEngine, path: Path) -> AsyncGenerator[EngineCrew]:
+    """A crew at work, until the block ends as if it had been killed: its replicas go on."""
+    crew = EngineCrew(engine, Journal(path), Journal(path).load(), LoopClock(), asyncio.Event())
+    async with TaskScope() as tasks:
+        tasks.spawn("crew", crew.run())
+        yield crew
+
+
+async def state(crew: EngineCrew, expected: ReplicaState, name: str = ONE) -> ReplicaReport:
+    await eventually(
+        lambda: (crew.reports() or {}).get(name, ReplicaReport(ReplicaState.UNKNOWN)).state is expected
+    )
+    return (crew.reports() or {})[name]
+
+
+async def test_a_life_from_start_to_being_forgotten(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running(engine, tmp_path) as crew:
+        crew.apply([desired()])
+        await state(crew, ReplicaState.STARTING)
+        engine.show(ONE, Sighting(Life.READY))
+        await state(crew, ReplicaState.READY)
+        crew.apply([desired(goal=Goal.STOP, drain=5.0)])
+        await state(crew, ReplicaState.DRAINING)
+        assert engine.of(Finish) == [Finish(ONE, 5.0)]
+        ended = await state(crew, ReplicaState.STOPPED)
+        assert (ended.exit_code, ended.reason) == (-9, KILLED)
+        assert len(engine.of(Kill)) == 1
+        crew.apply([desired(goal=Goal.FORGET)])
+        await eventually(lambda: crew.reports() == {})
+    assert engine.of(Remove) == [Remove(ONE)]
+    assert not any(tmp_path.iterdir())
+
+
+async def test_the_next_run_adopts_what_runs_and_starts_nothing_twice(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running(engine, tmp_path) as crew:
+        crew.apply([desired(), desired(TWO)])
+        await state(crew, ReplicaState.STARTING, TWO)
+    engine.show(ONE, Sighting(Life.READY))
+    async with running(engine, tmp_path) as crew:
+        await state(crew, ReplicaState.READY)
+        crew.apply([desired(), desired(TWO)])
+        await state(crew, ReplicaState.STARTING, TWO)
+    assert engine.starts == {ONE: 1, TWO: 1}
+
+
+async def test_nothing_is_said_nor_done_while_the_engine_is_silent(tmp_path: Path) -> None:
+    """A list that failed is not an empty list: no start, no end, and no report at all after a while."""
+    engine = FakeEngine()
+    async with running(engine, tmp_path) as crew:
+        crew.apply([desired()])
+        await state(crew, ReplicaState.STARTING)
+        engine.away = "connection refused"
+        crew.apply([desired(), desired(TWO)])
+        taken = len(engine.taken)
+        await asyncio.sleep(FRESH + 2)
+        assert crew.reports() is None
+        assert len(engine.taken) == taken
+        engine.away = ""
+        await state(crew, ReplicaState.STARTING, TWO)
+    assert engine.starts == {ONE: 1, TWO: 1}
+
+
+async def test_it_says_nothing_before_the_engine_has_answered(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.away = "not yet"
+    async with running(engine, tmp_path) as crew:
+        await asyncio.sleep(3)
+        assert crew.reports() is None
+
+
+async def test_a_replica_that_is_not_shown_for_a_moment_stands_as_it_stood(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running(engine, tmp_path) as crew:
+        crew.apply([desired()])
+        await state(crew, ReplicaState.STARTING)
+        engine.show(ONE, Sighting(Life.READY))
+        await state(crew, ReplicaState.READY)
+        engine.hidden.add(ONE)
+        await asyncio.sleep(5)
+        assert (crew.reports() or {})[ONE].state is ReplicaState.READY
+        await state(crew, ReplicaState.FAILED)
+    assert engine.starts == {ONE: 1}
+
+
+async def test_what_will_never_start_is_a_failure_with_its_reason(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.refuses = "image evil:latest is not allowed"
+    async with running(engine, tmp_path) as crew:
+        crew.apply([desired()])
+        assert (await state(crew, ReplicaState.FAILED)).reason == engine.refuses
+        await asyncio.sleep(5)
+    assert len(engine.taken) == 1
+
+
+class FullDisk(Journal):
+    """Nothing can be written to it while it is full."""
+
+    full = False
+
+    def write(self, record: Record) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(record)
+
+
+async def test_on_a_full_disk_nothing_starts_and_what_should_stop_stops(tmp_path: Path) -> None:
+    """It is asked to finish once, not with every look: for many a second SIGTERM means at once."""
+    engine, journal = FakeEngine(), FullDisk(tmp_path)
+    crew = EngineCrew(engine, journal, (), LoopClock(), asyncio.Event())
+    async with TaskScope() as tasks:
+        tasks.spawn("crew", crew.run())
+        crew.apply([desired()])
+        await state(crew, ReplicaState.STARTING)
+        journal.full = True
+        crew.apply([desired(goal=Goal.STOP, drain=30.0), desired(TWO)])
+        await asyncio.sleep(25)
+        assert engine.of(Finish) == [Finish(ONE, 30.0)]
+        assert engine.of(Kill) == []
+        assert TWO not in engine.starts
+        await state(crew, ReplicaState.STOPPED)
+        journal.full = False
+        await state(crew, ReplicaState.STARTING, TWO)
+    assert engine.starts == {ONE: 1, TWO: 1}
+
+
+async def test_an_engine_whose_watch_hangs_is_looked_at_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine()
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine, "watch", hang)
+    async with running(engine, tmp_path) as crew:
+        crew.apply([desired()])
+        await state(crew, ReplicaState.STARTING)
+        await asyncio.sleep(1)
+        [kept] = Journal(tmp_path).load()
+        assert kept.phase is Phase.RUNNING, "what came of a step is looked at without waiting for the engine"
+        engine.show(ONE, Sighting(Life.READY))
+        await asyncio.sleep(FRESH + 1)
+        await state(crew, ReplicaState.READY)

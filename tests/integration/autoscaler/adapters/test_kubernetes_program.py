@@ -1,0 +1,146 @@
+"""`gpuscale-kubernetes-adapter` as a program: what it tells the autoscaler of itself, kill -9, and a template that is no good."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.engines.kubernetes import bare as ranking
+from gpuscale.autoscaler.adapters.engines.kubernetes.bare import AllocatorRanking
+from gpuscale.common.rpc.channel import open_channel
+from tests.support.fake_kubernetes import FakeKubernetes, deployment, serving
+from tests.support.scripted_autoscaler import State, replica, scripted_autoscaler
+from tests.support.waiting import eventually
+
+SLOW = 60.0
+
+
+@pytest.fixture
+async def fake() -> AsyncGenerator[FakeKubernetes]:
+    async with serving() as one:
+        yield one
+
+
+def config(fake: FakeKubernetes, folder: Path, address: str) -> Path:
+    """A file of settings as an operator writes it."""
+    path = folder / "adapter.toml"
+    path.write_text(
+        f"""
+        [kubernetes_adapter]
+        adapter = "k1"
+        autoscaler_address = "{address}"
+        data_dir = {json.dumps(str(folder / "data"))}
+        kubeconfig = {json.dumps(str(fake.kubeconfig(folder)))}
+        [kubernetes_templates.worker]
+        deployment = "worker"
+        parameters = {{ queue = "tasks" }}
+        """
+    )
+    return path
+
+
+@asynccontextmanager
+async def program(settings: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
+    """The adapter, killed at the end."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("GPUSCALE")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "gpuscale.autoscaler.adapters.main",
+        "kubernetes",
+        "--config",
+        str(settings),
+        stderr=asyncio.subprocess.PIPE,
+        env=clean,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def test_it_says_what_it_can_do_and_its_next_run_goes_on_with_the_pods(
+    fake: FakeKubernetes, tmp_path: Path
+) -> None:
+    fake.add(deployment())
+    order = {"parameters": {"queue": "tasks"}, "gpu_count": 1}
+    async with scripted_autoscaler() as (autoscaler, address):
+        settings = config(fake, tmp_path, address)
+        async with program(settings):
+            await autoscaler.run(replica(1), "worker", **order)
+            await eventually(lambda: len(fake.pods) == 1, timeout=SLOW)
+            fake.run(next(iter(fake.pods)))
+            await autoscaler.shows(replica(1), State.STATE_READY, timeout=SLOW)
+        async with program(settings):
+            await eventually(lambda: len(autoscaler.registered) == 2, timeout=SLOW)
+            await autoscaler.run(replica(2), "worker", **order)
+            both = {replica(1), replica(2)}
+            await eventually(lambda: {fake.replica(one) for one in fake.pods} == both, timeout=SLOW)
+            await autoscaler.shows(replica(1), State.STATE_READY, timeout=SLOW)
+    register = autoscaler.registered[0]
+    assert (register.adapter, register.kind, register.node) == ("k1", "kubernetes", "")
+    assert list(register.templates) == ["worker"]
+    # The Deployment has no readiness probe, so READY means no more than that the pod runs.
+    assert register.capabilities == api.AdapterCapabilities(gives_gpus=True, picks_victims=True, drains=True)
+
+
+async def test_a_template_without_its_deployment_is_one_line_and_an_exit_code(
+    fake: FakeKubernetes, tmp_path: Path
+) -> None:
+    async with program(config(fake, tmp_path, "127.0.0.1:1")) as process:
+        _, said = await asyncio.wait_for(process.communicate(), SLOW)
+    assert process.returncode == 1
+    assert (
+        said.decode()
+        .splitlines()[-1]
+        .endswith("error: template worker: there is no Deployment worker in namespace work")
+    )
+
+
+class Capacity(allocator_api.CapacityServiceServicer):
+    """Ranks one node, or does not answer in time."""
+
+    calls = 0
+    away = True
+
+    async def RankNodes(
+        self, request: allocator_api.RankNodesRequest, context: Any
+    ) -> allocator_api.RankNodesResponse:
+        self.calls += 1
+        if self.away:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "later")
+        node = allocator_api.RankedNode(name="nodes/n7", sufficient=True)
+        return allocator_api.RankNodesResponse(nodes=[node])
+
+
+async def test_without_an_allocator_the_cluster_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ranking that nobody gives is no reason not to start a pod, nor to start many of them late."""
+    capacity = Capacity()
+    server = grpc.aio.server()
+    allocator_api.add_CapacityServiceServicer_to_server(capacity, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            asked = AllocatorRanking(channel)
+            for _ in range(3):
+                assert await asked.best(1) == ()
+            assert capacity.calls == 1
+            monkeypatch.setattr(ranking, "SILENCE", 0.0)
+            asked = AllocatorRanking(channel)
+            assert await asked.best(1) == ()
+            capacity.away = False
+            assert await asked.best(1) == ("n7",)
+    finally:
+        await server.stop(None)

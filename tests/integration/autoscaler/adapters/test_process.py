@@ -1,0 +1,285 @@
+"""The process adapter against a scripted autoscaler: real processes, a real stream."""
+
+import os
+import pwd
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.engines.process.processes import WorkerUser
+from gpuscale.common.errors import FailedPreconditionError
+from tests.support.scripted_autoscaler import ENDPOINT, adapter, processes_of, replica, scripted_autoscaler
+from tests.support.waiting import eventually
+
+READY = api.Replica.STATE_READY
+DRAINING = api.Replica.STATE_DRAINING
+STOPPED = api.Replica.STATE_STOPPED
+FAILED = api.Replica.STATE_FAILED
+ONE = replica(1)
+
+
+def log_of(folder: Path, name: str) -> Path:
+    _, endpoint, _, own = name.split("/")
+    return folder / "adapter" / "logs" / endpoint / f"{own}.log"
+
+
+def sessions(name: str) -> set[int]:
+    """Those of a replica's processes; the shells of the tests start and end some all the time."""
+    found: set[int] = set()
+    for process in processes_of(name):
+        with suppress(ProcessLookupError):
+            found.add(os.getsid(process.pid))
+    return found
+
+
+async def test_it_registers_and_reports_at_once(tmp_path: Path) -> None:
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address, max_replicas=3):
+        await eventually(lambda: autoscaler.reports)
+        register = autoscaler.registered[0]
+        assert (register.adapter, register.kind, register.node) == ("here", "process", "here")
+        assert register.max_replicas == 3
+        assert list(register.templates) == sorted(register.templates)
+        assert "sleeper" in register.templates
+        assert not autoscaler.reports[0].replicas
+        assert autoscaler.reports[0].revision == 0
+
+
+async def test_a_replica_is_started_once_and_is_ready(tmp_path: Path) -> None:
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
+        await autoscaler.run(ONE, "sleeper")
+        report = await autoscaler.shows(ONE, READY)
+        assert autoscaler.reports[-1].revision == autoscaler.revision
+        for _ in range(3):
+            await autoscaler.run(ONE, "sleeper")
+        await eventually(lambda: autoscaler.reports[-1].revision == autoscaler.revision)
+        assert [process.pid for process in processes_of(ONE)] == [report.pid]
+        assert autoscaler.states(ONE)[-1] == "READY"
+
+
+async def test_stop_lets_a_replica_finish_its_work(tmp_path: Path) -> None:
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
+        await autoscaler.run(ONE, "drainer")
+        await autoscaler.shows(ONE, READY)
+        await eventually(lambda: "up" in log_of(tmp_path, ONE).read_text())
+        await autoscaler.stop(ONE)
+        await autoscaler.shows(ONE, DRAINING)
+        report = await autoscaler.shows(ONE, STOPPED)
+        assert report.HasField("exit_code")
+        assert (report.exit_code, report.reason, report.pid) == (0, "", 0)
+        assert log_of(tmp_path, ONE).read_text() == "up\ndrained\n"
+        await autoscaler.forget(ONE)
+        await eventually(lambda: autoscaler.report(ONE) is None)
+        await eventually(lambda: not list((tmp_path / "adapter" / "replicas").iterdir()))
+
+
+async def test_without_a_drain_timeout_a_replica_is_never_killed_and_with_one_it_is(tmp_path: Path) -> None:
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
+        await autoscaler.run(ONE, "stubborn")
+        await autoscaler.shows(ONE, READY)
+        await eventually(lambda: "up" in log_of(tmp_path, ONE).read_text())
+        await autoscaler.stop(ONE)
+        await autoscaler.shows(ONE, DRAINING)
+        assert len(processes_of(ONE)) >= 1
+        await autoscaler.stop(ONE, drain_timeout=0.5)
+        report = await autoscaler.shows(ONE, STOPPED)
+        assert report.exit_code == -signal.SIGKILL
+        assert "had not finished its work" in report.reason
+        assert not processes_of(ONE)
+
+
+@pytest.mark.parametrize("code", [0, 7])
+async def test_a_replica_that_ends_by_itself_has_failed(tmp_path: Path, code: int) -> None:
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
+        await autoscaler.run(ONE, "crash", parameters={"code": str(code)})
+        report = await autoscaler.shows(ONE, FAILED)
+        assert report.HasField("exit_code")
+        assert report.exit_code == code
+        assert report.reason == f"it ended by itself, with exit code {code}"
+        await autoscaler.run(ONE, "sleeper")
+        await eventually(lambda: autoscaler.reports[-1].revision == autoscaler.revision)
+        assert autoscaler.states(ONE)[-1] == "FAILED", "an ended replica never starts again"
+
+
+async def test_a_replica_killed_by_a_signal_is_reported_at_once(tmp_path: Path) -> None:
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
+        await autoscaler.run(ONE, "sleeper")
+        report = await autoscaler.shows(ONE, READY)
+        os.kill(report.pid, signal.SIGKILL)
+        report = await autoscaler.shows(ONE, FAILED, timeout=2.0)
+        assert report.exit_code == -signal.SIGKILL
+        assert report.reason == "it ended by itself, by signal 9"
+
+
+async def test_nothing_that_a_replica_started_outlives_it(tmp_path: Path) -> None:
+    """Neither what is in its process group, nor what went into a session of its own."""
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
+        await autoscaler.run(ONE, "family")
+        report = await autoscaler.shows(ONE, READY)
+        await eventually(lambda: len(processes_of(ONE)) >= 3)
+        await eventually(lambda: sessions(ONE) >= {report.pid} and len(sessions(ONE)) == 2)
+        await autoscaler.stop(ONE)
+        assert (await autoscaler.shows(ONE, STOPPED)).exit_code == 3
+        assert not processes_of(ONE)
+
+
+async def test_the_environment_is_clean_and_names_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HANDED_ON", "yes")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
+    monkeypatch.setenv("AMQP_PASSWORD", "canary")
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
+        await autoscaler.run(
+            ONE, "environment", gpu_uuids=["GPU-aa", "GPU-bb"], fence=42, reservation="reservations/r42"
+        )
+        await autoscaler.run(replica(2), "environment")
+        await autoscaler.shows(ONE, FAILED)
+        await autoscaler.shows(replica(2), FAILED)
+    found = dict(line.split("=", 1) for line in log_of(tmp_path, ONE).read_text().splitlines())
+    expected = {
+        "COLOR": "green",
+        "CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb",
+        "GPUSCALE_ENDPOINT": ENDPOINT,
+        "GPUSCALE_FENCE": "42",
+        "GPUSCALE_GPU_UUIDS": "GPU-aa,GPU-bb",
+        "GPUSCALE_REPLICA": ONE,
+        "GPUSCALE_RESERVATION": "reservations/r42",
+        "HANDED_ON": "yes",
+    }
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    assert found == expected | inherited
+    assert "CUDA_VISIBLE_DEVICES=\n" in log_of(tmp_path, replica(2)).read_text()
+
+
+async def test_replicas_run_as_a_user_of_their_own_without_the_adapters_rights(tmp_path: Path) -> None:
+    """Where the tests may become another user; where they may not, neither may the adapter, and it says so."""
+    if os.geteuid() != 0:
+        with pytest.raises(FailedPreconditionError, match="CAP_SETUID"):
+            WorkerUser.of("root")
+        return
+    async with (
+        scripted_autoscaler() as (autoscaler, address),
+        adapter(tmp_path, address, worker_user="nobody"),
+    ):
+        await autoscaler.run(ONE, "family")
+        report = await autoscaler.shows(ONE, READY)
+        status = Path(f"/proc/{report.pid}/status").read_text()
+        nobody = pwd.getpwnam("nobody")
+        assert f"Uid:\t{nobody.pw_uid}\t{nobody.pw_uid}\t{nobody.pw_uid}" in status
+        assert f"Gid:\t{nobody.pw_gid}\t{nobody.pw_gid}\t{nobody.pw_gid}" in status
+        assert all(f"Cap{kind}:\t0000000000000000" in status for kind in ("Inh", "Prm", "Eff", "Amb"))
+        await eventually(lambda: len(processes_of(ONE)) >= 3)
+        await autoscaler.stop(ONE)
+        assert (await autoscaler.shows(ONE, STOPPED)).exit_code == 3
+        assert not processes_of(ONE)
+
+
+async def test_a_user_for_replicas_that_cannot_be_had_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(FailedPreconditionError, match="no user who-is-that") as caught:
+        async with adapter(tmp_path, "127.0.0.1:1", worker_user="who-is-that"):
+            pass
+    assert caught.value.reason == "WORKER_USER"
+
+
+@pytest.mark.parametrize(
+    ("template", "parameters", "reason"),
+    [
+        ("unheard-of", {}, "this adapter has no template unheard-of"),
+        ("crash", {}, "template crash needs the parameter code"),
+        ("crash", {"code": "1; reboot"}, "parameter code of template crash must be a whole number"),
+        ("sleeper", {"queue": "jobs"}, "template sleeper has no placeholder {queue}"),
+        (
+            "environment",
+            {},
+            "template environment hands on HANDED_ON, which the adapter's environment does not have",
+        ),
+        ("missing", {}, "cannot be started: No such file or directory"),
+    ],
+)
+async def test_what_cannot_be_started_has_failed_and_says_why(
+    tmp_path: Path, template: str, parameters: dict[str, str], reason: str
+) -> None:
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
+        await autoscaler.run(ONE, template, parameters=parameters)
+        report = await autoscaler.shows(ONE, FAILED)
+        assert report.reason == reason
+        assert not report.HasField("exit_code")
+
+
+async def test_no_more_than_max_replicas_run(tmp_path: Path) -> None:
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address, max_replicas=1):
+        await autoscaler.run(ONE, "sleeper")
+        await autoscaler.shows(ONE, READY)
+        await autoscaler.run(replica(2), "sleeper")
+        assert "1 replicas at most" in (await autoscaler.shows(replica(2), FAILED)).reason
+
+
+async def test_a_replica_that_was_never_started_is_stopped_when_asked_for(tmp_path: Path) -> None:
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
+        await autoscaler.stop(ONE)
+        assert (await autoscaler.shows(ONE, STOPPED)).reason == "it was never started here"
+
+
+async def test_replicas_that_the_autoscaler_does_not_name_go_on(tmp_path: Path) -> None:
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
+        await autoscaler.run(ONE, "sleeper")
+        report = await autoscaler.shows(ONE, READY)
+        autoscaler.desired.clear()
+        await autoscaler.run(replica(2), "sleeper")
+        await autoscaler.shows(replica(2), READY)
+        assert autoscaler.report(ONE) == report
+
+
+async def test_replicas_outlive_the_autoscaler_and_are_reported_to_the_next(tmp_path: Path) -> None:
+    """The stream breaks and the next autoscaler counts from the beginning: nothing happens to what runs."""
+    async with scripted_autoscaler() as (first, address), adapter(tmp_path, address):
+        await first.run(ONE, "sleeper")
+        report = await first.shows(ONE, READY)
+        first.desired.clear()
+        first.reports.clear()
+        await first.drop()
+        await eventually(lambda: len(first.registered) == 2)
+        again = await eventually(lambda: next((item for item in first.reports if item.revision == 0), None))
+        assert again is not None
+        assert [item.pid for item in again.replicas] == [report.pid]
+
+
+async def test_a_clean_stop_ends_every_replica_and_reports_it(tmp_path: Path) -> None:
+    """The willing finish; the stubborn are killed within seconds; nothing is left."""
+    async with scripted_autoscaler() as (autoscaler, address):
+        async with adapter(tmp_path, address):
+            for number, template in enumerate(("sleeper", "drainer", "stubborn", "family")):
+                await autoscaler.run(replica(number), template)
+            for number in range(4):
+                await autoscaler.shows(replica(number), READY)
+            await eventually(lambda: "up" in log_of(tmp_path, replica(2)).read_text())
+            await eventually(lambda: "up" in log_of(tmp_path, replica(1)).read_text())
+        assert not processes_of(f"{ENDPOINT}/")
+        for number in range(3):
+            assert autoscaler.report(replica(number)) is not None
+        assert log_of(tmp_path, replica(1)).read_text() == "up\ndrained\n"
+
+
+async def test_a_large_log_is_cut_and_its_older_part_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.process.engine.BOUND_LOGS_PERIOD", 0.05)
+    async with (
+        scripted_autoscaler() as (autoscaler, address),
+        adapter(tmp_path, address, replica_log_max_bytes=4096),
+    ):
+        await autoscaler.run(ONE, "drainer")
+        await autoscaler.shows(ONE, READY)
+        log = log_of(tmp_path, ONE)
+        with log.open("a") as file:
+            file.write("x" * 5000)
+        older = log.with_name("r1.log.1")
+        await eventually(older.exists)
+        await eventually(lambda: log.stat().st_size < 4096)
+        assert older.stat().st_size >= 5000
+        await autoscaler.stop(ONE)
+        await autoscaler.shows(ONE, STOPPED)
+        assert log.read_text() == "drained\n"

@@ -1,0 +1,266 @@
+"""What is asked of a container engine for a replica, exactly; and what a template may never ask for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder
+from gpuscale.autoscaler.adapters.engines.container.engine import ContainerSettings
+from gpuscale.autoscaler.adapters.engines.container.template import (
+    ContainerTemplate,
+    Json,
+    Logs,
+    container_request,
+)
+from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
+
+ORDER = ReplicaOrder("endpoints/chat/replicas/r1", "endpoints/chat", {"queue": "jobs"})
+GPUS = ("GPU-8f3c", "GPU-11aa")
+ON_GPUS = replace(ORDER, gpu_uuids=GPUS, gpu_count=2, fence=7)
+IMAGE = "registry.example/llm/worker:1"
+
+
+def request(order: ReplicaOrder = ORDER, driver: str = "json-file", **table: object) -> dict[str, Json]:
+    template = ContainerTemplate.model_validate(
+        {"image": IMAGE, "command": ["worker", "--queue", "{queue}"], **table}
+    )
+    return container_request("here", "worker", template, order, {"TOKEN": "t"}, Logs(driver, 4096))
+
+
+def host(order: ReplicaOrder = ORDER, **table: object) -> dict[str, Json]:
+    found = request(order, **table)["HostConfig"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_whole_request_for_a_replica_on_gpus() -> None:
+    assert request(ON_GPUS) == {
+        "Image": IMAGE,
+        "Cmd": ("worker", "--queue", "jobs"),
+        "Env": [
+            "GPUSCALE_ENDPOINT=endpoints/chat",
+            "GPUSCALE_REPLICA=endpoints/chat/replicas/r1",
+            "GPUSCALE_FENCE=7",
+            "GPUSCALE_GPU_UUIDS=GPU-8f3c,GPU-11aa",
+            "GPUSCALE_RESERVATION=",
+        ],
+        "Labels": {
+            "gpuscale.adapter": "here",
+            "gpuscale.endpoint": "endpoints/chat",
+            "gpuscale.fence": "7",
+            "gpuscale.gpu-uuids": "GPU-8f3c,GPU-11aa",
+            "gpuscale.replica": "endpoints/chat/replicas/r1",
+        },
+        "HostConfig": {
+            "Privileged": False,
+            "SecurityOpt": ["no-new-privileges"],
+            "CapDrop": ["ALL"],
+            "NetworkMode": "bridge",
+            "RestartPolicy": {"Name": "no"},
+            "AutoRemove": False,
+            "Init": False,
+            "PidsLimit": 4096,
+            "LogConfig": {"Type": "json-file", "Config": {"max-size": "4096", "max-file": "2"}},
+            "DeviceRequests": [{"Driver": "nvidia", "DeviceIDs": [*GPUS], "Capabilities": [["gpu"]]}],
+        },
+    }
+
+
+def test_gpus_are_asked_for_in_one_way_only() -> None:
+    """A list of visible GPUs beside the device request would pick the wrong ones: inside they count from 0 again."""
+    env = request(ON_GPUS)["Env"]
+    assert isinstance(env, list)
+    assert not any("VISIBLE_DEVICES" in str(variable) for variable in env)
+
+
+def test_a_replica_without_gpus_asks_for_none_and_gets_none_through_its_image() -> None:
+    found = request()
+    assert "DeviceRequests" not in host()
+    assert isinstance(found["Env"], list)
+    assert "NVIDIA_VISIBLE_DEVICES=void" in found["Env"]
+
+
+def test_everything_that_a_template_may_ask_for() -> None:
+    found = request(
+        entrypoint=["/usr/bin/env"],
+        env={"COLOR": "green"},
+        pass_env=["TOKEN"],
+        working_dir="/srv",
+        user="1000:1000",
+        stop_signal="SIGINT",
+        health_check={"command": ["probe", "{queue}"], "period": 2, "timeout": 1, "failures": 4},
+        memory="2GiB",
+        cpus=1.5,
+        shm_size="1GiB",
+        pids=100,
+        network="host",
+        init=True,
+        read_only=True,
+        drop_capabilities=False,
+        mounts=[{"source": "/srv/models", "target": "/models"}],
+    )
+    assert found["Entrypoint"] == ("/usr/bin/env",)
+    assert isinstance(found["Env"], list)
+    assert {"COLOR=green", "TOKEN=t"} <= set(found["Env"])
+    assert [found[name] for name in ("WorkingDir", "User", "StopSignal")] == ["/srv", "1000:1000", "SIGINT"]
+    assert found["Healthcheck"] == {
+        "Test": ["CMD", "probe", "jobs"],
+        "Interval": 2_000_000_000,
+        "Timeout": 1_000_000_000,
+        "Retries": 4,
+        "StartPeriod": 300_000_000_000,
+    }
+    limits = found["HostConfig"]
+    assert isinstance(limits, dict)
+    assert {name: limits[name] for name in ("Memory", "MemorySwap", "NanoCpus", "ShmSize", "PidsLimit")} == {
+        "Memory": 2 << 30,
+        "MemorySwap": 2 << 30,
+        "NanoCpus": 1_500_000_000,
+        "ShmSize": 1 << 30,
+        "PidsLimit": 100,
+    }
+    assert (limits["Init"], limits["ReadonlyRootfs"], limits["CapDrop"]) == (True, True, [])
+    assert limits["NetworkMode"] == "host"
+    assert limits["Mounts"] == [
+        {
+            "Type": "bind",
+            "Source": "/srv/models",
+            "Target": "/models",
+            "ReadOnly": True,
+            "BindOptions": {"Propagation": "rprivate"},
+        }
+    ]
+
+
+def test_an_image_can_be_kept_from_asking_about_its_health() -> None:
+    assert request(health_check={"command": []})["Healthcheck"] == {"Test": ["NONE"]}
+
+
+def test_logs_are_left_to_the_engine_where_that_is_wished() -> None:
+    assert "LogConfig" not in host(driver="")
+
+
+def test_nothing_of_the_adapters_environment_is_handed_on_unasked() -> None:
+    env = request()["Env"]
+    assert isinstance(env, list)
+    assert not any(str(variable).startswith(("TOKEN", "PATH", "HOME")) for variable in env)
+
+
+@pytest.mark.parametrize(
+    ("order", "table", "why"),
+    [
+        (replace(ORDER, parameters={}), {}, "needs the parameter queue"),
+        (replace(ORDER, parameters={"queue": "-x"}), {}, "must not begin with '-'"),
+        (replace(ORDER, parameters={"queue": "q", "image": "evil"}), {}, "no placeholder {image}"),
+        (ORDER, {"pass_env": ["ABSENT"]}, "hands on ABSENT"),
+    ],
+    ids=["missing", "option", "unknown", "variable"],
+)
+def test_what_cannot_be_started_says_why(order: ReplicaOrder, table: dict[str, object], why: str) -> None:
+    with pytest.raises(LaunchRefusedError, match=why):
+        request(order, **table)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"privileged": True},
+        {"cap_add": ["SYS_ADMIN"]},
+        {"devices": ["/dev/nvidia0"]},
+        {"network": "container:other"},
+        {"network": "ns:/proc/1/ns/net"},
+        {"env": {"CUDA_VISIBLE_DEVICES": "0"}},
+        {"pass_env": ["NVIDIA_VISIBLE_DEVICES"]},
+        {"env": {"GPUSCALE_FENCE": "1"}},
+        {"command": ["{program}"]},
+        {"health_check": {"command": ["{program}"]}},
+        {"image": "bad image"},
+        {"user": "root --privileged"},
+        {"stop_signal": "SIGKILL"},
+        {"stop_signal": "SIGNOPE"},
+        {"memory": "much"},
+        {"shm_size": "-1"},
+        *(
+            {"mounts": [{"source": source, "target": "/x"}]}
+            for source in (
+                "/",
+                "/var",
+                "/run/docker.sock",
+                "/proc",
+                "/etc/ssl",
+                "/srv/../etc",
+                "srv",
+                "//etc",
+            )
+        ),
+        {"mounts": [{"source": "/srv", "target": "x"}]},
+    ],
+    ids=str,
+)
+def test_what_no_template_may_ask_for(table: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        ContainerTemplate.model_validate({"image": IMAGE, **table})
+
+
+def adapter(**table: object) -> ContainerSettings:
+    return ContainerSettings.model_validate({"data_dir": Path("x"), "node": "here", **table})
+
+
+@pytest.mark.parametrize(
+    ("patterns", "allowed"),
+    [
+        ([], False),
+        (["registry.example/llm/worker:1"], True),
+        (["registry.example/llm/*"], True),
+        (["registry.example/*"], False),
+        (["*"], False),
+        (["registry.example/llm/worker@sha256:*"], False),
+        (["registry.example/llm/worker"], False),
+        (["registryXexample/llm/worker:1"], False),
+        (["other/llm/worker:1", "registry.example/*/worker:*"], True),
+    ],
+    ids=str,
+)
+def test_an_image_that_no_pattern_lets_through_is_refused_before_anything_runs(
+    patterns: list[str], allowed: bool
+) -> None:
+    table = {"allowed_images": patterns, "container_templates": {"worker": {"image": IMAGE}}}
+    if allowed:
+        assert adapter(**table).container_templates["worker"].image == IMAGE
+    else:
+        with pytest.raises(ValidationError, match="allowed_images"):
+            adapter(**table)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"engine": "tcp://10.0.0.7:2376"},
+        {"engine": "tcp://docker.example:2376"},
+        {"engine": "http://127.0.0.1:2375"},
+        {"engine": "unix://run/docker.sock"},
+        {"engine": "tcp://127.0.0.1"},
+        {"engine": "tcp://127.0.0.1:2375", "engine_cert_file": "c"},
+        {"node": "Not An Id"},
+        {"container_templates": {"Not An Id": {"image": IMAGE}}, "allowed_images": [IMAGE]},
+    ],
+    ids=str,
+)
+def test_settings_of_no_use_are_refused(table: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        adapter(**table)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {},
+        {"engine": "tcp://127.0.0.1:2375"},
+        {"engine": "tcp://10.0.0.7:2376", "engine_ca_file": "ca.pem"},
+    ],
+    ids=str,
+)
+def test_plain_text_is_for_this_host_only(table: dict[str, object]) -> None:
+    assert adapter(**table).engine

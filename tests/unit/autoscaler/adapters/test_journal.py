@@ -1,0 +1,78 @@
+"""The journal: what was written is read again, whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from gpuscale.autoscaler.adapters.engines.process.logs import KEPT, ReplicaLogs
+from gpuscale.autoscaler.adapters.engines.process.processes import ProcessId
+from gpuscale.autoscaler.adapters.engines.process.replica import KEPT as KEPT_OF_PROCESS
+from gpuscale.autoscaler.adapters.engines.process.replica import Kept
+from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.common.errors import FailedPreconditionError
+
+ONE = "endpoints/jobs/replicas/r1"
+TWO = "endpoints/jobs.2/replicas/r.1"
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "replicas")
+    assert journal.load() == []
+    intent = Record(ONE, Phase.INTENT, "boot")
+    ended = Record(TWO, Phase.ENDED, "boot", 5.5, failed=True, exit_code=-9, reason="gone")
+    journal.write(intent)
+    journal.write(ended)
+    assert Journal(tmp_path / "replicas").load() == [ended, intent]
+    running = Record(ONE, Phase.RUNNING, "boot", kept={"process": {"pid": 56}, "ready": True})
+    journal.write(running)
+    assert journal.load() == [ended, running]
+    journal.remove(TWO)
+    journal.remove(TWO)
+    assert journal.load() == [running]
+
+
+def test_a_write_that_a_crash_interrupted_leaves_the_record_before(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    record = Record(ONE, Phase.RUNNING, "boot", kept={"process": {"pid": 56}, "ready": True})
+    journal.write(record)
+    (tmp_path / "jobs~r1.json.new").write_text('{"replica": "endp')
+    assert journal.load() == [record]
+    assert [path.name for path in tmp_path.iterdir()] == ["jobs~r1.json"]
+
+
+def test_a_record_of_version_0_1_is_read(tmp_path: Path) -> None:
+    """A worker that runs over an update of the adapter is adopted."""
+    process = '"process": {"pid": 5, "start_ticks": 7}, "probe": null, "ready": true'
+    (tmp_path / "jobs~r1.json").write_text(
+        f'{{"replica": "{ONE}", "phase": "running", "boot_id": "b", {process}}}'
+    )
+    [found] = Journal(tmp_path).load()
+    assert KEPT_OF_PROCESS.validate_python(found.kept) == Kept(ProcessId(5, 7), ready=True)
+
+
+@pytest.mark.parametrize("text", ["", "{torn", "[]", '{"replica": 1}'])
+def test_a_record_that_cannot_be_read_is_kept_and_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "jobs~r1.json"
+    path.write_text(text)
+    with pytest.raises(FailedPreconditionError) as caught:
+        Journal(tmp_path).load()
+    assert caught.value.reason == "STATE_UNREADABLE"
+    assert str(path) in caught.value.message
+    assert path.read_text() == text
+
+
+def test_logs_of_ended_replicas_are_kept_up_to_a_number_and_those_of_running_ones_always(
+    tmp_path: Path,
+) -> None:
+    logs = ReplicaLogs(tmp_path, max_bytes=10)
+    running = "endpoints/jobs/replicas/running"
+    logs.path(running).parent.mkdir()
+    logs.path(running).write_text("x" * 5)
+    for number in range(KEPT + 7):
+        logs.path(f"endpoints/jobs/replicas/r{number}").write_text("x" * 20)
+    logs.bound({running})
+    left = sorted(path.name for path in (tmp_path / "jobs").glob("*.log"))
+    assert len(left) == KEPT + 1
+    assert "running.log" in left
+    assert len(list((tmp_path / "jobs").glob("*.log.1"))) == KEPT
+    assert all(path.stat().st_size <= 10 for path in (tmp_path / "jobs").glob("*.log"))

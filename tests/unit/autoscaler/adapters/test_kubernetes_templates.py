@@ -1,0 +1,83 @@
+"""Templates of the Kubernetes adapter: what a file may say, and what of the cluster's answers is made of it."""
+
+import pytest
+from lightkube.models.meta_v1 import ObjectMeta, OwnerReference
+from pydantic import ValidationError
+
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder
+from gpuscale.autoscaler.adapters.engines.kubernetes.bare import pod_name
+from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import owner_of
+from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesSettings
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import Kind, KubernetesTemplate, Workload, why_not
+
+DEPLOYMENT = KubernetesTemplate(deployment="worker", parameters={"queue": "tasks"})
+WORKLOAD = Workload(Kind.DEPLOYMENT, "worker", gpu_count=2)
+
+
+def order(gpu_count: int = 2, **parameters: str) -> ReplicaOrder:
+    return ReplicaOrder("endpoints/e/replicas/r", "endpoints/e", parameters, gpu_count=gpu_count)
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({}, "set one of"),
+        ({"deployment": "a", "pods_of": "a"}, "set one of"),
+        ({"deployment": "a", "args": ["{queue}"]}, "args needs pods_of"),
+        ({"pods_of": "a", "parameters": {"queue": "q"}}, "fill the placeholders"),
+        ({"pods_of": "a", "args": ["{"]}, "brace that stands alone"),
+        ({"deployment": "a", "image": "evil"}, "Extra inputs"),
+    ],
+)
+def test_a_template_that_makes_no_sense_is_refused(table: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
+        KubernetesSettings.model_validate({"data_dir": "/d", "kubernetes_templates": {"t": table}})
+
+
+def test_a_deployment_has_one_template() -> None:
+    two = {"a": {"deployment": "worker"}, "b": {"deployment": "worker"}}
+    with pytest.raises(ValidationError, match="Deployment worker is already that of a"):
+        KubernetesSettings.model_validate({"data_dir": "/d", "kubernetes_templates": two})
+    shared = {"a": {"pods_of": "worker"}, "b": {"pods_of": "worker"}}
+    KubernetesSettings.model_validate({"data_dir": "/d", "kubernetes_templates": shared})
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (order(queue="tasks"), ""),
+        (order(queue="other"), "made for queue 'tasks', and the endpoint asks for queue 'other'"),
+        (order(), "made for queue 'tasks', and the endpoint asks for no queue"),
+        (order(queue="tasks", model="m"), "made for no model, and the endpoint asks for model 'm'"),
+        (order(1, queue="tasks"), "has 2 GPUs, and the endpoint asks for 1"),
+    ],
+)
+def test_an_order_that_the_deployment_is_not_made_for_says_so(asked: ReplicaOrder, expected: str) -> None:
+    why = why_not(DEPLOYMENT, WORKLOAD, asked)
+    assert why.endswith(expected)
+    assert bool(why) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "owner", "labels", "expected"),
+    [
+        ("ReplicaSet", "worker-abc", {"pod-template-hash": "abc"}, "worker"),
+        ("ReplicaSet", "worker-abc", {"pod-template-hash": "def"}, None),
+        ("ReplicaSet", "worker-abc", {}, None),
+        ("StatefulSet", "worker", {}, "worker"),
+        ("Job", "worker", {}, None),
+    ],
+)
+def test_whose_a_pod_is(kind: str, owner: str, labels: dict[str, str], expected: str | None) -> None:
+    meta = ObjectMeta(
+        labels=labels, ownerReferences=[OwnerReference("apps/v1", kind, owner, uid="u", controller=True)]
+    )
+    assert owner_of(meta) == expected
+    assert owner_of(ObjectMeta(labels=labels)) == ""
+
+
+def test_a_pod_has_one_name_that_no_other_adapter_gives_it() -> None:
+    replica = "endpoints/e/replicas/r"
+    assert pod_name("worker", "k1", replica) == pod_name("worker", "k1", replica)
+    assert len({pod_name("worker", one, f"{replica}{two}") for one in ("k1", "k2") for two in "ab"}) == 4
+    assert len(pod_name("d" * 200, "k1", replica)) <= 63
