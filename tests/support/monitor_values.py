@@ -8,6 +8,8 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, GpuSample, GpuState
+from gpuscale.monitor.model.recordings import Recording
+from gpuscale.monitor.state.encoding import recording_to_text
 
 GIB = 1024**3
 
@@ -22,6 +24,11 @@ def identity(index: int = 0) -> GpuIdentity:
 def sample(utilization: float = 10.0, state: GpuState = GpuState.OK) -> GpuSample:
     """A reading in which nothing is absent but what the test does not care about."""
     return GpuSample(state, GpuReading(utilization_percent=utilization, memory_total_bytes=80 * GIB))
+
+
+def recorded_text(recording: Recording, shift: float) -> str:
+    """A recording as it stands on disk."""
+    return "".join(recording_to_text(recording, shift))
 
 
 def epoch_id(number: int) -> str:

@@ -19,10 +19,11 @@ from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.model.health import Event, HealthCheck
 from gpuscale.monitor.model.recordings import Order, RecordingState, Target
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.state.encoding import CHUNK, recording_to_text
+from gpuscale.monitor.state.encoding import CHUNK
 from gpuscale.monitor.state.saver import Saver, open_saver
 from gpuscale.monitor.state.store import DATABASE, FleetStore, Saving
 from tests.support.clock import ManualClock
+from tests.support.monitor_values import recorded_text
 
 SAMPLE = (10.0, 20.0, 5.0, 50.0, 40.0, 300.0, 900.0)
 HOUR, DAY = 3600.0, 86_400.0
@@ -97,9 +98,7 @@ async def test_a_stop_keeps_history_and_recordings(tmp_path: Path, clock: Manual
         seen = fleet.samples()
     async with run(tmp_path, clock) as fleet:
         assert seen - 3 <= fleet.samples() <= seen
-        assert recording_to_text(fleet.recordings.get("r2", clock.now()), 0.0) == recording_to_text(
-            ended, 0.0
-        )
+        assert recorded_text(fleet.recordings.get("r2", clock.now()), 0.0) == recorded_text(ended, 0.0)
         running = fleet.recordings.get("r1", clock.now())
         assert (running.state, running.sample_count) == (RecordingState.RUNNING, 200)
         fleet.pass_time(100)
@@ -224,7 +223,7 @@ async def test_a_recording_that_ended_by_itself_is_kept_as_it_ended(
     async with run(tmp_path, clock) as fleet:
         again = fleet.recordings.get("r1", clock.now())
         assert (again.state, again.sample_count) == (RecordingState.EXPIRED, 20)
-        assert recording_to_text(again, 0.0) == recording_to_text(ended, 0.0)
+        assert recorded_text(again, 0.0) == recorded_text(ended, 0.0)
 
 
 @pytest.mark.parametrize("turns", [0, 3, 12])

@@ -16,7 +16,7 @@ from gpuscale.monitor.model.recordings import Order, Recording, RecordingState, 
 from gpuscale.monitor.recording import servicer
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.recording.servicer import RecordingServicer, forget, to_recording
-from gpuscale.monitor.state.encoding import recording_pieces
+from gpuscale.monitor.state.encoding import recording_to_text
 from gpuscale.monitor.wire.values import Dates
 from tests.support.clock import ManualClock
 
@@ -185,6 +185,6 @@ async def test_a_large_recording_lets_other_work_have_its_turn() -> None:
     assert turns >= MOST_GPUS / 64 - 1
     assert (len(message.gpus), message.sample_count) == (MOST_GPUS, 1)
     assert message.ByteSize() * servicer.MOST_GPUS_OF_A_PAGE / MOST_GPUS < MAX_MESSAGE_BYTES
-    made = list(recording_pieces(recording, 0.0))
+    made = list(recording_to_text(recording, 0.0))
     assert len(made) > 2 * MOST_GPUS / 64
     assert max(map(len, made)) < 4 * len("".join(made)) / len(made)

@@ -7,7 +7,7 @@ order of nearly all machines: numbers (32 bits), minima, means and maxima (32-bi
 import json
 import sys
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gpuscale.monitor.history.ring import Rows
@@ -25,14 +25,17 @@ from gpuscale.monitor.model.recordings import (
 
 GPUS_AT_ONCE = 64
 
+_ORDER_FIELDS = ("id", "request_id", "fingerprint", "interval", "max_duration")
+_TARGET_FIELDS = ("name", "uuid", "index", "model", "period")
+_TALLY_FIELDS = ("min", "max", "total", "count")
+_EVENT_FIELDS = ("id", "node", "uuid", "xid", "count", "cleared", "boot_id")
 
-def recording_to_text(recording: Recording, shift: float) -> str:
-    """A recording with what it has come to so far; `shift` seconds are added to its times."""
-    return "".join(recording_pieces(recording, shift))
 
+def recording_to_text(recording: Recording, shift: float) -> Iterator[str]:
+    """A recording with what it has come to so far; `shift` seconds are added to its times.
 
-def recording_pieces(recording: Recording, shift: float) -> Iterator[str]:
-    """The same in recording_pieces that each take a moment to make: those of large recordings have a megabyte in all."""
+    In pieces that each take a moment to make: those of large recordings have a megabyte in all.
+    """
     targets, gpus = recording.order.targets, recording.gpus
     ended = recording.ended_at
     yield json.dumps(
@@ -42,10 +45,10 @@ def recording_pieces(recording: Recording, shift: float) -> Iterator[str]:
             "ended_at": None if ended is None else ended + shift,
         }
     ).removesuffix("}")
-    yield f', "order": {json.dumps(_from_order(recording.order)).removesuffix("}")}, "targets": ['
+    yield f', "order": {json.dumps(_fields(recording.order, _ORDER_FIELDS)).removesuffix("}")}, "targets": ['
     for start in range(0, len(targets), GPUS_AT_ONCE):
         part = targets[start : start + GPUS_AT_ONCE]
-        yield (", " if start else "") + ", ".join(json.dumps(_from_target(one)) for one in part)
+        yield (", " if start else "") + ", ".join(json.dumps(_fields(one, _TARGET_FIELDS)) for one in part)
     yield ']}, "gpus": ['
     for start in range(0, len(gpus), GPUS_AT_ONCE):
         each = gpus[start : start + GPUS_AT_ONCE]
@@ -76,24 +79,8 @@ def recording_from_text(text: str, shift: float) -> Recording:
         raise ValueError(f"this is no recording: {error}") from error
 
 
-def _from_order(order: Order) -> dict[str, object]:
-    return {
-        "id": order.id,
-        "request_id": order.request_id,
-        "fingerprint": order.fingerprint,
-        "interval": order.interval,
-        "max_duration": order.max_duration,
-    }
-
-
-def _from_target(target: Target) -> dict[str, object]:
-    return {
-        "name": target.name,
-        "uuid": target.uuid,
-        "index": target.index,
-        "model": target.model,
-        "period": target.period,
-    }
+def _fields(value: object, names: Iterable[str]) -> dict[str, object]:
+    return {name: getattr(value, name) for name in names}
 
 
 def _from_gpu(gpu: RecordedGpu, shift: float) -> dict[str, object]:
@@ -102,7 +89,7 @@ def _from_gpu(gpu: RecordedGpu, shift: float) -> dict[str, object]:
         "sample_count": figures.sample_count,
         "last_at": figures.last_at + shift if figures.sample_count else None,
         "tallies": {
-            metric.name: {"min": tally.min, "max": tally.max, "total": tally.total, "count": tally.count}
+            metric.name: _fields(tally, _TALLY_FIELDS)
             for metric, tally in zip(GPU_METRICS, figures.tallies, strict=False)
             if tally.count
         },
@@ -117,24 +104,18 @@ def _to_gpu(target: Target, found: Mapping[str, Any], shift: float) -> RecordedG
 
 def event_to_text(event: Event, shift: float) -> str:
     """An event; `shift` seconds are added to its times."""
-    finding = event.finding
+    finding, resolved = event.finding, event.resolved_at
     return json.dumps(
         {
-            "id": event.id,
+            **_fields(event, _EVENT_FIELDS),
             "check": event.check.name,
-            "node": event.node,
-            "uuid": event.uuid,
             "severity": finding.severity.name,
             "action": finding.action.name,
             "message": finding.message,
             "fatal": finding.fatal,
             "started_at": event.started_at + shift,
             "last_at": event.last_at + shift,
-            "xid": event.xid,
-            "resolved_at": None if event.resolved_at is None else event.resolved_at + shift,
-            "count": event.count,
-            "cleared": event.cleared,
-            "boot_id": event.boot_id,
+            "resolved_at": None if resolved is None else resolved + shift,
         }
     )
 

@@ -27,7 +27,7 @@ from gpuscale.monitor.state.encoding import (
     event_from_text,
     event_to_text,
     recording_from_text,
-    recording_pieces,
+    recording_to_text,
     unpack,
 )
 from gpuscale.monitor.state.store import (
@@ -152,7 +152,7 @@ class Saver:
         """A recording as text; other work gets its turn meanwhile, and where that ends it the text is made anew."""
         while True:
             state, made = recording.state, list[str]()
-            for piece in recording_pieces(recording, self._timeline.offset):
+            for piece in recording_to_text(recording, self._timeline.offset):
                 made.append(piece)
                 await asyncio.sleep(0)
             if recording.state is state:
