@@ -5,7 +5,7 @@ kept for a while. Every field that stays empty is noted with its reason.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import pynvml
@@ -40,18 +40,11 @@ class Kept(Generic[T]):
     until: float
 
 
-@dataclass(slots=True)
-class Unsupported:
-    """Questions that a GPU does not answer, by name, with what the driver said."""
-
-    details: dict[str, str] = field(default_factory=dict[str, str])
-
-
 class Queries(Generic[E]):
     """The questions of one tick.
 
     Args:
-        unsupported: what this GPU does not answer; kept between ticks.
+        unsupported: questions that this GPU does not answer, with what the driver said; kept between ticks.
         now: the time of the tick, in seconds.
         error: what a driver call raises.
         explain: what such an error means; may raise, where it means that no GPU can be read.
@@ -62,9 +55,9 @@ class Queries(Generic[E]):
     """
 
     def __init__(
-        self, unsupported: Unsupported, now: float, error: type[E], explain: Callable[[E], Failure]
+        self, unsupported: dict[str, str], now: float, error: type[E], explain: Callable[[E], Failure]
     ) -> None:
-        self._unsupported = unsupported.details
+        self._unsupported = unsupported
         self._now = now
         self._error = error
         self._explain = explain
@@ -128,11 +121,15 @@ class Queries(Generic[E]):
         self, name: str, call: Callable[[], int | Failure], *, high: float, scale: float = 1.0
     ) -> float | None:
         """The answer divided by `scale`, for the field of that name."""
-        answer = self.attempt(name, call)
-        if isinstance(answer, Failure):
-            self.note((name,), answer)
-            return None
-        return self.within(name, answer / scale, high=high)
+        answer = self.value((name,), self.attempt(name, call))
+        return None if answer is None else self.within(name, answer / scale, high=high)
+
+    def value(self, fields: Iterable[str], answer: T | Failure) -> T | None:
+        """The answer; where it is a failure, these fields stay empty."""
+        if not isinstance(answer, Failure):
+            return answer
+        self.note(fields, answer)
+        return None
 
     def within(self, name: str, value: float, *, high: float) -> float | None:
         """The value, unless it cannot be true, such as the all-ones that some drivers give for "unknown"."""

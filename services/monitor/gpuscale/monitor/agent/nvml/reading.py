@@ -15,7 +15,7 @@ from functools import partial
 import pynvml
 
 from gpuscale.monitor.agent.nvml.fields import METERS, Values, ask, ask_slow
-from gpuscale.monitor.agent.nvml.queries import Failure, Kept, Queries, Unsupported, raise_if_driver_gone
+from gpuscale.monitor.agent.nvml.queries import Failure, Kept, Queries, raise_if_driver_gone
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import GpuIdentity, GpuProcess, GpuReading, ReadingStatus
 
@@ -115,6 +115,15 @@ _HIGHEST_MASK = 2**63 - 1
 _HIGHEST_PERFORMANCE_STATE = 15  # 32 is NVML's "unknown"
 _UTILIZATION_FIELDS = ("utilization_percent", "memory_utilization_percent")
 _MEMORY_FIELDS = ("memory_total_bytes", "memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes")
+_ENGINES = {
+    "encoder_utilization_percent": pynvml.nvmlDeviceGetEncoderUtilization,
+    "decoder_utilization_percent": pynvml.nvmlDeviceGetDecoderUtilization,
+}
+"""What gives the use of the video engines, and the length of its window."""
+_PCIE_LINK = {
+    "pcie_link_generation": pynvml.nvmlDeviceGetCurrPcieLinkGeneration,
+    "pcie_link_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth,
+}
 _UNKNOWN_STATE = Failure(ReadingStatus.NOT_SUPPORTED, "the driver does not know it")
 
 _Memory = tuple[int | None, int | None, int | None, int | None]
@@ -134,7 +143,7 @@ class NvmlDevice:
     identity: GpuIdentity
     by_address: Mapping[str, str] = field(default_factory=dict[str, str])
     links: Mapping[int, str | None] | None = None
-    unsupported: Unsupported = field(default_factory=Unsupported)
+    unsupported: dict[str, str] = field(default_factory=dict[str, str])
     engines: Kept[Values] | None = None
     slow: Kept[Values] | None = None
     processes: Kept[tuple[GpuProcess, ...]] | None = None
@@ -147,14 +156,14 @@ class Tick:
     def __init__(self, device: NvmlDevice, queries: Queries[pynvml.NVMLError], names: ProcessNames) -> None:
         self._device = device
         self._handle = device.handle
-        self._asking = queries
+        self._queries = queries
         self._names = names
 
     def read(self) -> GpuReading:
         """Ask for everything that is due."""
         utilization, memory_utilization = self._utilization()
         total, used, free, reserved = self._memory()
-        temperature = self._number(
+        temperature = self._queries.number(
             "temperature_celsius",
             partial(pynvml.nvmlDeviceGetTemperature, self._handle, pynvml.NVML_TEMPERATURE_GPU),
             high=_HIGHEST_CELSIUS,
@@ -173,14 +182,14 @@ class Tick:
             memory_clock_mhz=self._clock("memory_clock_mhz", pynvml.NVML_CLOCK_MEM),
             throttle_reason_mask=self._throttle_reasons(),
             processes=self._processes(),
-            absent=self._asking.absent,
+            absent=self._queries.absent,
         )
 
     def _base(self) -> GpuReading:
         """What is read seldom, as it was read last or anew."""
         device = self._device
-        engines = self._asking.kept(device.engines, ENGINES_EVERY_SECONDS, self._ask_engines)
-        slow = self._asking.kept(device.slow, SLOW_EVERY_SECONDS, self._ask_slow, first=_FIRST_SLOW_SECONDS)
+        engines = self._queries.kept(device.engines, ENGINES_EVERY_SECONDS, self._ask_engines)
+        slow = self._queries.kept(device.slow, SLOW_EVERY_SECONDS, self._ask_slow, first=_FIRST_SLOW_SECONDS)
         if engines is not device.engines or slow is not device.slow:
             device.engines, device.slow = engines, slow
             device.base = GpuReading(**(engines.value or {}), **(slow.value or {}))
@@ -188,64 +197,59 @@ class Tick:
 
     def _utilization(self) -> tuple[float | None, float | None]:
         """Of the GPU, and of its memory's bandwidth."""
-        found = self._asking.attempt(
-            "utilization", partial(pynvml.nvmlDeviceGetUtilizationRates, self._handle)
-        )
-        if isinstance(found, Failure):
-            self._asking.note(_UTILIZATION_FIELDS, found)
+        ask = partial(pynvml.nvmlDeviceGetUtilizationRates, self._handle)
+        found = self._queries.value(_UTILIZATION_FIELDS, self._queries.attempt("utilization", ask))
+        if found is None:
             return None, None
-        gpu = self._asking.within(_UTILIZATION_FIELDS[0], found.gpu, high=100.0)
-        return gpu, self._asking.within(_UTILIZATION_FIELDS[1], found.memory, high=100.0)
+        gpu = self._queries.within(_UTILIZATION_FIELDS[0], found.gpu, high=100.0)
+        return gpu, self._queries.within(_UTILIZATION_FIELDS[1], found.memory, high=100.0)
 
     def _memory(self) -> _Memory:
         """Total, used, free and reserved: by the v2 record, since v1 counts what the driver keeps as used."""
-        found = self._asking.attempt("memory v2", partial(_memory_v2, self._handle))
+        found = self._queries.attempt(
+            "memory v2", lambda: pynvml.nvmlDeviceGetMemoryInfo(self._handle, pynvml.nvmlMemory_v2)
+        )
         if not isinstance(found, Failure):
             return self._plausible(found.total, found.used, found.free, found.reserved)
-        if found.status is not ReadingStatus.NOT_SUPPORTED:
-            self._asking.note(_MEMORY_FIELDS, found)
-            return _NO_MEMORY
-        older = self._asking.attempt("memory v1", partial(_memory_v1, self._handle))
-        if isinstance(older, Failure):
-            self._asking.note(_MEMORY_FIELDS, older)
-            return _NO_MEMORY
-        self._asking.note(_MEMORY_FIELDS[-1:], found)
-        return self._plausible(older.total, older.used, older.free, None)
+        if found.status is ReadingStatus.NOT_SUPPORTED:
+            older = self._queries.attempt("memory v1", partial(pynvml.nvmlDeviceGetMemoryInfo, self._handle))
+            if not isinstance(older, Failure):
+                self._queries.note(_MEMORY_FIELDS[-1:], found)
+                return self._plausible(older.total, older.used, older.free, None)
+            found = older
+        self._queries.note(_MEMORY_FIELDS, found)
+        return _NO_MEMORY
 
     def _plausible(self, total: int, used: int, free: int, reserved: int | None) -> _Memory:
         """The figures, unless one is larger than the memory."""
         if total > 0 and max(used, free, reserved or 0) <= total:
             return total, used, free, reserved
         detail = f"the driver said {free} free and {used} used of {total}"
-        self._asking.note(_MEMORY_FIELDS, Failure(ReadingStatus.ERROR, detail))
+        self._queries.note(_MEMORY_FIELDS, Failure(ReadingStatus.ERROR, detail))
         return _NO_MEMORY
 
     def _throttle_reasons(self) -> int | None:
         """By the call that newer drivers have, else by its older name."""
-        found = self._asking.attempt(
+        found = self._queries.attempt(
             "event reasons", partial(pynvml.nvmlDeviceGetCurrentClocksEventReasons, self._handle)
         )
         if isinstance(found, Failure) and found.status is ReadingStatus.NOT_SUPPORTED:
-            found = self._asking.attempt(
+            found = self._queries.attempt(
                 "throttle reasons", partial(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, self._handle)
             )
-        if isinstance(found, Failure):
-            self._asking.note(("throttle_reason_mask",), found)
+        mask = self._queries.value(("throttle_reason_mask",), found)
+        if mask is None or self._queries.within("throttle_reason_mask", mask, high=_HIGHEST_MASK) is None:
             return None
-        believed = self._asking.within("throttle_reason_mask", found, high=_HIGHEST_MASK)
-        return None if believed is None else found
+        return mask
 
     def _ask_engines(self) -> Values:
         readings: Values = {
-            "encoder_utilization_percent": self._engine(
-                "encoder_utilization_percent", pynvml.nvmlDeviceGetEncoderUtilization
-            ),
-            "decoder_utilization_percent": self._engine(
-                "decoder_utilization_percent", pynvml.nvmlDeviceGetDecoderUtilization
-            ),
+            name: self._queries.number(name, partial(_first, call, self._handle), high=100.0)
+            for name, call in _ENGINES.items()
+        } | {
             "video_clock_mhz": self._clock("video_clock_mhz", pynvml.NVML_CLOCK_VIDEO),
             "performance_state": self._performance_state(),
-            **ask(self._asking, self._handle, "meter fields", METERS),
+            **ask(self._queries, self._handle, "meter fields", METERS),
         }
         return {name: value for name, value in readings.items() if value is not None}
 
@@ -254,59 +258,38 @@ class Tick:
         if device.links is None and not device.identity.parent_uuid:
             device.links = link_ends(device.handle, device.by_address)
         limit = self._watts("power_limit_watts", pynvml.nvmlDeviceGetEnforcedPowerLimit)
-        readings: Values = {
-            "power_limit_watts": limit,
-            "pcie_link_generation": self._link(
-                "pcie_link_generation", pynvml.nvmlDeviceGetCurrPcieLinkGeneration
-            ),
-            "pcie_link_width": self._link("pcie_link_width", pynvml.nvmlDeviceGetCurrPcieLinkWidth),
-            **ask_slow(self._asking, self._handle, tuple(device.links or ())),
-        }
+        readings: Values = {"power_limit_watts": limit}
+        for name, call in _PCIE_LINK.items():
+            found = self._queries.number(name, partial(call, self._handle), high=_HIGHEST_LINK)
+            readings[name] = None if found is None else int(found)
+        readings |= ask_slow(self._queries, self._handle, tuple(device.links or ()))
         return {name: value for name, value in readings.items() if value is not None}
 
     def _processes(self) -> tuple[GpuProcess, ...] | None:
-        self._device.processes = self._asking.kept(
+        self._device.processes = self._queries.kept(
             self._device.processes,
             PROCESSES_EVERY_SECONDS,
-            lambda: ask_processes(self._asking, self._handle, self._names),
+            lambda: ask_processes(self._queries, self._handle, self._names),
             first=_FIRST_PROCESSES_SECONDS,
         )
         return self._device.processes.value
 
     def _performance_state(self) -> int | None:
-        found = self._asking.attempt(
+        found = self._queries.attempt(
             "performance state", partial(pynvml.nvmlDeviceGetPerformanceState, self._handle)
         )
         if not isinstance(found, Failure) and found > _HIGHEST_PERFORMANCE_STATE:
             found = _UNKNOWN_STATE
-        if isinstance(found, Failure):
-            self._asking.note(("performance_state",), found)
-            return None
-        return found
-
-    def _engine(self, name: str, call: Callable[[pynvml.c_nvmlDevice_t], list[int]]) -> float | None:
-        """Use of a video engine; NVML tells the length of its window too."""
-        return self._number(name, lambda: call(self._handle)[0], high=100.0)
-
-    def _link(self, name: str, call: Callable[[pynvml.c_nvmlDevice_t], int]) -> int | None:
-        found = self._number(name, partial(call, self._handle), high=_HIGHEST_LINK)
-        return None if found is None else int(found)
+        return self._queries.value(("performance_state",), found)
 
     def _watts(self, name: str, call: Callable[[pynvml.c_nvmlDevice_t], int]) -> float | None:
-        return self._number(name, partial(call, self._handle), scale=_MILLI, high=_HIGHEST_WATTS)
+        return self._queries.number(name, partial(call, self._handle), scale=_MILLI, high=_HIGHEST_WATTS)
 
     def _clock(self, name: str, clock: int) -> float | None:
-        return self._number(
+        return self._queries.number(
             name, partial(pynvml.nvmlDeviceGetClockInfo, self._handle, clock), high=_HIGHEST_MHZ
         )
 
-    def _number(self, name: str, call: Callable[[], int], *, high: float, scale: float = 1.0) -> float | None:
-        return self._asking.number(name, call, high=high, scale=scale)
 
-
-def _memory_v1(handle: pynvml.c_nvmlDevice_t) -> pynvml.c_nvmlMemory_t:
-    return pynvml.nvmlDeviceGetMemoryInfo(handle)
-
-
-def _memory_v2(handle: pynvml.c_nvmlDevice_t) -> pynvml.c_nvmlMemory_v2_t:
-    return pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
+def _first(call: Callable[[pynvml.c_nvmlDevice_t], list[int]], handle: pynvml.c_nvmlDevice_t) -> int:
+    return call(handle)[0]

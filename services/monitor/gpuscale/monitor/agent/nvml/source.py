@@ -203,7 +203,7 @@ class NvmlSource:
         divided = mig_enabled(parent.handle)
         if divided is None:
             return
-        parent.unsupported.details.clear()
+        parent.unsupported.clear()
         known = {one for one, device in self._devices.items() if device.identity.parent_uuid == uuid}
         if divided != parent.identity.divided or {one.identity.uuid for one in mig_parts(parent)} != known:
             self._outdated = True

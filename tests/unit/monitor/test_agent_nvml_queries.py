@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.monitor.agent.nvml.queries import Failure, Kept, Queries, Unsupported
+from gpuscale.monitor.agent.nvml.queries import Failure, Kept, Queries
 from gpuscale.monitor.model.readings import Absent, GpuState, ReadingStatus
 
 NOT_SUPPORTED = Failure(ReadingStatus.NOT_SUPPORTED, "Not Supported")
@@ -34,8 +34,8 @@ class Question:
         return answer
 
 
-def asking(unsupported: Unsupported | None = None, now: float = 0.0) -> Queries[RefusedError]:
-    return Queries(unsupported or Unsupported(), now, RefusedError, lambda error: error.failure)
+def asking(unsupported: dict[str, str] | None = None, now: float = 0.0) -> Queries[RefusedError]:
+    return Queries({} if unsupported is None else unsupported, now, RefusedError, lambda error: error.failure)
 
 
 def test_a_number_is_scaled_and_nothing_is_absent() -> None:
@@ -53,7 +53,7 @@ def test_a_failed_question_leaves_its_field_absent_with_the_reason() -> None:
 
 
 def test_what_is_not_supported_is_asked_once_for_all_ticks_and_says_nothing_against_the_gpu() -> None:
-    unsupported, question = Unsupported(), Question(NOT_SUPPORTED)
+    unsupported, question = dict[str, str](), Question(NOT_SUPPORTED)
     for tick in range(3):
         one = asking(unsupported, now=float(tick))
         assert one.number("power_watts", question, high=1000) is None
@@ -63,7 +63,7 @@ def test_what_is_not_supported_is_asked_once_for_all_ticks_and_says_nothing_agai
 
 
 def test_what_is_not_permitted_is_asked_again_and_says_nothing_against_the_gpu() -> None:
-    unsupported, question = Unsupported(), Question(NO_PERMISSION)
+    unsupported, question = dict[str, str](), Question(NO_PERMISSION)
     for _ in range(2):
         one = asking(unsupported)
         one.number("power_watts", question, high=1000)
@@ -141,14 +141,14 @@ def test_a_gpu_that_supports_little_is_not_silent() -> None:
 
 
 def test_an_answer_that_is_not_believed_counts_as_none() -> None:
-    one, unsupported = asking(), Unsupported()
+    one, unsupported = asking(), dict[str, str]()
     assert asking(unsupported).attempt("processes", lambda: NOT_SUPPORTED) == NOT_SUPPORTED
     assert asking(unsupported).attempt("processes", lambda: 5) == NOT_SUPPORTED
     assert one.attempt("processes", lambda: 5) == 5
 
 
 def test_calls_that_are_made_are_counted_and_those_that_are_not_are_not() -> None:
-    one, unsupported = asking(), Unsupported()
+    one, unsupported = asking(), dict[str, str]()
     assert (one.calls, one.refusals) == (0, 0)
     one.number("power_watts", Question(300), high=1000)
     one.number("sm_clock_mhz", Question(UNKNOWN), high=1000)
@@ -166,6 +166,6 @@ def test_an_error_that_no_gpu_causes_ends_the_tick() -> None:
     def explain(error: RefusedError) -> Failure:
         raise LookupError(error.failure.detail)
 
-    one = Queries(Unsupported(), 0.0, RefusedError, explain)
+    one = Queries(dict[str, str](), 0.0, RefusedError, explain)
     with pytest.raises(LookupError, match="Unknown Error"):
         one.number("power_watts", Question(UNKNOWN), high=1000)
