@@ -8,11 +8,11 @@ from importlib.metadata import version
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.connections import add_connections
-from gpuscale.common.runtime.metrics_text import Family, Page, labels
+from gpuscale.common.runtime.metrics_text import Page, labels
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address
-from gpuscale.monitor.exposition.series import Style
+from gpuscale.monitor.exposition.series import Style, counter, gauge
 from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot, dcgm_labels, own_labels
 from gpuscale.monitor.model.readings import GpuEvent, GpuState, GpuView, ReadingStatus, Snapshot
 from gpuscale.monitor.wire.snapshots import to_snapshot
@@ -92,11 +92,9 @@ class CollectionMeter:
         return [view for view in views if pci_address(view.identity.pci_bus_id) not in self._bus.given_away]
 
 
-COUNT = Family(
-    "gpuscale_gpu_xid_errors_total", "counter", "XID errors of a GPU since the agent started, by code."
-)
-TIME = Family("gpuscale_gpu_xid_last_timestamp_seconds", "gauge", "When a GPU last had that XID error.")
-DCGM_LAST = Family("DCGM_FI_DEV_XID_ERRORS", "gauge", "Code of the last XID error.")
+COUNT = counter("gpuscale_gpu_xid_errors_total", "XID errors of a GPU since the agent started, by code.")
+TIME = gauge("gpuscale_gpu_xid_last_timestamp_seconds", "When a GPU last had that XID error.")
+DCGM_LAST = gauge("DCGM_FI_DEV_XID_ERRORS", "Code of the last XID error.")
 
 
 class Xids:
@@ -136,53 +134,37 @@ class Xids:
 
 STALE_PERIODS = 3
 
-INFO = Family("gpuscale_agent_info", "gauge", "The agent of a node; always 1.")
-SUCCESS = Family(
-    "gpuscale_collection_success", "gauge", "1 while every GPU that is expected is found and answers."
+INFO = gauge("gpuscale_agent_info", "The agent of a node; always 1.")
+SUCCESS = gauge("gpuscale_collection_success", "1 while every GPU that is expected is found and answers.")
+LAST_SUCCESS = gauge(
+    "gpuscale_collection_last_success_timestamp_seconds", "When that was last so, since the epoch."
 )
-LAST_SUCCESS = Family(
-    "gpuscale_collection_last_success_timestamp_seconds", "gauge", "When that was last so, since the epoch."
-)
-AGE = Family(
-    "gpuscale_collection_age_seconds", "gauge", "How old the newest snapshot is, on the monotonic clock."
-)
-DURATION = Family(
-    "gpuscale_collection_duration_seconds", "gauge", "How long taking the newest snapshot took."
-)
-SNAPSHOTS = Family(
-    "gpuscale_collection_snapshots_total", "counter", "Snapshots taken since the agent started."
-)
-EXPECTED = Family(
+AGE = gauge("gpuscale_collection_age_seconds", "How old the newest snapshot is, on the monotonic clock.")
+DURATION = gauge("gpuscale_collection_duration_seconds", "How long taking the newest snapshot took.")
+SNAPSHOTS = counter("gpuscale_collection_snapshots_total", "Snapshots taken since the agent started.")
+EXPECTED = gauge(
     "gpuscale_collection_gpus_expected",
-    "gauge",
     "GPUs on the host's PCI bus, or found if those are more, but for those given to virtual machines.",
 )
-HUNG = Family("gpuscale_collection_hung_threads", "gauge", "Threads that are stuck in the driver.")
-ERRORS = Family(
+HUNG = gauge("gpuscale_collection_hung_threads", "Threads that are stuck in the driver.")
+ERRORS = counter(
     "gpuscale_collection_reading_errors_total",
-    "counter",
     "Readings of GPUs that should have been there and failed, by reason.",
 )
-DRIVER_CALLS = Family(
-    "gpuscale_collection_driver_calls_total", "counter", "Calls of the driver to read GPUs."
-)
-DRIVER_ERRORS = Family(
+DRIVER_CALLS = counter("gpuscale_collection_driver_calls_total", "Calls of the driver to read GPUs.")
+DRIVER_ERRORS = counter(
     "gpuscale_collection_driver_call_errors_total",
-    "counter",
     "Calls of the driver to read GPUs that gave an error; what a GPU does not support is asked once.",
 )
-OPENINGS = Family(
-    "gpuscale_collection_driver_openings_total", "counter", "How often the driver was opened, failures too."
+OPENINGS = counter(
+    "gpuscale_collection_driver_openings_total", "How often the driver was opened, failures too."
 )
-INTERRUPTIONS = Family(
+INTERRUPTIONS = counter(
     "gpuscale_collection_driver_interruptions_total",
-    "counter",
     "How often the process that reads the driver was killed because it did not answer.",
 )
-SUBSCRIBERS = Family("gpuscale_watch_subscribers", "gauge", "Open streams that get every new snapshot.")
-DROPPED = Family(
-    "gpuscale_watch_dropped_total", "counter", "Snapshots that subscribers read too slowly to see."
-)
+SUBSCRIBERS = gauge("gpuscale_watch_subscribers", "Open streams that get every new snapshot.")
+DROPPED = counter("gpuscale_watch_dropped_total", "Snapshots that subscribers read too slowly to see.")
 
 
 class AgentPage:

@@ -6,33 +6,25 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.connections import add_connections
-from gpuscale.common.runtime.metrics_text import Family, Page, labels
-from gpuscale.monitor.exposition.series import Style
+from gpuscale.common.runtime.metrics_text import Page, labels
+from gpuscale.monitor.exposition.series import Style, counter, gauge
 from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import Record
 from gpuscale.monitor.model.health import Event
 from gpuscale.monitor.model.nodes import NodeState
 
-NODES = Family("gpuscale_fleet_nodes", "gauge", "Nodes, by state.")
-NODE_STATE = Family(
-    "gpuscale_node_state", "gauge", "1 for the state that a node is in; other states have no series."
+NODES = gauge("gpuscale_fleet_nodes", "Nodes, by state.")
+NODE_STATE = gauge("gpuscale_node_state", "1 for the state that a node is in; other states have no series.")
+NODE_AGE = gauge("gpuscale_node_snapshot_age_seconds", "How old the last snapshot of a node is.")
+NODE_REJECTED = counter("gpuscale_node_snapshots_rejected_total", "Snapshots of a node that were refused.")
+SNAPSHOTS = counter("gpuscale_fleet_snapshots_total", "Snapshots, whole or as changes, that were taken in.")
+STREAMS = gauge("gpuscale_fleet_streams", "Open streams of agents.")
+WATCHERS = gauge("gpuscale_fleet_watchers", "Open streams that get every change of a node.")
+LEFT_OUT = gauge(
+    "gpuscale_fleet_gpus_left_out", "GPUs that have no series here because they are more than the limit."
 )
-NODE_AGE = Family("gpuscale_node_snapshot_age_seconds", "gauge", "How old the last snapshot of a node is.")
-NODE_REJECTED = Family(
-    "gpuscale_node_snapshots_rejected_total", "counter", "Snapshots of a node that were refused."
-)
-SNAPSHOTS = Family(
-    "gpuscale_fleet_snapshots_total", "counter", "Snapshots, whole or as changes, that were taken in."
-)
-STREAMS = Family("gpuscale_fleet_streams", "gauge", "Open streams of agents.")
-WATCHERS = Family("gpuscale_fleet_watchers", "gauge", "Open streams that get every change of a node.")
-LEFT_OUT = Family(
-    "gpuscale_fleet_gpus_left_out",
-    "gauge",
-    "GPUs that have no series here because they are more than the limit.",
-)
-HEALTH = Family("gpuscale_health_event", "gauge", "1 for each health event that is not resolved.")
+HEALTH = gauge("gpuscale_health_event", "1 for each health event that is not resolved.")
 
 
 class FleetPage:

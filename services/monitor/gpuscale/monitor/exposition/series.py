@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gpuscale.common.runtime.metrics_text import Family, Kind
+from gpuscale.common.runtime.metrics_text import Family
 
 Names = Literal["checked", "all", "dcgm", "gpuscale"]
 HostLabel = Literal["hostname", "Hostname"]
@@ -30,6 +30,16 @@ class Style:
     names: Names = "checked"
     host_label: HostLabel = "hostname"
     many_nodes: bool = False
+
+
+def gauge(name: str, text: str) -> Family:
+    """A family of figures that go up and down."""
+    return Family(name, "gauge", text)
+
+
+def counter(name: str, text: str) -> Family:
+    """A family of figures that only grow."""
+    return Family(name, "counter", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +210,8 @@ def _unit(field: str) -> str:
 
 def _own(prefix: str, rows: Iterable[tuple[str, str, str]]) -> Iterable[Series]:
     for field, name, text in rows:
-        kind: Kind = "counter" if name.endswith("_total") else "gauge"
-        yield Series(field, Family(prefix + name, kind, text), _OWN_UNITS.get(_unit(field), _same))
+        family = counter if name.endswith("_total") else gauge
+        yield Series(field, family(prefix + name, text), _OWN_UNITS.get(_unit(field), _same))
 
 
 GPU = tuple(_own("gpuscale_gpu_", _GPU))
@@ -210,7 +220,7 @@ HOST = tuple(_own("gpuscale_host_", _HOST))
 
 def _dcgm() -> Iterable[Series]:
     own = {series.field: series.family for series in GPU}
-    bits = Family("", "gauge", "Why clocks are held down, as bits.")
+    bits = gauge("", "Why clocks are held down, as bits.")
     for field, name in _DCGM.items():
         family, unit = own.get(field, bits), _unit(field)
         text = (

@@ -8,14 +8,24 @@ import psutil
 from google.protobuf.message import Message
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.runtime.metrics_text import Family, Page, labels
+from gpuscale.common.runtime.metrics_text import Page, labels
 from gpuscale.common.wire import seconds
-from gpuscale.monitor.exposition.series import DCGM, DCGM_CHECKED, GPU, HOST, Names, Series, Style
+from gpuscale.monitor.exposition.series import (
+    DCGM,
+    DCGM_CHECKED,
+    GPU,
+    HOST,
+    Names,
+    Series,
+    Style,
+    counter,
+    gauge,
+)
 
-CPU_SECONDS = Family("process_cpu_seconds_total", "counter", "CPU time of this process, user and system.")
-RESIDENT_BYTES = Family("process_resident_memory_bytes", "gauge", "Memory of this process that is in RAM.")
-OPEN_FDS = Family("process_open_fds", "gauge", "File descriptors that this process has open.")
-START_TIME = Family("process_start_time_seconds", "gauge", "When this process started, since the epoch.")
+CPU_SECONDS = counter("process_cpu_seconds_total", "CPU time of this process, user and system.")
+RESIDENT_BYTES = gauge("process_resident_memory_bytes", "Memory of this process that is in RAM.")
+OPEN_FDS = gauge("process_open_fds", "File descriptors that this process has open.")
+START_TIME = gauge("process_start_time_seconds", "When this process started, since the epoch.")
 
 
 def add_process(page: Page) -> None:
@@ -35,25 +45,17 @@ def add_process(page: Page) -> None:
     page.add(START_TIME, "", round(started, 2))
 
 
-GPU_INFO = Family("gpuscale_gpu_info", "gauge", "What a GPU is; always 1.")
-GPU_STATE = Family(
-    "gpuscale_gpu_state", "gauge", "1 for the state that a GPU is in; other states have no series."
-)
-GPU_AGE = Family("gpuscale_gpu_reading_age_seconds", "gauge", "How long ago a GPU was read.")
-GPU_ABSENT = Family("gpuscale_gpu_absent_readings", "gauge", "Readings of a GPU that are absent, by reason.")
-GPU_PROCESSES = Family("gpuscale_gpu_processes", "gauge", "Processes that hold memory of a GPU.")
-GPU_QUARANTINED = Family(
-    "gpuscale_gpu_quarantined", "gauge", "1 while no new work should be placed on a GPU."
-)
-GPU_THROTTLED = Family(
-    "gpuscale_gpu_throttled", "gauge", "1 for each reason why clocks of a GPU are held down."
-)
-GPU_RECOVERY = Family(
-    "gpuscale_gpu_recovery_action", "gauge", "1 for what the driver asks for to bring a GPU back."
-)
-GPUS = Family("gpuscale_node_gpus", "gauge", "GPUs of a node that were ever found.")
-GPUS_WORKING = Family("gpuscale_node_gpus_working", "gauge", "GPUs of a node that answer and need no reset.")
-GPU_PROBLEM = Family("gpuscale_node_gpu_problem", "gauge", "1 while GPUs of a node cannot be read or found.")
+GPU_INFO = gauge("gpuscale_gpu_info", "What a GPU is; always 1.")
+GPU_STATE = gauge("gpuscale_gpu_state", "1 for the state that a GPU is in; other states have no series.")
+GPU_AGE = gauge("gpuscale_gpu_reading_age_seconds", "How long ago a GPU was read.")
+GPU_ABSENT = gauge("gpuscale_gpu_absent_readings", "Readings of a GPU that are absent, by reason.")
+GPU_PROCESSES = gauge("gpuscale_gpu_processes", "Processes that hold memory of a GPU.")
+GPU_QUARANTINED = gauge("gpuscale_gpu_quarantined", "1 while no new work should be placed on a GPU.")
+GPU_THROTTLED = gauge("gpuscale_gpu_throttled", "1 for each reason why clocks of a GPU are held down.")
+GPU_RECOVERY = gauge("gpuscale_gpu_recovery_action", "1 for what the driver asks for to bring a GPU back.")
+GPUS = gauge("gpuscale_node_gpus", "GPUs of a node that were ever found.")
+GPUS_WORKING = gauge("gpuscale_node_gpus_working", "GPUs of a node that answer and need no reset.")
+GPU_PROBLEM = gauge("gpuscale_node_gpu_problem", "1 while GPUs of a node cannot be read or found.")
 
 _DCGM: Mapping[Names, tuple[Series, ...]] = {
     "checked": DCGM_CHECKED,
