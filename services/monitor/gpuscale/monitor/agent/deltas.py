@@ -14,17 +14,10 @@ from dataclasses import dataclass
 from itertools import compress, count
 from operator import ne
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
-from gpuscale.monitor.model.readings import (
-    GpuReading,
-    GpuState,
-    GpuView,
-    HostReading,
-    Quarantine,
-    Snapshot,
-)
+from gpuscale.monitor.model.readings import GpuReading, GpuState, GpuView, HostReading, Quarantine, Snapshot
 from gpuscale.monitor.wire.snapshots import GPU_NUMBERS, gpu_state, put, text
 
 Bands = tuple[float, ...]
@@ -127,7 +120,7 @@ class Deltas:
         """The receiver has nothing that can be built upon."""
         self._sent = None
 
-    def next(self, snapshot: Snapshot, now: float) -> monitor_api.SnapshotDelta | None:
+    def next(self, snapshot: Snapshot, now: float) -> api.SnapshotDelta | None:
         """What leads from the snapshot before to this one, sent at `now` of the agent's clock.
 
         Returns None where the whole has to be sent. It counts as sent.
@@ -138,7 +131,7 @@ class Deltas:
             self._sent = _Sent(snapshot.seq, frame, host, [_sent(view, now) for view in snapshot.gpus])
             self._full_at = now
             return None
-        delta = monitor_api.SnapshotDelta(
+        delta = api.SnapshotDelta(
             seq=snapshot.seq,
             base_seq=sent.seq,
             sample_time=to_timestamp(snapshot.sample_time),
@@ -154,9 +147,7 @@ class Deltas:
         self._sent = _Sent(snapshot.seq, frame, host, gpus)
         return delta
 
-    def _host(
-        self, delta: monitor_api.SnapshotDelta, sent: _SentHost, snapshot: Snapshot, now: float
-    ) -> _SentHost:
+    def _host(self, delta: api.SnapshotDelta, sent: _SentHost, snapshot: Snapshot, now: float) -> _SentHost:
         reading, age = snapshot.host_reading, _age(snapshot.host_read_at, now)
         differ = moves(sent.reading, reading, self._host_bands)
         aged = not is_near(sent.age, age, self._age_band)
@@ -177,7 +168,7 @@ class Deltas:
         same = sent.state is view.state and sent.quarantine == view.quarantine
         if not differ and not aged and same:
             return sent
-        change = monitor_api.GpuDelta(place=place)
+        change = api.GpuDelta(place=place)
         if sent.state is not view.state:
             change.state = gpu_state(view.state)
         if sent.quarantine != view.quarantine:
@@ -196,12 +187,12 @@ class Deltas:
 class _Changes:
     """The GPUs that a delta names: what is told of each alone, and which of its readings differ."""
 
-    def __init__(self, delta: monitor_api.SnapshotDelta, gpu_count: int) -> None:
+    def __init__(self, delta: api.SnapshotDelta, gpu_count: int) -> None:
         self._delta = delta
         self._gpu_count = gpu_count
-        self._named: list[tuple[monitor_api.GpuDelta, GpuReading, Sequence[int]]] = []
+        self._named: list[tuple[api.GpuDelta, GpuReading, Sequence[int]]] = []
 
-    def add(self, change: monitor_api.GpuDelta, reading: GpuReading, differ: Sequence[int]) -> None:
+    def add(self, change: api.GpuDelta, reading: GpuReading, differ: Sequence[int]) -> None:
         """Name a GPU, whose readings at these places differ."""
         self._named.append((change, reading, differ))
 
@@ -240,7 +231,7 @@ def _fits(value: object) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)
 
 
-def _says_something(change: monitor_api.GpuDelta) -> bool:
+def _says_something(change: api.GpuDelta) -> bool:
     return bool(
         change.state or change.HasField("quarantine") or change.cleared_fields or change.HasField("reading")
     )

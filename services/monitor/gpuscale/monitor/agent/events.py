@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import datetime
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.agent.sources import GpuSource
@@ -164,11 +164,11 @@ class FaultLog:
             self._arrived.clear()
             await self._arrived.wait()
 
-    def message(self, last: int, now: float) -> monitor_api.ReportedFaults:
+    def message(self, last: int, now: float) -> api.ReportedFaults:
         """The faults that are kept with a number above `last`, oldest first."""
-        return monitor_api.ReportedFaults(
+        return api.ReportedFaults(
             faults=[
-                monitor_api.ReportedFault(uuid=uuid, xid=xid, seq=seq, age=to_duration(max(now - at, 0.0)))
+                api.ReportedFault(uuid=uuid, xid=xid, seq=seq, age=to_duration(max(now - at, 0.0)))
                 for seq, uuid, xid, at in self._kept
                 if seq > last
             ]

@@ -7,7 +7,7 @@ them; whoever begins, or missed a link, is given the whole snapshot that the cha
 import asyncio
 from collections.abc import AsyncGenerator
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.wire import seconds
@@ -40,11 +40,11 @@ class _Whole:
     def encoded(self, now: float) -> bytes:
         """An encoded WatchSnapshotsResponse of it; those who come too late for the shared one get their own."""
         if now - self.made_at > SHARED_SECONDS:
-            response = monitor_api.WatchSnapshotsResponse(snapshot=self.message)
+            response = api.WatchSnapshotsResponse(snapshot=self.message)
             count_on(response.snapshot, now - self.made_at)
             return response.SerializeToString()
         if not self._encoded:
-            self._encoded = monitor_api.WatchSnapshotsResponse(snapshot=self.message).SerializeToString()
+            self._encoded = api.WatchSnapshotsResponse(snapshot=self.message).SerializeToString()
         return self._encoded
 
 
@@ -76,7 +76,7 @@ class _Chain:
             message.CopyFrom(whole.message)
             self._picture = Picture(message)
         else:
-            self._delta = monitor_api.WatchSnapshotsResponse(delta=delta).SerializeToString()
+            self._delta = api.WatchSnapshotsResponse(delta=delta).SerializeToString()
             self._picture.merge(Change.of(delta))
         self._base_seq, self._seq = self._seq, whole.values.seq
         self._whole = _Whole(whole.values, whole.made_at, self._picture.snapshot)
@@ -103,9 +103,7 @@ class SnapshotFeed:
         self._every_snapshot = self._chain()
         self._newest: _Whole | None = None
 
-    async def stream(
-        self, request: monitor_api.WatchSnapshotsRequest, _: object
-    ) -> AsyncGenerator[bytes, None]:
+    async def stream(self, request: api.WatchSnapshotsRequest, _: object) -> AsyncGenerator[bytes, None]:
         """The newest snapshot, then each as fast as the subscriber reads, as encoded WatchSnapshotsResponse."""
         interval = seconds(request.min_interval)
         chain = self._chain() if interval else self._every_snapshot
@@ -118,7 +116,7 @@ class SnapshotFeed:
                 message = chain.link(whole, have, now) if request.deltas else whole.encoded(now)
                 have = snapshot.seq
                 if dropped:
-                    message += monitor_api.WatchSnapshotsResponse(dropped_count=dropped).SerializeToString()
+                    message += api.WatchSnapshotsResponse(dropped_count=dropped).SerializeToString()
                 yield message
                 if interval:
                     await asyncio.sleep(interval)

@@ -13,7 +13,7 @@ from typing import Final
 
 import grpc
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import (
     AbortedError,
     DeadlineExceededError,
@@ -74,7 +74,7 @@ _REFUSALS = (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-_Call = grpc.aio.StreamStreamCall[monitor_api.StreamTelemetryRequest, monitor_api.StreamTelemetryResponse]
+_Call = grpc.aio.StreamStreamCall[api.StreamTelemetryRequest, api.StreamTelemetryResponse]
 _log = get_logger(__name__)
 _random = SystemRandom()
 
@@ -104,7 +104,7 @@ class FleetPush:
         faults: FaultLog,
         explain: Explain,
     ) -> None:
-        self._stub = monitor_api.FleetServiceStub(channel)
+        self._stub = api.FleetServiceStub(channel)
         self._sampler = sampler
         self._faults = faults
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
@@ -116,7 +116,7 @@ class FleetPush:
         self._period = collector.period
         self._refusals = RefusalBackoff(collector.period)
         self._backoff = Backoff()
-        self._hello = monitor_api.Hello(
+        self._hello = api.Hello(
             node=collector.node,
             epoch=collector.epoch,
             agent_version=version("gpuscale"),
@@ -161,7 +161,7 @@ class FleetPush:
 
     async def _write(self, call: _Call, welcome: asyncio.Event, begun: asyncio.Event) -> None:
         try:
-            await call.write(monitor_api.StreamTelemetryRequest(hello=self._hello))
+            await call.write(api.StreamTelemetryRequest(hello=self._hello))
             await welcome.wait()
             with self._sampler.snapshots.subscribe() as subscription:
                 await self._sampler.get(max_age=0.0)
@@ -186,19 +186,19 @@ class FleetPush:
                 await self._faults.after(last)
                 message = self._faults.message(last, self._clock.now())
                 async with self._writing:
-                    await call.write(monitor_api.StreamTelemetryRequest(faults=message))
+                    await call.write(api.StreamTelemetryRequest(faults=message))
                 last = message.faults[-1].seq
                 self._faults.told(last)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
 
-    def _request(self, snapshot: Snapshot) -> monitor_api.StreamTelemetryRequest:
+    def _request(self, snapshot: Snapshot) -> api.StreamTelemetryRequest:
         """The message that tells of a snapshot."""
         now = self._clock.now()
         delta = self._deltas.next(snapshot, now)
         if delta is None:
-            return monitor_api.StreamTelemetryRequest(snapshot=to_snapshot(snapshot, now))
-        return monitor_api.StreamTelemetryRequest(delta=delta)
+            return api.StreamTelemetryRequest(snapshot=to_snapshot(snapshot, now))
+        return api.StreamTelemetryRequest(delta=delta)
 
     async def _read(self, call: _Call, welcome: asyncio.Event) -> GpuscaleError:
         """Read acknowledgements until the stream ends, the first of which is a welcome; returns why it did."""
@@ -208,7 +208,7 @@ class FleetPush:
                 while True:
                     async with asyncio.timeout(self._silence):
                         answer = await call.read()
-                    if not isinstance(answer, monitor_api.StreamTelemetryResponse):
+                    if not isinstance(answer, api.StreamTelemetryResponse):
                         return UnavailableError("the fleet ended the stream", reason="STREAM_ENDED")
                     if answer.resync:
                         self._deltas.reset()
@@ -225,7 +225,7 @@ class FleetPush:
         except GpuscaleError as error:
             return error
 
-    def _note(self, answer: monitor_api.StreamTelemetryResponse, rejected: int) -> None:
+    def _note(self, answer: api.StreamTelemetryResponse, rejected: int) -> None:
         if answer.acked_seq < 0:
             _log.info("streaming to the fleet", node=self._hello.node)
         else:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import grpc
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.auth import Context, current_principal
 from gpuscale.common.wire import optional_seconds, seconds, to_timestamp
@@ -21,7 +21,7 @@ AGENT_SERVICE = "gpuscale.api.monitor.v1.AgentService"
 DEFAULT_MAX_AGE_SECONDS = 5.0
 
 
-class AgentServicer(monitor_api.AgentServiceServicer):
+class AgentServicer(api.AgentServiceServicer):
     """Answers from the newest snapshot; no call of a driver is made on behalf of a caller."""
 
     def __init__(self, sampler: Sampler, feed: SnapshotFeed, clock: Clock) -> None:
@@ -29,33 +29,29 @@ class AgentServicer(monitor_api.AgentServiceServicer):
         self._clock = clock
         self.feed = feed
 
-    async def GetSnapshot(
-        self, request: monitor_api.GetSnapshotRequest, context: Context
-    ) -> monitor_api.GetSnapshotResponse:
+    async def GetSnapshot(self, request: api.GetSnapshotRequest, context: Context) -> api.GetSnapshotResponse:
         """The newest snapshot that is young enough."""
         max_age = optional_seconds(request, "max_age")
         snapshot = await self._sampler.get(DEFAULT_MAX_AGE_SECONDS if max_age is None else max_age)
-        return monitor_api.GetSnapshotResponse(snapshot=to_snapshot(snapshot, self._clock.now()))
+        return api.GetSnapshotResponse(snapshot=to_snapshot(snapshot, self._clock.now()))
 
     async def WatchSnapshots(
-        self, request: monitor_api.WatchSnapshotsRequest, context: Context
-    ) -> AsyncGenerator[monitor_api.WatchSnapshotsResponse, None]:
+        self, request: api.WatchSnapshotsRequest, context: Context
+    ) -> AsyncGenerator[api.WatchSnapshotsResponse, None]:
         """The newest snapshot, then each. On the wire `add_agent` puts the encoded stream in its place."""
         async with aclosing(self.feed.stream(request, context)) as encoded:
             async for message in encoded:
-                yield monitor_api.WatchSnapshotsResponse.FromString(message)
+                yield api.WatchSnapshotsResponse.FromString(message)
 
 
 def add_agent(servicer: AgentServicer, server: grpc.aio.Server) -> None:
     """Add the service to a server."""
-    watch = encoded_stream(
-        AGENT_SERVICE, "WatchSnapshots", monitor_api.WatchSnapshotsRequest, servicer.feed.stream
-    )
+    watch = encoded_stream(AGENT_SERVICE, "WatchSnapshots", api.WatchSnapshotsRequest, servicer.feed.stream)
     server.add_generic_rpc_handlers((watch,))
-    monitor_api.add_AgentServiceServicer_to_server(servicer, server)
+    api.add_AgentServiceServicer_to_server(servicer, server)
 
 
-class DriverServicer(monitor_api.DriverServiceServicer):
+class DriverServicer(api.DriverServiceServicer):
     """Lets go of the driver and takes it again."""
 
     def __init__(self, gpus: Gpus, clock: Clock) -> None:
@@ -63,41 +59,37 @@ class DriverServicer(monitor_api.DriverServiceServicer):
         self._clock = clock
 
     async def ReleaseDriver(
-        self, request: monitor_api.ReleaseDriverRequest, context: Context
-    ) -> monitor_api.ReleaseDriverResponse:
+        self, request: api.ReleaseDriverRequest, context: Context
+    ) -> api.ReleaseDriverResponse:
         """Let go of it for a time."""
         duration = seconds(request.max_duration)
         resume = self._clock.wall() + timedelta(seconds=duration)
         problem = f"the driver is released until {resume:%H:%M:%S} UTC: {request.reason}"
         await self._gpus.release(duration, problem)
-        return monitor_api.ReleaseDriverResponse(resume_time=to_timestamp(resume))
+        return api.ReleaseDriverResponse(resume_time=to_timestamp(resume))
 
     async def ResumeDriver(
-        self, request: monitor_api.ResumeDriverRequest, context: Context
-    ) -> monitor_api.ResumeDriverResponse:
+        self, request: api.ResumeDriverRequest, context: Context
+    ) -> api.ResumeDriverResponse:
         """Take it again."""
-        return monitor_api.ResumeDriverResponse(was_released=self._gpus.resume())
+        return api.ResumeDriverResponse(was_released=self._gpus.resume())
 
 
-class WorkServicer(monitor_api.WorkServiceServicer):
+class WorkServicer(api.WorkServiceServicer):
     """Admits work."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
 
-    async def AdmitWork(
-        self, request: monitor_api.AdmitWorkRequest, context: Context
-    ) -> monitor_api.AdmitWorkResponse:
+    async def AdmitWork(self, request: api.AdmitWorkRequest, context: Context) -> api.AdmitWorkResponse:
         """On all of the GPUs, or on none."""
         pid = request.pid if request.HasField("pid") else None
         lease = HeldLease(request.reservation, request.fence, tuple(request.gpu_uuids), request.lease_token)
         namespace = request.pid_namespace if request.HasField("pid_namespace") else None
         await self._work.admit(lease, pid, current_principal(), namespace)
-        return monitor_api.AdmitWorkResponse()
+        return api.AdmitWorkResponse()
 
-    async def ResetFences(
-        self, request: monitor_api.ResetFencesRequest, context: Context
-    ) -> monitor_api.ResetFencesResponse:
+    async def ResetFences(self, request: api.ResetFencesRequest, context: Context) -> api.ResetFencesResponse:
         """Of all of the GPUs, or of none."""
         await self._work.reset(request.gpu_uuids)
-        return monitor_api.ResetFencesResponse()
+        return api.ResetFencesResponse()

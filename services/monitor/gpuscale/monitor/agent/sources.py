@@ -175,10 +175,7 @@ class SimulatedSource:
         self._now = now
         self._gpus = tuple(
             GpuIdentity(
-                uuid=simulated_uuid(node, index),
-                index=index,
-                model="Simulated GPU 80GB",
-                simulated=True,
+                uuid=simulated_uuid(node, index), index=index, model="Simulated GPU 80GB", simulated=True
             )
             for index in range(count)
         )

@@ -156,13 +156,7 @@ TIMEOUT: Final = 2.0
 RETRY_PAUSE: Final = 0.05
 """Seconds until the allocator is asked again, where the connection to it was lost."""
 _REASONS_OF_LEASES: Final = frozenset(
-    {
-        "RESERVATION_NOT_FOUND",
-        "RESERVATION_ENDED",
-        "FENCE_MISMATCH",
-        "GPU_NOT_HELD",
-        "LEASE_TOKEN_INVALID",
-    }
+    {"RESERVATION_NOT_FOUND", "RESERVATION_ENDED", "FENCE_MISMATCH", "GPU_NOT_HELD", "LEASE_TOKEN_INVALID"}
 )
 """What is wrong with the lease, and not with our question."""
 

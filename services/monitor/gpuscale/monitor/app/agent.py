@@ -8,7 +8,7 @@ from functools import partial
 
 import grpc
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime.clock import Clock, SystemClock
@@ -115,12 +115,8 @@ def _host_services(gpus: Gpus, work: Work, clock: Clock) -> tuple[Registration, 
     """What is asked of the agent on its own host."""
     driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
     return (
-        Registration(
-            DRIVER_SERVICE, lambda server: monitor_api.add_DriverServiceServicer_to_server(driver, server)
-        ),
-        Registration(
-            WORK_SERVICE, lambda server: monitor_api.add_WorkServiceServicer_to_server(worker, server)
-        ),
+        Registration(DRIVER_SERVICE, lambda server: api.add_DriverServiceServicer_to_server(driver, server)),
+        Registration(WORK_SERVICE, lambda server: api.add_WorkServiceServicer_to_server(worker, server)),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime.clock import Clock, SystemClock
@@ -78,11 +78,9 @@ class Observing:
         history = HistoryServicer(self.history, directory, self._clock)
         health = HealthServicer(self._health, directory, self._clock)
         return (
-            Registration(
-                RECORDING_SERVICE, partial(monitor_api.add_RecordingServiceServicer_to_server, recording)
-            ),
-            Registration(HISTORY_SERVICE, partial(monitor_api.add_HistoryServiceServicer_to_server, history)),
-            Registration(HEALTH_SERVICE, partial(monitor_api.add_HealthServiceServicer_to_server, health)),
+            Registration(RECORDING_SERVICE, partial(api.add_RecordingServiceServicer_to_server, recording)),
+            Registration(HISTORY_SERVICE, partial(api.add_HistoryServiceServicer_to_server, history)),
+            Registration(HEALTH_SERVICE, partial(api.add_HealthServiceServicer_to_server, health)),
         )
 
 

@@ -33,11 +33,7 @@ def add_process(page: Page) -> None:
     page.add(CPU_SECONDS, "", round(time.process_time(), 6))
     try:
         process = psutil.Process()
-        resident, open_files, started = (
-            process.memory_info().rss,
-            process.num_fds(),
-            process.create_time(),
-        )
+        resident, open_files, started = (process.memory_info().rss, process.num_fds(), process.create_time())
     except (psutil.Error, OSError):
         return
     page.add(RESIDENT_BYTES, "", resident)

@@ -7,7 +7,7 @@ to end; within an epoch only a higher seq is taken in. So no order in which mess
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import (
     AbortedError,
@@ -29,7 +29,7 @@ from gpuscale.monitor.wire.watch import Watchers
 Observer = Callable[[str, Picture, float, Change | None], None]
 """Told of each snapshot that was taken in: id of the node; its picture, changes merged, which the observer must not change
 or keep; seconds of the fleet's clock; what changed, None for a whole snapshot. It must be quick and not raise."""
-FaultObserver = Callable[[str, monitor_api.ReportedFaults, float], None]
+FaultObserver = Callable[[str, api.ReportedFaults, float], None]
 """Told of faults that an agent reports: id of the node; the faults; seconds of the fleet's clock. As quick as an Observer."""
 
 _log = get_logger(__name__)
@@ -82,7 +82,7 @@ class Nodes:
         for node, record in self._records.items():
             yield node, record.state(now) is not NodeState.ONLINE
 
-    def quarantine(self, node: str, found: Mapping[str, monitor_api.Quarantine]) -> None:
+    def quarantine(self, node: str, found: Mapping[str, api.Quarantine]) -> None:
         """Show these GPUs of a node, by UUID in lower case, in quarantine, and no others."""
         record = self._records.get(node)
         if record is not None and record.quarantines != found:
@@ -113,7 +113,7 @@ class Nodes:
         _log.info("a node is forgotten", node=node)
 
     @contextmanager
-    def connected(self, hello: monitor_api.Hello, end: Callable[[], None]) -> Generator[Stream]:
+    def connected(self, hello: api.Hello, end: Callable[[], None]) -> Generator[Stream]:
         """The stream of an agent, which reports for its node until the block ends; `end` tells it to.
 
         Raises:
@@ -127,7 +127,7 @@ class Nodes:
         finally:
             self._disconnect(stream)
 
-    def take(self, stream: Stream, request: monitor_api.StreamTelemetryRequest) -> bool:
+    def take(self, stream: Stream, request: api.StreamTelemetryRequest) -> bool:
         """Take in a message of an agent after Hello, or refuse and count it; whether it was taken in."""
         now = self._clock.now()
         kind = request.WhichOneof("message")
@@ -152,7 +152,7 @@ class Nodes:
             if record.shown_state is NodeState.ONLINE:
                 self._changed(record, now)
 
-    def _connect(self, hello: monitor_api.Hello, end: Callable[[], None]) -> Stream:
+    def _connect(self, hello: api.Hello, end: Callable[[], None]) -> Stream:
         now = self._clock.now()
         epoch = Epoch(hello.start_time.seconds + hello.start_time.nanos / 1e9, hello.epoch)
         record = self._records.get(hello.node)
@@ -208,7 +208,7 @@ class Nodes:
             self._took(stream, sample, picture, now, None)
         return reason
 
-    def _take_delta(self, stream: Stream, delta: monitor_api.SnapshotDelta, now: float) -> str:
+    def _take_delta(self, stream: Stream, delta: api.SnapshotDelta, now: float) -> str:
         picture, last = stream.record.picture, stream.record.sample
         if stream.base_seq is None or delta.base_seq != stream.base_seq or picture is None or last is None:
             return "it changes another snapshot than the last one that was taken in"
@@ -222,7 +222,7 @@ class Nodes:
             self._took(stream, sample, picture, now, change)
         return reason
 
-    def _take_faults(self, stream: Stream, faults: monitor_api.ReportedFaults, now: float) -> str:
+    def _take_faults(self, stream: Stream, faults: api.ReportedFaults, now: float) -> str:
         problems = violations(faults)
         if problems:
             return f"{problems[0].field} {problems[0].description}"
@@ -260,7 +260,7 @@ class Nodes:
         self.watchers.mark(record.node)
 
 
-def _forget_quarantine(gpu: types_api.Gpu | monitor_api.GpuDelta) -> None:
+def _forget_quarantine(gpu: types_api.Gpu | api.GpuDelta) -> None:
     """Agents repeat what they were told of quarantines, and may be late: the fleet itself knows better."""
     gpu.ClearField("quarantine")
     gpu.ClearField("quarantine_time")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from heapq import heappop, heappush
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import node_name
 from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, is_gone, node_state, stale_at
@@ -34,9 +34,7 @@ class Record:
     received_at: float = 0.0
     rejected_count: int = 0
     shown_state: NodeState = NodeState.OFFLINE
-    quarantines: Mapping[str, monitor_api.Quarantine] = field(
-        default_factory=dict[str, monitor_api.Quarantine]
-    )
+    quarantines: Mapping[str, api.Quarantine] = field(default_factory=dict[str, api.Quarantine])
     encoded: tuple[bytes, float] | None = None
     awaited: bool = False
 
@@ -79,7 +77,7 @@ class Stream:
     base_seq: int | None = None
     rejected_count: int = 0
     rejected_reason: str = ""
-    told: Mapping[str, monitor_api.Quarantine] | None = None
+    told: Mapping[str, api.Quarantine] | None = None
 
     @property
     def node(self) -> str:

@@ -7,7 +7,7 @@ from random import SystemRandom
 
 import grpc
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import (
     AbortedError,
@@ -48,7 +48,7 @@ class Requests:
             self._task.cancel()
         self._ended = True
 
-    async def first(self, limit: float) -> monitor_api.StreamTelemetryRequest | None:
+    async def first(self, limit: float) -> api.StreamTelemetryRequest | None:
         """The first message; None when the agent has ended the stream.
 
         Raises:
@@ -61,7 +61,7 @@ class Requests:
         except TimeoutError:
             raise DeadlineExceededError(f"no message within {limit:g} s", reason="NO_HELLO") from None
 
-    async def next(self) -> monitor_api.StreamTelemetryRequest | None:
+    async def next(self) -> api.StreamTelemetryRequest | None:
         """The next message; None when the agent has ended the stream.
 
         Raises:
@@ -78,28 +78,26 @@ class Requests:
             raise
         finally:
             self._waiting = False
-        return message if isinstance(message, monitor_api.StreamTelemetryRequest) else None
+        return message if isinstance(message, api.StreamTelemetryRequest) else None
 
 
 def _superseded() -> AbortedError:
     return AbortedError("another stream reports for this node now", reason="STREAM_SUPERSEDED")
 
 
-_STATE = {one: monitor_api.NodeState.Value(f"NODE_STATE_{one.name}") for one in NodeState}
+_STATE = {one: api.NodeState.Value(f"NODE_STATE_{one.name}") for one in NodeState}
 
 
-def quarantine_of(
-    gpu: types_api.Gpu, quarantines: Mapping[str, monitor_api.Quarantine]
-) -> monitor_api.Quarantine | None:
+def quarantine_of(gpu: types_api.Gpu, quarantines: Mapping[str, api.Quarantine]) -> api.Quarantine | None:
     """The quarantine of a GPU by those of its node, by UUID in lower case; a MIG instance has that of its GPU."""
     found = quarantines.get(gpu.uuid.lower())
     return found or (quarantines.get(gpu.parent_uuid.lower()) if gpu.parent_uuid else None)
 
 
-def to_node(record: Record, now: float) -> monitor_api.Node:
+def to_node(record: Record, now: float) -> api.Node:
     """The node as it is at `now`, in seconds of the fleet's clock: ages are counted on until then."""
     state = record.state(now)
-    node = monitor_api.Node(
+    node = api.Node(
         name=node_name(record.node),
         state=_STATE[state],
         agent_version=record.agent_version,
@@ -125,7 +123,7 @@ NODES_PER_MESSAGE = 500
 # The ages in an encoding are counted to when it was made; this much they may lag behind.
 SHARED_SECONDS = 0.1
 
-_FULL = monitor_api.WatchNodesResponse(full=True).SerializeToString()
+_FULL = api.WatchNodesResponse(full=True).SerializeToString()
 
 
 class NodeFeed:
@@ -135,7 +133,7 @@ class NodeFeed:
         self._nodes = nodes
         self._clock = clock
 
-    async def stream(self, request: monitor_api.WatchNodesRequest, _: object) -> AsyncGenerator[bytes, None]:
+    async def stream(self, request: api.WatchNodesRequest, _: object) -> AsyncGenerator[bytes, None]:
         """Every node, then those that changed, as encoded WatchNodesResponse."""
         interval = seconds(request.min_interval)
         with self._nodes.watchers.watch() as watch:
@@ -157,7 +155,7 @@ class NodeFeed:
         for node in nodes:
             record = self._nodes.find(node)
             if record is None:
-                parts.append(monitor_api.WatchNodesResponse(removed=[node_name(node)]).SerializeToString())
+                parts.append(api.WatchNodesResponse(removed=[node_name(node)]).SerializeToString())
             else:
                 parts.append(_encoded(record, now))
         return b"".join(parts)
@@ -169,7 +167,7 @@ def _encoded(record: Record, now: float) -> bytes:
         encoding, made_at = record.encoded
         if now - made_at <= SHARED_SECONDS:
             return encoding
-    encoding = monitor_api.WatchNodesResponse(nodes=[to_node(record, now)]).SerializeToString()
+    encoding = api.WatchNodesResponse(nodes=[to_node(record, now)]).SerializeToString()
     record.encoded = encoding, now
     return encoding
 
@@ -182,7 +180,7 @@ ACKNOWLEDGE_SECONDS = 20.0
 _random = SystemRandom()
 
 
-class FleetServicer(monitor_api.FleetServiceServicer):
+class FleetServicer(api.FleetServiceServicer):
     """Takes in streams and answers from the index."""
 
     def __init__(self, nodes: Nodes, clock: Clock) -> None:
@@ -191,10 +189,8 @@ class FleetServicer(monitor_api.FleetServiceServicer):
         self.feed = NodeFeed(nodes, clock)
 
     async def StreamTelemetry(
-        self,
-        request_iterator: AsyncIterator[monitor_api.StreamTelemetryRequest],
-        context: Context,
-    ) -> AsyncGenerator[monitor_api.StreamTelemetryResponse, None]:
+        self, request_iterator: AsyncIterator[api.StreamTelemetryRequest], context: Context
+    ) -> AsyncGenerator[api.StreamTelemetryResponse, None]:
         """Take in an agent's stream; acknowledge the first snapshot, then now and then, and whatever is refused."""
         requests = Requests(context.read)
         with self._nodes.connected(_hello(await requests.first(HELLO_SECONDS)), requests.end) as stream:
@@ -210,55 +206,44 @@ class FleetServicer(monitor_api.FleetServiceServicer):
                     due = now + ACKNOWLEDGE_SECONDS * _random.uniform(0.5, 1.0)  # not all streams at once
                     yield _acknowledgement(stream)
 
-    async def ListNodes(
-        self, request: monitor_api.ListNodesRequest, context: Context
-    ) -> monitor_api.ListNodesResponse:
+    async def ListNodes(self, request: api.ListNodesRequest, context: Context) -> api.ListNodesResponse:
         """A page of nodes."""
         nodes, boot_id = self._nodes.all(), request.boot_id
         if boot_id:
             nodes = [one for one in nodes if one.picture is not None and one.picture.boot_id == boot_id]
         found, token = page(
-            nodes,
-            key=lambda record: record.node,
-            page_size=request.page_size,
-            page_token=request.page_token,
+            nodes, key=lambda record: record.node, page_size=request.page_size, page_token=request.page_token
         )
         now = self._clock.now()
-        return monitor_api.ListNodesResponse(
-            nodes=[to_node(record, now) for record in found], next_page_token=token
-        )
+        return api.ListNodesResponse(nodes=[to_node(record, now) for record in found], next_page_token=token)
 
-    async def GetNode(
-        self, request: monitor_api.GetNodeRequest, context: Context
-    ) -> monitor_api.GetNodeResponse:
+    async def GetNode(self, request: api.GetNodeRequest, context: Context) -> api.GetNodeResponse:
         """One node."""
         record = self._nodes.get(parse(NODE, request.name)["node"])
-        return monitor_api.GetNodeResponse(node=to_node(record, self._clock.now()))
+        return api.GetNodeResponse(node=to_node(record, self._clock.now()))
 
     async def WatchNodes(
-        self, request: monitor_api.WatchNodesRequest, context: Context
-    ) -> AsyncGenerator[monitor_api.WatchNodesResponse, None]:
+        self, request: api.WatchNodesRequest, context: Context
+    ) -> AsyncGenerator[api.WatchNodesResponse, None]:
         """Every node, then those that changed. On the wire `add_fleet` puts the encoded stream in its place."""
         async with aclosing(self.feed.stream(request, context)) as encoded:
             async for message in encoded:
-                yield monitor_api.WatchNodesResponse.FromString(message)
+                yield api.WatchNodesResponse.FromString(message)
 
-    async def ForgetNode(
-        self, request: monitor_api.ForgetNodeRequest, context: Context
-    ) -> monitor_api.ForgetNodeResponse:
+    async def ForgetNode(self, request: api.ForgetNodeRequest, context: Context) -> api.ForgetNodeResponse:
         """Forget a node."""
         self._nodes.forget(parse(NODE, request.name)["node"])
-        return monitor_api.ForgetNodeResponse()
+        return api.ForgetNodeResponse()
 
 
 def add_fleet(servicer: FleetServicer, server: grpc.aio.Server) -> None:
     """Add the service to a server."""
-    watch = encoded_stream(FLEET_SERVICE, "WatchNodes", monitor_api.WatchNodesRequest, servicer.feed.stream)
+    watch = encoded_stream(FLEET_SERVICE, "WatchNodes", api.WatchNodesRequest, servicer.feed.stream)
     server.add_generic_rpc_handlers((watch,))
-    monitor_api.add_FleetServiceServicer_to_server(servicer, server)
+    api.add_FleetServiceServicer_to_server(servicer, server)
 
 
-def _hello(request: monitor_api.StreamTelemetryRequest | None) -> monitor_api.Hello:
+def _hello(request: api.StreamTelemetryRequest | None) -> api.Hello:
     """The Hello of a stream's first message.
 
     Raises:
@@ -277,9 +262,9 @@ def _hello(request: monitor_api.StreamTelemetryRequest | None) -> monitor_api.He
     return request.hello
 
 
-def _acknowledgement(stream: Stream) -> monitor_api.StreamTelemetryResponse:
+def _acknowledgement(stream: Stream) -> api.StreamTelemetryResponse:
     stream.told = stream.record.quarantines
-    return monitor_api.StreamTelemetryResponse(
+    return api.StreamTelemetryResponse(
         acked_seq=stream.acked_seq,
         rejected_count=stream.rejected_count,
         rejected_reason=stream.rejected_reason,

@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.rpc.validation import number_range, violations
@@ -122,7 +122,7 @@ def refuse_change(change: Change, base: Picture) -> str:
     return _refuse_merged(change, base) if gpus or not _fits(change.numbers, base) else ""
 
 
-def _refuse_gpu(change: monitor_api.GpuDelta, count: int) -> str:
+def _refuse_gpu(change: api.GpuDelta, count: int) -> str:
     if not 0 <= change.place < count:
         return "place is that of no GPU"
     if change.state not in _GPU_STATES:
@@ -134,7 +134,7 @@ def _refuse_gpu(change: monitor_api.GpuDelta, count: int) -> str:
     return _refuse_reading(_GPU, change)
 
 
-def _refuse_reading(kind: _Kind, change: monitor_api.GpuDelta | monitor_api.HostDelta) -> str:
+def _refuse_reading(kind: _Kind, change: api.GpuDelta | api.HostDelta) -> str:
     """Why readings cannot have changed like this; empty if they can."""
     ranges, reading, cleared = kind.ranges, change.reading, change.cleared_fields
     for field, value in reading.ListFields():

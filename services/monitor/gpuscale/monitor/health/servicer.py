@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.common.names import GPU, NODE, gpu_name, parse
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.auth import Context
@@ -15,7 +15,7 @@ from gpuscale.monitor.wire.values import Dates
 EVENTS_PER_MESSAGE = 500
 
 
-class HealthServicer(monitor_api.HealthServiceServicer):
+class HealthServicer(api.HealthServiceServicer):
     """Tells what is wrong, and lifts quarantines."""
 
     def __init__(self, health: HealthWatch, directory: Directory, clock: Clock) -> None:
@@ -24,8 +24,8 @@ class HealthServicer(monitor_api.HealthServiceServicer):
         self._clock = clock
 
     async def ListHealthEvents(
-        self, request: monitor_api.ListHealthEventsRequest, context: Context
-    ) -> monitor_api.ListHealthEventsResponse:
+        self, request: api.ListHealthEventsRequest, context: Context
+    ) -> api.ListHealthEventsResponse:
         """A page of events."""
         node = _node(request.parent)
         checks = {HealthCheck(check) for check in request.checks}
@@ -44,13 +44,11 @@ class HealthServicer(monitor_api.HealthServiceServicer):
             page_token=request.page_token,
             descending=True,
         )
-        return monitor_api.ListHealthEventsResponse(
-            health_events=self._messages(shown), next_page_token=token
-        )
+        return api.ListHealthEventsResponse(health_events=self._messages(shown), next_page_token=token)
 
     async def WatchHealth(
-        self, request: monitor_api.WatchHealthRequest, context: Context
-    ) -> AsyncGenerator[monitor_api.WatchHealthResponse, None]:
+        self, request: api.WatchHealthRequest, context: Context
+    ) -> AsyncGenerator[api.WatchHealthResponse, None]:
         """Events that last, then those that change."""
         node, events = _node(request.parent), self._health.register.events
         with self._health.watchers.watch() as watch:
@@ -59,24 +57,24 @@ class HealthServicer(monitor_api.HealthServiceServicer):
             for start in range(0, len(lasting) or 1, EVENTS_PER_MESSAGE):
                 end = start + EVENTS_PER_MESSAGE
                 shown = self._messages(lasting[start:end])
-                yield monitor_api.WatchHealthResponse(health_events=shown, full=end >= len(lasting))
+                yield api.WatchHealthResponse(health_events=shown, full=end >= len(lasting))
             while True:
                 changed = [events.get(key) for key in await watch.changed()]
                 told = [event for event in changed if event is not None and _about(event, node)]
                 for start in range(0, len(told), EVENTS_PER_MESSAGE):
                     shown = self._messages(told[start : start + EVENTS_PER_MESSAGE])
-                    yield monitor_api.WatchHealthResponse(health_events=shown)
+                    yield api.WatchHealthResponse(health_events=shown)
 
     async def ClearQuarantine(
-        self, request: monitor_api.ClearQuarantineRequest, context: Context
-    ) -> monitor_api.ClearQuarantineResponse:
+        self, request: api.ClearQuarantineRequest, context: Context
+    ) -> api.ClearQuarantineResponse:
         """Lift the quarantine of a GPU."""
         node = parse(GPU, request.name)["node"]
         [target] = self._directory.gpus([request.name], [])
         lifted = self._health.clear(node, target.uuid)
-        return monitor_api.ClearQuarantineResponse(health_events=self._messages(lifted))
+        return api.ClearQuarantineResponse(health_events=self._messages(lifted))
 
-    def _messages(self, events: Sequence[Event]) -> list[monitor_api.HealthEvent]:
+    def _messages(self, events: Sequence[Event]) -> list[api.HealthEvent]:
         dates = Dates.of(self._clock)
         return [to_event(event, dates) for event in events]
 
@@ -89,19 +87,17 @@ def _about(event: Event, node: str) -> bool:
     return not node or event.node == node
 
 
-def to_event(event: Event, dates: Dates) -> monitor_api.HealthEvent:
+def to_event(event: Event, dates: Dates) -> api.HealthEvent:
     """An event as a message."""
-    return monitor_api.HealthEvent(
+    return api.HealthEvent(
         name=f"healthEvents/{event.id}",
-        check=monitor_api.HealthCheck.Value(f"HEALTH_CHECK_{event.check.name}"),
-        severity=monitor_api.HealthSeverity.Value(f"HEALTH_SEVERITY_{event.finding.severity.name}"),
+        check=api.HealthCheck.Value(f"HEALTH_CHECK_{event.check.name}"),
+        severity=api.HealthSeverity.Value(f"HEALTH_SEVERITY_{event.finding.severity.name}"),
         fatal=event.finding.fatal,
         node=event.node,
         uuid=event.uuid,
         gpu=gpu_name(event.node, event.uuid) if event.uuid else "",
-        recommended_action=monitor_api.RecommendedAction.Value(
-            f"RECOMMENDED_ACTION_{event.finding.action.name}"
-        ),
+        recommended_action=api.RecommendedAction.Value(f"RECOMMENDED_ACTION_{event.finding.action.name}"),
         xid=event.xid,
         message=event.finding.message,
         start_time=dates.timestamp(event.started_at),

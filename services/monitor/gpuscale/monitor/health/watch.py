@@ -6,7 +6,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
@@ -128,7 +128,7 @@ class HealthWatch:
                 register.observe(node, facts, now)
             self._tell()
 
-    def hear(self, node: str, faults: monitor_api.ReportedFaults, now: float) -> None:
+    def hear(self, node: str, faults: api.ReportedFaults, now: float) -> None:
         """Take in faults that an agent told of; one that it tells of again counts once."""
         epoch = self._nodes.get(node).epoch.id
         for fault in faults.faults:
@@ -194,9 +194,9 @@ def _note(event: Event | None) -> None:
     )
 
 
-def to_quarantines(found: Mapping[str, Quarantine], dates: Dates) -> dict[str, monitor_api.Quarantine]:
+def to_quarantines(found: Mapping[str, Quarantine], dates: Dates) -> dict[str, api.Quarantine]:
     """Quarantines as messages, by UUID in lower case."""
     return {
-        uuid: monitor_api.Quarantine(uuid=uuid, reason=one.reason, start_time=dates.timestamp(one.since))
+        uuid: api.Quarantine(uuid=uuid, reason=one.reason, start_time=dates.timestamp(one.since))
         for uuid, one in found.items()
     }

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from math import inf, nextafter
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.auth import Context
@@ -29,7 +29,7 @@ class _Span:
     end: float
 
 
-class HistoryServicer(monitor_api.HistoryServiceServicer):
+class HistoryServicer(api.HistoryServiceServicer):
     """Answers from what is kept. Between two metrics other work gets its turn: an answer may take a while to make."""
 
     def __init__(self, history: History, directory: Directory, clock: Clock) -> None:
@@ -38,8 +38,8 @@ class HistoryServicer(monitor_api.HistoryServiceServicer):
         self._clock = clock
 
     async def QueryHistory(
-        self, request: monitor_api.QueryHistoryRequest, context: Context
-    ) -> monitor_api.QueryHistoryResponse:
+        self, request: api.QueryHistoryRequest, context: Context
+    ) -> api.QueryHistoryResponse:
         """Points of a span."""
         dates = Dates.of(self._clock)
         span = _span(request, dates)
@@ -48,7 +48,7 @@ class HistoryServicer(monitor_api.HistoryServiceServicer):
         most = MOST_POINTS // max(count, 1)
         step = optional_seconds(request, "step") or 0.0
         planned = plan(self._history.kept, span.end - span.start, dates.now - span.start, step, most)
-        response = monitor_api.QueryHistoryResponse(
+        response = api.QueryHistoryResponse(
             step=to_duration(planned.step),
             start_time=dates.timestamp(span.start),
             end_time=dates.timestamp(span.end),
@@ -61,20 +61,18 @@ class HistoryServicer(monitor_api.HistoryServiceServicer):
             response.series.add(
                 name=subject.name,
                 uuid=subject.uuid,
-                metric=monitor_api.Metric.Value(f"METRIC_{metric.name}"),
+                metric=api.Metric.Value(f"METRIC_{metric.name}"),
                 points=[_to_point(point, dates) for point in spread(points, planned.step)],
             )
         return response
 
-    async def QueryTrends(
-        self, request: monitor_api.QueryTrendsRequest, context: Context
-    ) -> monitor_api.QueryTrendsResponse:
+    async def QueryTrends(self, request: api.QueryTrendsRequest, context: Context) -> api.QueryTrendsResponse:
         """Where metrics are going."""
         dates = Dates.of(self._clock)
         span = _span(request, dates)
         subjects = self._directory.subjects(request.names, request.uuids)
         planned = plan(self._history.kept, span.end - span.start, dates.now - span.start, 0.0, MOST_POINTS)
-        response = monitor_api.QueryTrendsResponse(
+        response = api.QueryTrendsResponse(
             start_time=dates.timestamp(span.start),
             end_time=dates.timestamp(span.end),
             not_kept=self._not_kept(subjects),
@@ -121,7 +119,7 @@ def _metrics(subject: Subject, wanted: Sequence[int]) -> list[Metric]:
     return [metric for metric in all_of_them if not wanted or metric.value in wanted]
 
 
-def _span(request: monitor_api.QueryHistoryRequest | monitor_api.QueryTrendsRequest, dates: Dates) -> _Span:
+def _span(request: api.QueryHistoryRequest | api.QueryTrendsRequest, dates: Dates) -> _Span:
     """The span that a request names.
 
     Raises:
@@ -146,8 +144,8 @@ def _span(request: monitor_api.QueryHistoryRequest | monitor_api.QueryTrendsRequ
     return _Span(start, end)
 
 
-def _to_point(point: Point, dates: Dates) -> monitor_api.HistoryPoint:
-    return monitor_api.HistoryPoint(
+def _to_point(point: Point, dates: Dates) -> api.HistoryPoint:
+    return api.HistoryPoint(
         start_time=dates.timestamp(point.start),
         min=point.min,
         max=point.max,

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import parse
 from gpuscale.common.runtime.clock import Clock
@@ -32,7 +32,7 @@ async def forget(_: str) -> None:
     """For a fleet that has no place to keep recordings in."""
 
 
-class RecordingServicer(monitor_api.RecordingServiceServicer):
+class RecordingServicer(api.RecordingServiceServicer):
     """Starts, stops and shows recordings."""
 
     def __init__(self, recordings: Recordings, directory: Directory, clock: Clock, keep: Keep) -> None:
@@ -43,54 +43,54 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
 
     @uninterrupted
     async def StartRecording(
-        self, request: monitor_api.StartRecordingRequest, context: Context
-    ) -> monitor_api.StartRecordingResponse:
+        self, request: api.StartRecordingRequest, context: Context
+    ) -> api.StartRecordingResponse:
         """Begin a recording."""
         dates = Dates.of(self._clock)
         recording = self._recordings.start(self._order(request), dates.now)
         await self._keep(recording.order.id)
-        return monitor_api.StartRecordingResponse(recording=await to_recording(recording, dates))
+        return api.StartRecordingResponse(recording=await to_recording(recording, dates))
 
     @uninterrupted
     async def StopRecording(
-        self, request: monitor_api.StopRecordingRequest, context: Context
-    ) -> monitor_api.StopRecordingResponse:
+        self, request: api.StopRecordingRequest, context: Context
+    ) -> api.StopRecordingResponse:
         """End a recording."""
         dates = Dates.of(self._clock)
         recording = self._recordings.stop(_id(request.name), dates.now)
         await self._keep(recording.order.id)
-        return monitor_api.StopRecordingResponse(recording=await to_recording(recording, dates))
+        return api.StopRecordingResponse(recording=await to_recording(recording, dates))
 
     async def GetRecording(
-        self, request: monitor_api.GetRecordingRequest, context: Context
-    ) -> monitor_api.GetRecordingResponse:
+        self, request: api.GetRecordingRequest, context: Context
+    ) -> api.GetRecordingResponse:
         """One recording."""
         dates = Dates.of(self._clock)
         recording = self._recordings.get(_id(request.name), dates.now)
-        return monitor_api.GetRecordingResponse(recording=await to_recording(recording, dates))
+        return api.GetRecordingResponse(recording=await to_recording(recording, dates))
 
     async def ListRecordings(
-        self, request: monitor_api.ListRecordingsRequest, context: Context
-    ) -> monitor_api.ListRecordingsResponse:
+        self, request: api.ListRecordingsRequest, context: Context
+    ) -> api.ListRecordingsResponse:
         """A page of recordings."""
         dates = Dates.of(self._clock)
         found, token = self._page(dates.now, request.page_size, request.page_token)
         few = _that_fit(found)
         if few < len(found):
             found, token = self._page(dates.now, few, request.page_token)
-        return monitor_api.ListRecordingsResponse(
+        return api.ListRecordingsResponse(
             recordings=[await to_recording(recording, dates) for recording in found], next_page_token=token
         )
 
     @uninterrupted
     async def DeleteRecording(
-        self, request: monitor_api.DeleteRecordingRequest, context: Context
-    ) -> monitor_api.DeleteRecordingResponse:
+        self, request: api.DeleteRecordingRequest, context: Context
+    ) -> api.DeleteRecordingResponse:
         """Forget a recording."""
         key = _id(request.name)
         self._recordings.delete(key, self._clock.now())
         await self._keep(key)
-        return monitor_api.DeleteRecordingResponse()
+        return api.DeleteRecordingResponse()
 
     def _page(self, now: float, page_size: int, page_token: str) -> tuple[Sequence[Recording], str]:
         return page(
@@ -100,7 +100,7 @@ class RecordingServicer(monitor_api.RecordingServiceServicer):
             page_token=page_token,
         )
 
-    def _order(self, request: monitor_api.StartRecordingRequest) -> Order:
+    def _order(self, request: api.StartRecordingRequest) -> Order:
         """What a request asks for.
 
         Raises:
@@ -138,12 +138,12 @@ GPUS_AT_ONCE = 64
 """So many GPUs are written into a message before other work gets its turn."""
 
 
-async def to_recording(recording: Recording, dates: Dates) -> monitor_api.Recording:
+async def to_recording(recording: Recording, dates: Dates) -> api.Recording:
     """A recording as a message."""
     ended = recording.ended_at
-    message = monitor_api.Recording(
+    message = api.Recording(
         name=f"recordings/{recording.order.id}",
-        state=monitor_api.Recording.State.Value(f"STATE_{recording.state.name}"),
+        state=api.Recording.State.Value(f"STATE_{recording.state.name}"),
         interval=to_duration(recording.order.interval),
         max_duration=to_duration(recording.order.max_duration),
         start_time=dates.timestamp(recording.started_at),
@@ -158,9 +158,9 @@ async def to_recording(recording: Recording, dates: Dates) -> monitor_api.Record
     return message
 
 
-def _to_gpu(gpu: RecordedGpu) -> monitor_api.RecordedGpu:
+def _to_gpu(gpu: RecordedGpu) -> api.RecordedGpu:
     figures = gpu.figures()
-    return monitor_api.RecordedGpu(
+    return api.RecordedGpu(
         name=gpu.target.name,
         uuid=gpu.target.uuid,
         index=gpu.target.index,

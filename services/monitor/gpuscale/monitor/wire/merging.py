@@ -10,7 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import seconds
 
@@ -63,12 +63,12 @@ class Change:
     """A delta, taken apart."""
 
     stamp: Stamp
-    host: monitor_api.HostDelta | None
-    gpus: Sequence[monitor_api.GpuDelta]
+    host: api.HostDelta | None
+    gpus: Sequence[api.GpuDelta]
     numbers: Numbers
 
     @classmethod
-    def of(cls, delta: monitor_api.SnapshotDelta) -> "Change":
+    def of(cls, delta: api.SnapshotDelta) -> "Change":
         """The change of a delta, whatever it holds."""
         time, age = delta.sample_time, delta.age
         return cls(
@@ -89,7 +89,7 @@ class Change:
         return len(self.gpus) > 0 or not fields.isdisjoint(self.numbers.fields)
 
 
-def _numbers(table: monitor_api.GpuNumbers) -> Numbers:
+def _numbers(table: api.GpuNumbers) -> Numbers:
     fields, places, values = table.fields[:], table.places[:], table.values[:]
     width, rest = divmod(len(values), len(fields)) if fields else (0, 0)
     if rest or not width or len(fields) > len(_GPU_FIELDS):
@@ -216,7 +216,7 @@ def count_on(snapshot: types_api.Snapshot, elapsed: float) -> None:
             _add(reading.age, nanos)
 
 
-def _merged_host(change: monitor_api.HostDelta, reading: types_api.HostReading) -> types_api.HostReading:
+def _merged_host(change: api.HostDelta, reading: types_api.HostReading) -> types_api.HostReading:
     """The readings of a host after a change: a new message, which has no memory of what was cleared."""
     merged = types_api.HostReading()
     merged.CopyFrom(reading)
@@ -226,7 +226,7 @@ def _merged_host(change: monitor_api.HostDelta, reading: types_api.HostReading) 
     return merged
 
 
-def _merge_gpu(change: monitor_api.GpuDelta, gpu: types_api.Gpu) -> None:
+def _merge_gpu(change: api.GpuDelta, gpu: types_api.Gpu) -> None:
     if change.state:
         gpu.state = change.state
     if change.HasField("quarantine"):

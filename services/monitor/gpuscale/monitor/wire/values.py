@@ -10,7 +10,7 @@ from typing import Self
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.monitor import v1 as api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.wire import to_datetime, to_timestamp
 from gpuscale.monitor.model.metrics import Metric, Stats
@@ -37,15 +37,11 @@ class Dates:
         return self.now - (self.wall - to_datetime(timestamp)).total_seconds()
 
 
-_METRICS = {metric: monitor_api.Metric.Value(f"METRIC_{metric.name}") for metric in Metric}
+_METRICS = {metric: api.Metric.Value(f"METRIC_{metric.name}") for metric in Metric}
 
 
-def to_stats(metric: Metric, stats: Stats) -> monitor_api.MetricStats:
+def to_stats(metric: Metric, stats: Stats) -> api.MetricStats:
     """Figures of one metric as a message."""
-    return monitor_api.MetricStats(
-        metric=_METRICS[metric],
-        min=stats.min,
-        max=stats.max,
-        mean=stats.mean,
-        sample_count=stats.count,
+    return api.MetricStats(
+        metric=_METRICS[metric], min=stats.min, max=stats.max, mean=stats.mean, sample_count=stats.count
     )
