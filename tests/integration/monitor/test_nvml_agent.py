@@ -1,4 +1,6 @@
-"""A whole agent over the NVML double, by its RPCs: what it says of healthy GPUs, and letting go of the driver."""
+"""A whole agent over the double of the driver, and how many calls it makes."""
+
+import re
 
 import grpc
 import pytest
@@ -6,7 +8,8 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types.v1 import GpuState
 from gpuscale.common.wire import to_duration
-from tests.support.nvml_double import GIB, DoubleGpu, NvmlDouble, wired_gpus
+from gpuscale.monitor.agent.nvml import NvmlSource
+from tests.support.nvml_double import GIB, DoubleGpu, DoubleProcess, NvmlDouble, wired_gpus
 from tests.support.nvml_site import FRESH_SECONDS, HUNG, OK, ages, site
 
 
@@ -99,3 +102,29 @@ def mig(number: int) -> DoubleGpu:
         gpu_instance=7 + number,
         compute_instance=0,
     )
+
+
+def test_eight_gpus_cost_at_most_a_hundred_calls_per_tick(nvml_double: NvmlDouble) -> None:
+    """With two processes each; only the first tick, in which everything is due, may cost more."""
+    nvml_double.gpus = wired_gpus(8)
+    for gpu in nvml_double.gpus:
+        gpu.processes = [DoubleProcess(2, GIB), DoubleProcess(3, GIB)]
+    nvml_double.write()
+    now = 0.0
+    source = NvmlSource(lambda: now)
+    source.open()
+    costs: list[int] = []
+    for second in range(60):
+        now = float(second)
+        before = nvml_double.calls()
+        samples = [source.read(gpu.uuid) for gpu in nvml_double.gpus]
+        costs.append(nvml_double.calls() - before)
+        # What the agent says of itself. Where NVLinks lead is asked in the first tick and is no reading; a list that
+        # holds processes pynvml asks for twice, first for its length.
+        counted = sum(sample.calls for sample in samples)
+        assert second == 0 or counted in {costs[-1], costs[-1] - len(samples)}
+    assert sum(costs) / len(costs) <= 80
+    assert max(costs[1:]) <= 100
+    names = {count.function for count in nvml_double.call_counts()}
+    assert not [name for name in names if re.match(r"nvml(?!EventSet)\w*(Set|Reset|Clear)[A-Z]", name)]
+    source.close()

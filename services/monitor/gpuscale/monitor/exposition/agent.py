@@ -14,13 +14,12 @@ from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address
 from gpuscale.monitor.exposition.series import Style, counter, gauge
 from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot, dcgm_labels, own_labels
-from gpuscale.monitor.model.readings import GpuEvent, GpuState, GpuView, ReadingStatus, Snapshot
+from gpuscale.monitor.model.nodes import STALE_PERIODS
+from gpuscale.monitor.model.readings import EXCUSED, GpuEvent, GpuState, GpuView, ReadingStatus, Snapshot
 from gpuscale.monitor.wire.snapshots import to_snapshot
 from gpuscale.monitor.wire.watch import Broadcast
 
 _WORKING = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW, GpuState.DIVIDED})
-# Absent for a reason that says nothing against the GPU.
-_EXCUSED = frozenset({ReadingStatus.NOT_SUPPORTED, ReadingStatus.NO_PERMISSION})
 
 
 class CollectionMeter:
@@ -58,7 +57,7 @@ class CollectionMeter:
             absent.status
             for view in snapshot.gpus
             for absent in view.reading.absent
-            if absent.status not in _EXCUSED
+            if absent.status not in EXCUSED
         )
         if self._bus.given_away or not self.succeeded():
             await asyncio.to_thread(self._bus.look)
@@ -131,8 +130,6 @@ class Xids:
             self._counts[event.uuid, event.xid] += 1
             self._last[event.uuid, event.xid] = event.seen_time.timestamp()
 
-
-STALE_PERIODS = 3
 
 INFO = gauge("gpuscale_agent_info", "The agent of a node; always 1.")
 SUCCESS = gauge("gpuscale_collection_success", "1 while every GPU that is expected is found and answers.")

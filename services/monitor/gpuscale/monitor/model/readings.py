@@ -25,6 +25,10 @@ class ReadingStatus(Enum):
     STALE = auto()
 
 
+EXCUSED = frozenset({ReadingStatus.NOT_SUPPORTED, ReadingStatus.NO_PERMISSION})
+"""Reasons that say nothing against the GPU."""
+
+
 class GpuState(Enum):
     """Whether a GPU answers."""
 

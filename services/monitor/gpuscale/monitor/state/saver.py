@@ -196,8 +196,7 @@ class Saver:
         """Add the chunks of a series that changed since it was saved last."""
         shift, width = round(self._timeline.offset / STEP_SECONDS), len(metrics_of(key))
         last = self._saved.get(key)
-        first = _BEGIN if last is None else (last[0] + shift) // CHUNK * CHUNK - shift
-        rows = series.coarsest(first)
+        rows = series.coarsest(_chunk_of(None if last is None else last[0], shift))
         if rows.numbers and _newest(rows, width) != last:
             newest[key] = _newest(rows, width)
             found += [(key, number, body) for number, body in chunks(rows, width, shift)]
@@ -206,8 +205,7 @@ class Saver:
         """The same of the tier before the coarsest, whose buckets never change once they are over."""
         shift = round(self._timeline.offset / self._history.tiers[-2].step)
         last = self._saved_finer.get(key)
-        first = _BEGIN if last is None else (last + shift) // CHUNK * CHUNK - shift
-        rows = series.finer(first)
+        rows = series.finer(_chunk_of(last, shift))
         if rows.numbers and rows.numbers[-1] != last:
             newest[key] = rows.numbers[-1]
             found += [(key, number, body) for number, body in chunks(rows, len(metrics_of(key)), shift)]
@@ -228,6 +226,11 @@ class Saver:
                     rows.extend(found)
         if rows.numbers:
             yield key, rows
+
+
+def _chunk_of(last: int | None, shift: int) -> int:
+    """Number of the first bucket in the chunk that has a bucket; without one that of the very first."""
+    return _BEGIN if last is None else (last + shift) // CHUNK * CHUNK - shift
 
 
 def _newest(rows: Rows, width: int) -> _Newest:

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, tuple_
+from sqlalchemy import Connection, Table, bindparam, delete, insert, select, tuple_
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
@@ -171,19 +171,11 @@ class FleetStore:
 
     async def recordings(self) -> list[str]:
         """Every recording."""
-
-        def work(connection: Connection) -> list[str]:
-            return list(connection.scalars(select(_RECORDING.c.body).order_by(_RECORDING.c.id)))
-
-        return await self._store.read(work)
+        return await self._bodies(_RECORDING)
 
     async def events(self) -> list[str]:
         """Every health event."""
-
-        def work(connection: Connection) -> list[str]:
-            return list(connection.scalars(select(_EVENT.c.body)))
-
-        return await self._store.read(work)
+        return await self._bodies(_EVENT)
 
     async def chunks(self, *, finer: bool = False) -> AsyncGenerator[list[Chunk], None]:
         """All history of the coarsest tier, or of the one before, by series and time, a part at a time."""
@@ -210,31 +202,36 @@ class FleetStore:
             "offset_seconds": saving.timeline.offset,
             "newest_seconds": saving.newest,
         }
-        recordings = [{"id": key, "body": body} for key, body in saving.recordings.items()]
-        events = [{"id": key, "body": body} for key, body in saving.events.items() if body]
-        gone = [{"gone": key} for key, body in saving.events.items() if not body]
         chunks, finer = (
             [{"key": key, "number": number, "body": body} for key, number, body in found]
             for found in (saving.chunks, saving.finer)
         )
+        gone = [{"gone": key} for key, body in saving.events.items() if not body]
+        new: tuple[tuple[Table, list[dict[str, Any]]], ...] = (
+            (_BOOT, [boot]),
+            (_RECORDING, [{"id": key, "body": body} for key, body in saving.recordings.items()]),
+            (_EVENT, [{"id": key, "body": body} for key, body in saving.events.items() if body]),
+            (_CHUNK, chunks),
+            (_FINER, finer),
+        )
 
         def work(connection: Connection) -> None:
-            connection.execute(insert(_BOOT).prefix_with("OR REPLACE"), boot)
-            if recordings:
-                connection.execute(insert(_RECORDING).prefix_with("OR REPLACE"), recordings)
-            if events:
-                connection.execute(insert(_EVENT).prefix_with("OR REPLACE"), events)
+            for table, rows in new:
+                if rows:
+                    connection.execute(insert(table).prefix_with("OR REPLACE"), rows)
             if gone:
                 connection.execute(delete(_EVENT).where(_EVENT.c.id == bindparam("gone")), gone)
-            if chunks:
-                connection.execute(insert(_CHUNK).prefix_with("OR REPLACE"), chunks)
-            if finer:
-                connection.execute(insert(_FINER).prefix_with("OR REPLACE"), finer)
             connection.execute(delete(_RECORDING).where(_RECORDING.c.id.not_in(saving.kept)))
             connection.execute(delete(_CHUNK).where(_CHUNK.c.number < saving.oldest_chunk))
             connection.execute(delete(_FINER).where(_FINER.c.number < saving.oldest_finer))
 
         await self._store.write(work)
+
+    async def _bodies(self, table: Table) -> list[str]:
+        def work(connection: Connection) -> list[str]:
+            return list(connection.scalars(select(table.c.body).order_by(table.c.id)))
+
+        return await self._store.read(work)
 
 
 def _only_new_tables(_connection: Connection) -> None:

@@ -84,21 +84,38 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
 
 def _gpu_reading(reading: GpuReading, read_at: float | None, now: float) -> types_api.GpuReading:
     message = types_api.GpuReading()
-    for name in GPU_NUMBERS:
-        value = getattr(reading, name)
-        if value is not None:
-            setattr(message, name, value)
+    _fill(message, reading, GPU_NUMBERS, read_at, now)
     if reading.processes:
         message.processes.extend(_process(process) for process in reading.processes)
     if reading.throttle_reason_mask:
         message.throttle_reasons.extend(throttle_reasons(reading.throttle_reason_mask))
     if reading.recovery_action is not None:
         message.recovery_action = _RECOVERY[reading.recovery_action]
+    return message
+
+
+def _host_reading(reading: HostReading, read_at: float | None, now: float) -> types_api.HostReading:
+    message = types_api.HostReading()
+    _fill(message, reading, HOST_FIELDS, read_at, now)
+    return message
+
+
+def _fill(
+    message: _Reading,
+    reading: GpuReading | HostReading,
+    names: Iterable[str],
+    read_at: float | None,
+    now: float,
+) -> None:
+    """Put the readings of these names, what is absent, and the age into a message."""
+    for name in names:
+        value = getattr(reading, name)
+        if value is not None:
+            setattr(message, name, value)
     if reading.absent:
         message.absent_readings.extend(_absent(reading.absent))
     if read_at is not None:
         message.age.CopyFrom(to_duration(now - read_at))
-    return message
 
 
 def put(message: _Reading, name: str, value: _Value) -> tuple[int, ...]:
@@ -144,19 +161,6 @@ def _process(process: GpuProcess) -> types_api.GpuProcess:
         reservation=process.reservation,
         holder_unknown=process.holder_unknown,
     )
-
-
-def _host_reading(reading: HostReading, read_at: float | None, now: float) -> types_api.HostReading:
-    message = types_api.HostReading()
-    for name in HOST_FIELDS:
-        value = getattr(reading, name)
-        if value is not None:
-            setattr(message, name, value)
-    if reading.absent:
-        message.absent_readings.extend(_absent(reading.absent))
-    if read_at is not None:
-        message.age.CopyFrom(to_duration(now - read_at))
-    return message
 
 
 def _absent(absent: Iterable[Absent]) -> list[types_api.AbsentReading]:

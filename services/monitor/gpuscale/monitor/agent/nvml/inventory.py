@@ -148,9 +148,8 @@ def _most_parts(handle: pynvml.c_nvmlDevice_t) -> int:
 
 def _numa_node(sys: Path, address: str) -> int | None:
     """The kernel's word on it; -1 there means that the host has no such nodes."""
-    short = address.lower()[-len("0000:00:00.0") :]
     try:
-        node = int((sys / "bus/pci/devices" / short / "numa_node").read_text(encoding="ascii"))
+        node = int((sys / "bus/pci/devices" / pci_address(address) / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None

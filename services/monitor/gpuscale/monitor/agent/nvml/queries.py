@@ -11,15 +11,13 @@ from typing import Generic, TypeVar
 import pynvml
 
 from gpuscale.monitor.agent.sources import GpuSourceError
-from gpuscale.monitor.model.readings import Absent, GpuState, ReadingStatus
+from gpuscale.monitor.model.readings import EXCUSED, Absent, GpuState, ReadingStatus
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
 # A tick comes a little early now and then; what is due in that moment is not to wait for another whole one.
 _SLACK_SECONDS = 0.05
-# Absent for a reason that says nothing against the GPU.
-_EXCUSED = frozenset({ReadingStatus.NOT_SUPPORTED, ReadingStatus.NO_PERMISSION})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ class Queries(Generic[E]):
         """What the answers so far say about the GPU."""
         if self._gone is not None and self._gone.gone is not None:
             return self._gone.gone
-        failed = any(absent.status not in _EXCUSED for absent in self._absent)
+        failed = any(absent.status not in EXCUSED for absent in self._absent)
         return GpuState.DEGRADED if failed else GpuState.OK
 
     def silence(self) -> Failure | None:
@@ -151,7 +149,7 @@ class Queries(Generic[E]):
         before = len(self._absent)
         value = ask()
         absent = tuple(self._absent[before:])
-        settled = all(one.status in _EXCUSED for one in absent)
+        settled = all(one.status in EXCUSED for one in absent)
         serves = every if kept is not None or first is None else first
         return Kept(value, absent, self._now + serves if settled else self._now)
 

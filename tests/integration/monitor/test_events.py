@@ -1,6 +1,7 @@
-"""A fault that the driver reports on a host becomes a health event of the fleet, at once and only once."""
+"""Events of GPUs: the thread that waits for them, and faults that the fleet is told of."""
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 
@@ -8,7 +9,9 @@ import pytest
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.monitor.agent.events import MOST_FAULTS, FaultLog, GpuEvents
+from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.monitor.agent.events import MOST_FAULTS, FaultLog, GpuEvents, Listener
+from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.app import agent as agent_app
 from gpuscale.monitor.model.readings import (
     DriverEvent,
@@ -20,6 +23,7 @@ from gpuscale.monitor.model.readings import (
 )
 from tests.support.monitor import FakeGpus, RunningFleet, running_agent, running_fleet
 from tests.support.monitor_values import identity
+from tests.support.waiting import eventually
 
 ONLINE = api.NodeState.NODE_STATE_ONLINE
 
@@ -94,3 +98,29 @@ async def test_only_xid_events_of_the_driver_are_faults() -> None:
         await faults.after(-1)
     assert [fault.xid for fault in faults.message(-1, 3.0).faults] == [13]
     following.cancel()
+
+
+class TakenAway(FakeGpus):
+    """A source whose process is gone."""
+
+    def wait_event(self, timeout: float) -> DriverEvent | None:
+        raise GpuSourceError("the process that reads the driver has ended")
+
+
+async def listen_twice() -> BaseException | None:
+    """Listen to such a source, and once more after that; why the second time ended."""
+    listener = Listener(TakenAway(), SystemClock(), GpuEvents(), wait=1.0)
+    for _ in range(2):
+        listener.start()
+        await eventually(lambda: listener.listening is None)
+    listener.stop()
+    return listener.error
+
+
+async def test_that_a_source_ended_while_it_was_listened_to_is_no_complaint_of_the_loop() -> None:
+    """The agent knows it from the GPUs. The event loop would write "exception was never retrieved" into the log."""
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
+    assert isinstance(await listen_twice(), GpuSourceError)
+    gc.collect()
+    assert complaints == []

@@ -1,8 +1,9 @@
-"""A GPU that is slow or silent is shown as that, and never with readings that say nothing about it any more."""
+"""How a GPU is shown while its driver is slow, and when one that answered too late may be read again."""
 
 import pytest
 
-from gpuscale.monitor.agent.device import Deadlines, view
+from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.monitor.agent.device import Breaker, Deadlines, view
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState, ReadingStatus, Timed
 from tests.support.monitor_values import identity, sample
 
@@ -61,3 +62,35 @@ def test_a_gpu_that_never_answered_is_not_shown_as_healthy() -> None:
 def test_a_gpu_that_is_gone_does_not_become_merely_slow(state: GpuState) -> None:
     lost = Timed(sample(state=state), ordered_at=100.0, read_at=100.1)
     assert view(identity(), lost, ordered_at=101.0, now=105.0, deadlines=DEADLINES).state is state
+
+
+def breaker() -> Breaker:
+    return Breaker(Deadlines(soft=2.0, hard=10.0), Backoff(0.5, 30.0))
+
+
+def test_a_slow_answer_leaves_it_closed() -> None:
+    one = breaker()
+    one.answered(9.9, 100.0, probe=False)
+    assert not one.open
+
+
+def test_an_answer_beyond_the_hard_deadline_opens_it_and_a_prompt_probe_closes_it() -> None:
+    one = breaker()
+    one.answered(10.0, 100.0, probe=False)
+    assert one.open
+    assert 100.0 <= one.retry_at <= 100.5
+    one.answered(1.9, 101.0, probe=True)
+    assert not one.open
+
+
+def test_probes_that_are_late_are_made_ever_more_seldom() -> None:
+    one = breaker()
+    one.answered(10.0, 0.0, probe=False)
+    waits: list[float] = []
+    for _ in range(200):
+        one.answered(2.0, 0.0, probe=True)
+        assert one.open
+        waits.append(one.retry_at)
+    assert max(waits) <= 30.0
+    assert max(waits[-100:]) > 10.0, "the pauses have grown"
+    assert min(waits[-100:]) < 10.0, "and are spread over the whole of it"

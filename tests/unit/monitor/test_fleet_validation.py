@@ -1,4 +1,4 @@
-"""Changes that cannot be true are refused one by one, change nothing, and make the fleet ask for a whole snapshot."""
+"""Which snapshots and changes of them the fleet believes, and what it makes of those."""
 
 import math
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.validation import refuse_change
+from gpuscale.monitor.fleet.validation import refuse_change, refuse_snapshot
 from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.clock import ManualClock
-from tests.support.monitor_values import GIB, gpu, hello, snapshot
+from tests.support.monitor_values import GIB, epoch_id, gpu, hello, snapshot
 
 Delta = monitor_api.SnapshotDelta
 FIELDS = {name: field.number for name, field in types_api.GpuReading.DESCRIPTOR.fields_by_name.items()}
@@ -389,3 +389,70 @@ def test_reported_faults_are_passed_on_and_are_no_snapshot(index: Index) -> None
     assert index.take(delta()), "changes go on from the same snapshot"
     faults.faults[0].xid = -1
     assert not index.nodes.take(index.stream, monitor_api.StreamTelemetryRequest(faults=faults))
+
+
+def refusal_of(message: types_api.Snapshot) -> str:
+    return refuse_snapshot(message, "alpha", epoch_id(1))
+
+
+def reading(**fields: float) -> types_api.Snapshot:
+    one = gpu()
+    for name, value in fields.items():
+        setattr(one.reading, name, value)
+    return snapshot(gpus=(one,))
+
+
+def test_a_healthy_snapshot_is_taken() -> None:
+    assert refusal_of(snapshot()) == ""
+    assert refusal_of(snapshot(gpus=())) == ""
+    assert refusal_of(snapshot(gpus=(gpu("GPU-1"), gpu("GPU-2")))) == ""
+
+
+def test_readings_that_are_absent_are_no_reason_to_refuse() -> None:
+    bare = types_api.Gpu(uuid="GPU-1", state=types_api.GpuState.GPU_STATE_HUNG)
+    assert refusal_of(snapshot(gpus=(bare,))) == ""
+
+
+@pytest.mark.parametrize("percent", [-1.0, 100.1, math.nan, math.inf])
+def test_a_utilization_outside_of_0_to_100_is_refused(percent: float) -> None:
+    assert refusal_of(reading(utilization_percent=percent)).startswith("gpus[0].reading.utilization_percent")
+
+
+@pytest.mark.parametrize(
+    ("fields", "at_fault"),
+    [
+        ({"memory_total_bytes": 0}, "memory_total_bytes"),
+        ({"memory_free_bytes": 81 * GIB}, "memory_free_bytes"),
+        ({"memory_free_bytes": -1}, "memory_free_bytes"),
+        ({"memory_used_bytes": 20 * GIB}, "memory_used_bytes"),
+        ({"power_watts": -1.0}, "power_watts"),
+    ],
+)
+def test_memory_and_power_that_cannot_be_are_refused(fields: dict[str, float], at_fault: str) -> None:
+    assert f"reading.{at_fault}" in refusal_of(reading(**fields))
+
+
+def test_memory_read_while_it_changes_is_taken() -> None:
+    """Free and used are not read at one moment: a few percent too much is no lie."""
+    assert refusal_of(reading(memory_free_bytes=70 * GIB, memory_used_bytes=13 * GIB)) == ""
+
+
+@pytest.mark.parametrize("other", [snapshot("beta"), snapshot(epoch=2)])
+def test_a_snapshot_of_another_node_or_run_than_hello_is_refused(other: types_api.Snapshot) -> None:
+    assert refusal_of(other) == "its node and epoch are not those of Hello"
+
+
+def test_one_gpu_twice_is_refused_whatever_the_case_of_its_uuid() -> None:
+    assert refusal_of(snapshot(gpus=(gpu("GPU-1a"), gpu("gpu-1A")))) == "gpus[1] has the UUID of another one"
+
+
+def test_a_period_that_hides_staleness_is_refused() -> None:
+    message = snapshot()
+    message.period.CopyFrom(to_duration(4000))
+    assert "period" in refusal_of(message)
+    message.ClearField("period")
+    assert "period" in refusal_of(message)
+
+
+def test_more_gpus_than_a_node_can_have_are_refused() -> None:
+    assert refusal_of(snapshot(gpus=tuple(gpu(f"GPU-{n}") for n in range(1025)))).startswith("gpus ")

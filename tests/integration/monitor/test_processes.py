@@ -1,4 +1,4 @@
-"""A process of another PID namespace that names itself is found by the id that the host has for it, and no other's."""
+"""Processes of other PID namespaces."""
 
 import os
 import shutil
