@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gpuscale.cli.grammar.exit_codes import MEANINGS, ExitCode
-from gpuscale.cli.grammar.global_options import PROGRAM
+from gpuscale.cli.console.command import PROGRAM
+from gpuscale.cli.console.errors import MEANINGS, ExitCode
 from gpuscale.cli.main import root
 
 HEAD = f"""# {PROGRAM}: every command

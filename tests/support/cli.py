@@ -5,12 +5,28 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import click
 import pytest
 
 from gpuscale.cli import main
+
+
+def leaves(
+    command: click.Command | None = None, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command there is, with the words that lead to it."""
+    command = command or main.root()
+    if not isinstance(command, click.Group):
+        yield path, command
+        return
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        found = command.get_command(context, name)
+        assert found is not None, name
+        yield from leaves(found, (*path, name))
 
 
 @dataclass(frozen=True)

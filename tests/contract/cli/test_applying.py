@@ -128,7 +128,10 @@ def test_prune_deletes_what_the_files_do_not_name(ctl: Any, world: canned.World)
     only = "kind: QueueWatcher\nname: jobs\nspec: {broker: default, queue: jobs}\n"
     refused = ctl("apply", "-f", "-", "--prune", stdin=only)
     assert (refused.code, asked(world)) == (2, [])
-    assert "whether to delete endpoints/jobs: pass --yes" in refused.err
+    assert (
+        "cannot ask whether to delete endpoints/jobs: standard input is not a terminal; pass --yes"
+        in refused.err
+    )
     assert ctl("diff", "-f", "-", "--prune", stdin=only).out.splitlines()[0] == "--- live/endpoints/jobs"
     dry = ctl("apply", "-f", "-", "--prune", "--dry-run=server", stdin=only)
     assert dry.out == "watchers/jobs unchanged (dry run)\nendpoints/jobs deleted (dry run)\n"
@@ -143,7 +146,7 @@ def test_prune_never_takes_an_empty_file_for_the_wish_to_delete_everything(
 ) -> None:
     ran = ctl("apply", "-f", "-", "--prune", "--yes", stdin="# nothing\n")
     assert (ran.code, world.requests) == (2, [])
-    assert "no queue watcher or endpoint in it" in ran.err
+    assert "no queue watcher or endpoint found" in ran.err
 
 
 @pytest.mark.parametrize("verb", ["apply", "diff"])
@@ -151,7 +154,7 @@ def test_prune_never_takes_an_empty_file_for_the_wish_to_delete_everything(
 def test_an_empty_file_is_an_error(ctl: Any, world: canned.World, verb: str, text: str) -> None:
     ran = ctl(verb, "-f", "-", stdin=text)
     assert (ran.code, ran.out, world.requests) == (2, "", [])
-    assert "error: -: no queue watcher or endpoint in it; nothing was changed" in ran.err
+    assert "error: -: no queue watcher or endpoint found; nothing was changed" in ran.err
 
 
 def filled_in(request: Any, context: Any) -> Any:
@@ -180,14 +183,14 @@ def test_what_the_server_fills_in_is_no_change(ctl: Any, world: canned.World) ->
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{template: nothing}", "endpoints/jobs: no adapter has a template 'nothing'; there are worker"),
+        ("{template: nothing}", "endpoints/jobs: no adapter has a template 'nothing'; known: worker"),
         (
             "{template: worker, adapter: adapters/gone}",
-            "endpoints/jobs: adapters/gone is not known; its replicas wait until it connects",
+            "endpoints/jobs: adapters/gone is not known; replicas wait until it connects",
         ),
         (
             "{template: worker, tiers: [{adapter: adapters/host-1}, {adapter: adapters/gone}]}",
-            "endpoints/jobs: adapters/gone is not known; its replicas wait until it connects",
+            "endpoints/jobs: adapters/gone is not known; replicas wait until it connects",
         ),
     ],
 )
@@ -207,7 +210,7 @@ def test_what_nobody_can_start_is_said(ctl: Any, mode: tuple[str, ...], template
             "<stdin>:6:10: spec.signals[1].id ",
         ),
         ("kind: QueueWatcher\nname: x\nspec:\n  queue: x\n", "<stdin>:4:3: spec.broker "),
-        (SAME + "---\n" + SAME, "<stdin>:9:1: endpoints/jobs stands twice"),
+        (SAME + "---\n" + SAME, "<stdin>:9:1: endpoints/jobs is declared twice"),
         (
             "kind: Endpoint\nname: x\nspec: {minReplica: 1}\n",
             "<stdin>:3:8: unknown field 'minReplica'; did you mean",

@@ -132,14 +132,14 @@ vision   1.5         8       1        2
 NAME     IDLE   ENOUGH   UTIL   MEMORY   BECAUSE
 host-1   1/2    yes      -      -        1 of 2 GPUs idle
 """,
-    ("drain", "host-1"): "nodes/host-1 drains; to leave: r1 of training\n",
+    ("drain", "host-1"): "nodes/host-1 is draining; to leave: r1 of training\n",
     ("explain", "placement", "--gpus", "2"): """\
 no room now
 
 What would help:
   wait for r1
 
-What each constraint removes, after those before it, and alone:
+GPUs that each constraint removes, after those above it, and alone:
   HELD       1       1
 
 Nodes, nearest first (1 of 1):
@@ -495,7 +495,7 @@ def test_explain_says_why(ctl: Any) -> None:
     assert "3 -> 2   NO_CAPACITY      one GPU missing" in out
     assert "evaluated now: 3 -> 4 wanted: from 3 to 4: max_replicas is 4" in out
     assert "would be 6 if max_replicas were not 4" in out
-    assert "to 3 in 43s, if signals stay as they are" in out
+    assert "to 3 in 43s if signals do not change" in out
 
 
 def test_the_allocator_away_does_not_hide_the_gpus(ctl: Any, world: canned.World) -> None:

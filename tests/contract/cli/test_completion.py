@@ -25,12 +25,26 @@ def address() -> Iterator[str]:
         yield address
 
 
+def completed(typed: str, shell: str = "bash", **environment: str) -> list[str]:
+    """What a shell is told may stand in place of the last word."""
+    words = f"gpuscalectl {typed}"
+    ran = run_cli(
+        environment={
+            "_GPUSCALECTL_COMPLETE": f"{shell}_complete",
+            "COMP_WORDS": words if shell != "fish" else words.rpartition(" ")[0],
+            "COMP_CWORD": str(words.count(" ")) if shell != "fish" else words.rpartition(" ")[2],
+            **environment,
+        }
+    )
+    assert (ran.code, ran.err) == (0, "")
+    return ran.out.splitlines()
+
+
 @pytest.fixture
 def complete(address: str) -> Any:
     def run(typed: str, shell: str = "bash") -> list[str]:
-        ran = run_cli("__complete", shell, *typed.split(" "), environment={"GPUSCALE_ADDRESS": address})
-        assert (ran.code, ran.err) == (0, "")
-        return ran.out.splitlines()
+        found = completed(typed, shell, GPUSCALE_ADDRESS=address)
+        return [one.removeprefix("plain,") for one in found] if shell == "bash" else found
 
     return run
 
@@ -40,12 +54,13 @@ def complete(address: str) -> Any:
     [
         ("ge", ["get"]),
         ("get no", ["nodes"]),
+        ("get -l a=b no", ["nodes"]),
         ("get nodes h", ["host-1"]),
         ("get no ", ["host-1"]),
         ("get ep -o json -w ", ["jobs"]),
         ("get gpu GPU-", list(canned.UUIDS)),
         ("get decisions ", ["jobs/d1"]),
-        ("get quotas ", []),
+        ("get quotas ", ["vision"]),
         ("delete endpoint j", ["jobs"]),
         ("delete rule ", ["jobs/up"]),
         ("scale ep --replicas 3 ", ["jobs"]),
@@ -53,6 +68,7 @@ def complete(address: str) -> Any:
         ("renew ", ["r1"]),
         ("drain ", ["host-1"]),
         ("get replicas -e ", ["jobs"]),
+        ("wait ep ", ["jobs"]),
         ("wait ep jobs --for ", ["ready", "deleted"]),
         ("wait ep jobs --for = d", ["deleted"]),
         ("get replicas --endpoint j", ["jobs"]),
@@ -65,7 +81,7 @@ def complete(address: str) -> Any:
         ("preset show ", ["keda"]),
         ("run --gpus 1 -- l", []),
         ("completion z", ["zsh"]),
-        ("bogus ", []),
+        ("apply -f ", ["file,"]),
         ("", None),
     ],
 )
@@ -74,28 +90,26 @@ def test_what_may_stand_next(complete: Any, typed: str, found: list[str] | None)
     assert got == found if found is not None else {"get", "apply", "explain"} < set(got)
 
 
-def test_other_shells_get_whole_words_with_their_meaning(complete: Any) -> None:
-    assert complete("get nodes --output=yam", "zsh") == ["--output=yaml\t"]
-    assert complete("get nod", "fish") == ["nodes\tHosts with an agent: state, CPU, memory, load."]
+def test_other_shells_get_words_with_their_meaning(complete: Any) -> None:
+    assert complete("get nod", "zsh") == ["plain", "nodes", "Hosts with an agent: state, CPU, memory, load."]
+    assert complete("get nodes -o yam", "zsh") == ["plain", "yaml", "_"]
+    assert "nodes" in complete("get nod", "fish")[0]
 
 
 def test_contexts_are_completed(tmp_path: Path) -> None:
     environment = {"GPUSCALE_CONTEXTS": str(tmp_path / "contexts.toml")}
     run_cli("config", "set-context", "lab", "--address", "h:1", environment=environment)
     for typed in ("config use-context ", "get nodes --context "):
-        assert run_cli("__complete", "bash", *typed.split(" "), environment=environment).out == "lab\n"
+        assert completed(typed, **environment) == ["plain,lab"]
 
 
-def test_nobody_there_is_no_name_and_no_noise() -> None:
-    ran = run_cli("__complete", "bash", "--address", f"127.0.0.1:{free_port()}", "get", "nodes", "")
-    assert (ran.code, ran.out, ran.err) == (0, "", "")
+def test_without_a_server_there_are_no_names_and_no_noise() -> None:
+    assert completed(f"--address 127.0.0.1:{free_port()} get nodes ") == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_script_says_how_it_is_used(shell: str) -> None:
-    out = run_cli("completion", shell).out
-    assert f"gpuscalectl completion {shell}" in out
-    assert f"gpuscalectl __complete {shell} " in out
+def test_each_shell_has_a_script(shell: str) -> None:
+    assert f"_GPUSCALECTL_COMPLETE={shell}_complete" in run_cli("completion", shell).out
 
 
 @pytest.mark.skipif(BASH is None, reason="no bash here")
@@ -106,7 +120,7 @@ def test_a_real_bash_completes(address: str, tmp_path: Path) -> None:
     program.chmod(0o700)
     script = """
         source <(gpuscalectl completion bash)
-        ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _gpuscalectl; echo "${COMPREPLY[*]}"; }
+        ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _gpuscalectl_completion gpuscalectl; echo "${COMPREPLY[*]}"; }
         ask gpuscalectl get no
         ask gpuscalectl get endpoints ''
         ask gpuscalectl get nodes --output = wid
@@ -125,5 +139,5 @@ def test_a_real_bash_completes(address: str, tmp_path: Path) -> None:
         "nodes",
         "jobs",
         "wide",
-        "complete -o default -F _gpuscalectl gpuscalectl",
+        "complete -o nosort -F _gpuscalectl_completion gpuscalectl",
     ]

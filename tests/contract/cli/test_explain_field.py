@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from gpuscale.cli.grammar.arguments import NOUNS
-from gpuscale.cli.manifests import contract_docs
+from gpuscale.cli.grammar.nouns import NOUNS
+from gpuscale.cli.views import contract_docs
 from tests.support.cli import run_cli
 
 
@@ -53,8 +53,8 @@ def test_every_sort_of_field(path: str, said: str) -> None:
     [
         ("endpoint.spec.min_replica", "did you mean min_replicas?"),
         ("endpont.spec", "did you mean endpoint?"),
-        ("endpoint.etag.x", "has no parts"),
-        ("Nothing", "there is no kind 'Nothing'"),
+        ("endpoint.etag.x", "has no fields"),
+        ("Nothing", "unknown kind 'Nothing'"),
     ],
 )
 def test_what_there_is_not_is_3_and_offers_the_near_miss(path: str, said: str) -> None:

@@ -212,7 +212,7 @@ def test_what_is_true_of_one_is_not_taken_for_several(
 ) -> None:
     ran = ctl(*command)
     assert (ran.code, world.requests) == (USAGE, [])
-    assert "is for one" in ran.err
+    assert " takes one " in ran.err
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", OK), ("n\n", OTHER), ("", INTERRUPTED)])
@@ -254,11 +254,11 @@ def test_exactly_what_is_named_is_marked(
 @pytest.mark.parametrize(
     ("typed", "code", "said"),
     [
-        (("gpu", "a"), USAGE, "'a' is no gpu"),
-        (("node", "host-1/0"), USAGE, "'host-1/0' is no node"),
+        (("gpu", "a"), USAGE, "'a' is not a gpu"),
+        (("node", "host-1/0"), USAGE, "'host-1/0' is not a node"),
         (("host-1/9",), NOT_FOUND, "GPU host-1/9 not found"),
         ((f"{canned.UUIDS[0][:-1]}f",), NOT_FOUND, "not found"),
-        (("host-1/x/y",), USAGE, "is not a name"),
+        (("host-1/x/y",), USAGE, "is not a valid name"),
     ],
 )
 def test_what_names_nothing_marks_nothing(

@@ -99,13 +99,13 @@ def test_limits_are_set_with_a_token_and_later_and_for_certificates(file: Path) 
 @pytest.mark.parametrize(
     ("arguments", "before", "code", "said"),
     [
-        (("create", "a"), f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\n", 4, "there is a token a"),
-        (("create", "Not A Name"), "", 2, "is no name"),
+        (("create", "a"), f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\n", 4, "token a already exists"),
+        (("create", "Not A Name"), "", 2, "is not a valid name"),
         (("create", "a", "--role", "root"), "", 2, "root"),
-        (("revoke", "a"), "", 3, "there is no token a"),
+        (("revoke", "a"), "", 3, "token a not found"),
         (("revoke", "a"), f"tokens = {{a = {{role='viewer', sha256='{'0' * 64}'}}}}\n", 4, "by hand"),
-        (("list",), "[[", 4, "no TOML"),
-        (("limit", "a"), "", 3, "there is no token a"),
+        (("list",), "[[", 4, "not TOML"),
+        (("limit", "a"), "", 3, "token a not found"),
         (("limit", "a", "--tenant", " "), f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\n", 2, "--tenant"),
         (
             ("limit", "a", "--tenant", "b"),
@@ -163,10 +163,10 @@ async def test_certificates_serve_and_name_callers(tmp_path: Path) -> None:
 def test_a_certificate_that_is_renewed_keeps_the_names_that_it_is_for(tmp_path: Path) -> None:
     """Another one would lock out whoever calls the server by a name that was forgotten."""
     first = certs("init", "--dir", str(tmp_path))
-    assert "called by: localhost, 127.0.0.1" in first.err
+    assert "reach the server at: localhost, 127.0.0.1" in first.err
     assert certs("init", "--dir", str(tmp_path), "--host", "gateway.example", "--host", "10.0.0.7").code == 0
     renewed = certs("init", "--dir", str(tmp_path))
-    assert "called by: gateway.example, 10.0.0.7" in renewed.err
+    assert "reach the server at: gateway.example, 10.0.0.7" in renewed.err
     assert hosts_of(read_pair(tmp_path, "server").certificate) == ["gateway.example", "10.0.0.7"]
 
 

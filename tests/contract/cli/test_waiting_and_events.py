@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.cli.commands import events, wait
-from gpuscale.cli.console import progress
+from gpuscale.cli.console.terminal import Progress
 from gpuscale.common import errors
 from tests.support import canned_gateway as canned
 
@@ -92,10 +92,10 @@ def test_a_wait_that_is_over_is_6_and_says_why(ctl: Any) -> None:
         ("endpoint nobody", 3, "not found"),
         ("endpoint jobs --for status.redyReplicas=1", 2, "did you mean readyReplicas?"),
         ("endpoint jobs --for =", 2, "--for"),
-        ("endpoint jobs --for ready>=many", 2, "--for: 'ready>=many': 'many' is no number"),
-        ("endpoint jobs --for name>=3", 2, "--for: name is 'endpoints/jobs', no number"),
+        ("endpoint jobs --for ready>=many", 2, "--for: 'ready>=many': 'many' is not a number"),
+        ("endpoint jobs --for name>=3", 2, "--for: name is 'endpoints/jobs', not a number"),
         ("endpoint jobs --for redy>=3", 2, "did you mean ready?"),
-        ("quota x", 2, "cannot be waited for"),
+        ("quota x", 2, "cannot wait for"),
         ("endpoint", 2, "NAME"),
     ],
 )
@@ -107,7 +107,7 @@ def test_what_cannot_be_waited_for(ctl: Any, typed: str, code: int, said: str) -
 
 def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    told = progress.Progress()
+    told = Progress()
     told.tell("first")
     told.tell("second", " (more)")
     told.end()

@@ -16,7 +16,7 @@ from gpuscale.common import errors
 HEAVY = (
     "pydantic",
     "structlog",
-    "typer",
+    "click",
     "sqlmodel",
     "sqlalchemy",
     "aio_pika",

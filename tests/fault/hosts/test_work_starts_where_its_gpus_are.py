@@ -49,8 +49,8 @@ def test_a_command_gets_gpus_of_the_host_it_is_typed_on(site: Site, host: str) -
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("--node", RIGHT), f"which is {LEFT}: type it on {RIGHT}"),
-        (("--gpu", f"{RIGHT}/gpu-right-0"), f"which is {LEFT}: type it on {RIGHT}"),
+        (("--node", RIGHT), f"which is {LEFT}: run it on {RIGHT}"),
+        (("--gpu", f"{RIGHT}/gpu-right-0"), f"which is {LEFT}: run it on {RIGHT}"),
         (("--exclude-node", LEFT), "leaves none of its GPUs"),
         (("--members", "2", "--strategy", "strict-spread"), "wants 2 nodes"),
     ],
@@ -98,7 +98,7 @@ def test_who_may_not_reserve_is_told_so(site: Site) -> None:
     assert (ran.code != 0, ran.out) == (True, "")
     assert "role" in ran.err
     elsewhere = site.ctl(LEFT, *ONE_GPU, "--node", RIGHT, *SHOW, token="viewer")
-    assert f"type it on {RIGHT}" in elsewhere.err
+    assert f"run it on {RIGHT}" in elsewhere.err
 
 
 def test_leases_of_a_program_are_of_its_host_unless_it_says_otherwise(site: Site) -> None:

@@ -5,7 +5,8 @@ import contextlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.cli.grammar.quantities import format_duration, format_size, parse_duration, parse_size
+from gpuscale.cli.grammar.parameters import format_duration, format_size
+from gpuscale.common.sizes import parse_duration, parse_size
 
 
 @given(st.integers(0, 2**63 - 1))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.cli.grammar.exit_codes import _BY_ERROR, MEANINGS, ExitCode, exit_code
+from gpuscale.cli.console.errors import BY_ERROR, MEANINGS, ExitCode, exit_code
 from gpuscale.common import errors
 
 TREE = [
@@ -15,7 +15,7 @@ TREE = [
 
 
 def test_every_error_of_the_tree_is_in_the_table() -> None:
-    assert set(_BY_ERROR) == set(TREE)
+    assert set(BY_ERROR) == set(TREE)
 
 
 def test_every_code_has_a_meaning() -> None:

@@ -23,12 +23,12 @@ def test_forms_with_an_expression() -> None:
     ("text", "said"),
     [
         ("jsn", "did you mean json"),
-        ("bogus", "there are table, wide"),
+        ("bogus", "choose from table, wide"),
         ("json=x", "takes no expression"),
         ("jsonpath", "write it like jsonpath={.name}"),
         ("custom-columns=", "write it like custom-columns=NAME:.name"),
         ("custom-columns=NAME", "write it like NAME:.name"),
-        ("jsonpath={.a[}", "is no path"),
+        ("jsonpath={.a[}", "is not a path"),
     ],
 )
 def test_what_is_no_form_is_said(text: str, said: str) -> None:

@@ -6,7 +6,13 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.manifests.documents import ManifestError, parse
+from gpuscale.cli.manifests.documents import Resource, declared
+from gpuscale.cli.manifests.yaml_tree import ManifestError
+
+
+def parse(text: str, source: str) -> list[Resource]:
+    return [one.resource for one in declared(text, source)]
+
 
 GOOD = """\
 # what the workers read
@@ -64,15 +70,15 @@ def test_what_get_prints_can_be_applied() -> None:
         ("kind: Foo\nname: x", "f:1:7: kind must be QueueWatcher or Endpoint, not Foo"),
         ("name: x", "f:1:1: kind must be QueueWatcher or Endpoint"),
         ("kind: Endpoint", "f:1:1: name is missing"),
-        ("kind: Endpoint\nname: A B", "f:2:7: 'A B' is not a name"),
-        ("kind: Endpoint\nname: watchers/x", "f:2:7: 'watchers/x' is not a name"),
+        ("kind: Endpoint\nname: A B", "f:2:7: 'A B' is not a valid name"),
+        ("kind: Endpoint\nname: watchers/x", "f:2:7: 'watchers/x' is not a valid name"),
         (
             "kind: Endpoint\nname: x\nspec:\n  minReplica: 1",
             "f:4:3: unknown field 'minReplica'; did you mean minReplicas?",
         ),
         (
             "kind: Endpoint\nname: x\nspec: {zz: 1}",
-            "f:3:8: unknown field 'zz'; there are minReplicas, maxReplicas, tick",
+            "f:3:8: unknown field 'zz'; choose from minReplicas, maxReplicas, tick",
         ),
         ("kind: Endpoint\nname: x\nspec:\n  minReplicas: x", "f:4:16: minReplicas must be a whole number"),
         (
@@ -87,10 +93,10 @@ def test_what_get_prints_can_be_applied() -> None:
         ("kind: Endpoint\nname: x\nspec: {paused: [1]}", "f:3:16: must be a single value"),
         ("kind: Endpoint\nname: x\nspec: [1]", "f:3:7: must be a mapping"),
         ("kind: Endpoint\nname: x\nspec: {signals: {a: 1}}", "f:3:17: must be a list"),
-        ("kind: Endpoint\nname: x\nname: y", "f:3:1: name stands twice"),
+        ("kind: Endpoint\nname: x\nname: y", "f:3:1: name is given twice"),
         (
             "kind: Endpoint\nname: x\nspec: {minReplicas: 1, min_replicas: 2}",
-            "f:3:24: minReplicas stands twice",
+            "f:3:24: minReplicas is given twice",
         ),
         ("kind: Endpoint\nname: x\nspec: &a {}", "f:3:7: anchors and aliases are not allowed"),
         (

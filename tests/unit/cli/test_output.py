@@ -13,7 +13,9 @@ from gpuscale.api.monitor.v1 import Node
 from gpuscale.api.types.v1 import Gpu, GpuReading
 from gpuscale.cli.console import cells
 from gpuscale.cli.console.cells import Column, View, counted_models
-from gpuscale.cli.console.output import Format, Output, write_lines
+from gpuscale.cli.console.output import Output
+from gpuscale.cli.console.terminal import write_lines
+from gpuscale.cli.grammar.formats import Format
 from gpuscale.cli.views.top import bar
 
 VIEW = View[Node](

@@ -21,7 +21,7 @@ def test_what_is_no_file_is_never_replaced(tmp_path: Path) -> None:
     """Root that names /dev/null would put a file in place of the device, for all programs of the host."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         write_private(pipe, b"content")
     assert pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]

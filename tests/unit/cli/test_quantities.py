@@ -2,7 +2,8 @@
 
 import pytest
 
-from gpuscale.cli.grammar.quantities import format_duration, format_size, parse_duration, parse_size
+from gpuscale.cli.grammar.parameters import format_duration, format_size
+from gpuscale.common.sizes import parse_duration, parse_size
 
 
 @pytest.mark.parametrize(

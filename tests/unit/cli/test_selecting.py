@@ -67,7 +67,7 @@ def test_what_is_no_condition_is_said(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["fence>", "fence>=many", "zone<b"])
 def test_an_amount_is_compared_with_an_amount(text: str) -> None:
-    with pytest.raises(ValueError, match="no number, size or duration"):
+    with pytest.raises(ValueError, match="not a number, size or duration"):
         parse_selector(text)
 
 

@@ -4,16 +4,14 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import click
 import pytest
 
-from gpuscale.cli.grammar.arguments import GLOBAL_OPTIONS, normalise
 from gpuscale.cli.main import root
 from tests.unit.docs.pages import HAND_WRITTEN, ROOT
 
 PAGES = [ROOT / "README.md", *HAND_WRITTEN, *sorted((ROOT / "examples").glob("*.md"))]
-OF_COMMANDS_THEMSELVES = {"--help", "-h", "--version"}
 
 
 def typed(page: Path) -> Iterator[list[str]]:
@@ -29,29 +27,26 @@ def typed(page: Path) -> Iterator[list[str]]:
 
 def unknown(words: list[str]) -> str:
     """What of a command is not there; empty where all is."""
-    command: Any = root()
-    context: Any = command.make_context("gpuscalectl", [], resilient_parsing=True)
-    options = {*GLOBAL_OPTIONS, *OF_COMMANDS_THEMSELVES}
-    left = iter(normalise(words))
+    command: click.Command = root()
+    context = click.Context(command)
+    left = list(words)
+    while isinstance(command, click.Group):
+        parsed = command.make_context(None, left, resilient_parsing=True, ignore_unknown_options=True)
+        left = [*parsed._protected_args, *parsed.args]
+        if not left or not left[0][:1].islower():
+            return "" if command is not root() else f"{' '.join(words)}: no command"
+        name, found, left = command.resolve_command(parsed, left)
+        if found is None or name is None:
+            return f"{' '.join(words)}: no command {name or left}"
+        command, context = found, parsed
+    options = {text for one in command.get_params(context) for text in (*one.opts, *one.secondary_opts)}
+    if command.context_settings.get("ignore_unknown_options"):
+        return ""
     for word in left:
-        if word.startswith("-") and len(word) > 1:
-            if getattr(context, "ignore_unknown_options", False):
-                return ""
-            name, equals, _ = word.partition("=")
-            if GLOBAL_OPTIONS.get(name) and not equals:
-                next(left, None)  # its value
-            if name not in options and name[:2] not in options:
-                return f"{' '.join(words)}: no option {name}"
-        elif hasattr(command, "list_commands") and word in command.list_commands(context):
-            command = command.get_command(context, word)
-            context = command.context_class(
-                command, info_name=word, parent=context, ignore_unknown_options=False
-            )
-            context.ignore_unknown_options = command.context_settings.get("ignore_unknown_options", False)
-            options |= {text for one in command.params for text in (*one.opts, *one.secondary_opts)}
-        elif hasattr(command, "list_commands") and command is not root() and word[:1].islower():
-            return "" if "/" in word else f"{' '.join(words)}: no command {word}"
-    return "" if command is not root() else f"{' '.join(words)}: no command"
+        name = word.partition("=")[0]
+        if word.startswith("-") and len(word) > 1 and name not in options and name[:2] not in options:
+            return f"{' '.join(words)}: no option {name}"
+    return ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from gpuscale.cli.grammar.exit_codes import ExitCode
+from gpuscale.cli.console.errors import ExitCode
 from gpuscale.cli.tree import COMMANDS
 from tests.unit.docs.pages import ROOT, read
 

@@ -8,11 +8,11 @@ def start() -> None:
 
     Until a command can catch it, Ctrl-C ends the process as it ends any other, without a traceback of imports.
     """
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so under nohup
-    if heeded:
+    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so under nohup
+    if default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from gpuscale.cli.main import main
 
-    if heeded:
+    if default:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

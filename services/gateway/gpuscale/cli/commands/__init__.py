@@ -1,4 +1,5 @@
-"""The commands, a module for each or for those of one topic. `gpuscale.cli.tree` lists them.
+"""The commands, a module for each topic; `gpuscale.cli.tree` says which function is which command.
 
-A command reads options, calls the client, and writes with the console. Begin with `get`.
+A command reads its options, calls the client, and writes with the console. What is slow to import (gRPC, the contract, YAML)
+is imported inside of commands, so that `--help` is quick. Begin with `get`.
 """

@@ -1,17 +1,22 @@
-"""`gpuscalectl apply` and `diff`: queue watchers and endpoints as files say, and what that would change."""
+"""`gpuscalectl apply` and `diff`: make queue watchers and endpoints match files, and show what that would change."""
 
+import difflib
+import io
 import sys
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
-from gpuscale.cli.commands.change import Yes, confirm
-from gpuscale.cli.console.output import Format, dump_yaml, to_dict, write_lines
-from gpuscale.cli.console.session import Session, note, session_of
-from gpuscale.cli.grammar.exit_codes import ExitCode
+from gpuscale.cli.console.bulk import confirm
+from gpuscale.cli.console.command import command
+from gpuscale.cli.console.errors import ExitCode, leave, report
+from gpuscale.cli.console.output import dump_yaml, to_dict
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note, write_lines
+from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.parameters import YES, option, repeated
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -21,47 +26,36 @@ if TYPE_CHECKING:
 
 SUFFIXES = frozenset({".yaml", ".yml", ".json"})
 DIFFERS = 1
-"""Exit code of `diff` where something differs; more where it cannot be told, as of `diff` itself."""
+"""Exit code of `diff` where something differs; a failure is more, as of diff(1)."""
 
 
-class DryRun(StrEnum):
-    """Who says what would be done."""
-
-    CLIENT = "client"
-    SERVER = "server"
-
-
-Files = Annotated[
-    list[str],
-    typer.Option(
-        "--file", "-f", metavar="FILE", help="A YAML file, a folder of them, or - for standard input."
-    ),
-]
-Prune = Annotated[
-    bool, typer.Option("--prune", help="Delete watchers and endpoints that the files do not name.")
-]
+FILES = repeated(
+    "--file",
+    "-f",
+    required=True,
+    type=click.Path(allow_dash=True),
+    help="A YAML file, a folder of them, or - for standard input.",
+)
+PRUNE = option("--prune", is_flag=True, help="Delete watchers and endpoints that the files do not declare.")
 
 
-def apply(
-    context: typer.Context,
-    file: Files,
-    prune: Prune = False,
-    dry_run: Annotated[
-        DryRun | None,
-        typer.Option(
-            help="Change nothing: only read the files (client), or let the server check too (server)."
-        ),
-    ] = None,
-    yes: Yes = False,
-) -> None:
-    """Create or change queue watchers and endpoints until they are as the files say."""
+@command("apply -f endpoint.yaml --dry-run server")
+@FILES
+@PRUNE
+@option(
+    "--dry-run",
+    type=click.Choice(["client", "server"]),
+    help="Change nothing: only check the files (client), or let the server check them too (server).",
+)
+@YES
+def apply(session: Session, file: tuple[str, ...], prune: bool, dry_run: str | None, yes: bool) -> None:
+    """Create or change queue watchers and endpoints until they match the files."""
     from gpuscale.cli.manifests import planning
 
     wanted = _read_all(file)
-    session = session_of(context)
-    if dry_run is DryRun.CLIENT:
+    if dry_run == "client":
         if session.output.human:
-            write_lines([f"{one.resource.name} fits the contract (dry run)" for one in wanted])
+            write_lines([f"{one.resource.name} is valid (dry run)" for one in wanted])
         _write(session, [one.resource for one in wanted])
         return
     with session.connect() as client:
@@ -71,12 +65,12 @@ def apply(
             note(f"warning: {line}")
         doomed = [step.name for step in steps if step.action is planning.Action.DELETE]
         if doomed and dry_run is None:
-            confirm(", ".join(doomed), yes=yes)
+            confirm("Delete", ", ".join(doomed), yes=yes)
         _write(session, _taken(session, client, steps, dry_run=dry_run is not None))
 
 
 def _taken(session: Session, client: "Client", steps: "Sequence[Step]", *, dry_run: bool) -> "list[Resource]":
-    """Take the steps; each is said at once, so that what was done is known when a later one fails."""
+    """Take the steps, reporting each at once, so that what was done is known if a later one fails."""
     from gpuscale.cli.manifests import planning
 
     done: list[Resource] = []
@@ -84,12 +78,15 @@ def _taken(session: Session, client: "Client", steps: "Sequence[Step]", *, dry_r
         after, action = (step.after or step.before, step.action) if dry_run else planning.take(client, step)
         done += [] if after is None else [after]
         said = f"{step.name} {action}{' (dry run)' if dry_run else ''}"
-        (write_lines if session.output.human else _notes)([said])
+        if session.output.human:
+            write_lines([said])
+        else:
+            note(said)
     return done
 
 
 def _write(session: Session, done: "Sequence[Resource]") -> None:
-    """Write the resources, for a program; a person has read what became of each."""
+    """Write the resources for a program; a person has read what happened to each."""
     from gpuscale.api.autoscaler import v1 as api
 
     output = session.output
@@ -108,7 +105,7 @@ _SIGNS = {"created": "+", "configured": "~", "deleted": "-"}
 
 
 def _tell_plan(session: Session, steps: "Sequence[Step]") -> None:
-    """Say what is about to be done, to a person."""
+    """Show a person what is about to happen."""
     from gpuscale.cli.manifests import planning
 
     changing = [step for step in steps if step.action is not planning.Action.KEEP]
@@ -123,19 +120,19 @@ def _tell_plan(session: Session, steps: "Sequence[Step]") -> None:
                 note(f"      {line}")
 
 
-def diff(context: typer.Context, file: Files, prune: Prune = False) -> None:
-    """Say what apply would change; nothing is changed. Exit code 0 where nothing would, 1 where something would."""
-    from gpuscale.cli.console.faults import report
+@command("diff -f endpoint.yaml")
+@FILES
+@PRUNE
+def diff(session: Session, file: tuple[str, ...], prune: bool) -> None:
+    """Show what apply would change. Exit code 0 if nothing would, 1 if something would."""
     from gpuscale.cli.manifests import planning
 
-    session = session_of(context)
     try:
         wanted = _read_all(file)
         with session.connect() as client:
             steps = planning.plan(client, wanted, prune=prune)
     except GpuscaleError as error:
-        # 1 says that something differs.
-        raise typer.Exit(max(report(error), ExitCode.USAGE)) from error
+        leave(max(report(error), ExitCode.USAGE))  # 1 says that something differs
     differing = [(step, lines) for step in steps if (lines := _diff_lines(step))]
     if session.output.human:
         write_lines([line for _, lines in differing for line in lines])
@@ -145,22 +142,17 @@ def diff(context: typer.Context, file: Files, prune: Prune = False) -> None:
         ]
         session.output.write_data({"changes": records})
     if differing:
-        raise typer.Exit(DIFFERS)
+        leave(DIFFERS)
 
 
 def _diff_lines(step: "Step") -> list[str]:
-    import difflib
+    from gpuscale.cli.manifests.planning import manifest
 
-    from gpuscale.cli.manifests import planning
-
-    one, other = (_yaml(planning.manifest(each)) for each in (step.before, step.after))
-    lines = difflib.unified_diff(one, other, f"live/{step.name}", f"file/{step.name}", lineterm="")
-    return list(lines)
+    one, other = (_yaml(manifest(each)) for each in (step.before, step.after))
+    return list(difflib.unified_diff(one, other, f"live/{step.name}", f"file/{step.name}", lineterm=""))
 
 
 def _yaml(data: object) -> list[str]:
-    import io
-
     text = io.StringIO()
     if data:
         dump_yaml(data, text)
@@ -168,26 +160,21 @@ def _yaml(data: object) -> list[str]:
 
 
 def _read_all(files: Sequence[str]) -> "list[Declared]":
-    """All files are read, and held against the contract, before anybody is asked to change anything."""
+    """Read all files and check them against the contract, before anything is changed."""
     from gpuscale.cli.manifests.documents import declared
     from gpuscale.cli.manifests.planning import check
 
     wanted = [one for name in files for text, source in read(name) for one in declared(text, source)]
     if not wanted:
         raise InvalidArgumentError(
-            f"{', '.join(files)}: no queue watcher or endpoint in it; nothing was changed"
+            f"{', '.join(files)}: no queue watcher or endpoint found; nothing was changed"
         )
     check(wanted)
     return wanted
 
 
-def _notes(lines: list[str]) -> None:
-    for line in lines:
-        note(line)
-
-
 def read(name: str) -> Iterator[tuple[str, str]]:
-    """(text, what to call it) of a file, of standard input (`-`), or of each YAML file of a folder.
+    """(text, name) of a file, of standard input (`-`), or of each YAML file in a folder.
 
     Raises:
         InvalidArgumentError: a file cannot be read, or a folder has none.
@@ -198,7 +185,7 @@ def read(name: str) -> Iterator[tuple[str, str]]:
     path = Path(name)
     paths = sorted(each for each in path.iterdir() if each.suffix in SUFFIXES) if path.is_dir() else [path]
     if not paths:
-        raise InvalidArgumentError(f"{path}: no YAML file in this folder")
+        raise InvalidArgumentError(f"{path}: no YAML files in this folder")
     for each in paths:
         try:
             yield each.read_text(encoding="utf-8"), str(each)

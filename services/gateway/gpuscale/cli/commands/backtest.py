@@ -1,68 +1,234 @@
-"""`gpuscalectl backtest`: what policies would have made of a workload."""
+"""`gpuscalectl backtest` and `tune`: policies on a recorded workload, and the cheapest one that meets a goal."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
-from gpuscale.cli.commands.workload import Workload, preset_names, run
-from gpuscale.cli.console.output import Format, to_dict, write_lines
-from gpuscale.cli.console.session import note, session_of
-from gpuscale.cli.grammar.typed import takes
+from gpuscale.cli.console.command import FILE, command, names_of
+from gpuscale.cli.console.output import dump_yaml, to_dict
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note, write_lines
+from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.parameters import (
+    COUNT,
+    DURATION,
+    PERCENT,
+    POSITIVE,
+    Parsed,
+    option,
+    repeated,
+    shared,
+    takes,
+)
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
-    from gpuscale.api.autoscaler.v1 import BacktestPolicy
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.client import Client
 
+CALL_SECONDS = 125.0
+"""Time limit of one call; the service gives up before."""
+BATCH = 8
+"""Policies of one call of `tune`."""
 BARS = "-"
-"""In place of a file: the picture as bars, below the table."""
+"""Instead of a file: the picture as bars below the table."""
+AS_SHIPPED = (
+    "gpuscale",
+    "hpa",
+    "keda",
+    "knative",
+    "ray_serve",
+    "backend_ai",
+    "opengris_vanilla",
+    "opengris_capability",
+)
+"""Presets that `tune` runs unchanged."""
 
 
+@dataclass(frozen=True)
+class Span:
+    """The bounds of a time that varies, in seconds."""
+
+    least: float
+    most: float
+
+
+def _span(text: str) -> Span:
+    """A duration, or two of them as `10s..60s`."""
+    least, dots, most = text.partition("..")
+    found = Span(to_seconds(least), to_seconds(most if dots else least))
+    if found.most < found.least:
+        raise ValueError(f"{text!r}: the second duration is shorter than the first")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What there is to do and what replicas are like, as typed."""
+
+    trace: str = shared(
+        option(
+            "--trace",
+            default="",
+            type=click.Path(allow_dash=True),
+            help="CSV of arrival_seconds,service_seconds, or of t_s,context_tokens,generated_tokens; - for standard input.",
+        )
+    )
+    history: str = shared(
+        option(
+            "--history",
+            default="",
+            metavar="ENDPOINT",
+            help="Instead of a trace: what arrived at this endpoint in the last day.",
+            shell_complete=names_of("endpoints"),
+        )
+    )
+    service_time: float | None = shared(
+        option(
+            "--service-time", type=DURATION, help="With --history: duration of a request; learned by default."
+        )
+    )
+    goal: float = shared(
+        option("--goal", "--slo", type=DURATION, default="30s", help="How long a request may wait.")
+    )
+    slots: int = shared(
+        option("--slots", type=POSITIVE, default=1, help="Requests that a replica serves at a time.")
+    )
+    cold_start: Span = shared(
+        option(
+            "--cold-start",
+            type=Parsed("duration[..duration]", _span),
+            default="30s",
+            help="Time from the decision to a working replica.",
+        )
+    )
+    max_gpus: int | None = shared(
+        option(
+            "--max-gpus",
+            type=POSITIVE,
+            metavar="N",
+            help="GPUs that there are; enough for 16 replicas by default.",
+        )
+    )
+    kills: bool = shared(option("--kills", is_flag=True, help="A replica that stops drops its requests."))
+    seed: int = shared(
+        option("--seed", type=int, default=0, metavar="N", help="The same seed gives the same cold starts.")
+    )
+
+    def request(self) -> "api.BacktestRequest":
+        """A request without policies.
+
+        Raises:
+            InvalidArgumentError: the trace cannot be read.
+        """
+        from gpuscale.api.autoscaler import v1 as api
+        from gpuscale.cli.console.resources import full_name
+        from gpuscale.common.names import ENDPOINT
+        from gpuscale.common.wire import to_duration
+
+        if bool(self.trace) == bool(self.history):
+            raise InvalidArgumentError("pass either --trace or --history")
+        trace = _read_trace(self.trace) if self.trace else api.Workload()
+        return api.BacktestRequest(
+            arrivals=trace.arrivals,
+            service_seconds=trace.service_seconds,
+            endpoint=full_name(ENDPOINT, self.history) if self.history else "",
+            service_time=None if self.service_time is None else to_duration(self.service_time),
+            goal=to_duration(self.goal),
+            slots=self.slots,
+            min_cold_start=to_duration(self.cold_start.least),
+            max_cold_start=to_duration(self.cold_start.most),
+            seed=self.seed,
+            max_gpus=self.max_gpus,
+            kills=self.kills,
+        )
+
+
+def _read_trace(name: str) -> "api.Workload":
+    """The workload in a file.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, or is not a trace.
+    """
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.commands.apply import read
+    from gpuscale.client.traces import ServiceModel, read_trace
+
+    text, _ = next(read(name))
+    requests = read_trace(text.splitlines(keepends=True), ServiceModel())
+    return api.Workload(
+        arrivals=[one.arrival for one in requests], service_seconds=[one.service for one in requests]
+    )
+
+
+def _run(
+    client: "Client", request: "api.BacktestRequest", policies: "Sequence[api.BacktestPolicy]"
+) -> "api.BacktestResponse":
+    del request.policies[:]
+    request.policies.extend(policies)
+    return client.backtests.Backtest(request, timeout=CALL_SECONDS)
+
+
+@command("backtest --preset all --trace requests.csv --slo 5s")
 @takes("workload", Workload)
+@repeated("--file", "-f", type=click.Path(allow_dash=True), help="Policies, or endpoints as for apply.")
+@repeated("--preset", metavar="NAME", help="A preset, or `all` of them.", shell_complete=names_of("presets"))
+@option(
+    "--share-gpus",
+    is_flag=True,
+    help="Run all policies side by side on --max-gpus; first come, first served.",
+)
+@repeated("--trace-of", metavar="POLICY=FILE", help="A trace for one policy alone.")
+@option(
+    "--plot",
+    default="",
+    type=click.Path(allow_dash=True),
+    help="Draw replicas and queue as SVG; - for bars below the table.",
+)
 def backtest(
-    context: typer.Context,
+    session: Session,
     workload: Workload,
-    file: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--file", "-f", metavar="FILE", help="Policies, or endpoints as for apply; may be repeated."
-        ),
-    ] = None,
-    preset: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A preset, beside those in files; `all` for every one."),
-    ] = None,
-    share_gpus: Annotated[
-        bool,
-        typer.Option(
-            "--share-gpus",
-            help="Run all policies at once, beside each other on --max-gpus; the first come first.",
-        ),
-    ] = False,
-    trace_of: Annotated[
-        list[str] | None,
-        typer.Option(metavar="POLICY=FILE", help="A trace for one policy alone; may be repeated."),
-    ] = None,
-    plot: Annotated[
-        str, typer.Option(metavar="FILE", help="Draw replicas and queue as SVG; - for bars below the table.")
-    ] = "",
+    file: tuple[str, ...],
+    preset: tuple[str, ...],
+    share_gpus: bool,
+    trace_of: tuple[str, ...],
+    plot: str,
 ) -> None:
-    """Run policies on a recorded workload: waits beyond the goal, GPU hours, flaps, beside the work alone."""
-    from gpuscale.cli.views.asking import picture_lines, report_lines
-    from gpuscale.cli.views.plot import svg
+    """Run policies on a recorded workload: late requests, GPU hours and flaps, beside the work alone."""
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.commands.apply import read
+    from gpuscale.cli.console import resources
+    from gpuscale.cli.manifests.documents import parse_policies
+    from gpuscale.cli.views.backtests import picture_lines, report_lines, svg
 
     if not file and not preset:
-        raise InvalidArgumentError("there is no policy: pass --file, or --preset")
-    policies = _policies(file or [])
+        raise InvalidArgumentError("no policy: pass --file or --preset")
+    policies = [one for name in file for text, source in read(name) for one in parse_policies(text, source)]
     request = workload.request()
     request.shared_gpus = share_gpus
-    session = session_of(context)
     with session.connect() as client:
-        policies += [_preset(name) for name in preset_names(client, preset or [])]
-        _give_traces(policies, trace_of or [])
-        found = run(client, request, policies)
+        presets = [one.name for one in resources.presets(client)] if "all" in preset else preset
+        policies += [api.BacktestPolicy(name=one, preset=api.PresetWish(preset=one)) for one in presets]
+        by_name = {policy.name: policy for policy in policies}
+        for text in trace_of:
+            name, _, trace = text.partition("=")
+            if name not in by_name or not trace:
+                raise InvalidArgumentError(
+                    f"{text!r} does not name a policy and a trace; write it like POLICY=FILE"
+                )
+            by_name[name].workload.CopyFrom(_read_trace(trace))
+        found = _run(client, request, policies)
     if plot and plot != BARS:
-        _write(Path(plot), svg(found))
+        try:
+            Path(plot).write_text(svg(found), encoding="utf-8")
+        except OSError as error:
+            raise InvalidArgumentError(f"{plot}: {error.strerror}") from error
+        note(f"{plot} written")
     output = session.output
     if output.human:
         write_lines([*report_lines(output, found), *(picture_lines(found) if plot == BARS else ())])
@@ -72,33 +238,154 @@ def backtest(
         output.write_data(to_dict(found))
 
 
-def _policies(files: list[str]) -> "list[BacktestPolicy]":
-    from gpuscale.cli.commands.apply import read
-    from gpuscale.cli.manifests.policies import parse_policies
+@command("tune --slo 5s --trace requests.csv --write policy.yaml")
+@takes("workload", Workload)
+@option("--late", type=PERCENT, default=1.0, help="Percent of requests that may wait longer.")
+@option("--watcher", default="jobs", metavar="NAME", help="Queue watcher of the policy's signals.")
+@option("--template", default="worker", metavar="NAME", help="Command template of a replica.")
+@option("--gpus", type=COUNT, default=1, metavar="N", help="GPUs of each replica.")
+@option("--min", "min_replicas", type=COUNT, default=1, metavar="N", help="Fewest replicas.")
+@option(
+    "--max",
+    "max_replicas",
+    type=POSITIVE,
+    metavar="N",
+    help="Most replicas; as many as fit on the GPUs by default.",
+)
+@option("--name", default="", metavar="NAME", help="Name of the endpoint that is written.")
+@option("--write", type=FILE, help="Write the policy to this file, for apply -f.")
+def tune(
+    session: Session,
+    workload: Workload,
+    late: float,
+    watcher: str,
+    template: str,
+    gpus: int,
+    min_replicas: int,
+    max_replicas: int | None,
+    name: str,
+    write: Path | None,
+) -> None:
+    """Search families of policies and their parameters for the cheapest one that meets the goal."""
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.commands.preset import manifest
+    from gpuscale.cli.console.resources import full_name
+    from gpuscale.cli.views.backtests import report_lines
+    from gpuscale.common.names import WATCHER
 
-    return [one for name in files for text, source in read(name) for one in parse_policies(text, source)]
+    wish = api.PresetWish(
+        watcher=full_name(WATCHER, watcher),
+        min_replicas=min_replicas,
+        max_replicas=max_replicas,
+        template=api.ReplicaTemplate(template=template, gpu_count=gpus),
+    )
+    policies = list(candidates(wish, workload.goal, workload.slots))
+    request, found = workload.request(), api.BacktestResponse()
+    with session.connect() as client:
+        for begin in range(0, len(policies), BATCH):
+            part = _run(client, request, policies[begin : begin + BATCH])
+            found.reports.extend(part.reports)
+            found.work_gpu_hours = part.work_gpu_hours
+            note(f"{len(found.reports)} of {len(policies)} policies done")
+    chosen = choose(found.reports, late)
+    made = manifest(name or watcher, chosen.spec)
+    best = api.BacktestResponse(reports=pareto(found.reports), work_gpu_hours=found.work_gpu_hours)
+    if write is not None:
+        try:
+            with write.open("w", encoding="utf-8") as file:
+                dump_yaml(made, file)
+        except OSError as error:
+            raise InvalidArgumentError(f"{write}: {error.strerror}") from error
+        note(f"{write} written; apply it with: gpuscalectl apply -f {write}")
+    output = session.output
+    if output.human:
+        short = f"none has at most {late:g}% late; the fewest: " if chosen.violation_percent > late else ""
+        write_lines([*report_lines(output, best), f"{short}{chosen.name}"])
+    elif output.format is Format.NAME:
+        write_lines([chosen.name])
+    else:
+        reports = [to_dict(one) for one in best.reports]
+        output.write_data({"pareto": reports, "chosen": chosen.name, "policy": made})
 
 
-def _give_traces(policies: "list[BacktestPolicy]", typed: list[str]) -> None:
-    from gpuscale.cli.commands.workload import read_workload
+def grid(goal: float, slots: int) -> Mapping[str, Mapping[str, Sequence[float]]]:
+    """The values that are tried of each parameter, by preset."""
+    return {
+        "gpuscale": {
+            "deadline": [goal / 4, goal / 2, goal],
+            "utilization": [0.65, 0.8, 0.9],
+            "stabilization": [60.0, 200.0, 400.0],
+        },
+        "hpa": {
+            "target_average_value": [slots * share for share in (0.5, 0.65, 0.8, 1.0)],
+            "stabilization_window_seconds": [60.0, 300.0],
+        },
+        "knative": {
+            "target_utilization_percentage": [50.0, 70.0, 85.0],
+            "scale_down_delay": [0.0, 120.0, 300.0],
+        },
+        "ray_serve": {
+            "target_ongoing_requests": [slots * share for share in (0.5, 0.75, 1.0)],
+            "upscale_delay_s": [0.0, 30.0],
+            "downscale_delay_s": [120.0, 600.0],
+        },
+        "keda": {
+            "value": [slots * share for share in (0.5, 0.65, 0.8, 1.0)],
+            "cooldown_period": [60.0, 300.0],
+        },
+        "backend_ai": {
+            "scale_up_threshold": [1.0, float(slots)],
+            "step_size": [1.0, 4.0],
+            "cooldown_seconds": [15.0, 60.0],
+        },
+        "opengris_vanilla": {
+            "upper_task_ratio": [slots * share for share in (0.65, 0.8, 1.0)],
+            "lower_task_ratio": [slots * share for share in (0.3, 0.5)],
+        },
+    }
 
-    by_name = {policy.name: policy for policy in policies}
-    for text in typed:
-        name, _, file = text.partition("=")
-        if name not in by_name or not file:
-            raise typer.BadParameter(f"{text!r} names no policy and trace; write it like POLICY=FILE")
-        by_name[name].workload.CopyFrom(read_workload(file))
+
+def candidates(wish: "api.PresetWish", goal: float, slots: int) -> "Iterator[api.BacktestPolicy]":
+    """The presets as shipped, then each family with every combination of its values; `wish` is what they share."""
+    for name in AS_SHIPPED:
+        yield _policy(name, wish, name, {})
+    for family, values in grid(goal, slots).items():
+        for choice in product(*values.values()):
+            stated = dict(zip(values, choice, strict=True))
+            words = ",".join(f"{name}={value:g}" for name, value in stated.items())
+            yield _policy(f"{family}({words})", wish, family, stated)
 
 
-def _preset(name: str) -> "BacktestPolicy":
+def _policy(
+    name: str, wish: "api.PresetWish", preset: str, stated: Mapping[str, float]
+) -> "api.BacktestPolicy":
     from gpuscale.api.autoscaler import v1 as api
 
-    return api.BacktestPolicy(name=name, preset=api.PresetWish(preset=name))
+    policy = api.BacktestPolicy(name=name, preset=wish)
+    policy.preset.preset = preset
+    for parameter, value in stated.items():
+        policy.preset.parameters[parameter] = value
+    return policy
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgumentError(f"{path}: {error.strerror}") from error
-    note(f"{path} written")
+def pareto(reports: "Sequence[api.BacktestReport]") -> "list[api.BacktestReport]":
+    """The reports that no other beats in both late requests and GPU hours, cheapest first."""
+    best: list[api.BacktestReport] = []
+    for one in sorted(
+        reports, key=lambda one: (one.gpu_hours, one.violation_percent, one.flap_count, one.name)
+    ):
+        if not best or one.violation_percent < best[-1].violation_percent:
+            best.append(one)
+    return best
+
+
+def choose(reports: "Sequence[api.BacktestReport]", late_percent: float) -> "api.BacktestReport":
+    """The cheapest with at most so many late requests; if there is none, the one with the fewest.
+
+    Raises:
+        ValueError: there are no reports.
+    """
+    front = pareto(reports)
+    if not front:
+        raise ValueError("there is nothing to choose from")
+    return next((one for one in front if one.violation_percent <= late_percent), front[-1])

@@ -1,58 +1,66 @@
-"""`gpuscalectl check`, `estimate` and `rank`: is there room, how much is needed, and where is it idle."""
+"""`gpuscalectl check`, `estimate`, `rank` and `explain placement`: what is free, how much is needed; and quotas of tenants."""
 
 import json
-from typing import TYPE_CHECKING, Annotated
+import math
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from gpuscale.cli.commands.asking import Asking
-from gpuscale.cli.console.output import Format, write_lines
-from gpuscale.cli.console.progress import REPEAT, Progress
-from gpuscale.cli.console.session import Session, session_of
-from gpuscale.cli.grammar.exit_codes import ExitCode
-from gpuscale.cli.grammar.options import duration, once, size
-from gpuscale.cli.grammar.typed import takes
+from gpuscale.cli.commands.asking import MAX_UTILIZATION, MIN_MEMORY, MODEL, WHOLE, Asking
+from gpuscale.cli.console.bulk import Done, confirm, say_each
+from gpuscale.cli.console.command import command, names, one_name
+from gpuscale.cli.console.errors import ExitCode, leave
+from gpuscale.cli.console.output import to_dict
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import REPEAT, Progress, write_lines
+from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.parameters import (
+    COUNT,
+    DURATION,
+    PERCENT,
+    SIZE,
+    YES,
+    Parsed,
+    format_size,
+    once,
+    option,
+    repeated,
+    takes,
+)
+from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Ask, CheckAvailabilityResponse, EstimateRequirementsResponse
+    from gpuscale.api.allocator.v1 import Ask, ExplainPlacementResponse, NodeOutlook
+    from gpuscale.cli.console.cells import View
     from gpuscale.client import Client
 
-rank_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
-_SLACK = 10.0
-"""Seconds for which an answer may be late once the wait is over."""
+ANSWER_SECONDS = 10.0
+"""How late an answer may be once the wait is over."""
 
 
+@command("check --gpus 4 --wait 10m")
 @takes("asking", Asking)
-def check(
-    context: typer.Context,
-    asking: Asking,
-    wait: Annotated[
-        float,
-        typer.Option(
-            parser=duration,
-            metavar="DURATION",
-            help="Wait so long for room, for 0 at most.",
-            show_default=False,
-        ),
-    ] = 0.0,
-) -> None:
-    """Say whether there is room, and which GPUs it would be; nothing is reserved. Exit code 5 where there is none."""
+@option("--wait", type=DURATION, default=0.0, help="How long to wait for free GPUs.")
+def check(session: Session, asking: Asking, wait: float) -> None:
+    """Say whether GPUs are free, and which; nothing is reserved. Exit code 5 if there are none."""
     from gpuscale.api.allocator import v1 as api
+    from gpuscale.cli.views.allocator import RESERVED_GPUS
 
-    session = session_of(context)
-    ask = asking.message()
+    ask, output = asking.message(), session.output
     with session.connect() as client:
         if wait:
             _wait(client, ask, wait)
         found = client.capacity.CheckAvailability(api.CheckAvailabilityRequest(ask=ask))
-    _write_check(session, found)
+    if not output.human:
+        output.write_data(to_dict(found))
+    else:
+        write_lines([found.message, *(["", *output.table(found.gpus, RESERVED_GPUS)] if found.gpus else [])])
     if not found.available:
-        raise typer.Exit(ExitCode.NO_CAPACITY)
+        leave(ExitCode.NO_CAPACITY)
 
 
 def _wait(client: "Client", ask: "Ask", wait: float) -> None:
-    """Wait for room, and say in between why there is none."""
+    """Wait for free GPUs, and show in between why there are none."""
     from gpuscale.api.allocator import v1 as api
     from gpuscale.common.wire import seconds, to_duration
 
@@ -61,159 +69,220 @@ def _wait(client: "Client", ask: "Ask", wait: float) -> None:
         while (left := wait - progress.elapsed) > 0:
             part = min(left, REPEAT)
             request = api.WaitForAvailabilityRequest(ask=ask, timeout=to_duration(part))
-            found = client.capacity.WaitForAvailability(request, timeout=part + _SLACK)
+            found = client.capacity.WaitForAvailability(request, timeout=part + ANSWER_SECONDS)
             if found.available or seconds(found.waited) < part / 2:
-                return  # there is room, or, before the time was over, the answer that waiting would not help
+                return  # there are some, or an early answer that waiting does not help
             progress.tell(found.message)
     finally:
         progress.end()
 
 
-def _write_check(session: Session, found: "CheckAvailabilityResponse") -> None:
-    from gpuscale.cli.console.output import to_dict
-    from gpuscale.cli.views.allocator import RESERVED_GPUS
-
-    output = session.output
-    if not output.human:
-        output.write_data(to_dict(found))
-        return
-    write_lines([found.message])
-    if found.gpus:
-        write_lines(["", *output.table(found.gpus, RESERVED_GPUS)])
-
-
-def estimate(
-    context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", show_default=False)] = "",
-    parameter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--parameter",
-            "-p",
-            metavar="NAME=VALUE",
-            help="Parallelism, such as tp-size=4 or tp=[1,2,4]; may be repeated.",
-        ),
-    ] = None,
-    parameter_count: Annotated[
-        float | None, typer.Option(help="Number of parameters where the name does not tell, such as 70e9.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Type of the weights: computes memory from it.")] = "",
-    kv_cache_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens of the KV cache.")] = None,
-    kv_cache_bytes_per_token: Annotated[
-        int | None, typer.Option(parser=size, metavar="SIZE", help="Bytes of the KV cache for each token.")
-    ] = None,
-) -> None:
-    """Say how many GPUs a model needs, and how much memory of each."""
-    from google.protobuf.json_format import ParseDict
-
-    from gpuscale.api.allocator import v1 as api
-
-    request = api.EstimateRequirementsRequest(
-        model=model,
-        parameter_count=parameter_count,
-        dtype=dtype,
-        kv_cache_tokens=kv_cache_tokens,
-        kv_cache_bytes_per_token=kv_cache_bytes_per_token,
-    )
-    ParseDict(once(map(_parameter, parameter or ())), request.parameters)
-    session = session_of(context)
-    with session.connect() as client:
-        found = client.capacity.EstimateRequirements(request)
-    _write_estimate(session, found)
-
-
-def _parameter(typed: str) -> tuple[str, object]:
-    """Name and value; a value that is JSON is what JSON says, and any other a text."""
-    name, equals, value = typed.partition("=")
+def _parameter(text: str) -> tuple[str, object]:
+    """Name and value; a value that is not JSON is a text."""
+    name, equals, value = text.partition("=")
     if not name or not equals:
-        raise typer.BadParameter(f"{typed!r} is no parameter; write it like tp-size=4")
+        raise ValueError(f"{text!r} is not a parameter; write it like tp-size=4")
     try:
         return name, json.loads(value, parse_constant=str)  # NaN and Infinity are words here
     except json.JSONDecodeError:
         return name, value
 
 
-def _write_estimate(session: Session, found: "EstimateRequirementsResponse") -> None:
-    from gpuscale.cli.console.output import to_dict
-    from gpuscale.cli.grammar.quantities import format_size
+@command("estimate llama-3-70b -p tp-size=[1,2,4] --dtype bf16")
+@click.argument("model", default="", metavar="[MODEL]")
+@repeated(
+    "--parameter",
+    "-p",
+    type=Parsed("name=value", _parameter),
+    help="Parallelism, such as tp-size=4 or tp=[1,2,4].",
+)
+@option(
+    "--parameter-count",
+    type=float,
+    metavar="N",
+    help="Number of parameters where the name does not say it, such as 70e9.",
+)
+@option("--dtype", default="", metavar="TYPE", help="Type of the weights, from which memory is computed.")
+@option("--kv-cache-tokens", type=COUNT, metavar="N", help="Tokens in the KV cache.")
+@option("--kv-cache-bytes-per-token", type=SIZE, help="Size of the KV cache for each token.")
+def estimate(session: Session, model: str, parameter: tuple[tuple[str, Any], ...], **options: Any) -> None:
+    """Estimate how many GPUs a model needs, and how much memory on each."""
+    from google.protobuf.json_format import ParseDict
 
+    from gpuscale.api.allocator import v1 as api
+
+    request = api.EstimateRequirementsRequest(model=model, **options)
+    ParseDict(once(parameter), request.parameters)
+    with session.connect() as client:
+        found = client.capacity.EstimateRequirements(request)
     if not session.output.human:
         session.output.write_data(to_dict(found))
         return
-    lines = [
-        f"{found.gpu_count} GPU{'' if found.gpu_count == 1 else 's'} with {format_size(found.memory_bytes)} each"
-    ]
+    plural = "" if found.gpu_count == 1 else "s"
+    lines = [f"{found.gpu_count} GPU{plural} with {format_size(found.memory_bytes)} each"]
     lines += [f"  {note}" for note in found.notes]
     if found.ignored_parameters:
         lines.append(f"  ignored: {', '.join(found.ignored_parameters)}")
     write_lines(lines)
 
 
-@rank_app.command("nodes")
-def rank_nodes(
-    context: typer.Context,
-    gpus: Annotated[int, typer.Option(min=0, help="Only nodes with so many GPUs.", show_default=False)] = 0,
-    max_utilization: Annotated[
-        float | None, typer.Option(min=0, max=100, help="Idle is below this, in percent; 30 when not given.")
-    ] = None,
-    max_memory: Annotated[
-        float | None,
-        typer.Option(min=0, max=100, help="And below this share of memory, in percent; 50 when not given."),
-    ] = None,
-) -> None:
-    """Rank nodes by how many idle GPUs they have, best first."""
+@command("rank nodes --gpus 2")
+@option("--gpus", type=COUNT, default=0, metavar="N", help="Only nodes with this many GPUs.")
+@option("--max-utilization", type=PERCENT, help="Idle is below this, in percent; 30 by default.")
+@option("--max-memory", type=PERCENT, help="Idle is below this share of memory, in percent; 50 by default.")
+def rank_nodes(session: Session, gpus: int, max_utilization: float | None, max_memory: float | None) -> None:
+    """Rank nodes by idle GPUs, best first."""
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.console.output import to_dict
-    from gpuscale.cli.views.capacity import RANKED_NODES
+    from gpuscale.cli.views.allocator import RANKED_NODES
 
     request = api.RankNodesRequest(
         gpu_count=gpus, max_utilization_percent=max_utilization, max_memory_percent=max_memory
     )
-    session = session_of(context)
     with session.connect() as client:
         found = client.capacity.RankNodes(request)
-    if session.output.format in {Format.JSON, Format.YAML, Format.JSONPATH}:
-        session.output.write_data(to_dict(found))
-        return
-    session.output.write_list(found.nodes, RANKED_NODES)
-    if session.output.human and found.fallback:
-        write_lines(["", "No node has enough idle GPUs: schedule by your own judgement."])
+    _write_ranked(
+        session,
+        found,
+        found.nodes,
+        RANKED_NODES,
+        "No node has enough idle GPUs: schedule by your own judgement." if found.fallback else "",
+    )
 
 
-@rank_app.command("gpus")
+@command("rank gpus --min-memory 20GiB --model A100")
+@MIN_MEMORY
+@MAX_UTILIZATION
+@MODEL
+@option("--limit", type=click.IntRange(1, 1000), default=100, metavar="N", help="Most GPUs to show.")
 def rank_gpus(
-    context: typer.Context,
-    min_memory: Annotated[
-        int,
-        typer.Option(
-            parser=size, metavar="SIZE", help="Least free memory, such as 8GiB.", show_default=False
-        ),
-    ] = 0,
-    max_utilization: Annotated[
-        float | None,
-        typer.Option(min=0, max=100, help="Used less than this, in percent; the server's default is 50."),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Only GPUs of this model, such as A100; may be repeated."),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="List so many at most.")] = 100,
+    session: Session,
+    min_memory: int | None,
+    max_utilization: float | None,
+    model: tuple[str, ...],
+    limit: int,
 ) -> None:
-    """List the GPUs that are free, best first, with their scores; nothing is reserved."""
+    """List free GPUs with their scores, best first; nothing is reserved."""
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.console.output import to_dict
     from gpuscale.cli.views.allocator import RESERVED_GPUS
     from gpuscale.client import AskOptions, ask
 
     options = AskOptions(
-        min_memory_bytes=min_memory, max_utilization_percent=max_utilization, models=model or ()
+        min_memory_bytes=min_memory or 0, max_utilization_percent=max_utilization, models=model
     )
-    session = session_of(context)
     with session.connect() as client:
         found = client.capacity.RankGpus(api.RankGpusRequest(ask=ask(1, options), max_count=limit))
+    more = found.free_count - len(found.gpus)
+    _write_ranked(
+        session,
+        found,
+        found.gpus,
+        RESERVED_GPUS,
+        f"{more} more are free: raise --limit to see them." if more > 0 else "",
+    )
+
+
+def _write_ranked(session: Session, found: Any, items: Any, view: "View[Any]", remark: str) -> None:
     if session.output.format in {Format.JSON, Format.YAML, Format.JSONPATH}:
         session.output.write_data(to_dict(found))
         return
-    session.output.write_list(found.gpus, RESERVED_GPUS)
-    if session.output.human and found.free_count > len(found.gpus):
-        write_lines(["", f"{found.free_count - len(found.gpus)} more are free: --limit shows more."])
+    session.output.write_list(items, view)
+    if session.output.human and remark:
+        write_lines(["", remark])
+
+
+@command("explain placement --gpus 8 --min-memory 40GiB")
+@takes("asking", Asking)
+def explain_placement(session: Session, asking: Asking) -> None:
+    """What a request would find: what each constraint removes, the nearest nodes, and what would help."""
+    from gpuscale.api.allocator import v1 as api
+
+    with session.connect() as client:
+        found = client.capacity.ExplainPlacement(api.ExplainPlacementRequest(ask=asking.message()))
+    if session.output.human:
+        write_lines(_placement_lines(found))
+    else:
+        session.output.write_data(to_dict(found))
+
+
+def _placement_lines(found: "ExplainPlacementResponse") -> list[str]:
+    lines = [found.message]
+    if found.remedies:
+        lines += ["", "What would help:", *(f"  {remedy}" for remedy in found.remedies)]
+    effects = [one for one in found.constraints if one.removed_alone_count]
+    if effects:
+        width = max(len(one.constraint) for one in effects)
+        lines += ["", "GPUs that each constraint removes, after those above it, and alone:"]
+        lines += [
+            f"  {one.constraint:<{width}}   {one.removed_in_order_count:>5}   {one.removed_alone_count:>5}"
+            for one in effects
+        ]
+    if found.nodes:
+        lines += ["", f"Nodes, nearest first ({len(found.nodes)} of {found.node_count}):"]
+        lines += [line for node in found.nodes for line in _node_lines(node)]
+    return lines
+
+
+def _node_lines(node: "NodeOutlook") -> list[str]:
+    obstacle = f", {node.obstacle}: {node.message}" if node.obstacle else ""
+    lines = [f"  {node.name}: {node.fitting_count} of {len(node.gpus)} GPUs fit{obstacle}"]
+    for gpu in node.gpus:
+        why = f"{gpu.obstacle}: {gpu.message}" if gpu.obstacle else f"score {gpu.score.total:.3f}"
+        lines.append(f"    {gpu.uuid or gpu.name.rpartition('/')[2]}   {why}")
+    return lines
+
+
+def _gpu_count(text: str) -> int:
+    """A number of GPUs, such as 8 or 1.5, in thousandths."""
+    try:
+        count = float(text)
+    except ValueError:
+        count = math.nan
+    if not (math.isfinite(count * WHOLE) and count >= 0):
+        raise ValueError(f"{text!r} is not a number of GPUs; write it like 8 or 1.5")
+    return round(count * WHOLE)
+
+
+@command("set quota vision --gpus 8 --weight 2")
+@one_name("quotas", metavar="TENANT")
+@option("--gpus", "limit", type=Parsed("n", _gpu_count), help="Most GPUs that the tenant may hold.")
+@option("--no-limit", is_flag=True, help="Let the tenant hold any number of GPUs.")
+@option("--weight", type=float, metavar="N", help="Twice the weight gets twice the GPUs.")
+def set_quota(session: Session, name: str, limit: int | None, no_limit: bool, weight: float | None) -> None:
+    """Set how many GPUs a tenant may hold, and its weight in the queue; the rest is unchanged."""
+    from gpuscale.api.allocator import v1 as api
+    from gpuscale.cli.console import resources
+    from gpuscale.cli.views.allocator import QUOTAS
+
+    if limit is None and weight is None and not no_limit:
+        raise InvalidArgumentError("nothing to set: pass --gpus, --no-limit or --weight")
+    if limit is not None and no_limit:
+        raise InvalidArgumentError("--gpus and --no-limit exclude each other")
+    with session.connect() as client:
+        before = next((one for one in resources.quotas(client) if one.tenant == name), api.Quota())
+        quota = api.Quota(tenant=name)
+        if limit is not None or (before.HasField("gpu_milli_limit") and not no_limit):
+            quota.gpu_milli_limit = before.gpu_milli_limit if limit is None else limit
+        if weight is not None or before.HasField("weight"):
+            quota.weight = before.weight if weight is None else weight
+        found = client.quotas.SetQuota(api.SetQuotaRequest(quota=quota)).quota
+    session.output.write_one(found, QUOTAS)
+
+
+@command("delete quota vision")
+@names("quotas", metavar="TENANT")
+@YES
+def delete_quota(session: Session, name: tuple[str, ...], yes: bool) -> None:
+    """Delete the quotas of tenants: no limit and weight 1 from then on; what they hold stays."""
+    from gpuscale.api.allocator import v1 as api
+    from gpuscale.cli.console import resources
+
+    def delete(client: "Client", tenant: str) -> Done:
+        client.quotas.DeleteQuota(api.DeleteQuotaRequest(tenant=tenant))
+        return Done(tenant, f"the quota of {tenant} is deleted", {"tenant": tenant})
+
+    def known(client: "Client", tenant: str) -> None:
+        if not any(quota.tenant == tenant for quota in resources.quotas(client)):
+            raise NotFoundError(f"tenant {tenant} has no quota: not found")
+
+    confirm("Delete", f"the quota of {', '.join(name)}", yes=yes)
+    say_each(session, "quotas", name, delete, known)

@@ -1,4 +1,4 @@
-"""An authority of one's own, and certificates of it, for TLS between gpuscale's programs (X.509 by `cryptography`)."""
+"""A certificate authority of your own, and certificates for TLS between gpuscale's programs (X.509 by `cryptography`)."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from gpuscale.cli.commands.private_files import write_private
 
 AUTHORITY_DAYS = 3650
-"""How long a new authority is good for."""
-_SKEW = timedelta(minutes=5)  # clocks of other hosts may be behind
+"""How long a new authority is valid."""
+_SKEW = timedelta(minutes=5)  # clocks of other hosts may be slow
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def read_pair(folder: Path, name: str) -> Pair:
     certificate = x509.load_pem_x509_certificate((folder / f"{name}.crt").read_bytes())
     key = serialization.load_pem_private_key((folder / f"{name}.key").read_bytes(), None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{name}.key is no key of the kind that is made here")  # noqa: TRY004
+        raise ValueError(f"{name}.key is not an elliptic-curve key")  # noqa: TRY004
     return Pair(certificate, key)
 
 
@@ -70,15 +70,15 @@ def make_server(authority: Pair, hosts: Sequence[str], days: int) -> Pair:
 
 
 def hosts_of(certificate: x509.Certificate) -> list[str]:
-    """The names and IP addresses that a server's certificate is for.
+    """The names and IP addresses of a server's certificate.
 
     Raises:
-        ValueError: it is for none.
+        ValueError: it has none.
     """
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
-        raise ValueError("server.crt is for no name; say which with --host") from None
+        raise ValueError("server.crt names no host; pass --host") from None
     return [str(one.value) for one in names]
 
 

@@ -1,60 +1,56 @@
-"""`gpuscalectl completion`: scripts that let a shell complete commands, options and the names of what there is."""
+"""`gpuscalectl completion`: the script that lets a shell complete commands, options and the names of what there is.
+
+The scripts are click's. What a line may go on with is said by the commands: `names_of` and its neighbours in
+`gpuscale.cli.console.command`.
+"""
 
 import sys
-from enum import StrEnum
-from typing import Annotated
 
-import typer
+import click
+from click.shell_completion import BashComplete, add_completion_class, get_completion_class
 
-ENTRY = "__complete"
-"""The hidden command that the scripts call: `gpuscalectl __complete SHELL WORD...`, the last word being incomplete."""
+from gpuscale.cli.console.command import PROGRAM, command
+from gpuscale.cli.console.errors import ExitCode
+from gpuscale.cli.console.session import Session
 
-
-class Shell(StrEnum):
-    """Shells that a script can be had for."""
-
-    BASH = "bash"
-    ZSH = "zsh"
-    FISH = "fish"
+VARIABLE = "_GPUSCALECTL_COMPLETE"
+"""Set by the scripts, to `bash_complete` and the like, when they ask what may stand next."""
+SHELLS = ("bash", "zsh", "fish")
 
 
-_BASH = """\
-# source <(gpuscalectl completion bash)
-_gpuscalectl() {
-    local IFS=$'\\n'
-    COMPREPLY=($(gpuscalectl __complete bash "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
-}
-complete -o default -F _gpuscalectl gpuscalectl
-"""
-_ZSH = """\
-#compdef gpuscalectl
-# source <(gpuscalectl completion zsh)
-_gpuscalectl() {
-    local -a found
-    local line
-    for line in "${(@f)$(gpuscalectl __complete zsh "${(@)words[2,CURRENT]}" 2>/dev/null)}"; do
-        [[ -n $line ]] && found+=("${${line%%$'\\t'*}//:/\\\\:}:${line#*$'\\t'}")
-    done
-    if (( $#found )); then _describe -V gpuscalectl found; else _files; fi
-}
-compdef _gpuscalectl gpuscalectl
-"""
-_FISH = """\
-# gpuscalectl completion fish | source
-function __gpuscalectl_complete
-    set -l words (commandline -opc) (commandline -ct)
-    set -l found (gpuscalectl __complete fish $words[2..-1] 2>/dev/null)
-    if set -q found[1]
-        printf '%s\\n' $found
-    else
-        __fish_complete_path (commandline -ct)
-    end
-end
-complete -c gpuscalectl -f -a '(__gpuscalectl_complete)'
-"""
-_SCRIPTS = {Shell.BASH: _BASH, Shell.ZSH: _ZSH, Shell.FISH: _FISH}
+class _Bash(BashComplete):
+    """Bash, which takes `--output=json` for three words."""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        """The words as they were typed."""
+        words, last = super().get_completion_args()
+        joined: list[str] = []
+        for word in [*words, last]:
+            if joined and (word == "=" or joined[-1].endswith("=")):
+                joined[-1] += word
+            else:
+                joined.append(word)
+        return joined[:-1], joined[-1]
 
 
-def completion(shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish", show_default=False)]) -> None:
-    """Write the script that completes commands, options and names; its first line says how it is used."""
-    sys.stdout.write(_SCRIPTS[shell])
+add_completion_class(_Bash, "bash")
+
+
+def complete(root: click.Command, instruction: str) -> int:
+    """Write what may stand next, for the shell that `instruction` names, such as `bash_complete`; returns the exit code."""
+    made = get_completion_class(instruction.partition("_")[0])
+    if made is None:
+        return ExitCode.USAGE
+    found = made(root, {}, PROGRAM, VARIABLE).complete()
+    sys.stdout.write(f"{found}\n" if found else "")
+    return ExitCode.OK
+
+
+@command("completion bash")
+@click.argument("shell", type=click.Choice(SHELLS), metavar="bash|zsh|fish")
+@click.pass_context
+def completion(context: click.Context, _session: Session, shell: str) -> None:
+    """Write the script that completes commands, options and names. To use it: `source <(gpuscalectl completion bash)`."""
+    made = get_completion_class(shell)
+    if made is not None:
+        sys.stdout.write(made(context.find_root().command, {}, PROGRAM, VARIABLE).source())

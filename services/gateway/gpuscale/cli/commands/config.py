@@ -1,23 +1,21 @@
-"""`gpuscalectl config`: servers by name, in the user's file of contexts (`gpuscale.client.connection` says what it holds)."""
+"""`gpuscalectl config`: servers by name, in the user's contexts file (`gpuscale.client.connection` says what it holds)."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from gpuscale.cli.commands.private_files import write_private
-from gpuscale.cli.console.output import Format, write_lines
-from gpuscale.cli.console.session import note, session_of
+from gpuscale.cli.console.command import command, context_names
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.grammar.selecting import near
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
     from gpuscale.client.connection import Context
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
-ContextName = Annotated[str, typer.Argument(metavar="CONTEXT", show_default=False)]
 _COLUMNS = (
     ("CURRENT", "current"),
     ("NAME", "name"),
@@ -25,49 +23,52 @@ _COLUMNS = (
     ("CA-FILE", "ca_file"),
     ("TOKEN-FILE", "token_file"),
 )
+CONTEXT = click.argument("name", metavar="CONTEXT", shell_complete=context_names)
 
 
-@app.command("get-contexts")
-def get_contexts(context: typer.Context) -> None:
-    """List the contexts; the current one counts where none is named."""
+@command("config get-contexts")
+def get_contexts(session: Session) -> None:
+    """List the contexts, and which one is current."""
     _, current, by_name = _read()
     rows: list[dict[str, object]] = [
         {"name": name, "current": "*" if name == current else "", **_texts(one)}
         for name, one in by_name.items()
     ]
-    session_of(context).output.write_records("contexts", rows, _COLUMNS)
-    if not rows and session_of(context).output.human:
-        note("none; add one with: gpuscalectl config set-context NAME --address HOST:PORT")
+    session.output.write_records("contexts", rows, _COLUMNS)
+    session.output.note_none(
+        rows, "none; add one with: gpuscalectl config set-context NAME --address HOST:PORT"
+    )
 
 
-@app.command("current-context")
-def current_context(context: typer.Context) -> None:
+@command("config current-context")
+def current_context(session: Session) -> None:
     """Print the name of the current context."""
     path, current, _ = _read()
     if not current:
         raise NotFoundError(f"{path} has no current context")
-    _said(context, current, current)
+    session.output.write_said(current, {"name": current}, current)
 
 
-@app.command("use-context")
-def use_context(context: typer.Context, name: ContextName) -> None:
+@command("config use-context lab")
+@CONTEXT
+def use_context(session: Session, name: str) -> None:
     """Make a context the current one."""
     path, _, by_name = _read()
     _known(path, name, by_name)
     _write(path, name, by_name)
-    _said(context, name, f"{name} is the current context")
+    session.output.write_said(f"{name} is the current context", {"name": name}, name)
 
 
-@app.command("set-context")
-def set_context(context: typer.Context, name: ContextName) -> None:
-    """Add a context, or change it: --address, --token-file, --ca-file, --cert-file and --key-file are what it keeps.
+@command("config set-context lab --address gpu-gateway:7070 --ca-file ca.pem --token-file lab.token")
+@CONTEXT
+def set_context(session: Session, name: str) -> None:
+    """Add or change a context, which keeps --address, --token-file, --ca-file, --cert-file and --key-file.
 
-    What is not given stays as it is. The first one becomes the current one.
+    Options that are not given stay as they are. The first context becomes the current one.
     """
     from gpuscale.client.connection import Context
 
     path, current, by_name = _read()
-    session = session_of(context)
     before = by_name.get(name, Context())
     changed = Context(
         address=session.address or before.address,
@@ -79,48 +80,33 @@ def set_context(context: typer.Context, name: ContextName) -> None:
     if not changed.address:
         raise InvalidArgumentError(f"{name} needs an address: pass --address HOST:PORT")
     _write(path, current or name, {**by_name, name: changed})
-    _said(
-        context,
-        name,
-        f"{name} {'changed' if name in by_name else 'added'}; the current context is {current or name}",
+    action = "changed" if name in by_name else "added"
+    session.output.write_said(
+        f"{name} {action}; the current context is {current or name}", {"name": name}, name
     )
 
 
-@app.command("delete-context")
-def delete_context(context: typer.Context, name: ContextName) -> None:
-    """Take a context out of the file."""
+@command("config delete-context lab")
+@CONTEXT
+def delete_context(session: Session, name: str) -> None:
+    """Delete a context."""
     path, current, by_name = _read()
     _known(path, name, by_name)
-    _write(
-        path, "" if current == name else current, {key: one for key, one in by_name.items() if key != name}
-    )
-    _said(context, name, f"{name} deleted")
+    left = {key: one for key, one in by_name.items() if key != name}
+    _write(path, "" if current == name else current, left)
+    session.output.write_said(f"{name} deleted", {"name": name}, name)
 
 
-@app.command("view")
-def view(context: typer.Context) -> None:
-    """Print where the file is, and what it says. It holds names of files, never a secret."""
+@command("config view")
+def view(session: Session) -> None:
+    """Print where the contexts file is, and what it says. It holds names of files, never a secret."""
     path, current, by_name = _read()
-    data = {
-        "file": str(path),
-        "current_context": current,
-        "contexts": {name: _texts(one) for name, one in by_name.items()},
-    }
-    session_of(context).output.write_data(data)
-
-
-def _said(context: typer.Context, name: str, words: str) -> None:
-    output = session_of(context).output
-    if output.human:
-        write_lines([words])
-    elif output.format is Format.NAME:
-        write_lines([name])
-    else:
-        output.write_data({"name": name})
+    contexts = {name: _texts(one) for name, one in by_name.items()}
+    session.output.write_data({"file": str(path), "current_context": current, "contexts": contexts})
 
 
 def _read() -> "tuple[Path, str, Mapping[str, Context]]":
-    """(file, name of the current context, the contexts)."""
+    """(file, name of the current context, contexts by name)."""
     from gpuscale.client.connection import contexts_file, read_contexts
 
     path = contexts_file()
@@ -129,8 +115,6 @@ def _read() -> "tuple[Path, str, Mapping[str, Context]]":
 
 
 def _known(path: Path, name: str, by_name: Mapping[str, object]) -> None:
-    from gpuscale.cli.grammar.field_names import near
-
     if name not in by_name:
         raise NotFoundError(f"{path} has no context {name}{near(name, by_name)}")
 
@@ -140,7 +124,7 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def _texts(context: "Context") -> dict[str, str]:
-    """What a context says, without what it does not."""
+    """What a context says, without unset files."""
     files = {
         "token_file": context.token_file,
         "ca_file": context.ca_file,
@@ -151,10 +135,10 @@ def _texts(context: "Context") -> dict[str, str]:
 
 
 def _write(path: Path, current: str, by_name: "Mapping[str, Context]") -> None:
-    """Replace the file at once, so that nobody ever reads half of one; only the user may read it.
+    """Replace the file at once, so that nobody ever reads half of it; only the user may read it.
 
     Raises:
-        InvalidArgumentError: it cannot be written, or a value has a character that TOML does not admit.
+        InvalidArgumentError: it cannot be written, or a value has a control character.
     """
     lines = [f"current_context = {_quoted(current)}", ""]
     for name, one in sorted(by_name.items()):
@@ -168,7 +152,7 @@ def _write(path: Path, current: str, by_name: "Mapping[str, Context]") -> None:
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML, which are those of JSON but for the characters that are refused here."""
+    """A basic string of TOML: as in JSON, but for the characters that are refused here."""
     if any(ord(one) < ord(" ") or ord(one) == 0x7F for one in text):
         raise InvalidArgumentError(f"{text!r} has a control character")
     return json.dumps(text, ensure_ascii=False)

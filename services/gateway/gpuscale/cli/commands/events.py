@@ -1,20 +1,24 @@
-"""`gpuscalectl events`: what happened, over all services, oldest first, and what happens next."""
+"""`gpuscalectl events`: decisions, reservations, replicas and health as one list, oldest first, and what happens next.
+
+Times are those of the servers' wall clocks.
+"""
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
 from itertools import takewhile
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, NamedTuple
 
-import typer
+import click
 
-from gpuscale.cli.console.choosing import Chosen, Watched
-from gpuscale.cli.console.output import Format
-from gpuscale.cli.console.session import NOBODY, note, session_of
-from gpuscale.cli.grammar.options import duration
+from gpuscale.cli.console.command import command
+from gpuscale.cli.console.output import ABSENT, Chosen, Watched
+from gpuscale.cli.console.session import NOBODY, Session
+from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.parameters import DURATION, option, repeated
 from gpuscale.common.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
@@ -23,51 +27,60 @@ from gpuscale.common.errors import (
 )
 
 if TYPE_CHECKING:
-    from gpuscale.cli.views.happening import Event
+    from google.protobuf.timestamp_pb2 import Timestamp
+
     from gpuscale.client import Client
 
 EVERY = 2.0
 """Seconds between two looks of --watch."""
-_BEGUN = "begun"
-"""Stands among what is away once there was an answer."""
 _COLUMNS = (("TIME", "time"), ("KIND", "kind"), ("NAME", "name"), ("WHAT", "what"))
 
 
-class Kind(StrEnum):
-    """What something happened to."""
+class Event(NamedTuple):
+    """Something that happened to a resource."""
 
-    DECISION = "decision"
-    RESERVATION = "reservation"
-    REPLICA = "replica"
-    HEALTH = "health"
+    time: datetime
+    kind: str
+    name: str
+    what: str
+
+    def record(self) -> Mapping[str, object]:
+        """As data."""
+        return {
+            "time": self.time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "kind": self.kind,
+            "name": self.name,
+            "what": self.what,
+        }
 
 
-def events(
-    context: typer.Context,
-    since: Annotated[float, typer.Option(parser=duration, metavar="DURATION", help="How far back.")] = 3600.0,
-    kind: Annotated[list[Kind] | None, typer.Option(help="Only this kind; may be repeated.")] = None,
-    about: Annotated[
-        str, typer.Option(metavar="NAME", help="Only what happened to this, and to what belongs to it.")
-    ] = "",
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Go on with what happens next; Ctrl-C ends it.")
-    ] = False,
-) -> None:
+@command("events --since 1h --about endpoints/jobs --watch")
+@option("--since", type=DURATION, default="1h", help="How far back.")
+@repeated(
+    "--kind", type=click.Choice(["decision", "reservation", "replica", "health"]), help="Only this kind."
+)
+@option("--about", default="", metavar="NAME", help="Only this resource, and what belongs to it.")
+@option("--watch", "-w", is_flag=True, help="Keep running, and write what happens next.")
+def events(session: Session, since: float, kind: tuple[str, ...], about: str, watch: bool) -> None:
     """What happened to endpoints, replicas, reservations, nodes and GPUs, oldest first."""
-    from gpuscale.cli.views.happening import merged
-
-    session = session_of(context)
     output = session.output
     if watch:
         if output.format is Format.JSON:
-            raise InvalidArgumentError("--watch writes one object after the other: use -o jsonl, not -o json")
+            raise InvalidArgumentError(
+                "--watch writes one object after the other: use -o jsonl instead of -o json"
+            )
         output = replace(output, chosen=Chosen(watched=Watched(EVERY)))
     begin = datetime.now(UTC) - timedelta(seconds=since)
     seen: set[Event] = set()
-    away: set[str] = set()
+    down: set[str] = set()
+    first = True
     with session.connect() as client:
         while True:
-            found = merged(_found(client, kind or list(Kind), begin, away), begin, about)
+            found = sorted(
+                one
+                for one in set(_found(client, kind or _READERS, begin, down, first=first))
+                if one.time >= begin and _is_about(one.name, about)
+            )
             fresh = [one for one in found if one not in seen]
             seen.update(fresh)
             if fresh or not watch:
@@ -76,8 +89,14 @@ def events(
                 break
             sys.stdout.flush()
             pause(EVERY)
-            away.add(_BEGUN)
+            first = False
     output.note_none(found)
+
+
+def _is_about(name: str, about: str) -> bool:
+    """Whether a resource is the one asked about, or belongs to it."""
+    short = "/".join(name.split("/")[1::2])
+    return not about or about in {name, short} or name.startswith(f"{about}/")
 
 
 def pause(seconds: float) -> None:
@@ -85,47 +104,82 @@ def pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _found(client: "Client", kinds: Iterable[Kind], since: datetime, away: set[str]) -> "Iterator[Event]":
-    """All events of these kinds; a service that is not there is said, once, and does not hide the others.
+def _found(
+    client: "Client", kinds: Iterable[str], since: datetime, down: set[str], *, first: bool
+) -> Iterator[Event]:
+    """All events of these kinds. A service that is down is reported once, and does not hide the others.
 
-    Nobody answering at all is an error at first; later it is what a restart looks like. `away` is what was not there.
+    No server answering at all is an error at first; later it is what a restart looks like.
     """
-    readers = _readers(client, since)
     for kind in dict.fromkeys(kinds):
         try:
-            yield from list(readers[kind]())
-            away.discard(kind)
+            yield from list(_READERS[kind](client, since))
+            down.discard(kind)
         except (UnavailableError, UnimplementedError, PermissionDeniedError) as error:
-            if error.reason in NOBODY and _BEGUN not in away:
-                raise  # nobody answers at all
-            if kind not in away:
+            if error.reason in NOBODY and first:
+                raise
+            if kind not in down:
                 note(f"{kind} events are unknown: {error.message}")
-            away.add(kind)
+            down.add(kind)
 
 
-def _readers(client: "Client", since: datetime) -> "dict[Kind, Callable[[], Iterator[Event]]]":
+def _event(time: "Timestamp", kind: str, name: str, *what: str) -> Event:
+    from gpuscale.common.wire import to_datetime
+
+    return Event(to_datetime(time), kind, name, ": ".join(one for one in what if one and one != ABSENT))
+
+
+def _decisions(client: "Client", since: datetime) -> Iterator[Event]:
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.api.monitor import v1 as monitor_api
-    from gpuscale.cli.console import resources
-    from gpuscale.cli.views import happening
     from gpuscale.client import pages
     from gpuscale.common.wire import to_datetime
 
-    def decisions() -> "Iterator[Event]":
-        found = pages(client.decisions.ListDecisions, api.ListDecisionsRequest(page_size=1000))
-        newest_first = (one for page in found for one in page.decisions)
-        return happening.of_decisions(
-            takewhile(lambda one: to_datetime(one.last_time) >= since, newest_first)
-        )
+    found = pages(client.decisions.ListDecisions, api.ListDecisionsRequest(page_size=1000))
+    newest_first = (one for page in found for one in page.decisions)
+    for one in takewhile(lambda one: to_datetime(one.last_time) >= since, newest_first):
+        counts = f"{one.before} -> {one.wanted} wanted, {one.granted} granted"
+        yield _event(one.create_time, "decision", one.name, counts, one.limited_by, one.summary)
 
-    def health() -> "Iterator[Event]":
-        request = monitor_api.ListHealthEventsRequest(show_resolved=True, page_size=1000)
-        listed = pages(client.health.ListHealthEvents, request)
-        return happening.of_health(event for page in listed for event in page.health_events)
 
-    return {
-        Kind.DECISION: decisions,
-        Kind.RESERVATION: lambda: happening.of_reservations(resources.reservations(client, ended=True)),
-        Kind.REPLICA: lambda: happening.of_replicas(resources.replicas(client, ended=True)),
-        Kind.HEALTH: health,
-    }
+def _reservations(client: "Client", _since: datetime) -> Iterator[Event]:
+    from gpuscale.cli.console import resources
+    from gpuscale.cli.console.cells import word
+
+    for one in resources.reservations(client, ended=True):
+        nodes = ", ".join(dict.fromkeys(gpu.node for gpu in one.gpus))
+        gpus = f"{len(one.gpus)} GPU{'' if len(one.gpus) == 1 else 's'} of {nodes or ABSENT}"
+        yield _event(one.create_time, "reservation", one.name, f"granted to {one.holder}", gpus)
+        if one.HasField("end_time"):
+            yield _event(one.end_time, "reservation", one.name, word(one, "state").lower(), one.end_reason)
+
+
+def _replicas(client: "Client", _since: datetime) -> Iterator[Event]:
+    from gpuscale.cli.console import resources
+    from gpuscale.cli.console.cells import word
+
+    for one in resources.replicas(client, ended=True):
+        yield _event(one.create_time, "replica", one.name, "decided on")
+        if one.HasField("end_time"):
+            code = f"exit code {one.exit_code}" if one.HasField("exit_code") else ""
+            yield _event(one.end_time, "replica", one.name, word(one, "state").lower(), code, one.reason)
+
+
+def _health(client: "Client", _since: datetime) -> Iterator[Event]:
+    from gpuscale.api.monitor import v1 as api
+    from gpuscale.cli.console.cells import word
+    from gpuscale.client import pages
+
+    request = api.ListHealthEventsRequest(show_resolved=True, page_size=1000)
+    for one in (one for page in pages(client.health.ListHealthEvents, request) for one in page.health_events):
+        name = one.gpu or f"nodes/{one.node}"
+        yield _event(one.start_time, "health", name, word(one, "severity").lower(), one.message)
+        if one.HasField("resolved_time"):
+            yield _event(one.resolved_time, "health", name, "over", one.message)
+
+
+_READERS: "Mapping[str, Callable[[Client, datetime], Iterator[Event]]]" = {
+    "decision": _decisions,
+    "reservation": _reservations,
+    "replica": _replicas,
+    "health": _health,
+}

@@ -1,176 +1,264 @@
-"""`gpuscalectl explain`: why there are as many replicas as there are, and what exit codes mean."""
+"""`gpuscalectl explain` and `evaluate`: why things are as they are, what a field means, and what an endpoint would scale to."""
 
-from typing import TYPE_CHECKING, Annotated
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from gpuscale.cli.console.output import write_lines
-from gpuscale.cli.console.session import session_of
-from gpuscale.cli.grammar.exit_codes import MEANINGS
-from gpuscale.cli.grammar.options import Name
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.cli.console.command import command, one_name
+from gpuscale.cli.console.errors import MEANINGS
+from gpuscale.cli.console.output import to_dict
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import write_lines
+from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.nouns import NOUNS, plural
+from gpuscale.cli.grammar.parameters import (
+    COUNT,
+    POSITIVE,
+    Parsed,
+    format_duration,
+    option,
+    repeated,
+)
+from gpuscale.cli.grammar.selecting import near
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1 import Reservation
     from gpuscale.api.autoscaler.v1 import (
         Decision,
-        DecisionStep,
-        Endpoint,
-        Observation,
+        EndpointSpec,
+        StatedRuleChange,
+        StatedSignal,
         VerifyDecisionResponse,
     )
     from gpuscale.client import Client
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-Verify = Annotated[
-    bool,
-    typer.Option(
-        "--verify", help="Evaluate it again from what was stored with it; another result is an error."
-    ),
-]
+VERIFY = option(
+    "--verify", is_flag=True, help="Evaluate it again from its stored inputs; another result is an error."
+)
 
 
-@app.command("endpoint")
-def explain_endpoint(
-    context: typer.Context,
-    name: Name,
-    last: Annotated[int, typer.Option(min=1, help="How many decisions, newest first.")] = 1,
-    verify: Verify = False,
-) -> None:
+@command("explain endpoint jobs")
+@one_name("endpoints")
+@option("--last", type=POSITIVE, default=1, metavar="N", help="Decisions to show, newest first.")
+@VERIFY
+def explain_endpoint(session: Session, name: str, last: int, verify: bool) -> None:
     """Why an endpoint has the replicas it has, what would change that, and when it may change."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.console import resources
-    from gpuscale.cli.views.asking import outlook_lines
+    from gpuscale.cli.views import decisions as words
     from gpuscale.cli.views.autoscaler import DECISIONS
 
-    session = session_of(context)
     with session.connect() as client:
         [endpoint] = resources.endpoints(client, [name])
         decisions = resources.decisions(client, endpoint=endpoint.name, limit=last)
-        # Asked now, for a decision of a while ago does not say what holds the count back since.
+        # Evaluated now: an older decision does not say what has held the count since.
         now = client.decisions.Evaluate(api.EvaluateRequest(name=endpoint.name))
-        verdict = verified(client, decisions[0]) if verify and decisions else None
+        verdict = _verified(client, decisions[0]) if verify and decisions else None
     if not session.output.human:
         session.output.write_list(decisions, DECISIONS)
         _require_equal(verdict)
         return
-    lines = _endpoint_lines(endpoint)
+    lines = words.endpoint_lines(endpoint)
     for decision in decisions:
-        lines += ["", *decision_lines(decision)]
+        lines += ["", *words.decision_lines(decision)]
     if not decisions:
         lines += ["", "No decision yet."]
-    asked = f"{now.decision.before} -> {now.decision.wanted} wanted"
-    lines += ["", f"evaluated now: {asked}: {now.decision.summary}", *outlook_lines(endpoint, now)]
-    write_lines([*lines, *verdict_lines(verdict)])
+    wanted = f"{now.decision.before} -> {now.decision.wanted} wanted"
+    lines += ["", f"evaluated now: {wanted}: {now.decision.summary}", *words.outlook_lines(endpoint, now)]
+    write_lines([*lines, *_verdict_lines(verdict)])
     _require_equal(verdict)
 
 
-@app.command("decision")
-def explain_decision(context: typer.Context, name: Name, verify: Verify = False) -> None:
+@command("explain decision jobs/d1")
+@one_name("decisions")
+@VERIFY
+def explain_decision(session: Session, name: str, verify: bool) -> None:
     """One decision, step by step. NAME is ENDPOINT/DECISION."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import DECISIONS
+    from gpuscale.cli.views.decisions import decision_lines
 
-    session = session_of(context)
     with session.connect() as client:
         [decision] = resources.decisions(client, [name])
-        verdict = verified(client, decision) if verify else None
+        verdict = _verified(client, decision) if verify else None
     if session.output.human:
-        write_lines([*decision_lines(decision), *verdict_lines(verdict)])
+        write_lines([*decision_lines(decision), *_verdict_lines(verdict)])
     else:
         session.output.write_one(decision, DECISIONS)
     _require_equal(verdict)
 
 
-@app.command("exit-codes")
-def explain_exit_codes(context: typer.Context) -> None:
-    """What each exit code of gpuscalectl means."""
-    output = session_of(context).output
-    if output.human:
-        write_lines([f"{code.value:>4}   {meaning}" for code, meaning in MEANINGS.items()])
-    else:
-        output.write_data(
-            {"exitCodes": [{"code": code.value, "meaning": text} for code, text in MEANINGS.items()]}
-        )
-
-
-def verified(client: "Client", decision: "Decision") -> "VerifyDecisionResponse":
-    """What a stored decision comes to when it is evaluated again."""
+def _verified(client: "Client", decision: "Decision") -> "VerifyDecisionResponse":
     from gpuscale.api.autoscaler import v1 as api
 
     return client.decisions.VerifyDecision(api.VerifyDecisionRequest(name=decision.name))
 
 
-def verdict_lines(verdict: "VerifyDecisionResponse | None") -> list[str]:
-    """Whether it came to the same, and what did not; nothing where nobody asked."""
+def _verdict_lines(verdict: "VerifyDecisionResponse | None") -> list[str]:
     if verdict is None:
         return []
     if verdict.equal:
-        return ["verified: evaluated again from its stored inputs, it comes to the same"]
+        return ["verified: evaluating its stored inputs again gives the same decision"]
     return [
-        "evaluated again from its stored inputs, it differs:",
+        "evaluating its stored inputs again gives another decision:",
         *(f"  {one}" for one in verdict.differences),
     ]
 
 
 def _require_equal(verdict: "VerifyDecisionResponse | None") -> None:
     if verdict is not None and not verdict.equal:
-        raise FailedPreconditionError("the decision cannot be had again", reason="DECISION_DIFFERS")
+        raise FailedPreconditionError("the decision cannot be reproduced", reason="DECISION_DIFFERS")
 
 
-def _endpoint_lines(endpoint: "Endpoint") -> list[str]:
-    from gpuscale.client.states import capabilities
+@command("explain reservation r3fa7kq2vnb4d")
+@one_name("reservations")
+def explain_reservation(session: Session, name: str) -> None:
+    """Why a reservation has its GPUs: the parts of each score; and why it ended or is about to."""
+    from gpuscale.cli.console import resources
+    from gpuscale.cli.views.allocator import RESERVATIONS, RESERVED_GPUS
 
-    status, spec = endpoint.status, endpoint.spec
-    paused = ", PAUSED" if spec.paused else ""
-    counts = (
-        f"{status.desired_replicas} desired, {status.granted_replicas} granted, {status.ready_replicas} ready"
+    with session.connect() as client:
+        [reservation] = resources.reservations(client, [name])
+    output = session.output
+    output.write_one(reservation, RESERVATIONS)
+    if output.human:
+        write_lines(["", *output.table(reservation.gpus, RESERVED_GPUS), *_fate(reservation)])
+
+
+def _fate(reservation: "Reservation") -> list[str]:
+    from gpuscale.common.wire import to_datetime
+
+    lost = [gpu.uuid for gpu in reservation.gpus if gpu.lost]
+    lines = [f"vanished: {', '.join(lost)}"] if lost else []
+    if reservation.HasField("revoke_time") and reservation.HasField("expire_time"):
+        # Both are by the server's clock, by which this host knows how much of the lease is left.
+        sooner = to_datetime(reservation.expire_time) - to_datetime(reservation.revoke_time)
+        left = reservation.remaining.ToTimedelta() - sooner
+        lines.append(f"revoked in {format_duration(left.total_seconds())}: {reservation.end_reason}")
+    elif reservation.end_reason:
+        lines.append(f"ended: {reservation.end_reason}")
+    return ["", *lines] if lines else []
+
+
+@command("explain exit-codes")
+def explain_exit_codes(session: Session) -> None:
+    """What each exit code of gpuscalectl means."""
+    if session.output.human:
+        write_lines([f"{code.value:>4}   {meaning}" for code, meaning in MEANINGS.items()])
+        return
+    listed = [{"code": code.value, "meaning": text} for code, text in MEANINGS.items()]
+    session.output.write_data({"exitCodes": listed})
+
+
+@command("explain endpoint.spec.min_replicas")
+@click.argument("path", metavar="KIND[.FIELD...]")
+def explain_field(session: Session, path: str) -> None:
+    """What a kind of resource or one of its fields means, such as endpoint.spec.min_replicas; also any message by name."""
+    from gpuscale.cli.views import contract_docs
+
+    kind, _, rest = path.partition(".")
+    root = contract_docs.root_of(plural(kind))
+    if not root:
+        raise NotFoundError(f"unknown kind {kind!r}{near(kind, (noun.singular for noun in NOUNS))}")
+    entry = contract_docs.describe(root, rest)
+    output = session.output
+    if output.human:
+        write_lines(contract_docs.entry_lines(path, entry))
+    elif output.format is Format.NAME:
+        write_lines([f"{path}.{part.name}" for part in entry.parts] or [path])
+    else:
+        output.write_data(contract_docs.entry_data(path, entry))
+
+
+def _signal(text: str) -> "StatedSignal":
+    """A signal, ID=VALUE[@AGE]."""
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.common.wire import to_duration
+
+    name, equals, shown = text.partition("=")
+    value, at, age = shown.partition("@")
+    try:
+        number = None if value == "?" else float(value)
+    except ValueError:
+        equals = ""
+        number = None
+    if not name or not equals:
+        raise ValueError(f"{text!r} is not a signal; write it like depth=50@3s")
+    return api.StatedSignal(signal=name, value=number, age=to_duration(to_seconds(age)) if at else None)
+
+
+def _rule_change(text: str) -> "StatedRuleChange":
+    """When a rule changed the count, RULE=AGE."""
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.common.wire import to_duration
+
+    rule, equals, age = text.partition("=")
+    if not rule or not equals:
+        raise ValueError(f"{text!r} is not a rule and an age; write it like up=250s")
+    return api.StatedRuleChange(rule=rule, age=to_duration(to_seconds(age)))
+
+
+@command("evaluate endpoint jobs --signal depth=50@3s")
+@one_name("endpoints", required=False)
+@option("--file", "-f", type=click.Path(), default="", help="Manifest of an endpoint to evaluate.")
+@repeated(
+    "--signal",
+    "signals",
+    type=Parsed("id=value[@age]", _signal),
+    help="The value of a signal, such as depth=50@3s; depth=? is missing.",
+)
+@option("--before", type=COUNT, metavar="N", help="Replicas desired so far.")
+@option("--ready", "ready_replicas", type=COUNT, metavar="N", help="Replicas that work.")
+@option("--unknown", "unknown_replicas", type=COUNT, metavar="N", help="Replicas that are not heard from.")
+@repeated(
+    "--changed",
+    type=Parsed("rule=age", _rule_change),
+    help="How long ago a rule changed the count, such as up=250s.",
+)
+@option("--at", type=click.DateTime(), help="Time of day in UTC, for schedules.")
+def evaluate_endpoint(
+    session: Session,
+    name: str,
+    file: str,
+    signals: "tuple[StatedSignal, ...]",
+    changed: "tuple[StatedRuleChange, ...]",
+    at: datetime | None,
+    **counts: Any,
+) -> None:
+    """Say how many replicas an endpoint would get; nothing is changed. What is not given comes from the live endpoint."""
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.console.resources import full_name
+    from gpuscale.cli.views.decisions import evaluation_lines
+    from gpuscale.common import names
+    from gpuscale.common.wire import to_timestamp
+
+    if not name and not file:
+        raise InvalidArgumentError("pass NAME or --file")
+    request = api.EvaluateRequest(
+        name=full_name(names.ENDPOINT, name) if name else "",
+        spec=_spec(file) if file else None,
+        signals=signals,
+        past=api.StatedPast(rule_changes=changed) if changed else None,
+        time=None if at is None else to_timestamp(at.replace(tzinfo=UTC)),
+        **counts,
     )
-    line = f"{endpoint.name}: {counts}; bounds {spec.min_replicas}-{spec.max_replicas}{paused}"
-    sets = [
-        f"  {one.id}: {one.desired_replicas} desired, {one.granted_replicas} granted, {one.ready_replicas} ready"
-        f" with {one.ready_workers} workers; each {capabilities(asked.capabilities)}"
-        for one, asked in zip(status.capability_sets, spec.capability_sets, strict=True)
-    ]
-    return [line, *sets, *filter(None, (status.summary,))]
+    with session.connect() as client:
+        found = client.decisions.Evaluate(request)
+    if session.output.human:
+        write_lines(evaluation_lines(found))
+    else:
+        session.output.write_data(to_dict(found))
 
 
-def decision_lines(decision: "Decision") -> list[str]:
-    """A decision in words: what was seen, what each step made of it, and what held it back."""
-    from gpuscale.cli.console.cells import since
+def _spec(name: str) -> "EndpointSpec":
+    """The spec of the one endpoint in a file."""
+    from gpuscale.cli.commands.apply import read
+    from gpuscale.cli.manifests.documents import parse_policies
 
-    times = (
-        f", {decision.count} times since {since(decision, 'create_time')} ago" if decision.count > 1 else ""
-    )
-    lines = [
-        f"{decision.name}, {since(decision, 'last_time')} ago{times}",
-        f"  {decision.before} -> {decision.wanted} wanted, {decision.granted} granted"
-        + (f", limited by {decision.limited_by}" if decision.limited_by else "")
-        + (f": {decision.summary}" if decision.summary else ""),
-    ]
-    return [*lines, *step_lines(decision)]
-
-
-def step_lines(decision: "Decision") -> list[str]:
-    """What a decision saw, and what each of its steps made of the count."""
-    lines = [line for seen in decision.observations for line in _observation(seen)]
-    return [*lines, *(f"    {_step(step)}" for step in decision.steps)]
-
-
-def _observation(seen: "Observation") -> list[str]:
-    from gpuscale.cli.console.cells import duration, number, word
-    from gpuscale.cli.views.autoscaler import workers
-    from gpuscale.client.states import capabilities
-
-    age = duration(seen, "age")
-    words = f"{seen.signal} = {number(seen, 'value')} {word(seen, 'status')}"
-    words += (f", {age} old" if age != "-" else "") + (f" ({seen.detail})" if seen.detail else "")
-    tasks = [f"{one.tasks} that need {capabilities(one.capabilities)}" for one in seen.tasks.demands]
-    beside = [f"{workers(one)} that somebody else started" for one in seen.tasks.unmanaged_workers]
-    return [f"    saw   {words}", *(f"            {one}" for one in (*tasks, *beside))]
-
-
-def _step(step: "DecisionStep") -> str:
-    from gpuscale.cli.console.cells import word
-
-    stage = f"{word(step, 'stage').lower()} {step.capability_set or step.rule}".rstrip()
-    return f"{stage:<16} {step.before} -> {step.after}   {step.code:<16} {step.text}".rstrip()
+    policies = [one for text, source in read(name) for one in parse_policies(text, source)]
+    if len(policies) != 1 or policies[0].WhichOneof("policy") != "spec":
+        raise InvalidArgumentError(f"{name}: the file must hold exactly one endpoint")
+    return policies[0].spec

@@ -1,12 +1,17 @@
-"""`gpuscalectl get`: what there is, as a table or as data."""
+"""`gpuscalectl get` and `snapshot`: the resources there are, as a table or as data."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-import typer
+import click
 
-from gpuscale.cli.console.session import note, session_of
-from gpuscale.cli.grammar.options import Names
+from gpuscale.cli.commands.watching import GetCommand
+from gpuscale.cli.console.command import command, names, names_of
+from gpuscale.cli.console.output import to_dict
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, option
+from gpuscale.common.errors import NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -17,66 +22,76 @@ if TYPE_CHECKING:
 
     M = TypeVar("M", bound=Message)
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
+Names = tuple[str, ...]
+ENDED = option("--all", "-a", "ended", is_flag=True, help="Include ended ones.")
+OF_ENDPOINT = option(
+    "--endpoint",
+    "-e",
+    default="",
+    metavar="NAME",
+    help="Only of this endpoint.",
+    shell_complete=names_of("endpoints"),
+)
+OF_NODE = option(
+    "--node", default="", metavar="NAME", help="Only of this node.", shell_complete=names_of("nodes")
+)
 _HINTS = {
-    "nodes": "none: no agent reports to this fleet yet; on each GPU host: gpuscale-agent --fleet-address HOST:PORT",
+    "nodes": "none: no agent reports to this fleet yet; start one on each GPU host: gpuscale-agent --fleet-address HOST:PORT",
     "reservations": "none; reserve GPUs with: gpuscalectl reserve --gpus 1",
-    "endpoints": "none; make one with: gpuscalectl preset show keda --watcher NAME | gpuscalectl apply -f -",
-    "queueWatchers": "none; what one looks like: gpuscalectl explain watcher.spec",
+    "endpoints": "none; create one with: gpuscalectl preset show keda --watcher NAME | gpuscalectl apply -f -",
+    "queueWatchers": "none; for the fields of one: gpuscalectl explain watcher.spec",
+    "healthEvents": "nothing is wrong",
 }
-"""What to do where there is nothing yet."""
-Ended = Annotated[bool, typer.Option("--all", "-a", help="Ended ones too.")]
-OfEndpoint = Annotated[
-    str, typer.Option("--endpoint", "-e", metavar="NAME", help="Only those of this endpoint.")
-]
+"""What to do where a list is empty."""
 
 
-def _write(context: typer.Context, items: "Sequence[M]", view: "View[M]", typed: list[str] | None) -> None:
+def get(noun: str, example: str) -> Callable[[Callable[..., object]], click.Command]:
+    """A decorator that makes a command of `get` of a function that takes names."""
+
+    def decorate(function: Callable[..., object]) -> click.Command:
+        return command(f"get {example}", kind=GetCommand)(names(noun, required=False)(function))
+
+    return decorate
+
+
+def _write(session: Session, items: "Sequence[M]", view: "View[M]", typed: Names) -> None:
     """One name gives the object itself, everything else a list."""
-    output = session_of(context).output
-    if typed and len(typed) == 1:
-        output.write_one(items[0], view)
+    if len(typed) == 1:
+        session.output.write_one(items[0], view)
         return
-    output.write_list(items, view)
-    output.note_none(items, _HINTS.get(view.key, "none"))
+    session.output.write_list(items, view)
+    session.output.note_none(items, _HINTS.get(view.key, "none"))
 
 
-@app.command()
-def nodes(context: typer.Context, name: Names = None) -> None:
+@get("nodes", "nodes -o wide")
+def nodes(session: Session, name: Names) -> None:
     """Hosts with an agent: state, CPU, memory, load."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views import monitor
     from gpuscale.client.states import NO_MARKS, problem
 
-    session = session_of(context)
     with session.connect() as client:
-        found = resources.nodes(client, name or ())
+        found = resources.nodes(client, name)
         marked = _marks(client) if session.output.human else NO_MARKS
-    _write(context, found, monitor.nodes(marked, problems=any(map(problem, found))), name)
+    _write(session, found, monitor.nodes(marked, problems=any(map(problem, found))), name)
 
 
-@app.command()
-def gpus(
-    context: typer.Context,
-    name: Names = None,
-    node: Annotated[str, typer.Option(metavar="NAME", help="Only those of this node.")] = "",
-) -> None:
-    """GPUs: use, memory, temperature, power, and who holds them. A name may be the UUID alone."""
+@get("gpus", "gpus --node host-1 --sort-by -UTIL")
+@OF_NODE
+def gpus(session: Session, name: Names, node: str) -> None:
+    """GPUs: utilization, memory, temperature, power, and who holds them. A NAME may be the UUID alone."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views import monitor
 
-    session = session_of(context)
     with session.connect() as client:
-        found = resources.gpus(resources.nodes(client, [node] if node else ()), name or ())
+        found = resources.gpus(resources.nodes(client, [node] if node else ()), name)
         view = monitor.gpus(_holders(client), _marks(client)) if session.output.human else monitor.gpus({})
-    _write(context, found, view, name)
+    _write(session, found, view, name)
 
 
 def _holders(client: "Client") -> dict[str, str]:
-    """Who holds each GPU; unknown while the allocator is away, which does not hide the GPUs."""
+    """Who holds each GPU; unknown while the allocator is down, which does not hide the GPUs."""
     from gpuscale.cli.console import resources
-    from gpuscale.common.errors import UnavailableError
 
     try:
         return dict(resources.holders(resources.reservations(client)))
@@ -86,10 +101,9 @@ def _holders(client: "Client") -> dict[str, str]:
 
 
 def _marks(client: "Client") -> "Marks":
-    """What is cordoned; unknown while the allocator is away."""
+    """What is cordoned; unknown while the allocator is down."""
     from gpuscale.cli.console import resources
     from gpuscale.client.states import marks
-    from gpuscale.common.errors import UnavailableError
 
     try:
         return marks(resources.cordons(client))
@@ -98,115 +112,201 @@ def _marks(client: "Client") -> "Marks":
         return {}
 
 
-@app.command()
-def reservations(
-    context: typer.Context,
-    name: Names = None,
-    holder: Annotated[str, typer.Option(metavar="NAME", help="Only those of this holder.")] = "",
-    ended: Ended = False,
-) -> None:
-    """GPUs held under a lease, and what is left of it."""
+@get("reservations", "reservations --holder me --watch")
+@option("--holder", default="", metavar="NAME", help="Only of this holder.")
+@ENDED
+def reservations(session: Session, name: Names, holder: str, ended: bool) -> None:
+    """GPUs held under a lease, and how much time is left of it."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.allocator import RESERVATIONS
 
-    with session_of(context).connect() as client:
-        found = resources.reservations(client, name or (), holder=holder, ended=ended)
-    _write(context, found, RESERVATIONS, name)
+    with session.connect() as client:
+        found = resources.reservations(client, name, holder=holder, ended=ended)
+    _write(session, found, RESERVATIONS, name)
 
 
-@app.command()
-def endpoints(context: typer.Context, name: Names = None) -> None:
-    """Things that have replicas: bounds, desired, granted, ready, and why."""
+@get("endpoints", "endpoints jobs -o yaml")
+def endpoints(session: Session, name: Names) -> None:
+    """Scaled workloads: bounds, desired, granted and ready replicas, and why."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import ENDPOINTS
 
-    with session_of(context).connect() as client:
-        found = resources.endpoints(client, name or ())
-    _write(context, found, ENDPOINTS, name)
+    with session.connect() as client:
+        found = resources.endpoints(client, name)
+    _write(session, found, ENDPOINTS, name)
 
 
-@app.command()
-def replicas(
-    context: typer.Context, name: Names = None, endpoint: OfEndpoint = "", ended: Ended = False
-) -> None:
-    """Running worker groups of endpoints. A name is ENDPOINT/REPLICA."""
+@get("replicas", "replicas --endpoint jobs -l state=ready")
+@OF_ENDPOINT
+@ENDED
+def replicas(session: Session, name: Names, endpoint: str, ended: bool) -> None:
+    """Worker groups of endpoints. A NAME is ENDPOINT/REPLICA."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import REPLICAS
 
-    with session_of(context).connect() as client:
-        found = resources.replicas(client, name or (), endpoint=endpoint, ended=ended)
-    _write(context, found, REPLICAS, name)
+    with session.connect() as client:
+        found = resources.replicas(client, name, endpoint=endpoint, ended=ended)
+    _write(session, found, REPLICAS, name)
 
 
-@app.command()
-def watchers(context: typer.Context, name: Names = None) -> None:
-    """Queue watchers and what they read last."""
+@get("watchers", "watchers -o custom-columns=NAME:.name,READY:.status.readyCount")
+def watchers(session: Session, name: Names) -> None:
+    """Queue watchers, and what they last read."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import WATCHERS
 
-    with session_of(context).connect() as client:
-        found = resources.watchers(client, name or ())
-    _write(context, found, WATCHERS, name)
+    with session.connect() as client:
+        found = resources.watchers(client, name)
+    _write(session, found, WATCHERS, name)
 
 
-@app.command()
-def decisions(
-    context: typer.Context,
-    name: Names = None,
-    endpoint: OfEndpoint = "",
-    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
-) -> None:
-    """Why endpoints have the replicas they have. A name is ENDPOINT/DECISION."""
+@get("decisions", "decisions --endpoint jobs --limit 5")
+@OF_ENDPOINT
+@option("--limit", type=POSITIVE, default=20, help="Most decisions to show, newest first.")
+def decisions(session: Session, name: Names, endpoint: str, limit: int) -> None:
+    """Why endpoints have the replicas they have. A NAME is ENDPOINT/DECISION."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import DECISIONS
 
-    with session_of(context).connect() as client:
-        found = resources.decisions(client, name or (), endpoint=endpoint, limit=limit)
-    _write(context, found, DECISIONS, name)
+    with session.connect() as client:
+        found = resources.decisions(client, name, endpoint=endpoint, limit=limit)
+    _write(session, found, DECISIONS, name)
 
 
-@app.command()
-def adapters(context: typer.Context, name: Names = None) -> None:
-    """Worker adapters: what starts and stops replicas."""
+@get("adapters", "adapters")
+def adapters(session: Session, name: Names) -> None:
+    """Worker adapters, which start and stop replicas."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import ADAPTERS
 
-    with session_of(context).connect() as client:
-        found = resources.adapters(client, name or ())
-    _write(context, found, ADAPTERS, name)
+    with session.connect() as client:
+        found = resources.adapters(client, name)
+    _write(session, found, ADAPTERS, name)
 
 
-@app.command()
-def metrics(context: typer.Context, name: Names = None) -> None:
-    """Metrics that programs report. A name is ENDPOINT, with its replicas, or ENDPOINT/REPLICA."""
+@get("endpoints", "metrics jobs")
+def metrics(session: Session, name: Names) -> None:
+    """Metrics that programs report. A NAME is ENDPOINT, with its replicas, or ENDPOINT/REPLICA."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import METRICS
     from gpuscale.client import pages
-    from gpuscale.common import names
+    from gpuscale.common.names import ENDPOINT, REPLICA, match
 
     parents = [
         full
-        if names.match(names.ENDPOINT, full := resources.canonical(one))
-        else resources.full_name(names.REPLICA if "/" in one else names.ENDPOINT, one)
-        for one in name or ()
+        if match(ENDPOINT, full := resources.canonical(one))
+        else resources.full_name(REPLICA if "/" in one else ENDPOINT, one)
+        for one in name
     ]
-    with session_of(context).connect() as client:
+    with session.connect() as client:
         found = [
             metric
             for parent in parents or [""]
             for page in pages(client.metrics.ListMetrics, api.ListMetricsRequest(parent=parent))
             for metric in page.metrics
         ]
-    _write(context, found, METRICS, None)
+    _write(session, found, METRICS, ())
 
 
-@app.command()
-def cordons(context: typer.Context, name: Names = None) -> None:
-    """Nodes and GPUs on which nothing new is placed, and what is still there."""
+@get("cordons", "cordons")
+def cordons(session: Session, name: Names) -> None:
+    """Nodes and GPUs closed for new work, and what still runs there."""
     from gpuscale.cli.console import resources
-    from gpuscale.cli.views.capacity import CORDONS
+    from gpuscale.cli.views.allocator import CORDONS
 
-    with session_of(context).connect() as client:
-        found = resources.cordons(client, name or ())
-    _write(context, found, CORDONS, name)
+    with session.connect() as client:
+        found = resources.cordons(client, name)
+    _write(session, found, CORDONS, name)
+
+
+@get("recordings", "recordings -o json")
+def recordings(session: Session, name: Names) -> None:
+    """Recordings of GPUs: samples and duration. A single one with its figures, as `record` prints them."""
+    from gpuscale.cli.commands.recordings import write
+    from gpuscale.cli.console import resources
+    from gpuscale.cli.views.monitor import RECORDINGS
+
+    with session.connect() as client:
+        found = resources.recordings(client, name)
+    if len(name) != 1:
+        _write(session, found, RECORDINGS, name)
+        return
+    if session.output.human:
+        session.output.write_one(found[0], RECORDINGS)
+    write(session, found[0])
+
+
+@command("get health --watch", kind=GetCommand)
+@OF_NODE
+@option("--all", "-a", "ended", is_flag=True, help="Include resolved ones.")
+def health(session: Session, node: str, ended: bool) -> None:
+    """What is wrong with nodes and GPUs, newest first, and what to do about it."""
+    from gpuscale.api.monitor import v1 as api
+    from gpuscale.cli.console.resources import full_name
+    from gpuscale.cli.views.monitor import HEALTH
+    from gpuscale.client import pages
+    from gpuscale.common.names import NODE
+
+    request = api.ListHealthEventsRequest(parent=full_name(NODE, node) if node else "", show_resolved=ended)
+    with session.connect() as client:
+        listed = pages(client.health.ListHealthEvents, request)
+        found = [event for page in listed for event in page.health_events]
+    _write(session, found, HEALTH, ())
+
+
+@get("rules", "rules jobs/up -o yaml")
+@OF_ENDPOINT
+@option("--kind", default="", metavar="KIND", help="Only of this kind, such as step.")
+@option("--signal", default="", metavar="ID", help="Only those that read this signal.")
+@option("--disabled/--enabled", default=None, help="Only disabled or enabled ones.")
+def rules(
+    session: Session, name: Names, endpoint: str, kind: str, signal: str, disabled: bool | None
+) -> None:
+    """Rules of endpoints, in the order in which they apply. A NAME is ENDPOINT/RULE."""
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.console import resources
+    from gpuscale.cli.views.autoscaler import RULES
+    from gpuscale.common.names import RULE
+
+    with session.connect() as client:
+        if name:
+            wanted = [api.GetRuleRequest(name=resources.full_name(RULE, one)) for one in name]
+            found = [client.rules.GetRule(request).rule for request in wanted]
+        else:
+            found = resources.rules(client, endpoint, kind, signal, disabled=disabled)
+    _write(session, found, RULES, name)
+
+
+@get("quotas", "quotas")
+def quotas(session: Session, name: Names) -> None:
+    """Tenants: what each holds, may hold, and waits for. A NAME is that of a tenant."""
+    from gpuscale.cli.console import resources
+    from gpuscale.cli.views.allocator import QUOTAS
+
+    with session.connect() as client:
+        known = {quota.tenant: quota for quota in resources.quotas(client)}
+    for one in name:
+        if one not in known:
+            raise NotFoundError(f"tenant {one} has no quota and holds nothing: not found")
+    _write(session, [known[one] for one in name] if name else list(known.values()), QUOTAS, name)
+
+
+@command("--address host-1:7071 snapshot --fresh")
+@option("--max-age", type=DURATION, default="5s", help="Oldest reading to accept.")
+@option("--fresh", is_flag=True, help="Read now, however new the last reading is.")
+def snapshot(session: Session, max_age: float, fresh: bool) -> None:
+    """Show the GPUs of one host as the agent at --address reads them."""
+    from gpuscale.api.monitor import v1 as api
+    from gpuscale.cli.views import monitor
+    from gpuscale.common.wire import to_duration
+
+    request = api.GetSnapshotRequest(max_age=to_duration(0.0 if fresh else max_age))
+    with session.connect() as client:
+        found = client.agent.GetSnapshot(request).snapshot
+    if not session.output.human:
+        session.output.write_data(to_dict(found))
+        return
+    session.output.write_list(found.gpus, monitor.gpus({}))
+    if found.gpu_problem:
+        note(f"{found.node}: {found.gpu_problem}")

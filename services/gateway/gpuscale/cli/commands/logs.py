@@ -5,11 +5,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
-import typer
+import click
 
-from gpuscale.cli.console.session import note, session_of
+from gpuscale.cli.console.command import command, names
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.parameters import option
 from gpuscale.common.errors import (
     DeadlineExceededError,
     NotFoundError,
@@ -22,27 +25,28 @@ if TYPE_CHECKING:
     from gpuscale.client.client import Client
 
 PERIOD: Final = 1.0
-"""Seconds from one look of --follow to the next."""
+"""Seconds between two reads of --follow."""
 _PART: Final = 262_144
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def logs(
-    context: typer.Context,
-    name: Annotated[list[str], typer.Argument(metavar="[replica|endpoint] NAME...", show_default=False)],
-    follow: Annotated[
-        bool,
-        typer.Option("--follow", "-f", help="Go on with what they write; ends with them, or Ctrl-C."),
-    ] = False,
-    last: Annotated[
-        int, typer.Option("--bytes", min=1, max=_PART, help="So much of the end of each, at most.")
-    ] = 65_536,
-) -> None:
-    """Show what replicas wrote, as far as their adapters keep it. There may be secrets in it.
+@command("logs jobs --follow")
+@names("endpoints", metavar="[replica|endpoint] NAME")
+@option("--follow", "-f", is_flag=True, help="Keep writing what they write, until they end.")
+@option(
+    "--bytes",
+    "last",
+    type=click.IntRange(1, _PART),
+    default=65_536,
+    metavar="N",
+    help="Most bytes from the end of each.",
+)
+def logs(session: Session, name: tuple[str, ...], follow: bool, last: int) -> None:
+    """Show what replicas wrote, as far as their adapters keep it. It may contain secrets.
 
-    NAME is ENDPOINT/REPLICA, or ENDPOINT for all replicas that it has now.
+    NAME is ENDPOINT/REPLICA, or ENDPOINT for all its present replicas.
     """
-    with session_of(context).connect() as client:
+    with session.connect() as client:
         found = [_Tail(client, one, last) for one in _replicas(client, name)]
         writers = {tail.name: _writer() for tail in found}
         shown: _Tail | None = None
@@ -54,17 +58,17 @@ def logs(
 
 
 def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
-    """The resource names of replicas: those that are named, and all of the endpoints that are.
+    """The resource names of replicas: those that are named, and all those of named endpoints.
 
     Raises:
-        NotFoundError: an endpoint has no replica, or there is none of that name.
+        NotFoundError: an endpoint has no replica, or does not exist.
     """
     from gpuscale.cli.console import resources
     from gpuscale.common.names import ENDPOINT, REPLICA, match
 
-    noun, names = resources.without_noun(typed, "replicas", "endpoints")
+    noun, wanted = resources.without_noun(typed, "replicas", "endpoints")
     found: dict[str, None] = {}
-    for one in names:
+    for one in wanted:
         full = resources.canonical(one)
         if noun == "replicas" or (not noun and match(ENDPOINT, full) is None and "/" in one):
             found[resources.full_name(REPLICA, one)] = None
@@ -73,7 +77,7 @@ def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
         replicas = resources.replicas(client, endpoint=endpoint.name)
         if not replicas:
             raise NotFoundError(
-                f"{endpoint.name} has no replica now; ended ones: gpuscalectl get replicas -a -e {one}"
+                f"{endpoint.name} has no replicas now; to list ended ones: gpuscalectl get replicas -a -e {one}"
             )
         found |= dict.fromkeys(replica.name for replica in replicas)
     return list(found)
@@ -84,7 +88,7 @@ class _Tail:
 
     Attributes:
         name: of the replica.
-        ended: whether all of it was read, and no more will come.
+        ended: whether it is all read, and no more will come.
     """
 
     def __init__(self, client: "Client", name: str, last: int) -> None:
@@ -96,24 +100,24 @@ class _Tail:
         self._request = api.ReadReplicaLogRequest(name=name, max_bytes=last)
 
     def read(self, *, patiently: bool) -> bytes:
-        """What it wrote since; empty where that is nothing yet.
+        """What it has written since; empty if nothing.
 
         Args:
-            patiently: whether to ask again while the adapter, or what leads to it, is away.
+            patiently: whether to try again while the adapter, or a service on the way to it, is down.
         """
         from gpuscale.api.autoscaler import v1 as api
 
         request = self._request
         found = _next(self._client, request) if patiently else self._client.endpoints.ReadReplicaLog(request)
         if request.HasField("offset") and found.offset != request.offset:
-            note("what it wrote before was cut off; from the beginning of what is kept:")
+            note("earlier output is cut off; from the beginning of what is kept:")
         self.ended = found.ended and not found.content
         self._request = api.ReadReplicaLogRequest(name=self.name, offset=found.next_offset, max_bytes=_PART)
         return found.content
 
 
 def _parts(tails: Sequence[_Tail], *, follow: bool) -> Iterator[tuple[_Tail, bytes]]:
-    """What they wrote, one after the other; with `follow` round after round until all have ended."""
+    """What they wrote, one after the other; with `follow` again and again until all have ended."""
     for tail in tails:
         yield tail, tail.read(patiently=False)
     while follow and (left := [tail for tail in tails if not tail.ended]):
@@ -134,20 +138,20 @@ def _parts(tails: Sequence[_Tail], *, follow: bool) -> Iterator[tuple[_Tail, byt
 
 
 def _next(client: "Client", request: "api.ReadReplicaLogRequest") -> "api.ReadReplicaLogResponse":
-    """A part; while the adapter, or what leads to it, is away or busy it is asked for again."""
+    """The next part; tries again while the adapter, or a service on the way to it, is down or busy."""
     said = False
     while True:
         try:
             return client.endpoints.ReadReplicaLog(request)
         except (DeadlineExceededError, ResourceExhaustedError, UnavailableError) as error:
             if not said:
-                note(f"it cannot be read now, and is asked for again: {error.message}")
+                note(f"cannot read it now, trying again: {error.message}")
             said = True
             time.sleep(PERIOD if error.retry_after is None else error.retry_after)
 
 
 def _writer() -> Callable[[bytes], None]:
-    """Writes byte for byte; to a terminal without what would steer it, in whichever part its bytes come."""
+    """Writes byte for byte; to a terminal without control sequences, even ones split over two parts."""
     out, terminal = sys.stdout, sys.stdout.isatty()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -1,29 +1,27 @@
-"""`gpuscalectl cordon`, `uncordon`, `drain`, `clear` and `driver`: nodes and GPUs out of use, and back."""
+"""`gpuscalectl cordon`, `uncordon`, `drain`, `clear`, `driver` and `forget`: nodes and GPUs out of use, and back."""
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import typer
-
-from gpuscale.cli.console.output import to_dict, write_lines
-from gpuscale.cli.console.session import Session, session_of
-from gpuscale.cli.console.several import Done, named, say_each
-from gpuscale.cli.grammar.options import duration
+from gpuscale.cli.console.bulk import Done, confirm, say_each
+from gpuscale.cli.console.command import command, names
+from gpuscale.cli.console.output import to_dict
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.grammar.parameters import DURATION, YES, option
 
 if TYPE_CHECKING:
     from gpuscale.api.monitor.v1 import Node
     from gpuscale.client import Client
 
-Spots = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[node|gpu] NAME...", help="NODE, NODE/INDEX, NODE/UUID or UUID.", show_default=False
-    ),
-]
-Reason = Annotated[str, typer.Option(metavar="TEXT", help="Why, for others to read.")]
+SPOTS = names("nodes", metavar="[node|gpu] NAME")
+REASON = option("--reason", default="", metavar="TEXT", help="Why, for others to read.")
 
 
-def cordon(context: typer.Context, name: Spots, reason: Reason = "") -> None:
-    """Let nothing new onto nodes or GPUs; what is there stays."""
+@command("cordon host-1 --reason 'a fan is broken'")
+@SPOTS
+@REASON
+def cordon(session: Session, name: tuple[str, ...], reason: str) -> None:
+    """Close nodes or GPUs for new work; what runs there stays. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
     from gpuscale.api.allocator import v1 as api
 
     def put(client: "Client", full: str) -> Done:
@@ -33,142 +31,155 @@ def cordon(context: typer.Context, name: Spots, reason: Reason = "") -> None:
     def check(client: "Client", full: str) -> None:
         client.nodes.CordonNode(api.CordonNodeRequest(name=full, validate_only=True))
 
-    session = session_of(context)
-    say_each(session, "cordons", _names(session, name), put, check)
+    say_each(session, "cordons", _spots(session, name), put, check)
 
 
-def uncordon(context: typer.Context, name: Spots) -> None:
-    """Lift cordons, and with them drains."""
+@command("uncordon host-1 host-2")
+@SPOTS
+def uncordon(session: Session, name: tuple[str, ...]) -> None:
+    """Open nodes or GPUs for new work again; this also ends drains. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
     from gpuscale.api.allocator import v1 as api
 
     def lift(client: "Client", full: str) -> Done:
         client.nodes.UncordonNode(api.UncordonNodeRequest(name=full))
-        return named(full, "uncordoned")
+        return Done(full, f"{full} uncordoned", {"name": full})
 
     def check(client: "Client", full: str) -> None:
         client.nodes.UncordonNode(api.UncordonNodeRequest(name=full, validate_only=True))
 
-    session = session_of(context)
-    say_each(session, "cordons", _names(session, name), lift, check)
+    say_each(session, "cordons", _spots(session, name), lift, check)
 
 
-def drain(
-    context: typer.Context,
-    name: Spots,
-    grace: Annotated[
-        float | None,
-        typer.Option(
-            parser=duration,
-            metavar="DURATION",
-            help="How long holders have to leave; 10 minutes when not given.",
-        ),
-    ] = None,
-    reason: Reason = "",
-) -> None:
-    """Cordon nodes or GPUs, tell the holders of what is there to leave, and end at the deadline what is left."""
+@command("drain host-1 --grace 5m")
+@SPOTS
+@option("--grace", type=DURATION, help="How long holders have to leave; 10m by default.")
+@REASON
+def drain(session: Session, name: tuple[str, ...], grace: float | None, reason: str) -> None:
+    """Cordon nodes or GPUs, ask the holders there to leave, and end what is left at the deadline.
+
+    NAME is NODE, NODE/INDEX, NODE/UUID or UUID.
+    """
     from gpuscale.api.allocator import v1 as api
     from gpuscale.cli.console.cells import short
     from gpuscale.common.wire import to_duration
 
     def empty(client: "Client", full: str) -> Done:
-        found = client.nodes.DrainNode(
-            api.DrainNodeRequest(
-                name=full, reason=reason, grace=None if grace is None else to_duration(grace)
-            )
-        )
+        wait = None if grace is None else to_duration(grace)
+        found = client.nodes.DrainNode(api.DrainNodeRequest(name=full, reason=reason, grace=wait))
         leaving = ", ".join(f"{short(one.name)} of {one.holder}" for one in found.reservations)
-        line = f"{found.cordon.name} drains; to leave: {leaving or 'nobody'}"
-        return Done(full, line, to_dict(found.cordon))
+        return Done(
+            full, f"{found.cordon.name} is draining; to leave: {leaving or 'nobody'}", to_dict(found.cordon)
+        )
 
     def check(client: "Client", full: str) -> None:
         client.nodes.DrainNode(api.DrainNodeRequest(name=full, validate_only=True))
 
-    session = session_of(context)
-    say_each(session, "cordons", _names(session, name), empty, check)
+    say_each(session, "cordons", _spots(session, name), empty, check)
 
 
-clear_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-driver_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
-
-@clear_app.command("quarantine")
-def clear_quarantine(
-    context: typer.Context,
-    name: Annotated[
-        list[str],
-        typer.Argument(metavar="GPU...", help="NODE/INDEX, NODE/UUID or UUID.", show_default=False),
-    ],
-) -> None:
-    """Let work onto quarantined GPUs again; a fault that lasts no longer keeps it away until it begins anew."""
+@command("clear quarantine host-1/0")
+@names("gpus", metavar="GPU")
+def clear_quarantine(session: Session, name: tuple[str, ...]) -> None:
+    """Let work onto quarantined GPUs again, until a fault begins anew. GPU is NODE/INDEX, NODE/UUID or UUID."""
     from gpuscale.api.monitor import v1 as api
 
     def clear(client: "Client", full: str) -> Done:
         found = client.health.ClearQuarantine(api.ClearQuarantineRequest(name=full)).health_events
-        line = f"{full} was not quarantined" if not found else f"{full} is out of quarantine"
+        line = f"{full} is out of quarantine" if found else f"{full} was not quarantined"
         return Done(full, line, {"name": full, "healthEvents": [to_dict(event) for event in found]})
 
-    session = session_of(context)
-    say_each(session, "gpus", _names(session, ["gpus", *name]), clear)
+    say_each(session, "gpus", _spots(session, ("gpus", *name)), clear)
 
 
-@clear_app.command("fence")
-def clear_fence(
-    context: typer.Context,
-    gpu: Annotated[list[str], typer.Argument(metavar="UUID...", show_default=False)],
-) -> None:
-    """Have the agent at --address forget the fences of GPUs, and what was admitted on them.
+@command("clear fence GPU-8f3c --address host-1:7071")
+@names("gpus", metavar="UUID")
+def clear_fence(session: Session, name: tuple[str, ...]) -> None:
+    """Make the agent at --address forget the fences of GPUs, and what was admitted on them. Needs role admin.
 
-    For when the allocator lost its state and gives lower fences than before: the agent refuses these as of holders whose
-    lease is over. Needs role admin.
+    Use it after the allocator has lost its state and gives lower fences than before: the agent takes these for fences of
+    holders whose lease is over.
     """
     from gpuscale.api.monitor import v1 as api
 
     def reset(client: "Client", uuid: str) -> Done:
         client.work.ResetFences(api.ResetFencesRequest(gpu_uuids=[uuid]))
-        return named(uuid, "has no fence now")
+        return Done(uuid, f"{uuid} has no fence now", {"name": uuid})
 
-    say_each(session_of(context), "gpus", gpu, reset)
+    say_each(session, "gpus", name, reset)
 
 
-@driver_app.command("release")
-def driver_release(
-    context: typer.Context,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for others to read.", show_default=False)],
-    longest: Annotated[
-        float, typer.Option("--for", parser=duration, metavar="DURATION", help="Longest time, at most 1h.")
-    ] = 600.0,
-) -> None:
-    """Let the agent at --address close the GPU driver, so that GPUs can be reset or the driver be changed."""
+@command("--address host-1:7071 driver release --reason 'reset GPU 3' --for 10m")
+@option("--reason", required=True, metavar="TEXT", help="Why, for others to read.")
+@option("--for", "longest", type=DURATION, default="10m", help="Longest time, at most 1h.")
+def driver_release(session: Session, reason: str, longest: float) -> None:
+    """Make the agent at --address close the GPU driver, so that GPUs can be reset or the driver updated."""
     from gpuscale.api.monitor import v1 as api
     from gpuscale.common.wire import to_datetime, to_duration
 
-    session = session_of(context)
     request = api.ReleaseDriverRequest(max_duration=to_duration(longest), reason=reason)
     with session.connect() as client:
         answer = client.driver.ReleaseDriver(request)
-    if session.output.human:
-        until = to_datetime(answer.resume_time).astimezone()
-        write_lines([f"driver released until {until:%H:%M:%S}; sooner: gpuscalectl driver resume"])
-    else:
-        session.output.write_data(to_dict(answer))
+    until = to_datetime(answer.resume_time).astimezone()
+    session.output.write_said(
+        f"driver released until {until:%H:%M:%S}; to resume now: gpuscalectl driver resume", to_dict(answer)
+    )
 
 
-@driver_app.command("resume")
-def driver_resume(context: typer.Context) -> None:
+@command("--address host-1:7071 driver resume")
+def driver_resume(session: Session) -> None:
     """Let the agent at --address open the GPU driver again before the time is over."""
     from gpuscale.api.monitor import v1 as api
 
-    session = session_of(context)
     with session.connect() as client:
         answer = client.driver.ResumeDriver(api.ResumeDriverRequest())
-    if session.output.human:
-        write_lines(["driver resumed" if answer.was_released else "the driver was not released"])
-    else:
-        session.output.write_data(to_dict(answer))
+    session.output.write_said(
+        "driver resumed" if answer.was_released else "the driver was not released", to_dict(answer)
+    )
 
 
-def _names(session: Session, typed: list[str]) -> list[str]:
-    """Resource names of nodes and GPUs, which may stand behind their noun."""
+@command("forget adapter process-1")
+@names("adapters")
+@YES
+def forget_adapter(session: Session, name: tuple[str, ...], yes: bool) -> None:
+    """Give up adapters whose host is gone: their replicas end as FAILED, and their GPUs are given back.
+
+    Do this only if nothing runs on the host any more: nobody can stop what does, and it would share GPUs with others.
+    """
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.console.resources import full_name
+    from gpuscale.common.names import ADAPTER
+
+    def forget(client: "Client", full: str) -> Done:
+        lost = client.adapters.ForgetAdapter(api.ForgetAdapterRequest(name=full)).replicas
+        line = f"{full} is forgotten; replicas that ended with it: {', '.join(lost) or 'none'}"
+        return Done(full, line, {"name": full, "replicas": list(lost)})
+
+    wanted = [full_name(ADAPTER, one) for one in name]
+    danger = "What still runs on the host will share its GPUs with whoever gets them next."
+    confirm("Forget", ", ".join(wanted), yes=yes, danger=danger)
+    say_each(session, "adapters", wanted, forget)
+
+
+@command("forget node host-9")
+@names("nodes")
+def forget_node(session: Session, name: tuple[str, ...]) -> None:
+    """Forget OFFLINE nodes and their health events; a node whose agent reports again is back."""
+    from gpuscale.api.monitor import v1 as api
+    from gpuscale.cli.console.resources import full_name
+    from gpuscale.common.names import NODE
+
+    def forget(client: "Client", full: str) -> Done:
+        client.fleet.ForgetNode(api.ForgetNodeRequest(name=full))
+        return Done(full, f"{full} is forgotten", {"name": full})
+
+    def check(client: "Client", full: str) -> None:
+        client.fleet.GetNode(api.GetNodeRequest(name=full))
+
+    say_each(session, "nodes", [full_name(NODE, one) for one in name], forget, check)
+
+
+def _spots(session: Session, typed: Sequence[str]) -> list[str]:
+    """Resource names of nodes and GPUs, which may follow their noun."""
     from gpuscale.cli.console import resources
 
     noun, rest = resources.without_noun(typed, "nodes", "gpus")

@@ -1,4 +1,4 @@
-"""Files with secrets in them: for their owner only, and whole at every moment."""
+"""Files with secrets: readable by their owner only, and complete at every moment."""
 
 import errno
 import os
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Put a file in place of the one there is, mode 0600.
+    """Replace a file at once, mode 0600.
 
     Raises:
-        OSError: it cannot be written, or what is there is no file, such as /dev/null; what was there stays.
+        OSError: it cannot be written, or the path is not a regular file, such as /dev/null; nothing changes then.
     """
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "is no regular file")
+        raise OSError(errno.EINVAL, "is not a regular file")
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

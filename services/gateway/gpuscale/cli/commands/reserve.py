@@ -1,33 +1,33 @@
 """`gpuscalectl reserve`, `renew` and `release`: GPUs under a lease."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from gpuscale.cli.commands.asking import Asking
-from gpuscale.cli.commands.granting import grant
-from gpuscale.cli.commands.requesting import Requesting, Ttl
-from gpuscale.cli.console.output import write_lines
-from gpuscale.cli.console.session import note, session_of
-from gpuscale.cli.console.several import show_each
-from gpuscale.cli.grammar.options import SomeNames
-from gpuscale.cli.grammar.typed import takes
-from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.cli.commands.asking import TTL, Asking, Requesting
+from gpuscale.cli.console.bulk import show_each
+from gpuscale.cli.console.command import command, names
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import Progress, note, write_lines
+from gpuscale.cli.grammar.parameters import POSITIVE, format_duration, option, takes
+from gpuscale.common.errors import InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Reservation
+    from gpuscale.api.allocator.v1 import QueuePlace, Reservation, ReserveRequest, ReserveResponse
     from gpuscale.client import Client
 
-Fence = Annotated[int | None, typer.Option(min=1, help="Only this grant; looked up when not given.")]
+FENCE = option(
+    "--fence", type=POSITIVE, metavar="N", help="Only the grant with this fence; looked up by default."
+)
+ANSWER_SECONDS = 10.0
+"""How late an answer may be once the wait is over."""
 
 
+@command("reserve --gpus 2 --min-memory 8GiB --ttl 5m --wait 10m")
 @takes("asking", Asking)
 @takes("requesting", Requesting)
-def reserve(context: typer.Context, asking: Asking, requesting: Requesting) -> None:
-    """Reserve GPUs, all or none; each member's are of one node."""
+def reserve(session: Session, asking: Asking, requesting: Requesting) -> None:
+    """Reserve GPUs, all or none; those of a member are on one node."""
     from gpuscale.cli.views.allocator import RESERVATIONS, RESERVED_GPUS
 
-    session = session_of(context)
     request = requesting.message(asking)
     with session.connect() as client:
         reservation = grant(client, request).reservation
@@ -38,30 +38,35 @@ def reserve(context: typer.Context, asking: Asking, requesting: Requesting) -> N
         short = reservation.name.partition("/")[2]
         for node in sorted({gpu.node for gpu in reservation.gpus}):
             uuids = ",".join(gpu.uuid for gpu in reservation.gpus if gpu.node == node)
-            note(f"use on {node} with:  CUDA_VISIBLE_DEVICES={uuids}")
-        note(f"keep them with:  gpuscalectl renew {short}")
-        note(f"give back with:  gpuscalectl release {short}")
+            note(f"to use them on {node}:  CUDA_VISIBLE_DEVICES={uuids}")
+        note(f"to keep them:  gpuscalectl renew {short}")
+        note(f"to give them back:  gpuscalectl release {short}")
 
 
-def renew(context: typer.Context, name: SomeNames, ttl: Ttl = None, fence: Fence = None) -> None:
-    """Start the leases of reservations anew, from now."""
+@command("renew r3fa7kq2vnb4d --ttl 1h")
+@names("reservations")
+@TTL
+@FENCE
+def renew(session: Session, name: tuple[str, ...], ttl: float | None, fence: int | None) -> None:
+    """Restart the leases of reservations, from now."""
     from gpuscale.api.allocator import v1 as api
     from gpuscale.cli.views.allocator import RESERVATIONS
     from gpuscale.common.wire import to_duration
 
-    def start(client: "Client", full: str) -> "Reservation":
+    def restart(client: "Client", full: str) -> "Reservation":
         request = api.RenewReservationRequest(
-            name=full,
-            fence=fence or _find(client, full).fence,
-            ttl=None if ttl is None else to_duration(ttl),
+            name=full, fence=fence or _find(client, full).fence, ttl=None if ttl is None else to_duration(ttl)
         )
         return client.allocator.RenewReservation(request).reservation
 
-    show_each(session_of(context), RESERVATIONS, _full(name, fence), start, _find)
+    show_each(session, RESERVATIONS, _full(name, fence), restart, _find)
 
 
-def release(context: typer.Context, name: SomeNames, fence: Fence = None) -> None:
-    """Give reservations back. Releasing twice is harmless."""
+@command("release r3fa7kq2vnb4d r9xw5tbe7zca2")
+@names("reservations")
+@FENCE
+def release(session: Session, name: tuple[str, ...], fence: int | None) -> None:
+    """Give reservations back. Releasing one twice is harmless."""
     from gpuscale.api.allocator import v1 as api
     from gpuscale.cli.views.allocator import RESERVATIONS
 
@@ -69,21 +74,21 @@ def release(context: typer.Context, name: SomeNames, fence: Fence = None) -> Non
         request = api.ReleaseReservationRequest(name=full, fence=fence or _find(client, full).fence)
         return client.allocator.ReleaseReservation(request).reservation
 
-    show_each(session_of(context), RESERVATIONS, _full(name, fence), give_back, _find)
+    show_each(session, RESERVATIONS, _full(name, fence), give_back, _find)
 
 
-def _full(typed: list[str], fence: int | None) -> list[str]:
-    """Full names of the reservations that were named.
+def _full(typed: tuple[str, ...], fence: int | None) -> list[str]:
+    """Complete names of reservations.
 
     Raises:
-        InvalidArgumentError: one is none, or one fence is to be that of several.
+        InvalidArgumentError: one is not a name, or there are several for one fence.
     """
     from gpuscale.cli.console.resources import full_name, without_noun
     from gpuscale.common.names import RESERVATION
 
     _, rest = without_noun(typed, "reservations")
     if fence is not None and len(rest) > 1:
-        raise InvalidArgumentError("--fence is for one reservation: each has its own")
+        raise InvalidArgumentError("--fence takes one reservation: each has its own")
     return [full_name(RESERVATION, one) for one in rest]
 
 
@@ -91,3 +96,42 @@ def _find(client: "Client", name: str) -> "Reservation":
     from gpuscale.api.allocator import v1 as api
 
     return client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation
+
+
+def grant(client: "Client", request: "ReserveRequest") -> "ReserveResponse":
+    """The reservation and its lease token; progress in the queue is shown on standard error.
+
+    Raises:
+        GpuscaleError: it was refused, the wait ended first, or what the request id was granted has ended.
+    """
+    from gpuscale.api.allocator import v1 as api
+    from gpuscale.client.lease import expect_held
+    from gpuscale.common.wire import seconds
+
+    if not request.HasField("wait"):
+        granted = client.allocator.Reserve(request)
+        expect_held(granted.reservation)
+        return granted
+    progress = Progress()
+    stream = client.allocator.ReserveAndWatch(
+        api.ReserveAndWatchRequest(reserve=request), timeout=seconds(request.wait) + ANSWER_SECONDS
+    )
+    try:
+        for message in stream:
+            if message.HasField("reservation"):
+                expect_held(message.reservation)
+                return api.ReserveResponse(reservation=message.reservation, lease_token=message.lease_token)
+            _tell_place(progress, message.waiting)
+    finally:
+        progress.end()
+        stream.cancel()
+    raise UnavailableError("the allocator ended the wait without an answer", reason="STREAM_ENDED")
+
+
+def _tell_place(progress: Progress, place: "QueuePlace") -> None:
+    from gpuscale.common.wire import optional_seconds, seconds
+
+    before = f"{place.position} before it" if place.position else "next in the queue"
+    left = optional_seconds(place, "estimated_wait")
+    estimate = "" if left is None else f" (served in {format_duration(left)} if no lease is renewed)"
+    progress.tell(f"{before}: {place.message}", estimate, seconds(place.waited))

@@ -1,70 +1,98 @@
-"""`gpuscalectl run`: a command on GPUs that are its own for as long as it runs."""
+"""`gpuscalectl run`: a command on GPUs of this host that are reserved while it runs.
+
+`Keeper` renews the lease in the background, and stops the command before the lease is lost. It counts the lease from before
+the call that renewed it, by this host's clock: the server holds the GPUs for longer than is assumed here, however long the
+answer took. SIGTERM comes early enough for SIGKILL to come no later than the end of the lease.
+"""
 
 import os
-import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
-import typer
+import click
 
-from gpuscale.cli.commands.asking import Asking
-from gpuscale.cli.commands.child import (
-    NOT_FOUND,
-    NOT_RUN,
-    RESERVATION,
+from gpuscale.cli.commands.asking import Asking, Requesting
+from gpuscale.cli.commands.processes import (
+    PAUSE,
     STDERR,
     Forwarding,
     Offspring,
     exit_code,
+    named,
+    start,
 )
-from gpuscale.cli.commands.granting import grant
-from gpuscale.cli.commands.keeping import Keeper
-from gpuscale.cli.commands.recorded import recording_of
-from gpuscale.cli.commands.requesting import Requesting
-from gpuscale.cli.console.session import note, session_of
-from gpuscale.cli.grammar.typed import takes
-from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
+from gpuscale.cli.commands.recordings import recording_of
+from gpuscale.cli.commands.reserve import grant
+from gpuscale.cli.console.command import command
+from gpuscale.cli.console.errors import leave
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.parameters import format_duration, option, takes
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    GpuscaleError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Ask, Reservation, ReserveRequest, ReserveResponse
     from gpuscale.client import Client
 
+RESERVATION = "GPUSCALE_RESERVATION"
+"""Variable that names the reservation in the environment of the command."""
+RENEWALS = 3
+"""Fewest renewals in the time of one lease."""
+LONGEST_PAUSE = 10.0
+"""Most seconds between two renewals: the longest that a drain or a lost GPU goes unnoticed."""
+STOP_GRACE = 10.0
+"""Seconds between SIGTERM and SIGKILL; a quarter of the lease where that is less."""
+SETTLE = 1.0
+"""Seconds in which what a command leaves running may end by itself, such as the `tee` that it wrote to."""
+RETRY = 1.0
+"""Seconds until a renewal without an answer is tried again."""
 
+_LOST = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
+
+
+@command("run --gpus 1 --wait 1h -- python train.py", context_settings={"allow_interspersed_args": False})
 @takes("asking", Asking)
 @takes("requesting", Requesting)
+@click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...")
+@option("--record", is_flag=True, help="Record the GPUs, and print what they did at the end.")
+@option(
+    "--this-node",
+    metavar="NAME",
+    help="The node that this host is; $GPUSCALE_NODE, or what the agents say, by default.",
+)
 def run(
-    context: typer.Context,
+    session: Session,
     asking: Asking,
     requesting: Requesting,
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", show_default=False)],
-    record: Annotated[
-        bool, typer.Option("--record", help="Record its GPUs, and print what they did at the end.")
-    ] = False,
-    this_node: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Name of the node that this host is; $GPUSCALE_NODE, or found out from the agents.",
-        ),
-    ] = "",
+    command: tuple[str, ...],
+    record: bool,
+    this_node: str | None,
 ) -> None:
     """Run a command on GPUs of this host that are reserved while it runs: CUDA_VISIBLE_DEVICES names them by UUID.
 
-    What the command leaves running when it ends is stopped before the GPUs are given back. The exit code is the command's; 128 and its number where a signal ended it. Signals are passed on. With --record and
-    -o json or yaml, what the command writes to standard output goes to standard error.
+    Processes that the command leaves running are stopped before the GPUs are given back. The exit code is the command's, or
+    128 plus the number of the signal that ended it. Signals are passed on. With --record and -o json or yaml, the standard
+    output of the command goes to standard error.
     """
     request = requesting.message(asking)
-    session = session_of(context)
     stdout = STDERR if record and not session.output.human else None
-    with session.connect(node=this_node or None) as client:
+    with session.connect(node=this_node) as client:
         here = _confine(client, request.ask)
         began = time.monotonic()
         granted = _grant(client, request, here)
         reservation = granted.reservation
         if request.HasField("wait"):
-            began = time.monotonic()  # it was granted just now, whenever it was asked for
+            began = time.monotonic()  # it was granted just now, however long ago it was asked for
         try:
             _admit(client, granted, here)
             uuids = [gpu.uuid for gpu in reservation.gpus]
@@ -72,37 +100,37 @@ def run(
                 code = _run(client, reservation, command, began, stdout)
         finally:
             _release(client, reservation)
-    raise typer.Exit(code)
+    leave(code)
 
 
 def _confine(client: "Client", ask: "Ask") -> str:
-    """Keep an ask to this host; the node that it is.
+    """Restrict an ask to this host; returns the node that it is.
 
     Raises:
-        FailedPreconditionError: this host is no node, or its GPUs cannot be what is asked for (GPUS_ELSEWHERE).
+        FailedPreconditionError: this host is not a node, or the ask excludes its GPUs (GPUS_ELSEWHERE).
     """
     from gpuscale.api.allocator import v1 as api
+    from gpuscale.api.monitor import v1 as monitor_api
     from gpuscale.client.this_host import confine
     from gpuscale.common.names import node_name
 
     here = client.this_node(check=True)
     asked = [list(ask.nodes), sorted({name.partition("/gpus/")[0] for name in ask.gpus})]
     if here is None:
-        named = asked[0] or asked[1] or _some_nodes(client)
+        some = client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=5)).nodes
+        nodes = asked[0] or asked[1] or [one.name for one in some]
         raise _elsewhere(
-            f"and no agent of the fleet runs here: {_type_it_on(named)};"
-            " where this host is one of its nodes, say --this-node NAME"
+            f"and no agent of the fleet runs here: {_run_it_on(nodes)};"
+            " if this host is one of its nodes, pass --this-node NAME"
         )
     for nodes in asked:
         if nodes and node_name(here) not in nodes:
-            raise _elsewhere(f"which is {here}: {_type_it_on(nodes)}")
+            raise _elsewhere(f"which is {here}: {_run_it_on(nodes)}")
     if node_name(here) in ask.excluded_nodes:
-        raise _elsewhere(
-            f"which is {here}, and --exclude-node {here} leaves none of its GPUs: leave that out"
-        )
+        raise _elsewhere(f"which is {here}, and --exclude-node {here} excludes it: drop that option")
     if ask.gang_strategy == api.GangStrategy.GANG_STRATEGY_STRICT_SPREAD and ask.member_count > 1:
         raise _elsewhere(
-            f"which is {here}, and --strategy strict-spread wants {ask.member_count} nodes:"
+            f"which is {here}, and --strategy strict-spread needs {ask.member_count} nodes:"
             " run one command on each node, or use another strategy"
         )
     confine(ask, here)
@@ -113,21 +141,14 @@ def _elsewhere(why: str) -> FailedPreconditionError:
     return FailedPreconditionError(f"run starts the command on this host, {why}", reason="GPUS_ELSEWHERE")
 
 
-def _type_it_on(nodes: Sequence[str]) -> str:
-    """What to do about nodes, by name, that are other hosts."""
+def _run_it_on(nodes: Sequence[str]) -> str:
+    """What to do where the nodes are other hosts."""
     ids = [one.removeprefix("nodes/") for one in nodes]
-    return f"type it on {' or '.join(ids)}" if ids else "the fleet has no node yet"
-
-
-def _some_nodes(client: "Client") -> list[str]:
-    """Names of a few nodes of the fleet."""
-    from gpuscale.api.monitor import v1 as api
-
-    return [one.name for one in client.fleet.ListNodes(api.ListNodesRequest(page_size=5)).nodes]
+    return f"run it on {' or '.join(ids)}" if ids else "the fleet has no node yet"
 
 
 def _admit(client: "Client", granted: "ReserveResponse", here: str) -> None:
-    """Have this host's agent know this process, and with it all that the command starts; say so where none does.
+    """Tell this host's agent that this process, and all that the command starts, belongs to the reservation.
 
     Raises:
         FailedPreconditionError: the reservation is over.
@@ -136,14 +157,14 @@ def _admit(client: "Client", granted: "ReserveResponse", here: str) -> None:
 
     request = admission(granted.reservation, granted.lease_token, here)
     if request is not None and (why := admit(request, client.work, client.address)):
-        note(f"gpuscalectl run: what runs counts as of nobody, since it was not admitted on its GPUs: {why}")
+        note(f"gpuscalectl run: the agent does not count the command as the holder of its GPUs: {why}")
 
 
 def _grant(client: "Client", request: "ReserveRequest", here: str) -> "ReserveResponse":
-    """The reservation, on this host, and its lease token.
+    """A reservation on this host and its lease token.
 
     Raises:
-        GpuscaleError: it was refused, or is elsewhere; nothing is held then.
+        GpuscaleError: it was refused, or is on another host; nothing is held then.
     """
     from gpuscale.client.this_host import expect_here, only_here
 
@@ -152,7 +173,7 @@ def _grant(client: "Client", request: "ReserveRequest", here: str) -> "ReserveRe
     except GpuscaleError as error:
         raise only_here(error, here, "run starts the command there") from error.__cause__
     try:
-        expect_here(granted.reservation, here, "type it on {node}")
+        expect_here(granted.reservation, here, "run it on {node}")
     except FailedPreconditionError:
         _release(client, granted.reservation)
         raise
@@ -166,47 +187,152 @@ def _run(
     granted_at: float,
     stdout: int | None,
 ) -> int:
-    """Run the command until it ends; its exit code.
+    """Run the command until it ends; returns its exit code.
 
     Raises:
-        FailedPreconditionError: the reservation was lost, and the command was stopped.
+        FailedPreconditionError: the reservation was lost, and the command stopped.
     """
     simulated = any(gpu.simulated for gpu in reservation.gpus)
     uuids = ",".join(gpu.uuid for gpu in reservation.gpus)
     note(f"gpuscalectl run: {reservation.name} holds {'SIMULATED ' if simulated else ''}{uuids}")
     with Forwarding() as signals, Offspring() as offspring:
-        try:
-            process = subprocess.Popen(command, env=_environment(reservation, uuids), stdout=stdout)
-        except OSError as error:
-            note(f"error: {command[0]}: {error.strerror}")
-            return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": uuids,
+            "GPUSCALE_GPU_UUIDS": uuids,
+            RESERVATION: reservation.name,
+            "GPUSCALE_FENCE": str(reservation.fence),
+        }
+        process = start(command, environment=environment, stdout=stdout, dies_with_us=True)
+        if isinstance(process, int):
+            return process
         signals.to(process)
         with Keeper(client, reservation, offspring, granted_at) as keeper:
             code = offspring.wait(process)
             keeper.end()
     if keeper.lost:
         raise FailedPreconditionError(
-            f"the command was stopped, since {reservation.name} was lost: {keeper.lost}", reason="LEASE_LOST"
+            f"the command was stopped because {reservation.name} was lost: {keeper.lost}", reason="LEASE_LOST"
         )
     return exit_code(code)
 
 
-def _environment(reservation: "Reservation", uuids: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": uuids,
-        "GPUSCALE_GPU_UUIDS": uuids,
-        RESERVATION: reservation.name,
-        "GPUSCALE_FENCE": str(reservation.fence),
-    }
-
-
 def _release(client: "Client", reservation: "Reservation") -> None:
-    """Give the GPUs back; where that fails the lease runs out by itself."""
+    """Give the GPUs back; where that fails, the lease expires by itself."""
     from gpuscale.api.allocator import v1 as api
 
     request = api.ReleaseReservationRequest(name=reservation.name, fence=reservation.fence)
     try:
         client.allocator.ReleaseReservation(request)
     except GpuscaleError as error:
-        note(f"gpuscalectl run: {reservation.name} was not given back, its lease runs out: {error.message}")
+        note(
+            f"gpuscalectl run: {reservation.name} was not given back, and expires by itself: {error.message}"
+        )
+
+
+class Keeper:
+    """Keeps the lease of a reservation while its block runs; `lost` says why it could not, and is empty while it can.
+
+    Args:
+        offspring: the command and all that it started.
+        granted_at: `time.monotonic()` from before the reservation was answered.
+    """
+
+    def __init__(
+        self,
+        client: "Client",
+        reservation: "Reservation",
+        offspring: Offspring,
+        granted_at: float,
+    ) -> None:
+        from gpuscale.common.wire import seconds
+
+        self.lost = ""
+        self._client = client
+        self._reservation = reservation
+        self._offspring = offspring
+        self._ttl = seconds(reservation.ttl)
+        self._pause = min(LONGEST_PAUSE, self._ttl / RENEWALS)
+        self._grace = min(STOP_GRACE, self._ttl / 4)
+        self._ends = granted_at + seconds(reservation.remaining)
+        self._told = ""
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="keep the lease", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        pause = self._pause
+        while not self._done.wait(max(0.0, min(pause, self._ends - self._grace - time.monotonic()))):
+            pause = self._pause if self._renewed() else RETRY
+            if self.lost or time.monotonic() >= self._ends - self._grace:
+                self._stop()
+                return
+
+    def _renewed(self) -> bool:
+        """Renew the lease; whether there was an answer."""
+        from gpuscale.api.allocator import v1 as api
+
+        request = api.RenewReservationRequest(name=self._reservation.name, fence=self._reservation.fence)
+        sent = time.monotonic()
+        try:
+            renewed = self._client.allocator.RenewReservation(
+                request, timeout=max(RETRY, min(self._pause, self._ends - self._grace - sent))
+            )
+        except _LOST as error:
+            self.lost = error.message
+            return True
+        except GpuscaleError as error:
+            self._tell(f"cannot renew the lease, trying again: {error.message}")
+            return False
+        self._ends = sent + self._ttl
+        self._heed(renewed.reservation)
+        return True
+
+    def _heed(self, renewed: "Reservation") -> None:
+        """Note whether the reservation is going to be revoked, and when."""
+        from gpuscale.common.wire import to_datetime
+
+        if not renewed.HasField("revoke_time"):
+            return
+        # Both times are by the server's clock: their distance is right whatever this host's clock says.
+        until_expiry = to_datetime(renewed.expire_time) - to_datetime(renewed.revoke_time)
+        left = self._ends - time.monotonic() - until_expiry.total_seconds()
+        self._ends = min(self._ends, time.monotonic() + left)
+        self._tell(f"{renewed.end_reason}: the GPUs are revoked in {format_duration(left)}")
+
+    def end(self) -> None:
+        """Stop what the command left running, before its GPUs are given back."""
+        settled = time.monotonic() + SETTLE
+        while (left := [] if self.lost else self._offspring.alive()) and time.monotonic() < settled:
+            time.sleep(PAUSE)
+        if left:
+            note(f"gpuscalectl run: stopping processes that the command left running: {named(left)}")
+            self._stop_by(time.monotonic() + self._grace)
+
+    def _tell(self, text: str) -> None:
+        if text.partition(":")[0] != self._told:
+            note(f"gpuscalectl run: {text}")
+        self._told = text.partition(":")[0]
+
+    def _stop(self) -> None:
+        """End the command and what it started."""
+        self.lost = self.lost or "it was not renewed in time, or was revoked"
+        note(f"gpuscalectl run: the reservation is lost, stopping the command: {self.lost}")
+        until = time.monotonic() + max(RETRY, min(self._grace, self._ends - time.monotonic()))
+        self._stop_by(until)
+
+    def _stop_by(self, until: float) -> None:
+        left = self._offspring.stop(until)
+        if left:
+            note(
+                f"gpuscalectl run: cannot stop these, which may still use GPUs that are given to others: {named(left)}"
+            )

@@ -1,22 +1,42 @@
-"""`gpuscalectl up` and `gpuscalectl dashboard`: they read their own arguments, and go on until they are told to stop."""
+"""`gpuscalectl up` and `gpuscalectl dashboard`: they parse their own arguments, and run until they are stopped."""
 
-import typer
+from typing import Any
 
+import click
+
+from gpuscale.cli.console.command import Command, command
+from gpuscale.cli.console.errors import leave
+from gpuscale.cli.console.session import Session
 from gpuscale.common.errors import GpuscaleError
 
+SERVES: dict[str, Any] = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
 
-def up(context: typer.Context) -> None:
+
+class UpCommand(Command):
+    """`up` takes every setting of every service as a flag, also ones named like the options of all commands."""
+
+    of_all = ()
+
+
+@command(kind=UpCommand, **SERVES)
+@click.pass_context
+def up(context: click.Context, _session: Session) -> None:
     """Start everything on this machine, in one process."""
     try:
         from gpuscale.up.main import main as run_up
     except ModuleNotFoundError as error:
         message = f"up needs more than the CLI ({error.name} is missing): pip install 'gpuscale[all]'"
         raise GpuscaleError(message, reason="NOT_INSTALLED") from error
-    raise typer.Exit(run_up(context.args))
+    leave(run_up(context.args))
 
 
-def dashboard(context: typer.Context) -> None:
-    """Serve what the services know to browsers; --help after it tells its own options."""
+@command(**SERVES)
+@click.pass_context
+def dashboard(context: click.Context, session: Session) -> None:
+    """Serve the dashboard to browsers; --help after it lists its own options."""
     try:
         from gpuscale.dashboard.main import main as run_dashboard
     except ModuleNotFoundError as error:
@@ -24,6 +44,5 @@ def dashboard(context: typer.Context) -> None:
             f"the dashboard is not installed ({error.name} is missing): pip install 'gpuscale[dashboard]'"
         )
         raise GpuscaleError(message, reason="NOT_INSTALLED") from error
-    chosen = context.find_root().params.get("address")
-    address = ["--gateway-address", str(chosen)] if chosen else []
-    raise typer.Exit(run_dashboard([*address, *context.args]))
+    address = ["--gateway-address", session.address] if session.address else []
+    leave(run_dashboard([*address, *context.args]))

@@ -1,54 +1,41 @@
 """`gpuscalectl top`: everything on one screen, live on a terminal, or once."""
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from gpuscale.cli.console.output import to_dict, write_lines
-from gpuscale.cli.console.session import NOBODY, Session, session_of
-from gpuscale.cli.console.terminal import TERMINAL
+from gpuscale.cli.console.command import command
+from gpuscale.cli.console.output import to_dict
+from gpuscale.cli.console.session import NOBODY, Session
+from gpuscale.cli.console.terminal import TERMINAL, write_lines
+from gpuscale.cli.grammar.parameters import option
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 
 if TYPE_CHECKING:
     from gpuscale.client import Client
 
 
-def top(
-    context: typer.Context,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print one screen and end; so it is without a terminal.")
-    ] = False,
-) -> None:
-    """GPUs, reservations, endpoints, decisions and health on one screen; q ends it, its foot tells the other keys."""
-    session = session_of(context)
+@command("top --once")
+@option("--once", is_flag=True, help="Print one screen and exit, as without a terminal.")
+def top(session: Session, once: bool) -> None:
+    """GPUs, reservations, endpoints, decisions and health on one screen; q quits, the last line shows the other keys."""
     if once or not session.output.human or not sys.stdout.isatty():
         with session.connect() as client:
             _show(session, client)
         return
+    from gpuscale.api.monitor.v1 import ListNodesRequest
+
     try:
         from gpuscale.dashboard.terminal import Top
     except ModuleNotFoundError as error:
-        message = f"the live screen is not installed ({error.name} is missing): pip install 'gpuscale[cli]', or top --once"
+        message = f"the live screen is not installed ({error.name} is missing): pip install 'gpuscale[cli]', or use top --once"
         raise GpuscaleError(message, reason="NOT_INSTALLED") from error
-    _knock(session)
-    Top(session.connect_async, ascii_only=TERMINAL.ascii).run()
-
-
-def _knock(session: Session) -> None:
-    """Where nothing answers, or nobody is let in, that is said in a line and not on a screen of its own.
-
-    Raises:
-        GpuscaleError: so it is; a single service that is away is not.
-    """
-    from gpuscale.api.monitor.v1 import ListNodesRequest
-
-    with session.connect() as client:
+    with session.connect() as client:  # fail here in a line, not on a screen of its own
         try:
             client.fleet.ListNodes(ListNodesRequest(page_size=1))
         except UnavailableError as error:
             if error.reason in NOBODY:
                 raise
+    Top(session.connect_async, ascii_only=TERMINAL.ascii).run()
 
 
 def _show(session: Session, client: "Client") -> None:
@@ -64,6 +51,5 @@ def _show(session: Session, client: "Client") -> None:
         session.output.write_data({key: [to_dict(item) for item in items] for key, items in listed})
         return
     holders, marked = resources.holders(reservations), marks(resources.cordons(client))
-    lines = screen(session.output, nodes, reservations, endpoints, holders, marked)
-    write_lines(lines)
+    write_lines(screen(session.output, nodes, reservations, endpoints, holders, marked))
     sys.stdout.flush()

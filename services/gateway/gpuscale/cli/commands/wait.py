@@ -1,16 +1,19 @@
-"""`gpuscalectl wait`: until things are as they should be, with news of why they are not yet."""
+"""`gpuscalectl wait`: until resources are as they should be, with the reason why they are not yet."""
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import typer
+import click
 
-from gpuscale.cli.console.output import Format, to_dict, write_lines
-from gpuscale.cli.console.progress import Progress
-from gpuscale.cli.console.session import session_of
-from gpuscale.cli.grammar.field_names import check, near
-from gpuscale.cli.grammar.options import duration
-from gpuscale.cli.grammar.selecting import Condition, amount, parse_selector
+from gpuscale.cli.console.command import Command, command, names_of, words
+from gpuscale.cli.console.output import cell_of, to_dict
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import Progress, write_lines
+from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.nouns import with_noun
+from gpuscale.cli.grammar.parameters import DURATION, option
+from gpuscale.cli.grammar.selecting import Condition, amount, check_path, near, parse_selector
 from gpuscale.common.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
@@ -19,40 +22,85 @@ from gpuscale.common.errors import (
 )
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
     from google.protobuf.message import Message
 
-    from gpuscale.cli.console.cells import Column
-    from gpuscale.cli.views.kinds import Kind
+    from gpuscale.cli.console.cells import View
     from gpuscale.client import Client
 
 READY, GONE = "ready", "deleted"
 PERIOD = 0.5
 """Seconds between two looks."""
+READY_STATES: Mapping[str, str] = {
+    "nodes": "state=ONLINE",
+    "gpus": "state=OK",
+    "reservations": "state=ACTIVE",
+    "endpoints": "",
+    "replicas": "state=READY",
+    "watchers": "status.state=OK",
+    "adapters": "state=CONNECTED",
+}
+"""By kind, the selector of what is ready; none for endpoints, which are ready when all desired replicas are."""
+_WHY = ("reason", "message", "end_reason")
 
 
-def wait(
-    context: typer.Context,
-    kind: Annotated[str, typer.Argument(metavar="KIND", show_default=False)],
-    name: Annotated[list[str], typer.Argument(metavar="NAME...", show_default=False)],
-    until: Annotated[
-        str,
-        typer.Option(
-            "--for",
-            metavar="CONDITION",
-            help="ready, deleted, or a FIELD or column and =, !=, >=, <=, > or < a VALUE: 'ready>=3'.",
-        ),
-    ] = READY,
-    timeout: Annotated[
-        float, typer.Option(parser=duration, metavar="DURATION", help="How long to wait; then exit code 6.")
-    ] = 300.0,
-) -> None:
-    """Wait until things are as they should be: endpoints, replicas, nodes, GPUs, watchers, reservations, adapters."""
-    from gpuscale.cli.views.kinds import KINDS
+class _Kind(NamedTuple):
+    """How resources of a kind are read, and the view whose columns can be waited for: none for GPUs, which needs more."""
 
-    if kind not in KINDS:
-        raise InvalidArgumentError(f"{kind!r} cannot be waited for{near(kind, KINDS)}")
-    awaited = _Awaited(KINDS[kind], until)
-    session = session_of(context)
+    read: "Callable[[Client, Sequence[str]], Sequence[Message]]"
+    view: "View[Any] | None" = None
+
+
+def _kind(plural: str) -> _Kind:
+    from gpuscale.cli.console import resources
+    from gpuscale.cli.views import allocator, autoscaler, monitor
+
+    def gpus(client: "Client", typed: Sequence[str]) -> "Sequence[Message]":
+        return resources.gpus(resources.nodes(client), typed)
+
+    kinds: Mapping[str, _Kind] = {
+        "nodes": _Kind(resources.nodes, monitor.nodes()),
+        "gpus": _Kind(gpus),
+        "reservations": _Kind(resources.reservations, allocator.RESERVATIONS),
+        "endpoints": _Kind(resources.endpoints, autoscaler.ENDPOINTS),
+        "replicas": _Kind(resources.replicas, autoscaler.REPLICAS),
+        "watchers": _Kind(resources.watchers, autoscaler.WATCHERS),
+        "adapters": _Kind(resources.adapters, autoscaler.ADAPTERS),
+    }
+    return kinds[plural]
+
+
+def _names(context: click.Context, parameter: click.Parameter, part: str) -> "list[CompletionItem]":
+    """Completes with the names of the kind in front."""
+    kind = str(context.params.get("kind"))
+    return names_of(kind)(context, parameter, part) if kind in READY_STATES else []
+
+
+class WaitCommand(Command):
+    """`wait endpoints/jobs` is `wait endpoint jobs`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the line with its kind in front, in the plural."""
+        return super().parse_args(ctx, with_noun(args, READY_STATES))
+
+
+@command("wait endpoint jobs --for 'ready>=2' --timeout 5m", kind=WaitCommand)
+@click.argument("kind", metavar="KIND")
+@click.argument("name", nargs=-1, required=True, metavar="NAME...", shell_complete=_names)
+@option(
+    "--for",
+    "until",
+    default=READY,
+    metavar="CONDITION",
+    help="ready, deleted, or a FIELD or column, one of = != >= <= > <, and a VALUE: 'ready>=3'.",
+    shell_complete=words(READY, GONE),
+)
+@option("--timeout", type=DURATION, default="5m", help="How long to wait; then exit code 6.")
+def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout: float) -> None:
+    """Wait until resources are as they should be: endpoints, replicas, nodes, GPUs, watchers, reservations, adapters."""
+    if kind not in READY_STATES:
+        raise InvalidArgumentError(f"cannot wait for {kind!r}{near(kind, READY_STATES)}")
+    awaited = _Awaited(kind, until)
     progress = Progress()
     with session.connect() as client:
         for one in name:
@@ -60,35 +108,31 @@ def wait(
     output = session.output
     if output.human:
         write_lines([f"{kind}/{one} {until}" for one in name])
-    elif output.format is Format.NAME or until == GONE:
-        write_lines(name) if output.format is Format.NAME else output.write_data({"deleted": name})
+    elif output.format is Format.NAME:
+        write_lines(name)
     else:
-        output.write_data({kind: awaited.found})
+        output.write_data({"deleted": list(name)} if until == GONE else {kind: awaited.found})
 
 
 class _Awaited:
     """The condition that is waited for, and the resources that have met it."""
 
-    def __init__(self, kind: "Kind", until: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, until: str) -> None:
+        self.kind = _kind(kind)
         self.until = until
         self.found: list[dict[str, object]] = []
-        text = kind.ready if until == READY else until
+        text = READY_STATES[kind] if until == READY else until
         try:
-            self._conditions: tuple[Condition, ...] = (
-                () if until == GONE or not text else parse_selector(text)
-            )
+            self._conditions = () if until == GONE or not text else parse_selector(text)
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--for") from error
+            raise click.BadParameter(str(error), param_hint="--for") from error
 
-    def standing(self, client: "Client", name: str) -> str:
-        """Why it has to be waited; empty where that is over.
+    def reason(self, client: "Client", name: str) -> str:
+        """Why the wait goes on; empty when it is over.
 
         Raises:
-            NotFoundError: there is nothing of that name, and it is not its end that is waited for.
+            NotFoundError: the resource does not exist, and its deletion is not what is waited for.
         """
-        from gpuscale.cli.views.kinds import standing
-
         try:
             [item] = self.kind.read(client, [name])
         except NotFoundError:
@@ -102,45 +146,53 @@ class _Awaited:
 
     def _met(self, item: "Message") -> bool:
         from gpuscale.api.autoscaler.v1 import Endpoint
-        from gpuscale.cli.views.kinds import is_ready
 
         if self.until == GONE:
             return False
         if self.until == READY and isinstance(item, Endpoint):
-            return is_ready(item)
+            return item.status.ready_replicas >= item.status.desired_replicas
         data = to_dict(item)
         return all(one.holds(self._values(one, item, data)) for one in self._conditions)
 
     def _values(self, condition: Condition, item: "Message", data: object) -> list[str]:
-        """What an item has where a condition looks: in a field, or else in a column of its table.
+        """What an item has in the field, or else the column, of a condition.
 
         Raises:
-            InvalidArgumentError: it has neither, or nothing that could be compared.
+            InvalidArgumentError: it has neither, or a value that cannot be compared.
         """
         column = None
         try:
-            check(condition.path, item.DESCRIPTOR, "--for", (READY, GONE))
+            check_path(condition.path, item.DESCRIPTOR, "--for", (READY, GONE))
         except InvalidArgumentError:
-            column = self.kind.column(condition.key)
+            column = self.kind.view.column(condition.key) if self.kind.view else None
             if column is None:
                 raise
-        values = condition.values(data) if column is None else _cell(column, item)
+        values = condition.values(data) if column is None else cell_of(column, item)
         odd = next((one for one in values if condition.compares and amount(one) is None), None)
         if odd is not None:
-            raise InvalidArgumentError(f"--for: {condition.key} is {odd!r}, no number, size or duration")
+            raise InvalidArgumentError(f"--for: {condition.key} is {odd!r}, not a number, size or duration")
         return values
 
 
-def _cell(column: "Column[Any]", item: "Message") -> list[str]:
-    from gpuscale.cli.console.cells import ABSENT
+def standing(item: "Message") -> str:
+    """The state of a resource and the reason for it, in one line."""
+    from gpuscale.api.autoscaler.v1 import Endpoint
+    from gpuscale.cli.console.cells import word
 
-    text = column.cell(item)
-    return [] if text == ABSENT else [text]
+    if isinstance(item, Endpoint):
+        status = item.status
+        counts = f"{status.ready_replicas} of {status.desired_replicas} replicas ready"
+        return f"{counts}: {status.summary}" if status.summary else counts
+    of: Any = item
+    holder: Any = getattr(of, "status", of)
+    state = word(holder, "state") if "state" in holder.DESCRIPTOR.fields_by_name else "there"
+    why = next((str(why) for field in _WHY if (why := getattr(holder, field, ""))), "")
+    return f"{state}: {why}" if why else state
 
 
 def _wait(client: "Client", awaited: _Awaited, name: str, timeout: float, progress: Progress) -> None:
     try:
-        reason = awaited.standing(client, name)
+        reason = awaited.reason(client, name)
         while reason:
             left = timeout - progress.elapsed
             if left <= 0:
@@ -149,13 +201,13 @@ def _wait(client: "Client", awaited: _Awaited, name: str, timeout: float, progre
             progress.tell(f"{name} for {awaited.until}: {reason}")
             pause(min(PERIOD, left))
             try:
-                reason = awaited.standing(client, name)
+                reason = awaited.reason(client, name)
             except UnavailableError as error:
-                reason = error.message  # a service is started anew, and waited for like everything else
+                reason = error.message  # a restarting service is waited for like everything else
     finally:
         progress.end()
 
 
 def pause(seconds: float) -> None:
-    """Let some time pass until the next look."""
+    """Wait until it is time to look again."""
     time.sleep(seconds)

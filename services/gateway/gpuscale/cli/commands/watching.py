@@ -1,103 +1,163 @@
-"""What every `get` has in common: `-l`, `--sort-by`, and `--watch`, which reads again and again and writes what changed.
+"""What every `get` has in common: `-l`, `--sort-by`, and `--watch`, which reads again and writes what changed.
 
-Where the API has a Watch method, news on its stream let it read at once; where not, or while the stream is broken, it reads
-every so often.
+A Watch stream of the API, where there is one, only says when to read again; without it the list is read every few seconds.
 """
 
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from gpuscale.cli.console.choosing import Chosen, Watched
-from gpuscale.cli.console.session import note, session_of
+from gpuscale.cli.console.command import Command, Group, anywhere, typed_anywhere
+from gpuscale.cli.console.output import Chosen, Watched
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.formats import Format
-from gpuscale.cli.grammar.options import duration
+from gpuscale.cli.grammar.parameters import DURATION, Parsed
 from gpuscale.cli.grammar.selecting import parse_selector
-from gpuscale.common.errors import InvalidArgumentError, UnavailableError
+from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
-    from gpuscale.cli.commands.news import News
+    from gpuscale.client import Client
 
-Command = Callable[..., None]
+EVERY = 2.0
+LEAST = 0.2
+"""Seconds between two readings, at least: changes that come together are read together."""
 
-
-def options(
-    context: typer.Context,
-    selector: Annotated[
-        str,
-        typer.Option(
-            "--selector",
-            "-l",
-            metavar="KEY=VALUE,...",
-            help="Only those with this label, or field: state=READY,zone!=a,!cordoned,fence>=3.",
-        ),
-    ] = "",
-    sort_by: Annotated[
-        str,
-        typer.Option(
-            metavar="PATH", help="A column or a field, such as LEFT or .fence; -LEFT begins with the most."
-        ),
-    ] = "",
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Go on, and write each that changes; Ctrl-C ends it.")
-    ] = False,
-    every: Annotated[
-        float,
-        typer.Option(parser=duration, metavar="DURATION", help="How often --watch reads, if no news come."),
-    ] = 2.0,
-) -> None:
-    """Show nodes, GPUs, reservations, endpoints and the rest."""
-    session = session_of(context)
-    if watch and session.output.format is Format.JSON:
-        raise InvalidArgumentError("--watch writes one object after the other: use -o jsonl, not -o json")
-    try:
-        conditions = parse_selector(selector) if selector else ()
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--selector") from error
-    chosen = Chosen(conditions, sort_by, Watched(every) if watch else None)
-    context.obj = replace(session, output=replace(session.output, chosen=chosen))
+OF_GET = (
+    anywhere(
+        "--selector",
+        "-l",
+        type=Parsed("key=value,...", parse_selector),
+        help="Only resources with this label or field: state=READY,zone!=a,!cordoned,fence>=3.",
+    ),
+    anywhere(
+        "--sort-by",
+        metavar="PATH",
+        help="A column or field, such as LEFT or .fence; -LEFT sorts in descending order.",
+    ),
+    anywhere("--watch", "-w", is_flag=True, help="Keep running, and write each resource that changes."),
+    anywhere(
+        "--every", type=DURATION, help="How often --watch reads where the API has no stream; 2s by default."
+    ),
+)
 
 
-def repeated(command: Command) -> Command:
-    """The command, which goes on where it is watched; an answer that fails to come once is said, and asked for again."""
+class GetGroup(Group):
+    """`get`, whose options may also stand before the noun."""
 
-    @wraps(command)
-    def run(**typed: Any) -> None:
-        command(**typed)
-        session = session_of(typed["context"])
-        if session.output.chosen.watched is None:
-            return
-        from gpuscale.cli.commands.news import news_of
-
-        with news_of(command.__name__, session) as news:
-            _go_on(command, typed, session.output.chosen.watched, news)
-
-    return run
+    options = OF_GET
 
 
-def _go_on(command: Command, typed: dict[str, Any], watched: Watched, news: "News | None") -> None:
-    """Read again, for ever."""
+class GetCommand(Command):
+    """A command of `get`: it selects, sorts, and goes on where it is watched."""
+
+    options = OF_GET
+
+    def choose(self, session: Session, context: click.Context) -> Session:
+        """The session that writes what the options of `get` choose.
+
+        Raises:
+            InvalidArgumentError: the format cannot be written piece by piece.
+        """
+        typed = typed_anywhere(context)
+        watched = Watched(typed.get("every", EVERY)) if typed.get("watch") else None
+        if watched and session.output.format is Format.JSON:
+            raise InvalidArgumentError(
+                "--watch writes one object after the other: use -o jsonl instead of -o json"
+            )
+        chosen = Chosen(typed.get("selector", ()), typed.get("sort_by", ""), watched)
+        return replace(session, output=replace(session.output, chosen=chosen))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it once, or with --watch again and again."""
+        first: Any = super().invoke(ctx)
+        session: Session = ctx.obj
+        if session.output.chosen.watched is not None:
+            with changes_of(str(ctx.info_name), session) as changed:
+                _go_on(lambda: click.Command.invoke(self, ctx), session.output.chosen.watched, changed)
+        return first
+
+
+def _go_on(read: Callable[[], object], watched: Watched, changed: "Changed | None") -> None:
+    """Read again and again; an outage is reported once, and waited out."""
     away = False
     while True:
         sys.stdout.flush()
-        if news is None:
+        if changed is None:
             pause(watched.every)
         else:
-            news.wait(watched.every)
+            changed.wait(watched.every)
         try:
-            command(**typed)
+            read()
             away = False
         except UnavailableError as error:
             if not away:
-                note(f"{error.message}; asking again every {watched.every:g}s")
+                note(f"{error.message}; trying again every {watched.every:g}s")
             away = True
 
 
 def pause(seconds: float) -> None:
     """Wait until it is time to read again."""
     time.sleep(seconds)
+
+
+class Changed:
+    """Is set whenever a Watch stream has a message."""
+
+    def __init__(self) -> None:
+        self._set = threading.Event()
+
+    def wait(self, seconds: float) -> None:
+        """Return after a message, or after so many seconds."""
+        time.sleep(LEAST)
+        self._set.wait(max(0.0, seconds - LEAST))
+        self._set.clear()
+
+    def follow(self, method: Any, request: Any) -> None:
+        """Follow a stream until the client is closed."""
+        from gpuscale.client import watch
+
+        try:
+            for _ in watch(method, request):
+                self._set.set()
+        except GpuscaleError:
+            return  # the next reading reports what is wrong
+
+
+@contextmanager
+def changes_of(kind: str, session: Session) -> "Generator[Changed | None]":
+    """Changes of a kind of resource; None where the API has no stream of them, or it does not begin."""
+    if kind not in {"nodes", "gpus", "health", "reservations"}:
+        yield None
+        return
+    with session.connect() as client:
+        method, request = _stream(client, kind)
+        try:
+            stream = method(request)
+            next(iter(stream), None)
+            stream.cancel()
+        except GpuscaleError:
+            yield None
+            return
+        changed = Changed()
+        threading.Thread(target=changed.follow, args=(method, request), name="watch", daemon=True).start()
+        yield changed
+
+
+def _stream(client: "Client", kind: str) -> tuple[Any, Any]:
+    """The Watch method of a kind and its request: each has other types, and only that messages come counts."""
+    from gpuscale.api.allocator import v1 as allocator_api
+    from gpuscale.api.monitor import v1 as monitor_api
+    from gpuscale.common.wire import to_duration
+
+    if kind == "reservations":
+        return client.allocator.WatchReservations, allocator_api.WatchReservationsRequest()
+    if kind == "health":
+        return client.health.WatchHealth, monitor_api.WatchHealthRequest()
+    return client.fleet.WatchNodes, monitor_api.WatchNodesRequest(min_interval=to_duration(0.5))

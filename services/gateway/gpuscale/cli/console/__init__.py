@@ -1,4 +1,5 @@
-"""The session with a server, and how results, notes, progress and errors are written.
+"""Between commands and the world: the connection to a server, what has a name there, and how results and errors are written.
 
-Begin with `session` and `output`; `resources` reads what has a name.
+`command` is what every command is made of; then `session` and `output`. `resources` and `cells` need the contract, and are
+slow to import: commands import them when they run.
 """

@@ -1,4 +1,4 @@
-"""Cells of tables: an absent reading is `-`, never 0; enum values lose their prefix; names lose their collections."""
+"""Columns of tables: an absent reading is `-`, never 0; enum values lose their prefix, and names their collections."""
 
 import re
 from collections import Counter
@@ -10,11 +10,11 @@ from typing import Generic, Protocol, TypeVar
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.jsonpath import Field, Path
-from gpuscale.cli.grammar.quantities import format_duration, format_size
+from gpuscale.cli.grammar.parameters import format_duration, format_size
 from gpuscale.common import wire
 
-ABSENT = "-"
 M = TypeVar("M", bound=Message)
 
 
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Message)
 class Column(Generic[M]):
     """One column: its heading, the text of a cell, and whether only `-o wide` shows it.
 
-    A moving one merely tells the time, such as an age: a watched item has not changed when nothing else has.
+    A moving one only counts time, such as an age: alone it makes no change of a watched item.
     """
 
     heading: str
@@ -38,6 +38,10 @@ class View(Generic[M]):
     key: str
     columns: Sequence[Column[M]]
     labels: Path = (Field("labels"),)
+
+    def column(self, heading: str) -> Column[M] | None:
+        """The column of that heading, in any case."""
+        return next((one for one in self.columns if one.heading.casefold() == heading.casefold()), None)
 
 
 def short(name: str) -> str:
@@ -60,10 +64,10 @@ class _OfModel(Protocol):
 
 
 def counted_models(gpus: Iterable[_OfModel], *, simulated: bool) -> str:
-    """`8 x H100`, `2 x A100, 1 x L40S`; simulated GPUs say so, and a model that is not known is left out."""
+    """`8 x H100`, `2 x A100, 1 x L40S`; simulated GPUs say so, and an unknown model is left out."""
     counts = Counter(_DETAIL.split(_MAKER.sub("", gpu.model))[0] for gpu in gpus)
-    told = ", ".join(f"{count} x {model}" if model else str(count) for model, count in counts.items())
-    return f"{told or '0'}{' SIMULATED' if simulated else ''}"
+    listed = ", ".join(f"{count} x {model}" if model else str(count) for model, count in counts.items())
+    return f"{listed or '0'}{' SIMULATED' if simulated else ''}"
 
 
 def number(message: Message, field: str, show: Callable[[float], str] = "{:g}".format) -> str:

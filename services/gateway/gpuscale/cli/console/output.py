@@ -1,4 +1,7 @@
-"""Standard output: the payload, and nothing else, in the format that was asked for."""
+"""The payload on standard output: which items of a list are written, in which order, and in which format.
+
+Items are messages of the contract, shown by a `View` of `cells`, or written in the protobuf JSON mapping.
+"""
 
 import json
 import re
@@ -7,41 +10,172 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from gpuscale.cli.console.choosing import Chosen
-from gpuscale.cli.console.terminal import coloured, note, write_lines
-from gpuscale.cli.console.wire_json import name_of, to_dict
+from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.formats import Form, Format
-from gpuscale.cli.grammar.jsonpath import Field, Path, as_text, find, is_list, is_mapping, render
+from gpuscale.cli.grammar.jsonpath import Field, Path, as_text, find, is_list, is_mapping, parse_path, render
+from gpuscale.cli.grammar.selecting import Condition, check_path, order
+from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from gpuscale.cli.console.cells import View
+    from gpuscale.cli.console.cells import Column, View
 
     M = TypeVar("M", bound=Message)
 
-__all__ = ["Format", "Output", "coloured", "dump_yaml", "to_dict", "write_lines"]
-
 _UNPRINTABLE = r"[\x00-\x1f\x7f-\x9f]"
 _GAP = "   "
-_ABSENT = "-"
+ABSENT = "-"
+_DESCENDING = "-"
 _NAME: Path = (Field("name"),)
+_NOWHERE = order(None)[0]
+
+
+def to_dict(item: "Message") -> dict[str, object]:
+    """The protobuf JSON mapping; fields without presence are there with their zero, absent ones are not."""
+    from google.protobuf.json_format import MessageToDict
+
+    data: dict[str, object] = MessageToDict(item, always_print_fields_with_no_presence=True)
+    return data
+
+
+def name_of(item: "Message") -> str:
+    """The name of a resource, or its tenant; empty where it has neither."""
+    return str(getattr(item, "name", "") or getattr(item, "tenant", ""))
+
+
+@dataclass
+class Watched:
+    """What has been written of a list that is read again and again."""
+
+    every: float
+    """Seconds from one reading to the next."""
+    seen: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    widths: list[int] = field(default_factory=list[int])
+    headed: bool = False
+    """Whether the headings are written."""
+
+    def changes(self, shown: dict[str, tuple[str, ...]]) -> tuple[set[str], list[str]]:
+        """Take note of a reading, cells by name: (names that are new or have changed, names that are gone)."""
+        before, self.seen = self.seen, shown
+        changed = {name for name, cells in shown.items() if before.get(name) != cells}
+        return changed, [name for name in before if name not in shown]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What `-l`, `--sort-by` and `--watch` ask for."""
+
+    conditions: tuple[Condition, ...] = ()
+    sort_by: str = ""
+    watched: Watched | None = None
+
+    def pick(self, items: "Sequence[M]", view: "View[M]") -> "tuple[list[M], list[str]]":
+        """(the items to write, the names of those that are gone since they were written).
+
+        Raises:
+            InvalidArgumentError: a key of the selector or the order is unknown.
+        """
+        kept = self._matching(items, view)
+        if self.sort_by:
+            kept = self._sorted(kept, view)
+        if self.watched is None:
+            return kept, []
+        still = [column for column in view.columns if not column.moving]
+        keys = [name_of(item) or f"#{index}" for index, item in enumerate(kept)]
+        cells = [tuple(column.cell(item) for column in still) for item in kept]
+        changed, gone = self.watched.changes(dict(zip(keys, cells, strict=True)))
+        return [item for key, item in zip(keys, kept, strict=True) if key in changed], gone
+
+    def _matching(self, items: "Sequence[M]", view: "View[M]") -> "list[M]":
+        """The items that meet all conditions. A key is a label, else a field, else the heading of a column."""
+        if not self.conditions or not items:
+            return list(items)
+        data = [to_dict(item) for item in items]
+        labels = [_labels(view.labels, one) for one in data]
+        known = {key for one in labels for key in one}
+        columns = [_column(condition, known, items[0].DESCRIPTOR, view) for condition in self.conditions]
+        return [
+            item
+            for item, fields, own in zip(items, data, labels, strict=True)
+            if all(
+                condition.fits(own, fields) if column is None else condition.holds(cell_of(column, item))
+                for condition, column in zip(self.conditions, columns, strict=True)
+            )
+        ]
+
+    def _sorted(self, items: "list[M]", view: "View[M]") -> "list[M]":
+        descending = self.sort_by.startswith(_DESCENDING)
+        wanted = self.sort_by.removeprefix(_DESCENDING)
+        column = view.column(wanted)
+        try:
+            path = () if column else parse_path(wanted)
+        except ValueError as error:
+            raise InvalidArgumentError(f"--sort-by: {error}") from error
+        values = [column.cell(one) if column else next(iter(find(path, to_dict(one))), None) for one in items]
+        keys = [(order(value), item) for value, item in zip(values, items, strict=True)]
+        known = [pair for pair in keys if pair[0][0] != _NOWHERE]
+        if column is None and keys and not known:
+            check_path(path, items[0].DESCRIPTOR, "--sort-by", [one.heading for one in view.columns])
+        known.sort(key=lambda pair: pair[0], reverse=descending)
+        return [item for _, item in known] + [item for key, item in keys if key[0] == _NOWHERE]
+
+
+def _labels(path: Path, data: object) -> dict[str, str]:
+    return {
+        key: str(value) for found in find(path, data) if is_mapping(found) for key, value in found.items()
+    }
+
+
+def _column(condition: Condition, labels: set[str], descriptor: Any, view: "View[M]") -> "Column[M] | None":
+    """The column that a condition is about; None where it is about a label or a field.
+
+    Raises:
+        InvalidArgumentError: its key is none of these.
+    """
+    if condition.key in labels:
+        return None
+    try:
+        check_path(
+            condition.path, descriptor, "--selector", [*labels, *(one.heading for one in view.columns)]
+        )
+    except InvalidArgumentError:
+        if column := view.column(condition.key):
+            return column
+        if condition.negated and _has_labels(view.labels, descriptor):
+            return None  # a label that nothing has
+        raise
+    return None
+
+
+def _has_labels(path: Path, descriptor: Any) -> bool:
+    try:
+        check_path(path, descriptor, "--selector")
+    except InvalidArgumentError:
+        return False
+    return True
+
+
+def cell_of(column: "Column[M]", item: "M") -> list[str]:
+    """The text of a cell; none where the value is absent."""
+    text = column.cell(item)
+    return [] if text == ABSENT else [text]
 
 
 @dataclass(frozen=True)
 class Output:
-    """How results are written, and which of them."""
+    """How results are written."""
 
     format: Format = Format.TABLE
     headers: bool = True
     form: Form = field(default_factory=Form)
     """The expression of a format that has one."""
     chosen: Chosen = field(default_factory=Chosen)
-    """Which items of lists, in which order, and whether only those that changed."""
+    """Which items of lists, and in which order."""
 
     @property
     def human(self) -> bool:
-        """Whether a person reads it: tables, and the notes that go with them."""
+        """Whether a person reads it: a table, with notes beside it."""
         return self.format in {Format.TABLE, Format.WIDE}
 
     def write_list(self, items: "Sequence[M]", view: "View[M]") -> None:
@@ -57,7 +191,7 @@ class Output:
             self._write_each([*map(to_dict, kept), *({"name": name, "deleted": True} for name in gone)])
 
     def note_none(self, items: Sequence[object], text: str = "none") -> None:
-        """Say that a list is empty, to a person who would see nothing."""
+        """Tell a person that a list is empty."""
         if not items and self.human and self.chosen.watched is None:
             note(text)
 
@@ -71,12 +205,21 @@ class Output:
     def write_records(
         self, key: str, records: Sequence[Mapping[str, object]], columns: Sequence[tuple[str, str]]
     ) -> None:
-        """Write what is no message of the contract: a table of (heading, key) columns, or data under its key."""
+        """Write data that is no message: a table of (heading, key) columns, or a list under `key`."""
         if self.human:
-            rows = [[as_text(record.get(name, "")) or _ABSENT for _, name in columns] for record in records]
+            rows = [[as_text(record.get(name, "")) or ABSENT for _, name in columns] for record in records]
             write_lines(self._aligned([heading for heading, _ in columns], rows))
         else:
             self.write_data({key: [dict(record) for record in records]})
+
+    def write_said(self, line: str, data: Mapping[str, object], name: str = "") -> None:
+        """Write what was done: a line for a person, the name with `-o name`, else data."""
+        if self.human:
+            write_lines([line])
+        elif self.format is Format.NAME and name:
+            write_lines([name])
+        else:
+            self.write_data(data)
 
     def table(self, items: "Sequence[M]", view: "View[M]") -> list[str]:
         """The lines of a table, without colour; none for an empty list without headings."""
@@ -85,7 +228,7 @@ class Output:
         return self._aligned([column.heading for column in columns], rows)
 
     def _aligned(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-        """The lines of a table; while it is watched headings are written once, and columns only grow."""
+        """The lines of a table; of a watched one headings appear once, and columns only grow."""
         watched = self.chosen.watched
         with_headings = self.headers and not (watched and watched.headed)
         lines = [[re.sub(_UNPRINTABLE, "?", cell) for cell in row] for row in rows]
@@ -98,7 +241,7 @@ class Output:
         return [_GAP.join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
     def write_data(self, data: object) -> None:
-        """Write data in the format that was asked for; YAML for a person, where there is no table."""
+        """Write data in the format asked for; as YAML where a person reads it."""
         if self.format is Format.JSON:
             sys.stdout.write(json.dumps(data, indent=2) + "\n")
         elif self.format in {Format.TABLE, Format.WIDE, Format.YAML}:
@@ -137,7 +280,7 @@ def _listed(data: object) -> Sequence[object]:
 
 
 def _cell(data: object, path: Path) -> str:
-    return ",".join(map(as_text, find(path, data))) or _ABSENT
+    return ",".join(map(as_text, find(path, data))) or ABSENT
 
 
 def dump_yaml(data: object, file: TextIO) -> None:

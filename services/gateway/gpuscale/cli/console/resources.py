@@ -1,7 +1,7 @@
-"""Reading resources: whole lists, or the ones that were named.
+"""Reading resources: whole lists, or those of given names.
 
-A name may be written in full (`endpoints/jobs/replicas/r1`), with any name of its noun (`ep/jobs`), or without its
-collections (`jobs/r1`); a GPU also by its UUID alone, or by node and index (`host-1/0`), as tables print it.
+A name may be complete (`endpoints/jobs/replicas/r1`), with any form of its noun (`ep/jobs`), or without its collections
+(`jobs/r1`); a GPU may also be its UUID alone, or node and index (`host-1/0`), as tables print them.
 """
 
 import re
@@ -14,7 +14,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.cli.grammar.arguments import plural
+from gpuscale.cli.grammar.nouns import plural
 from gpuscale.client import Client, pages
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
@@ -23,15 +23,19 @@ from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 class Named(Protocol):
     """A resource of the contract."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Its resource name."""
+        ...
 
 
 N = TypeVar("N", bound=Named)
+RECORDING = "recordings/{recording}"
 _UUID = r"[A-Za-z]+-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
 
 def full_name(pattern: str, typed: str) -> str:
-    """The resource name of what was typed.
+    """The complete resource name of what was typed.
 
     Raises:
         InvalidArgumentError: it cannot be a name of that pattern.
@@ -43,12 +47,12 @@ def full_name(pattern: str, typed: str) -> str:
     name = "/".join(part for pair in zip(collections, ids, strict=False) for part in pair)
     if len(collections) != len(ids) or names.match(pattern, name) is None:
         short = "/".join(pattern.split("/")[1::2]).replace("{", "").replace("}", "").upper()
-        raise InvalidArgumentError(f"{typed!r} is not a name; write {short} or {pattern}")
+        raise InvalidArgumentError(f"{typed!r} is not a valid name; write {short} or {pattern}")
     return name
 
 
 def canonical(typed: str) -> str:
-    """A name with its nouns in the plural: `endpoints/jobs` of `ep/jobs`; without a noun in front as it is."""
+    """A name with its nouns in the plural: `endpoints/jobs` of `ep/jobs`; unchanged without a noun in front."""
     parts = typed.split("/")
     if len(parts) % 2:
         return typed
@@ -120,7 +124,7 @@ def spots(of: Callable[[], Iterable[monitor_api.Node]], typed: Sequence[str], no
         else:
             name = full_name(names.GPU, text.lower())
         if noun and ("gpus" if "/gpus/" in name else "nodes") != noun:
-            raise InvalidArgumentError(f"{one!r} is no {noun.removesuffix('s')}")
+            raise InvalidArgumentError(f"{one!r} is not a {noun.removesuffix('s')}")
         found.append(name)
     return found
 
@@ -129,7 +133,7 @@ _INDEX = re.compile(r"[^/]+/\d+")
 
 
 class _Gpus:
-    """GPUs by all that people call them."""
+    """GPUs by every name that people use for them."""
 
     def __init__(self, gpus: Iterable[types_api.Gpu]) -> None:
         self._by: dict[str, list[types_api.Gpu]] = defaultdict(list)
@@ -147,10 +151,10 @@ class _Gpus:
         """
         match = self._by.get(canonical(typed).removeprefix("gpus/").lower(), [])
         if not match:
-            raise NotFoundError(f"GPU {typed} not found; gpuscalectl get gpus -o name lists them")
+            raise NotFoundError(f"GPU {typed} not found; list GPUs with: gpuscalectl get gpus -o name")
         if len(match) > 1:
             uuids = ", ".join(gpu.uuid for gpu in match)
-            raise InvalidArgumentError(f"{typed} may be any of {uuids}; name one by its UUID")
+            raise InvalidArgumentError(f"{typed} may be any of {uuids}; use the UUID")
         return match[0]
 
 
@@ -263,6 +267,54 @@ def cordons(client: Client, typed: Sequence[str] = ()) -> list[allocator_api.Cor
 
 
 def quotas(client: Client) -> list[allocator_api.Quota]:
-    """The quotas of all tenants, and tenants without one that hold or wait for something."""
+    """The quotas of all tenants; those without one are listed while they hold or wait for something."""
     request = allocator_api.ListQuotasRequest()
     return [item for page in pages(client.quotas.ListQuotas, request) for item in page.quotas]
+
+
+def rules(
+    client: Client, endpoint: str = "", kind: str = "", signal: str = "", *, disabled: bool | None = None
+) -> list[autoscaler_api.EndpointRule]:
+    """All rules, or those of an endpoint, of a kind, or that read a signal."""
+    parent = full_name(names.ENDPOINT, endpoint) if endpoint else ""
+    request = autoscaler_api.ListRulesRequest(parent=parent, kind=kind, signal=signal, disabled=disabled)
+    return [item for page in pages(client.rules.ListRules, request) for item in page.rules]
+
+
+def recordings(client: Client, typed: Sequence[str] = ()) -> list[monitor_api.Recording]:
+    """The recordings of these names, or all."""
+    if typed:
+        wanted = [monitor_api.GetRecordingRequest(name=full_name(RECORDING, name)) for name in typed]
+        return [client.recordings.GetRecording(request).recording for request in wanted]
+    request = monitor_api.ListRecordingsRequest()
+    return [item for page in pages(client.recordings.ListRecordings, request) for item in page.recordings]
+
+
+def presets(client: Client) -> list[autoscaler_api.Preset]:
+    """All presets."""
+    return list(client.presets.ListPresets(autoscaler_api.ListPresetsRequest()).presets)
+
+
+_READERS: Mapping[str, Callable[[Client], Sequence[Named]]] = {
+    "nodes": nodes,
+    "reservations": reservations,
+    "endpoints": endpoints,
+    "replicas": replicas,
+    "watchers": watchers,
+    "decisions": decisions,
+    "adapters": adapters,
+    "cordons": cordons,
+    "recordings": recordings,
+    "rules": rules,
+}
+
+
+def short_names(client: Client, kind: str) -> list[str]:
+    """The names of all resources of a kind as tables print them; UUIDs of GPUs."""
+    if kind == "gpus":
+        return [gpu.uuid for gpu in gpus(nodes(client))]
+    if kind == "presets":
+        return [preset.name for preset in presets(client)]
+    if kind == "quotas":
+        return [quota.tenant for quota in quotas(client)]
+    return ["/".join(item.name.split("/")[1::2]) for item in _READERS[kind](client)]

@@ -1,27 +1,29 @@
-"""What the global options say: where to connect, how, and how to write results."""
+"""The connection to a server that the options of all commands describe, and how results are written."""
 
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import typer
+from typing import TYPE_CHECKING, TypedDict
 
 from gpuscale.cli.console.output import Output
-from gpuscale.cli.console.terminal import detail, note
+from gpuscale.cli.console.terminal import detail
 from gpuscale.common.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from gpuscale.client import AsyncClient, Client
+    from gpuscale.client import AsyncClient, Client, ClientTls
 
 NO_ANSWER = "NO_ANSWER"
 """Reason of a client's error where no connection is made."""
 NOBODY = frozenset({NO_ANSWER, UnavailableError.default_reason})
-"""The same, and where a connection is lost: a service that is there gives other reasons."""
+"""The same, and where a connection is lost: a service that answers gives other reasons."""
 
-__all__ = ["Session", "note", "session_of"]
+
+class _Where(TypedDict):
+    context: str | None
+    token: str | None
+    tls: "ClientTls | None"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Session:
     request_timeout: float = 10.0
     """Seconds that one call may take."""
     dial_timeout: float = 5.0
-    """Seconds that it may take to connect."""
+    """Seconds that connecting may take."""
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
@@ -42,58 +44,45 @@ class Session:
 
     @contextmanager
     def connect(self, *, quickly: float | None = None, node: str | None = None) -> "Generator[Client]":
-        """A client of the gateway; `quickly` bounds the seconds of connecting, and of each call.
+        """A client of the gateway.
 
-        `node` is the one that this host is, where somebody says it.
+        Args:
+            quickly: most seconds for connecting, and for each call.
+            node: the node that this host is, where an option says so.
 
         Raises:
-            UnavailableError: nothing answers there; the message says how to start something.
+            UnavailableError: nothing answers there; the message says how to start a server.
         """
-        from gpuscale.client import ClientTls, connect, read_token
+        from gpuscale.client import connect
 
-        tls = ClientTls(self.ca_file, self.cert_file, self.key_file) if self.ca_file else None
-        token = read_token(self.token_file) if self.token_file else None
-        timeout, began = quickly or self.request_timeout, time.monotonic()
-        dial = quickly or self.dial_timeout
-        with connect(
-            self.address,
-            context=self.context,
-            token=token,
-            tls=tls,
-            timeout=timeout,
-            dial_timeout=dial,
-            node=node,
-        ) as client:
-            detail(f"asking {client.address}")
+        timeout, dial = quickly or self.request_timeout, quickly or self.dial_timeout
+        began = time.monotonic()
+        with connect(self.address, **self._where(), timeout=timeout, dial_timeout=dial, node=node) as client:
+            detail(f"connecting to {client.address}")
             try:
                 yield client
             except UnavailableError as error:
                 if error.reason != NO_ANSWER:
                     raise
-                raise _no_answer(error) from error
+                message = (
+                    f"{error.message}\nto start everything on this machine: gpuscalectl up\n"
+                    "to use another server: --address HOST:PORT, GPUSCALE_ADDRESS, or gpuscalectl config set-context"
+                )
+                raise UnavailableError(message, reason=NO_ANSWER) from error
             finally:
                 detail(f"took {time.monotonic() - began:.3f} s")
 
     def connect_async(self) -> "AsyncClient":
-        """An async client of the gateway, for a screen of its own; no call is made yet."""
-        from gpuscale.client import ClientTls, connect_async, read_token
+        """An async client of the gateway, for the live screen; makes no call yet."""
+        from gpuscale.client import connect_async
 
-        tls = ClientTls(self.ca_file, self.cert_file, self.key_file) if self.ca_file else None
-        token = read_token(self.token_file) if self.token_file else None
-        return connect_async(
-            self.address, context=self.context, token=token, tls=tls, timeout=self.request_timeout
-        )
+        return connect_async(self.address, **self._where(), timeout=self.request_timeout)
 
+    def _where(self) -> _Where:
+        from gpuscale.client import ClientTls, read_token
 
-def _no_answer(error: UnavailableError) -> UnavailableError:
-    return UnavailableError(
-        f"{error.message}\nstart everything on this machine with: gpuscalectl up\n"
-        "or say where it is: --address HOST:PORT, GPUSCALE_ADDRESS, or gpuscalectl config set-context",
-        reason=NO_ANSWER,
-    )
-
-
-def session_of(context: typer.Context) -> Session:
-    """The session that the global options made."""
-    session = context.find_object(Session)
-    return session or Session()
+        return {
+            "context": self.context,
+            "token": read_token(self.token_file) if self.token_file else None,
+            "tls": ClientTls(self.ca_file, self.cert_file, self.key_file) if self.ca_file else None,
+        }

@@ -1,16 +1,21 @@
-"""What the person or the script at the other end wants: colour, plain ASCII, notes as JSON. One process, one terminal.
+"""Standard output and standard error: colour, plain ASCII, notes as JSON, questions, and the progress of a wait.
 
 Standard output gets the payload and nothing else; notes and errors go to standard error. With `-o json` and `-o jsonl` each
-line of standard error that the program writes is one JSON object, so that scripts can read both.
+line on standard error is one JSON object, so that scripts can read both.
 """
 
+import io
 import json
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, Protocol, runtime_checkable
+
+from gpuscale.cli.grammar.parameters import format_duration
 
 _GREEN, _YELLOW, _RED = "32", "33", "31"
 _STATES: Mapping[str, str] = {
@@ -27,16 +32,16 @@ _IN_ASCII: Final = str.maketrans(
 
 @dataclass
 class Terminal:
-    """How this run of the program talks; the global options say it."""
+    """How this run of the program writes, as its options say."""
 
     ascii: bool = False
-    """Nothing but ASCII in what is written for people."""
+    """Whether text for people is ASCII only."""
     json: bool = False
-    """Notes are JSON objects."""
+    """Whether notes are JSON objects."""
     verbose: bool = False
 
     def reset(self) -> None:
-        """Forget what an earlier run in this process wanted."""
+        """Forget the options of an earlier run in this process."""
         self.ascii = self.json = self.verbose = False
 
 
@@ -44,12 +49,12 @@ TERMINAL: Final = Terminal()
 
 
 def coloured() -> bool:
-    """Whether standard output is a terminal that wants colour (no-color.org)."""
+    """Whether standard output is a terminal with colour (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def write_lines(lines: Sequence[str]) -> None:
-    """Write lines for a person, words of state in colour where the terminal wants it."""
+    """Write lines for a person, states in colour on a terminal that has it."""
     text = _readable("".join(f"{line}\n" for line in lines), sys.stdout.encoding)
     if coloured():
         text = re.sub(_WORD, lambda found: _paint(found[0]), text)
@@ -61,14 +66,14 @@ def _paint(word: str) -> str:
 
 
 def _readable(text: str, encoding: str | None) -> str:
-    """The text as this terminal can show it."""
+    """The text in characters that this terminal can show."""
     if not TERMINAL.ascii and (encoding or "utf-8").lower().startswith("utf"):
         return text
     return text.translate(_IN_ASCII).encode("ascii", "replace").decode("ascii")
 
 
 def note(text: str) -> None:
-    """A line for the person at the terminal, beside the payload."""
+    """Write a line to standard error."""
     if TERMINAL.json:
         sys.stderr.write(json.dumps({"note": text}) + "\n")
     else:
@@ -76,16 +81,16 @@ def note(text: str) -> None:
 
 
 def detail(text: str) -> None:
-    """A note that only `-v` shows."""
+    """Write a note that only `-v` shows."""
     if TERMINAL.verbose:
         note(text)
 
 
 def ask(question: str) -> bool:
-    """Whether the person at the terminal says yes; the question stands on standard error, as all that is no payload.
+    """Ask the person at the terminal, on standard error; whether the answer is yes.
 
     Raises:
-        KeyboardInterrupt: the input ended without an answer.
+        KeyboardInterrupt: the input ends without an answer.
     """
     while True:
         sys.stderr.write(_readable(f"{question} [y/N]: ", sys.stderr.encoding))
@@ -98,3 +103,83 @@ def ask(question: str) -> bool:
             return True
         if word in {"", "n", "no"}:
             return False
+
+
+@runtime_checkable
+class _Encoding(Protocol):
+    """A stream of bytes underneath."""
+
+    def reconfigure(self, *, encoding: str) -> None:
+        """Take another encoding."""
+
+
+def prepare_streams(*, data: bool) -> None:
+    """Make both streams writable: closed ones (`>&-`) swallow output, and `data` is UTF-8 whatever the locale says."""
+    if sys.__stdout__ is None:
+        sys.stdout = _nowhere()
+    if sys.__stderr__ is None:
+        sys.stderr = _nowhere()
+    if data and isinstance(sys.stdout, _Encoding):
+        sys.stdout.reconfigure(encoding="utf-8")
+
+
+def flush_output() -> None:
+    """Write the rest of the payload; where that fails, the interpreter does not try it again with words of its own.
+
+    Raises:
+        OSError: the disk is full, or the pipe is closed.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = _nowhere()
+        raise
+
+
+def _nowhere() -> io.TextIOWrapper:
+    return Path(os.devnull).open("w", encoding="utf-8")
+
+
+REPEAT = 10.0
+"""Seconds after which an unchanged reason for waiting is repeated."""
+_AGAIN = "\r\x1b[K"
+
+
+class Progress:
+    """Shows on standard error how long a wait has taken and why it goes on: one line on a terminal, else each change."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._said_at = float("-inf")
+        self._last = ""
+        self._open = False
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    def tell(self, reason: str, moving: str = "", waited: float | None = None) -> None:
+        """Say why the wait goes on.
+
+        Args:
+            reason: repeated when it changes, and now and then.
+            moving: more about it whose change alone is not worth a line.
+            waited: seconds so far, where another clock counts them.
+        """
+        line = f"waiting {format_duration(self.elapsed if waited is None else waited)}, {reason}{moving}"
+        if sys.stderr.isatty() and not TERMINAL.json:
+            sys.stderr.write(f"{_AGAIN}{line}")
+            sys.stderr.flush()
+            self._open = True
+            return
+        if reason == self._last and time.monotonic() - self._said_at < REPEAT:
+            return
+        self._last, self._said_at = reason, time.monotonic()
+        note(line)
+
+    def end(self) -> None:
+        """Finish the line."""
+        if self._open:
+            sys.stderr.write("\n")
+            self._open = False

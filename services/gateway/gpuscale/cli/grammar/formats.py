@@ -1,7 +1,4 @@
-"""What standard output is written as: `-o table`, `-o jsonpath={.nodes[*].name}`, `-o custom-columns=NAME:.name`.
-
-Pure: text in, a value out. Paths are those of `gpuscale.cli.grammar.jsonpath`; the forms are kubectl's.
-"""
+"""Output formats: `-o table`, `-o jsonpath={.nodes[*].name}`, `-o custom-columns=NAME:.name`, as kubectl has them. Pure."""
 
 import difflib
 from dataclasses import dataclass
@@ -11,7 +8,7 @@ from gpuscale.cli.grammar.jsonpath import Path, Template, parse_path, parse_temp
 
 
 class Format(StrEnum):
-    """What standard output is written as."""
+    """How standard output is written."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -40,13 +37,13 @@ def parse_form(text: str) -> Form:
     """The form that `-o` names.
 
     Raises:
-        ValueError: there is no such format, or its expression cannot be read; says what was meant, perhaps.
+        ValueError: there is no such format, or its expression cannot be read; suggests the nearest one.
     """
     word, equals, expression = text.partition("=")
     if word not in set(Format):
         near = difflib.get_close_matches(word, list(Format), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(Format)}"
-        raise ValueError(f"{word!r} is no format; {hint}")
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(Format)}"
+        raise ValueError(f"{word!r} is not a format; {hint}")
     wanted = Format(word)
     if wanted not in WITH_EXPRESSION:
         if equals:
@@ -62,5 +59,5 @@ def parse_form(text: str) -> Form:
 def _column(text: str) -> tuple[str, Path]:
     heading, colon, path = text.partition(":")
     if not heading or not colon or not path:
-        raise ValueError(f"{text!r} is no column; write it like NAME:.name")
+        raise ValueError(f"{text!r} is not a column; write it like NAME:.name")
     return heading, parse_path(path)

@@ -4,14 +4,16 @@ r"""Paths into JSON data, in the part of kubectl's JSONPath that scripts use.
     ['a.b']                  a field whose name has dots                       [?(@.state=="READY")]    items that fit
     {range .nodes[*]}{.name}{"\t"}{.state}{"\n"}{end}      text, once for each item
 
-Pure. What is not there gives nothing; a path that cannot be read is a ValueError that shows the rest of it.
+By hand for two reasons (docs/adr/0012): 64-bit numbers, which JSON has as texts, compare as numbers, and fields have two
+names. Pure. What does not exist gives nothing; a path that cannot be read is a ValueError that shows the rest of it.
 """
 
 import json
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 _STEP = re.compile(
     r"""\.?\[\s*(?:(?P<all>\*)|(?P<index>-?\d+)|(?P<from>-?\d*):(?P<to>-?\d*)|(?P<quoted>'[^']*'|"[^"]*")
@@ -38,11 +40,11 @@ class Items:
 
 @dataclass(frozen=True)
 class Where:
-    """Items of a list at which a path has a value that compares so."""
+    """Items of a list for which the value at a path compares as stated."""
 
     path: "Path"
-    is_: str
-    than: object
+    sign: str
+    value: str
 
 
 Path = tuple[Field | Items | Where, ...]
@@ -70,7 +72,7 @@ def parse_path(text: str) -> Path:
     while rest not in {"", "."}:
         found = _STEP.match(rest)
         if found is None:
-            raise ValueError(f"{text!r} is no path: {rest!r} cannot be read; write it like .status.state")
+            raise ValueError(f"{text!r} is not a path: cannot read {rest!r}; write it like .status.state")
         steps.append(_step(found))
         rest = rest[found.end() :]
     return tuple(steps)
@@ -78,7 +80,7 @@ def parse_path(text: str) -> Path:
 
 def _step(found: re.Match[str]) -> Field | Items | Where:
     if found["is"]:
-        return Where(parse_path(found["of"]), found["is"], _literal(found["than"]))
+        return Where(parse_path(found["of"]), found["is"], found["than"].strip("'\""))
     if found["all"] or found["every"]:
         return Items(slice(None))
     if found["index"]:
@@ -90,15 +92,6 @@ def _step(found: re.Match[str]) -> Field | Items | Where:
         return Field(found["field"])
     start, end = found["from"], found["to"]
     return Items(slice(int(start) if start else None, int(end) if end else None))
-
-
-def _literal(text: str) -> object:
-    if text[0] in "'\"":
-        return text[1:-1]
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def parse_template(text: str) -> Template:
@@ -117,9 +110,9 @@ def parse_template(text: str) -> Template:
         end = found.end()
         _add(open_parts, found)
     if end != len(text):
-        raise ValueError(f"{text!r}: a brace is left open at {text[end:]!r}")
+        raise ValueError(f"{text!r}: unclosed brace at {text[end:]!r}")
     if len(open_parts) > 1:
-        raise ValueError(f"{text!r}: a range has no {{end}}")
+        raise ValueError(f"{text!r}: {{range}} without {{end}}")
     return tuple(open_parts[0][1])
 
 
@@ -131,7 +124,7 @@ def _add(open_parts: list[tuple[Path, list[str | Path | Each]]], found: re.Match
         open_parts.append((parse_path(inner.removeprefix("range ")), []))
     elif inner == "end":
         if len(open_parts) == 1:
-            raise ValueError("'{end}' stands without a range")
+            raise ValueError("'{end}' without '{range}'")
         path, parts = open_parts.pop()
         open_parts[-1][1].append(Each(path, tuple(parts)))
     elif inner[:1] in {"'", '"'} and inner:
@@ -162,33 +155,26 @@ def _follow(step: Field | Items | Where, value: object) -> Iterator[object]:
         yield from (item for item in value if _fits(step, item))
 
 
-def _fits(where: Where, item: object) -> bool:
-    compare = _COMPARISONS[where.is_]
-    return any(compare(*_alike(value, where.than)) for value in find(where.path, item))
-
-
-def _alike(value: object, than: object) -> tuple[float, float] | tuple[str, str]:
-    """Two values as numbers where both are (JSON writes large whole numbers as texts), else as texts."""
-    try:
-        return float(str(value)), float(str(than))
-    except ValueError:
-        return as_text(value), as_text(than)
-
-
-_COMPARISONS: Mapping[str, Callable[[float | str, float | str], bool]] = {
-    "==": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
-    "<": lambda a, b: _order(a, b) < 0,
-    "<=": lambda a, b: _order(a, b) <= 0,
-    ">": lambda a, b: _order(a, b) > 0,
-    ">=": lambda a, b: _order(a, b) >= 0,
+_COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
 }
 
 
-def _order(a: float | str, b: float | str) -> int:
-    if isinstance(a, float) and isinstance(b, float):
-        return (a > b) - (a < b)
-    return (str(a) > str(b)) - (str(a) < str(b))
+def _fits(where: Where, item: object) -> bool:
+    return any(_COMPARE[where.sign](*_alike(value, where.value)) for value in find(where.path, item))
+
+
+def _alike(value: object, other: str) -> tuple[float, float] | tuple[str, str]:
+    """Two values as numbers where both are (JSON has 64-bit numbers as texts), else as texts."""
+    try:
+        return float(str(value)), float(other)
+    except ValueError:
+        return as_text(value), other
 
 
 def render(template: Template, data: object) -> str:

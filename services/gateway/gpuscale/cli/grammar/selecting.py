@@ -1,18 +1,20 @@
-"""Which of several resources are shown, and in which order: `-l state=READY,!zone,fence>=3` and `--sort-by=-.fence`.
+"""Selectors and orders: `-l state=READY,!zone,fence>=3` and `--sort-by=-.fence`. Pure.
 
-Pure. A key of a selector is a label, or else a field of the resource in its JSON form; words of enums may lose their prefix
-(`state=online` fits NODE_STATE_ONLINE); `>=`, `<=`, `>` and `<` compare numbers, sizes and durations by how much they are.
-What is not there fits no value, and comes last in every order.
+A key is a label, or else a field of the resource's JSON form. Enum values match without their prefix (`state=online` fits
+NODE_STATE_ONLINE); `>=`, `<=`, `>` and `<` compare numbers, sizes and durations by amount. A missing value fits nothing and
+sorts last.
 """
 
+import difflib
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from gpuscale.cli.grammar.jsonpath import Path, as_text, find, parse_path
-from gpuscale.cli.grammar.quantities import parse_duration, parse_size
+from gpuscale.cli.grammar.jsonpath import Field, Path, as_text, find, parse_path
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.sizes import parse_duration, parse_size
 
 _CONDITION = re.compile(r"(?P<not>!)?(?P<key>[^=!<>\s]+)(?:\s*(?P<is>==|=|!=|>=|<=|>|<)\s*(?P<value>.*))?")
 _PLAIN = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -31,23 +33,23 @@ class Condition:
     """One condition of a selector.
 
     Attributes:
-        key: what was typed before the sign.
+        key: the text before the sign.
         path: the key as a path.
-        is_: the sign, one of = != >= <= > <; empty where only the presence of the key counts.
-        value: what stands behind the sign.
-        negated: whether it holds where what is written does not.
+        sign: one of = != >= <= > <; empty where only the presence of the key counts.
+        value: the text behind the sign.
+        negated: whether the rest must not hold.
     """
 
     key: str
     path: Path
-    is_: str
+    sign: str
     value: str
     negated: bool
 
     @property
     def compares(self) -> bool:
-        """Whether it asks for an amount."""
-        return self.is_ in _COMPARE
+        """Whether it compares amounts."""
+        return self.sign in _COMPARE
 
     def fits(self, labels: Labels, data: object) -> bool:
         """Whether a resource with these labels and this JSON form meets it."""
@@ -59,14 +61,14 @@ class Condition:
 
     def holds(self, values: Sequence[str]) -> bool:
         """Whether one of these values meets it."""
-        found = any(map(self._is, values)) if self.is_ else bool(values)
+        found = any(map(self._is, values)) if self.sign else bool(values)
         return found is not self.negated
 
     def _is(self, value: str) -> bool:
         if not self.compares:
             return _same(value, self.value)
         left, right = amount(value), amount(self.value)
-        return left is not None and right is not None and _COMPARE[self.is_](left, right)
+        return left is not None and right is not None and _COMPARE[self.sign](left, right)
 
 
 def parse_selector(text: str) -> tuple[Condition, ...]:
@@ -81,13 +83,15 @@ def parse_selector(text: str) -> tuple[Condition, ...]:
 def _condition(text: str) -> Condition:
     found = _CONDITION.fullmatch(text.strip())
     if found is None or (found["not"] and found["is"]):
-        raise ValueError(f"{text!r} is no condition; write it like zone=a, zone!=a, zone, !zone or fence>=3")
+        raise ValueError(
+            f"{text!r} is not a condition; write it like zone=a, zone!=a, zone, !zone or fence>=3"
+        )
     key = found["key"]
     # A label may have a name that no path has.
     path = parse_path(key) if re.fullmatch(r"[\w.\[\]-]+", key) else ()
     sign, value = found["is"] or "", found["value"] or ""
     if sign in _COMPARE and amount(value) is None:
-        raise ValueError(f"{text!r}: {value!r} is no number, size or duration to compare with")
+        raise ValueError(f"{text!r}: {value!r} is not a number, size or duration")
     negated = bool(found["not"]) or sign == "!="
     return Condition(key, path or parse_path(f"['{key}']"), sign, value, negated)
 
@@ -95,7 +99,7 @@ def _condition(text: str) -> Condition:
 def _same(value: str, wanted: str) -> bool:
     if value == wanted:
         return True
-    # A word of an enum, with or without its prefix, in any case.
+    # An enum value, with or without its prefix, in any case.
     return value.isupper() and f"_{value}".endswith(f"_{wanted.upper()}")
 
 
@@ -121,3 +125,37 @@ def amount(text: str) -> float | None:
             continue
     found = _NUMBER.fullmatch(text)
     return float(found[1]) if found else None
+
+
+def near(typed: str, known: Iterable[str]) -> str:
+    """`; did you mean x?` for the nearest known word; else the choices; empty where there are none."""
+    words = list(known)
+    folded = {word.casefold(): word for word in words}
+    found = difflib.get_close_matches(typed.casefold(), list(folded), n=1)
+    if found:
+        return f"; did you mean {folded[found[0]]}?"
+    return f"; choose from {', '.join(words)}" if words else ""
+
+
+def check_path(path: Path, descriptor: Any, where: str, also: Iterable[str] = ()) -> None:
+    """Check that a path leads through fields of a message; maps may have any key.
+
+    Args:
+        path: the path.
+        descriptor: of the message; to the stubs one of two classes, by implementation.
+        where: the option that has the path, for the error.
+        also: other words that may have been meant.
+
+    Raises:
+        InvalidArgumentError: there is no such field.
+    """
+    for step in path:
+        if descriptor is None or not isinstance(step, Field):
+            continue
+        found = next((one for one in descriptor.fields if step.name in {one.name, one.json_name}), None)
+        if found is None:
+            known = [*also, *(one.json_name for one in descriptor.fields)]
+            raise InvalidArgumentError(f"{where}: unknown field {step.name!r}{near(step.name, known)}")
+        also = ()
+        of = found.message_type
+        descriptor = None if of is None or of.GetOptions().map_entry else of

@@ -1,4 +1,4 @@
-"""Files of endpoints and watchers: read with positions, held against the contract, planned and applied.
+"""Manifests: YAML with places, the resources that it declares, and the steps of `apply`.
 
-Begin with `documents`, then `planning`.
+Begin with `documents`; `planning` is the only module here that calls a server.
 """

@@ -1,17 +1,16 @@
-"""Manifests: YAML documents that say which queue watchers and endpoints there should be.
+"""Manifests: YAML documents that declare queue watchers and endpoints, or policies to backtest.
 
-    kind: Endpoint
-    name: jobs
-    spec:
+    kind: Endpoint                    kind: Policy
+    name: jobs                        name: ours
+    spec:                             preset: {preset: gpuscale, slots: 8, goal: 5s}
       minReplicas: 0
-      ...
 
 A document is the protobuf JSON mapping of the resource, and its kind. What `get -o yaml` prints is a manifest too: there
-the name, such as `endpoints/jobs`, says the kind. Every complaint names the place as `file:line:column`. The type of each
-value comes from the contract, never from the look of the text: a queue named `no` or `1e3` is that text.
+the name, such as `endpoints/jobs`, says the kind. Every error begins with `file:line:column`. The type of a value comes from
+the contract, never from the look of the text: a queue named `no` or `1e3` is that text.
 """
 
-import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,23 +20,16 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.manifests.yaml_tree import (
-    Entries,
-    Items,
-    ManifestError,
-    Place,
-    Scalar,
-    Tree,
-    read_documents,
-)
+from gpuscale.cli.grammar.jsonpath import camel
+from gpuscale.cli.grammar.selecting import near
+from gpuscale.cli.manifests.yaml_tree import Entries, Items, Place, Scalar, Tree, read_documents
 from gpuscale.common import names
+from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from google._upb._message import FieldDescriptor as UpbFieldDescriptor
 
     Field = FieldDescriptor | UpbFieldDescriptor
-
-__all__ = ["Declared", "ManifestError", "Resource", "declared", "fill", "parse"]
 
 Resource = api.Endpoint | api.QueueWatcher
 
@@ -62,23 +54,18 @@ _SCALARS: Mapping[int, str] = {
 
 @dataclass(frozen=True)
 class Declared:
-    """A resource, and the part of a document that it was read from."""
+    """A resource, and the part of a document that declares it."""
 
     resource: Resource
     tree: Tree
 
 
-def parse(text: str, source: str) -> list[Resource]:
-    """The resources of all documents of a text; `source` is what to call it in complaints.
+def declared(text: str, source: str) -> list[Declared]:
+    """The resources in all documents of a text; `source` is its name in errors.
 
     Raises:
         ManifestError: it is not YAML, or not what the contract allows.
     """
-    return [one.resource for one in declared(text, source)]
-
-
-def declared(text: str, source: str) -> list[Declared]:
-    """`parse`, with where each stands."""
     return [one for document in read_documents(text, source) for one in _resources(document)]
 
 
@@ -114,49 +101,40 @@ def _name(pattern: str, name: str, place: Place) -> str:
     full = name if names.match(pattern, name) else f"{pattern.partition('/')[0]}/{name}"
     if names.match(pattern, full) is None:
         raise place.error(
-            f"{name!r} is not a name: 1-63 of a-z, 0-9, '-', '.' and '_'" if name else "name is missing"
+            f"{name!r} is not a valid name: 1-63 of a-z, 0-9, '-', '.' and '_'" if name else "name is missing"
         )
     return full
 
 
 def fill(message: Message, table: Entries) -> None:
-    """Set the fields of a message that stand in a mapping.
+    """Set the fields of a message from a mapping.
 
     Raises:
-        ManifestError: a field that is not known or stands twice, or a value of another type.
+        ManifestError: a field is unknown or given twice, or a value has another type.
     """
     fields = {name: field for field in message.DESCRIPTOR.fields for name in (field.json_name, field.name)}
+    known = [field.json_name for field in message.DESCRIPTOR.fields]
     seen: set[int] = set()
     for key, value in table.entries:
         field = fields.get(key.text)
         if field is None:
-            raise key.place.error(f"unknown field {key.text!r}{_hint(key.text, message)}")
+            raise key.place.error(f"unknown field {key.text!r}{near(key.text, known)}")
         if field.number in seen:
-            raise key.place.error(f"{field.json_name} stands twice")
+            raise key.place.error(f"{field.json_name} is given twice")
         seen.add(field.number)
         oneof = field.containing_oneof
         taken: str | None = message.WhichOneof(oneof.name) if oneof is not None else None
         if taken is not None:
-            raise key.place.error(f"{key.text} cannot stand beside {taken}")
+            raise key.place.error(f"{key.text} excludes {taken}")
         if not (isinstance(value, Scalar) and value.null):
             _set(message, field, value)
-
-
-def _hint(typed: str, message: Message) -> str:
-    fields = [field.json_name for field in message.DESCRIPTOR.fields]
-    near = difflib.get_close_matches(typed, fields, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(fields)}"
 
 
 def _set(message: Message, field: "Field", value: Tree) -> None:
     of = field.message_type
     if of is None or of.full_name in _TEXT_MESSAGES:
-        _parse(
-            message,
-            field,
-            value,
-            [_leaf(field, item) for item in _items(value)] if field.is_repeated else _leaf(field, value),
-        )
+        plain = [_leaf(field, item) for item in _items(value)] if field.is_repeated else _leaf(field, value)
+        _parse(message, field, value, plain)
     elif of.GetOptions().map_entry:
         leaf = of.fields_by_name["value"]
         _parse(message, field, value, {key.text: _leaf(leaf, item) for key, item in _entries(value).entries})
@@ -210,3 +188,73 @@ def _scalar(tree: Tree) -> Scalar:
     if not isinstance(tree, Scalar):
         raise tree.place.error("must be a single value")
     return tree
+
+
+_POLICY_KINDS = ("Policy", "Endpoint")
+
+
+def parse_policies(text: str, source: str) -> list[api.BacktestPolicy]:
+    """The policies in all documents of a text: presets, specs, or endpoints, which stand for their spec.
+
+    Raises:
+        ManifestError: it is not YAML, or not what the contract allows.
+    """
+    return [_policy(document) for document in read_documents(text, source)]
+
+
+def _policy(document: Tree) -> api.BacktestPolicy:
+    entries = _entries(document).entries
+    by_key = {key.text: value for key, value in entries}
+    given = by_key.get("kind")
+    kind = given.text if isinstance(given, Scalar) else ""
+    if kind not in _POLICY_KINDS:
+        place = (given or document).place
+        raise place.error(f"kind must be {' or '.join(_POLICY_KINDS)}" + (f", not {kind}" if kind else ""))
+    rest = Entries(document.place, [entry for entry in entries if entry[0].text != "kind"])
+    policy = api.BacktestPolicy()
+    if kind == "Endpoint":
+        endpoint = api.Endpoint()
+        fill(endpoint, rest)
+        policy.name = endpoint.name.removeprefix("endpoints/")
+        policy.spec.CopyFrom(endpoint.spec)
+    else:
+        fill(policy, rest)
+    if not policy.name:
+        raise document.place.error("name is missing")
+    if policy.WhichOneof("policy") is None:
+        raise document.place.error("preset or spec is missing")
+    return policy
+
+
+_STEP = re.compile(r"\w+|\[\d+\]")
+
+
+def place_of(tree: Tree, path: str) -> Place:
+    """The place of a field such as `spec.rules[2].step`; if it is missing, of what it is missing from."""
+    for step in _STEP.findall(path):
+        inner = _inner(tree, step)
+        if inner is None:
+            break
+        tree = inner
+    return tree.place
+
+
+def _inner(tree: Tree, step: str) -> Tree | None:
+    if isinstance(tree, Items):
+        index = int(step[1:-1]) if step.startswith("[") else len(tree.items)
+        return tree.items[index] if index < len(tree.items) else None
+    if isinstance(tree, Entries):
+        return next((value for key, value in tree.entries if key.text in {step, camel(step)}), None)
+    return None
+
+
+def placed(error: InvalidArgumentError, tree: Tree, prefix: str = "") -> InvalidArgumentError:
+    """The error with the place of each field at fault; `prefix` is in front of paths in the error, but not in the file."""
+    if not error.violations:
+        return tree.place.error(error.message)
+    lines: list[str] = []
+    for one in error.violations:
+        path = one.field.removeprefix(prefix)
+        place = place_of(tree, path)
+        lines.append(f"{place.source}:{place.line}:{place.column}: {path} {one.description}")
+    return InvalidArgumentError("\n".join(lines), reason=error.reason, violations=error.violations)

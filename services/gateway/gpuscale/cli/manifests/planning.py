@@ -1,4 +1,4 @@
-"""What has to be done so that queue watchers and endpoints are as files say, and doing it."""
+"""The steps of `apply`: what has to change so that queue watchers and endpoints match the manifests, and changing it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,14 @@ from google.protobuf.json_format import MessageToDict
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console import resources
 from gpuscale.cli.grammar.jsonpath import is_list, is_mapping
-from gpuscale.cli.manifests.documents import Declared, Resource
-from gpuscale.cli.manifests.placing import placed
+from gpuscale.cli.manifests.documents import Declared, Resource, placed
 from gpuscale.client import Client
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.rpc.validation import validate
 
 
 class Action(StrEnum):
-    """What becomes of a resource, in the word that is written when it is done."""
+    """What happens to a resource."""
 
     CREATE = "created"
     CONFIGURE = "configured"
@@ -28,7 +27,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """What becomes of one resource: as it is, as it is wanted, and as the server would have it then."""
+    """What happens to one resource: as it is, as declared, and as the server would store it."""
 
     action: Action
     name: str
@@ -38,15 +37,15 @@ class Step:
 
 
 def check(wanted: Sequence[Declared]) -> None:
-    """Hold resources against the rules of the contract; nobody is asked.
+    """Check resources against the rules of the contract, without a server.
 
     Raises:
-        InvalidArgumentError: one breaks a rule, or stands twice; says where.
+        InvalidArgumentError: one breaks a rule or is declared twice; says where.
     """
     seen: set[str] = set()
     for one in wanted:
         if one.resource.name in seen:
-            raise one.tree.place.error(f"{one.resource.name} stands twice")
+            raise one.tree.place.error(f"{one.resource.name} is declared twice")
         seen.add(one.resource.name)
         try:
             validate(one.resource)
@@ -55,13 +54,12 @@ def check(wanted: Sequence[Declared]) -> None:
 
 
 def plan(client: Client, wanted: Sequence[Declared], *, prune: bool) -> list[Step]:
-    """The steps, in the order in which they can be taken: endpoints read watchers, so these come first and go last.
+    """The steps in an order that works: endpoints read watchers, which are therefore created first and deleted last.
 
-    The server says what would come of each, so that what it refuses in one does not leave half of them, and what it
-    fills in by itself is no change.
+    The server checks each step first, so that a refusal leaves nothing half done, and defaults that it fills in are no change.
 
     Raises:
-        GpuscaleError: it refuses one; says where it stands.
+        GpuscaleError: it refuses one; says where.
     """
     ordered = sorted(wanted, key=lambda one: isinstance(one.resource, api.Endpoint))
     existing = [(one, _existing(client, one.resource)) for one in ordered]
@@ -86,10 +84,9 @@ def _step(client: Client, wanted: Declared, before: Resource | None, new: frozen
 
 
 def _rehearsed(client: Client, wanted: Declared, before: Resource | None, new: frozenset[str]) -> Resource:
-    """The resource as the server would have it; `new` has the names of what other steps make.
+    """The resource as the server would store it; `new` has the names that other steps create.
 
-    An endpoint that reads a watcher of the same files cannot be checked by a server that has not that watcher yet: it is
-    then as the file says.
+    The server cannot check an endpoint that reads a watcher of the same files before that exists: it is taken as declared.
     """
     try:
         return _put(client, wanted, before, dry_run=True)
@@ -110,10 +107,10 @@ def _existing(client: Client, wanted: Resource) -> Resource | None:
 
 
 def take(client: Client, step: Step) -> tuple[Resource, Action]:
-    """Take a step; (the resource after it, what was done).
+    """Take a step: (the resource after it, what was done).
 
     Raises:
-        InvalidArgumentError: the server refuses it; says where it stands.
+        InvalidArgumentError: the server refuses it; says where.
         GpuscaleError: it failed.
     """
     if step.wanted is None:
@@ -135,7 +132,7 @@ def _put(client: Client, wanted: Declared, before: Resource | None, *, dry_run: 
 
 
 def unserved(client: Client, steps: Sequence[Step]) -> Iterator[str]:
-    """For each endpoint whose template or adapter nobody has now, a line that says so: its replicas would wait for one."""
+    """A warning for each endpoint whose template or adapter does not exist yet."""
     wanted = [
         (step.name, step.wanted.resource.spec.template)
         for step in steps
@@ -146,10 +143,10 @@ def unserved(client: Client, steps: Sequence[Step]) -> Iterator[str]:
         named = [of.adapter] if of.adapter else [tier.adapter for tier in of.tiers]
         for adapter in named:
             if adapter not in templates:
-                yield f"{name}: {adapter} is not known; its replicas wait until it connects"
+                yield f"{name}: {adapter} is not known; replicas wait until it connects"
         known = set[str]().union(*(templates.get(one, set()) for one in named or templates))
         if of.template and of.template not in known and (not named or known):
-            there = f"; there are {', '.join(sorted(known))}" if known else ""
+            there = f"; known: {', '.join(sorted(known))}" if known else ""
             yield f"{name}: no adapter has a template {of.template!r}{there}"
 
 
@@ -188,14 +185,14 @@ def _delete(client: Client, step: Step) -> Resource:
 
 
 def manifest(resource: Resource | None) -> dict[str, object]:
-    """A resource as a manifest, in which what is not stated does not stand; empty for none."""
+    """A resource as a manifest without unset fields; empty for none."""
     if resource is None:
         return {}
     return {"name": resource.name, "spec": MessageToDict(resource.spec)}
 
 
 def changes(before: Resource | None, after: Resource | None) -> list[str]:
-    """The fields that differ, as `spec.minReplicas: 0 -> 1`; `-` where a field is not stated."""
+    """The fields that differ, as `spec.minReplicas: 0 -> 1`; `-` where a field is unset."""
     one, other = dict(_flat(manifest(before))), dict(_flat(manifest(after)))
     paths = [*one, *(path for path in other if path not in one)]
     return [

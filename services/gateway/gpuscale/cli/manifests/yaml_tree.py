@@ -1,7 +1,7 @@
-"""YAML as a tree of texts with their places, before anybody has given them a type.
+"""YAML as a tree of texts with their places; the schema gives them types.
 
-The only file that knows the YAML library's nodes, which have no types. Anchors and aliases are refused (they can blow up a small file), keys
-stand once, and a scalar is the text that was written: what it means is for the schema to say.
+The only file that knows the YAML library's untyped nodes. Anchors and aliases are refused, since they can blow up a small
+file; keys are unique; a scalar is its text.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ Tree = Scalar | Items | Entries
 
 
 def read_documents(text: str, source: str) -> list[Tree]:
-    """The documents of a text that are not empty; `source` is what to call it in errors.
+    """The documents of a text that are not empty; `source` is its name in errors.
 
     Raises:
         ManifestError: it is not YAML, or uses what is refused.
@@ -106,7 +106,7 @@ def _entries(node: Any, source: str) -> list[tuple[Scalar, Tree]]:
         if not isinstance(key, Scalar):
             raise key.place.error("a key must be a single value")
         if key.text in seen:
-            raise key.place.error(f"{key.text} stands twice")
+            raise key.place.error(f"{key.text} is given twice")
         seen.add(key.text)
         entries.append((key, _tree(value_node, source)))
     return entries

@@ -1,7 +1,10 @@
-"""Endpoints, replicas, queue watchers, decisions and adapters."""
+"""Endpoints with their replicas, rules and decisions; queue watchers, adapters and reported metrics."""
+
+from google.protobuf.json_format import MessageToDict
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.cells import Column, View, duration, number, short, since, text, word
+from gpuscale.cli.console.output import ABSENT
 from gpuscale.client.states import capabilities
 
 
@@ -23,7 +26,7 @@ def _summary(endpoint: api.Endpoint) -> str:
 
 
 def _sets(endpoint: api.Endpoint) -> str:
-    """Groups of each capability set: ready and desired."""
+    """Ready and desired groups of each capability set."""
     sets = endpoint.status.capability_sets
     return ", ".join(f"{one.id} {one.ready_replicas}/{one.desired_replicas}" for one in sets)
 
@@ -73,7 +76,7 @@ REPLICAS = View[api.Replica](
 
 
 def _queues(spec: api.QueueWatcherSpec) -> str:
-    """What is watched: names of queues, or a pattern between slashes."""
+    """The queues that are watched, or a pattern between slashes."""
     if spec.queue_pattern:
         return f"/{spec.queue_pattern}/"
     return spec.queue or ", ".join(spec.queues)
@@ -138,3 +141,28 @@ METRICS = View[api.ReportedMetric](
 
 def _capabilities(adapter: api.Adapter) -> str:
     return ", ".join(field.name.replace("_", " ") for field, _ in adapter.capabilities.ListFields())
+
+
+def _does(one: api.EndpointRule) -> str:
+    """The kind of a rule with its fields, in the names of the contract."""
+    kind = one.rule.WhichOneof("kind")
+    if kind is None:
+        return ABSENT
+    fields = MessageToDict(getattr(one.rule, kind)).items()
+    return f"{kind}: " + ", ".join(f"{name}={value}" for name, value in fields)
+
+
+RULES = View[api.EndpointRule](
+    "rules",
+    (
+        Column("NAME", lambda one: short(one.name)),
+        Column("STATE", lambda one: "DISABLED" if one.rule.disabled else "ENABLED"),
+        Column("PRIORITY", lambda one: str(one.rule.priority)),
+        Column("SIGNAL", lambda one: text(one.rule.signal)),
+        Column("COOLDOWN", lambda one: duration(one.rule, "cooldown")),
+        Column("MIN", lambda one: number(one.rule, "min_replicas")),
+        Column("MAX", lambda one: number(one.rule, "max_replicas")),
+        Column("CHANGED", lambda one: duration(one, "since_change"), moving=True),
+        Column("DOES", _does),
+    ),
+)

@@ -1,11 +1,10 @@
-"""Nodes and their GPUs."""
+"""Nodes and GPUs, recordings, health events, history and trends."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.cells import (
-    ABSENT,
     Column,
     View,
     counted_models,
@@ -13,12 +12,16 @@ from gpuscale.cli.console.cells import (
     number,
     percent,
     short,
+    since,
     size,
     text,
     used_of,
+    word,
 )
+from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.jsonpath import parse_path
 from gpuscale.client.states import NO_MARKS, Marks, gpu_state, node_state, problem
+from gpuscale.common.wire import to_datetime
 
 
 def gpu_count(node: monitor_api.Node) -> str:
@@ -34,7 +37,7 @@ def _load(node: monitor_api.Node) -> str:
 
 
 def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[monitor_api.Node]:
-    """The view of nodes, given what is cordoned; `problems` shows what is wrong with their GPUs where it is not wide too."""
+    """The view of nodes, given what is cordoned; with `problems` not only the wide table says what is wrong with their GPUs."""
     return View(
         "nodes",
         (
@@ -60,7 +63,7 @@ def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[monitor_a
 
 
 def gpu_model(gpu: types_api.Gpu) -> str:
-    """Product name; a simulated GPU says so."""
+    """Product name; simulated GPUs say so."""
     return f"{text(gpu.model)} SIMULATED" if gpu.simulated else text(gpu.model)
 
 
@@ -90,3 +93,118 @@ def gpus(holders: Mapping[str, str], marked: Marks = NO_MARKS) -> View[types_api
             Column("UUID", lambda gpu: gpu.uuid),
         ),
     )
+
+
+RECORDINGS = View[monitor_api.Recording](
+    "recordings",
+    (
+        Column("NAME", lambda recording: short(recording.name)),
+        Column("STATE", lambda recording: word(recording, "state")),
+        Column("GPUS", lambda recording: str(len(recording.gpus))),
+        Column("SAMPLES", lambda recording: str(recording.sample_count)),
+        Column("RAN", lambda recording: duration(recording, "duration"), moving=True),
+        Column("INTERVAL", lambda recording: duration(recording, "interval")),
+        Column("LIMIT", lambda recording: duration(recording, "max_duration"), wide=True),
+        Column("AGE", lambda recording: since(recording, "start_time"), moving=True),
+    ),
+)
+
+
+def _figures(
+    metric: "monitor_api.Metric.ValueType", show: Callable[[float], str]
+) -> Callable[[monitor_api.RecordedGpu], str]:
+    """`min mean max` of a metric; `-` where it was never read."""
+
+    def cell(gpu: monitor_api.RecordedGpu) -> str:
+        found = [stats for stats in gpu.stats if stats.metric == metric]
+        return (
+            " ".join(show(value) for value in (found[0].min, found[0].mean, found[0].max))
+            if found
+            else ABSENT
+        )
+
+    return cell
+
+
+RECORDED_GPUS = View[monitor_api.RecordedGpu](
+    "gpus",
+    (
+        Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
+        Column("GPU", lambda gpu: str(gpu.index)),
+        Column("MODEL", lambda gpu: text(gpu.model)),
+        Column("SAMPLES", lambda gpu: str(gpu.sample_count)),
+        Column("UTIL min mean max", _figures(monitor_api.Metric.METRIC_UTILIZATION_PERCENT, percent)),
+        Column("MEMORY min mean max", _figures(monitor_api.Metric.METRIC_MEMORY_USED_BYTES, size)),
+        Column(
+            "TEMP min mean max", _figures(monitor_api.Metric.METRIC_TEMPERATURE_CELSIUS, "{:.0f}C".format)
+        ),
+        Column("POWER min mean max", _figures(monitor_api.Metric.METRIC_POWER_WATTS, "{:.0f}W".format)),
+        Column(
+            "CLOCK min mean max",
+            _figures(monitor_api.Metric.METRIC_SM_CLOCK_MHZ, "{:.0f}MHz".format),
+            wide=True,
+        ),
+        Column("UUID", lambda gpu: gpu.uuid, wide=True),
+    ),
+)
+
+HEALTH = View[monitor_api.HealthEvent](
+    "healthEvents",
+    (
+        Column("SEVERITY", lambda event: word(event, "severity")),
+        Column("FATAL", lambda event: "yes" if event.fatal else "no"),
+        Column("CHECK", lambda event: word(event, "check")),
+        Column("NODE", lambda event: event.node),
+        Column("AGE", lambda event: since(event, "start_time"), moving=True),
+        Column("RESOLVED", lambda event: since(event, "resolved_time"), moving=True),
+        Column("COUNT", lambda event: str(event.count), wide=True),
+        Column("CLEARED", lambda event: "yes" if event.cleared else "no", wide=True),
+        Column("ACTION", lambda event: word(event, "recommended_action")),
+        Column("MESSAGE", lambda event: text(event.message)),
+        Column("UUID", lambda event: text(event.uuid)),
+        Column("NAME", lambda event: short(event.name), wide=True),
+    ),
+)
+
+
+def _amount(metric: "monitor_api.Metric.ValueType", value: float) -> str:
+    return size(value) if metric == monitor_api.Metric.METRIC_MEMORY_USED_BYTES else f"{value:.6g}"
+
+
+def _slope(trend: monitor_api.Trend) -> str:
+    """Growth in an hour with its sign; `-` where there are too few samples."""
+    if not trend.HasField("slope_per_hour"):
+        return ABSENT
+    sign = "-" if trend.slope_per_hour < 0 else "+"
+    return sign + _amount(trend.stats.metric, float(f"{abs(trend.slope_per_hour):.4g}"))
+
+
+SERIES = View[monitor_api.HistorySeries](
+    "series",
+    (
+        Column("NAME", lambda series: short(series.name)),
+        Column("METRIC", lambda series: word(series, "metric")),
+        Column(
+            "TIME",
+            lambda series: f"{to_datetime(series.points[0].start_time).astimezone():%Y-%m-%d %H:%M:%S}",
+        ),
+        Column("MIN", lambda series: _amount(series.metric, series.points[0].min)),
+        Column("MEAN", lambda series: _amount(series.metric, series.points[0].mean)),
+        Column("MAX", lambda series: _amount(series.metric, series.points[0].max)),
+        Column("SAMPLES", lambda series: str(series.points[0].sample_count)),
+    ),
+)
+"""Series of one point each."""
+
+TRENDS = View[monitor_api.Trend](
+    "trends",
+    (
+        Column("NAME", lambda trend: short(trend.name)),
+        Column("METRIC", lambda trend: word(trend.stats, "metric")),
+        Column("MIN", lambda trend: _amount(trend.stats.metric, trend.stats.min)),
+        Column("MEAN", lambda trend: _amount(trend.stats.metric, trend.stats.mean)),
+        Column("MAX", lambda trend: _amount(trend.stats.metric, trend.stats.max)),
+        Column("PER HOUR", _slope),
+        Column("SAMPLES", lambda trend: str(trend.stats.sample_count)),
+    ),
+)

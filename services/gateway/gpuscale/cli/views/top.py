@@ -6,8 +6,8 @@ from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.api.autoscaler.v1 import Endpoint
 from gpuscale.api.monitor.v1 import Node
 from gpuscale.api.types.v1 import Gpu
-from gpuscale.cli.console.cells import ABSENT, Column, View, duration, number, short, text
-from gpuscale.cli.console.output import Output
+from gpuscale.cli.console.cells import Column, View, duration, number, short, text
+from gpuscale.cli.console.output import ABSENT, Output
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
 from gpuscale.cli.views.monitor import gpu_model

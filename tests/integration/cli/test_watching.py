@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from gpuscale.cli.commands.news import News
+from gpuscale.cli.commands.watching import Changed
 from gpuscale.testing import FakeServer
 from tests.support.up import CTL, ctl_environment
 from tests.support.waiting import eventually_sync
@@ -55,8 +55,8 @@ def test_a_reservation_is_written_when_it_is_made_and_when_it_ends() -> None:
         first.release()
 
 
-def test_without_news_it_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_changes_it_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("gpuscale.cli.commands.news.time.sleep", slept.append)
-    News().wait(0.3)
+    monkeypatch.setattr("gpuscale.cli.commands.watching.time.sleep", slept.append)
+    Changed().wait(0.3)
     assert slept == [0.2]

@@ -1,4 +1,4 @@
-"""Commands that `gpuscalectl` runs for somebody: signals are passed on to them, and exit codes are those of a shell."""
+"""Commands that `gpuscalectl` runs: signals are passed on to them, and exit codes are those of a shell."""
 
 import ctypes
 import os
@@ -6,28 +6,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import psutil
 
+from gpuscale.cli.console.terminal import note
+
 NOT_FOUND, NOT_RUN = 127, 126
-"""Exit codes of a command that is not there, and of one that cannot be run."""
+"""Exit codes of a command that does not exist, and of one that cannot be run."""
 STDERR = 2
-"""Where a command's standard output goes, while that of `gpuscalectl` is data."""
+"""Where a command's standard output goes while that of `gpuscalectl` is data."""
 OF_SIGNAL = 128
 """Added to the number of the signal that ended a command."""
-
-RESERVATION = "GPUSCALE_RESERVATION"
-"""Variable that names the reservation, in the environment of a command that runs on it."""
-
 PAUSE = 0.05
-"""Seconds between two looks whether all have gone that were told to."""
-KILL_PATIENCE = 2.0
-"""Seconds within which what is killed is gone, unless it is stuck."""
-_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+"""Seconds between two looks at what is told to end."""
+KILL_SECONDS = 2.0
+"""Within this time killed processes are gone, unless they are stuck in the kernel."""
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 """What `signal.signal` returns."""
@@ -36,10 +35,38 @@ _FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, sign
 _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 
-class Forwarding:
-    """Passes signals on to a command while its block runs, those too that came before the command had started.
+def start(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    stdout: int | None = None,
+    dies_with_us: bool = False,
+) -> "subprocess.Popen[bytes] | int":
+    """Start a command; its exit code where it cannot be started, which is reported.
 
-    What a terminal sends on Ctrl-C it sends to the command itself as well, so that is not passed on.
+    Args:
+        command: the program and its arguments.
+        environment: its whole environment; that of this process by default.
+        stdout: its standard output.
+        dies_with_us: whether the kernel kills it when this process ends without stopping it, as by SIGKILL.
+    """
+    die = _dying_with(os.getpid()) if dies_with_us else None
+    try:
+        return subprocess.Popen(command, env=environment, stdout=stdout, preexec_fn=die)  # noqa: PLW1509
+    except OSError as error:
+        note(f"error: {command[0]}: {error.strerror}")
+        return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN
+
+
+def exit_code(returned: int) -> int:
+    """The exit code of a command that has ended; 128 plus the number of the signal that ended it."""
+    return OF_SIGNAL - returned if returned < 0 else returned
+
+
+class Forwarding:
+    """Passes signals on to a command while its block runs, including those that arrive before it has started.
+
+    What a terminal sends on Ctrl-C it sends to the command itself, so that is not passed on.
     """
 
     def __init__(self) -> None:
@@ -49,7 +76,7 @@ class Forwarding:
 
     def to(self, process: "subprocess.Popen[bytes]") -> None:
         """The command has started."""
-        # Not `Popen.send_signal`, which takes leave of a command that has ended: only who waits for it may.
+        # Not `Popen.send_signal`, which reaps a command that has ended: only who waits for it may.
         self._pidfd = os.pidfd_open(process.pid)
         while self._early:
             self._send(self._pidfd, self._early.pop(0))
@@ -83,9 +110,9 @@ class Forwarding:
 class Offspring:
     """Every process that this one starts while its block runs, however it detaches.
 
-    Who calls setsid, forks twice or empties its environment stays in the tree: the kernel makes this process, a subreaper,
-    the parent of what has lost its own. Processes are told apart by id and start time. What a daemon starts for a command
-    (`docker run -d`, `systemd-run`) is the daemon's.
+    Who calls setsid, forks twice or empties its environment stays in the tree: this process is a subreaper, and the kernel
+    gives it the children of what has ended below it. Processes are told apart by id and start time. What a daemon starts for
+    a command (`docker run -d`, `systemd-run`) belongs to the daemon.
     """
 
     def __init__(self) -> None:
@@ -93,16 +120,16 @@ class Offspring:
         self._others = self._self.children()  # of the shell that became this program by exec
 
     def __enter__(self) -> Self:
-        _adopt_orphans(True)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _adopt_orphans(False)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
     def wait(self, process: "subprocess.Popen[bytes]") -> int:
-        """Wait for the command, and take leave of orphans that end before it; what `Popen.wait` returns."""
+        """Wait for the command, and reap orphans that end before it; returns what `Popen.wait` does."""
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None:
             if ended.si_pid == process.pid:
                 break
@@ -118,7 +145,7 @@ class Offspring:
         return [one for one in self._self.children(recursive=True) if one not in others and _runs(one)]
 
     def stop(self, until: float) -> list[psutil.Process]:
-        """Ask all of them to end, and kill those that still run at `until`, of `time.monotonic`.
+        """Send SIGTERM to all of them, and SIGKILL to those that still run at `until`, of `time.monotonic`.
 
         Returns:
             Those that cannot be killed: another user's, or stuck in the kernel.
@@ -126,7 +153,7 @@ class Offspring:
         _send(self.alive(), signal.SIGTERM)
         while (left := self.alive()) and time.monotonic() < until:
             time.sleep(PAUSE)
-        until = time.monotonic() + KILL_PATIENCE
+        until = time.monotonic() + KILL_SECONDS
         while left and time.monotonic() < until:  # again: one may have forked meanwhile
             _send(left, signal.SIGKILL)
             time.sleep(PAUSE)
@@ -134,15 +161,27 @@ class Offspring:
         return left
 
 
-def _adopt_orphans(on: bool) -> None:
-    """Whether the kernel makes this process the parent of orphans below it.
+def _prctl(operation: int, value: int) -> None:
+    """Set an attribute of this process.
 
     Raises:
-        OSError: it refuses.
+        OSError: the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    if libc.prctl(operation, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({operation})")
+
+
+def _dying_with(parent: int) -> Callable[[], None]:
+    """What a child runs before its program, so that it is killed when the thread of `parent` that started it ends."""
+    libc = ctypes.CDLL(None)  # loaded before the fork, after which little is safe
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the call
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return prepare
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -165,8 +204,3 @@ def named(processes: Iterable[psutil.Process]) -> str:
         with suppress(psutil.NoSuchProcess):
             found.append(f"{one.name()} ({one.pid})")
     return ", ".join(found)
-
-
-def exit_code(returned: int) -> int:
-    """The exit code of a command that has ended; 128 and its number where a signal ended it."""
-    return OF_SIGNAL - returned if returned < 0 else returned

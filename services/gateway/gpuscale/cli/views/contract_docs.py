@@ -1,5 +1,6 @@
-"""What the contract says of its own messages and fields, comments and bounds, from the descriptor set that is shipped."""
+"""What the contract says of its messages and fields: comments and bounds, from the descriptor set that is shipped with it."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -11,9 +12,11 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto,
 from google.protobuf.json_format import MessageToDict
 
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.cli.grammar.field_names import near
+from gpuscale.cli.grammar.selecting import near
 from gpuscale.common.errors import NotFoundError
 
+_WIDTH = 100
+"""Characters of a line of text."""
 FILE = "contract.binpb"
 ROOTS: Mapping[str, str] = {
     "nodes": "monitor.v1.Node",
@@ -39,7 +42,7 @@ _SCALARS = {number: name.removeprefix("TYPE_").lower() for name, number in Field
 
 @dataclass(frozen=True)
 class Entry:
-    """A field, or the whole of a message: what it is, and what it consists of."""
+    """A field, or a whole message: what it is, and what it consists of."""
 
     name: str
     type: str
@@ -56,25 +59,27 @@ class _Contract:
     enums: dict[str, EnumDescriptorProto] = field(default_factory=dict[str, EnumDescriptorProto])
     comments: dict[str, str] = field(default_factory=dict[str, str])
 
-    def add(self, kind: Any, name: str, path: tuple[int, ...], said: Mapping[tuple[int, ...], str]) -> None:
-        """Take in a message with all that stands in it."""
+    def add(
+        self, kind: Any, name: str, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str]
+    ) -> None:
+        """Take in a message with all that it contains."""
         self.messages[name] = kind
-        self.comments[name] = said.get(path, "")
+        self.comments[name] = comments.get(path, "")
         for index, one in enumerate(kind.field):
-            self.comments[f"{name}.{one.name}"] = said.get((*path, _FIELDS, index), "")
+            self.comments[f"{name}.{one.name}"] = comments.get((*path, _FIELDS, index), "")
         for index, one in enumerate(kind.nested_type):
-            self.add(one, f"{name}.{one.name}", (*path, _NESTED, index), said)
+            self.add(one, f"{name}.{one.name}", (*path, _NESTED, index), comments)
         for index, one in enumerate(kind.enum_type):
-            self.add_enum(one, f"{name}.{one.name}", (*path, _NESTED_ENUMS, index), said)
+            self.add_enum(one, f"{name}.{one.name}", (*path, _NESTED_ENUMS, index), comments)
 
     def add_enum(
-        self, kind: Any, name: str, path: tuple[int, ...], said: Mapping[tuple[int, ...], str]
+        self, kind: Any, name: str, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str]
     ) -> None:
         """Take in an enum with its values."""
         self.enums[name] = kind
-        self.comments[name] = said.get(path, "")
+        self.comments[name] = comments.get(path, "")
         for index, one in enumerate(kind.value):
-            self.comments[f"{name}.{one.name}"] = said.get((*path, _VALUES, index), "")
+            self.comments[f"{name}.{one.name}"] = comments.get((*path, _VALUES, index), "")
 
 
 @cache
@@ -82,11 +87,11 @@ def _contract() -> _Contract:
     found = _Contract()
     data = resources.files("gpuscale.api").joinpath(FILE).read_bytes()
     for file in descriptor_pb2.FileDescriptorSet.FromString(data).file:
-        said = {tuple(one.path): _plain(one.leading_comments) for one in file.source_code_info.location}
+        comments = {tuple(one.path): _plain(one.leading_comments) for one in file.source_code_info.location}
         for index, message in enumerate(file.message_type):
-            found.add(message, f".{file.package}.{message.name}", (_MESSAGES, index), said)
+            found.add(message, f".{file.package}.{message.name}", (_MESSAGES, index), comments)
         for index, enum in enumerate(file.enum_type):
-            found.add_enum(enum, f".{file.package}.{enum.name}", (_ENUMS, index), said)
+            found.add_enum(enum, f".{file.package}.{enum.name}", (_ENUMS, index), comments)
     return found
 
 
@@ -110,7 +115,7 @@ def describe(root: str, path: str) -> Entry:
         fields = contract.messages[owner].field if owner in contract.messages else ()
         found = next((one for one in fields if name in {one.name, one.json_name}), None)
         if found is None:
-            known = near(name, (one.name for one in fields)) if fields else ": it has no parts"
+            known = near(name, (one.name for one in fields)) if fields else ": it has no fields"
             raise NotFoundError(f"{entry.name or entry.type} has no field {name!r}{known}")
         entry = _field(contract, owner, found)
         owner = _value_type(contract, found)
@@ -118,8 +123,8 @@ def describe(root: str, path: str) -> Entry:
     return entry
 
 
-def roots(name: str) -> str:
-    """The message of a kind of resource in the plural, or of that name, such as `Ask`; empty where there is none."""
+def root_of(name: str) -> str:
+    """The message of a kind of resource in the plural, or of a name such as `Ask`; empty where there is none."""
     if name in ROOTS:
         return ROOTS[name]
     found = (one.removeprefix(_PACKAGE) for one in _contract().messages if one.startswith(_PACKAGE))
@@ -174,3 +179,29 @@ def _type(contract: _Contract, one: FieldDescriptorProto) -> str:
 
 def _short(full_name: str) -> str:
     return full_name.rpartition(".")[2]
+
+
+def entry_data(name: str, entry: Entry) -> dict[str, object]:
+    """An entry as data."""
+    data: dict[str, object] = {"name": name, "type": entry.type, "description": entry.text}
+    if entry.json_name:
+        data["jsonName"] = entry.json_name
+    if entry.bounds:
+        data["bounds"] = entry.bounds
+    if entry.parts:
+        data["parts"] = [entry_data(part.name, part) for part in entry.parts]
+    return data
+
+
+def entry_lines(path: str, entry: Entry) -> list[str]:
+    """An entry in words: type, comment, bounds, and the same of each part."""
+    json_name = f"   in JSON: {entry.json_name}" if entry.json_name not in {"", entry.name} else ""
+    lines = [f"{path}   {entry.type}{json_name}", *textwrap.wrap(entry.text, _WIDTH)]
+    if entry.bounds:
+        lines.append(f"Bounds: {entry.bounds}.")
+    for part in entry.parts:
+        bounds = f" ({part.bounds})" if part.bounds else ""
+        lines += ["", f"  {part.name}   {part.type}".rstrip()]
+        indent = "    "
+        lines += textwrap.wrap(part.text + bounds, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return lines

@@ -1,0 +1,316 @@
+"""What every command is made of: `@command`, the options of all commands, and groups that import a command when it is used.
+
+Options of all commands may stand anywhere before `--`, so that each command and group knows them. A command gets the
+`Session` that they describe as its first argument.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+
+import click
+
+from gpuscale.cli.console.output import Output
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import TERMINAL
+from gpuscale.cli.grammar.formats import WITH_EXPRESSION, Form, Format
+from gpuscale.cli.grammar.nouns import is_field, with_noun
+from gpuscale.cli.grammar.parameters import DURATION, FORM
+from gpuscale.cli.grammar.selecting import near
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    from gpuscale.client import Client
+
+Complete: TypeAlias = "Callable[[click.Context, click.Parameter, str], list[CompletionItem]]"
+PROGRAM = "gpuscalectl"
+EPILOG = "Options of all commands, such as -o and --address: gpuscalectl --help"
+COMPLETION_SECONDS = 0.5
+"""How long a server may take to answer with names for a shell."""
+FILE = click.Path(path_type=Path)
+_TYPED = "gpuscale.cli.typed"
+"""In `Context.meta`, which a command shares with the groups above it: the options of all commands."""
+
+
+def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
+    """Take note of an option that may stand anywhere; the one furthest right counts."""
+    if value is not None and parameter.name:
+        context.meta.setdefault(_TYPED, {})[parameter.name] = value
+
+
+def anywhere(*names: str, **attributes: Any) -> click.Option:
+    """An option that may stand before and behind the commands that know it."""
+    return click.Option(names, expose_value=False, callback=_keep, default=None, **attributes)
+
+
+def typed_anywhere(context: click.Context) -> dict[str, Any]:
+    """The options made by `anywhere` that were typed, by name."""
+    return dict(context.meta.get(_TYPED, {}))
+
+
+def words(*known: str) -> Complete:
+    """Completes an option with these words."""
+
+    def complete(_context: click.Context, _parameter: click.Parameter, part: str) -> "list[CompletionItem]":
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(word) for word in known if word.startswith(part)]
+
+    return complete
+
+
+def names_by(read: "Callable[[Client], Sequence[str]]") -> Complete:
+    """Completes with names that the server knows; with none, and without a word, where it does not answer."""
+
+    def complete(context: click.Context, _parameter: click.Parameter, part: str) -> "list[CompletionItem]":
+        from click.shell_completion import CompletionItem
+
+        from gpuscale.common.errors import GpuscaleError
+
+        try:
+            with session_of(context).connect(quickly=COMPLETION_SECONDS) as client:
+                return [CompletionItem(name) for name in read(client) if name.startswith(part)]
+        except GpuscaleError:
+            return []
+
+    return complete
+
+
+def names_of(kind: str) -> Complete:
+    """Completes with the names of a kind of resource, such as `nodes`."""
+
+    def read(client: "Client") -> Sequence[str]:
+        from gpuscale.cli.console.resources import short_names
+
+        return short_names(client, kind)
+
+    return names_by(read)
+
+
+def context_names(_context: click.Context, _parameter: click.Parameter, part: str) -> "list[CompletionItem]":
+    """Completes with the names of contexts."""
+    from click.shell_completion import CompletionItem
+
+    from gpuscale.client.connection import contexts_file, read_contexts
+    from gpuscale.common.errors import GpuscaleError
+
+    try:
+        known = read_contexts(contexts_file()).by_name
+    except GpuscaleError:
+        return []
+    return [CompletionItem(name, help=one.address) for name, one in known.items() if name.startswith(part)]
+
+
+OF_ALL_COMMANDS = (
+    anywhere(
+        "--address",
+        metavar="HOST:PORT",
+        help="Server to use; $GPUSCALE_ADDRESS or 127.0.0.1:7070 by default.",
+    ),
+    anywhere("--token-file", type=FILE, help="Bearer token to send; $GPUSCALE_TOKEN_FILE by default."),
+    anywhere("--ca-file", type=FILE, help="Certificate authority of the server, PEM; turns TLS on."),
+    anywhere("--cert-file", type=FILE, help="Client certificate, PEM."),
+    anywhere("--key-file", type=FILE, help="Key of the client certificate, PEM."),
+    anywhere(
+        "--context",
+        metavar="NAME",
+        help="Server from the contexts file; $GPUSCALE_CONTEXT or the current one by default.",
+        shell_complete=context_names,
+    ),
+    anywhere("--request-timeout", type=DURATION, help="Time limit of one call; 10s by default."),
+    anywhere("--dial-timeout", type=DURATION, help="Time limit of connecting; 5s by default."),
+    anywhere(
+        "--output",
+        "-o",
+        type=FORM,
+        help="table, wide, json, yaml, name, jsonl, jsonpath=PATH or custom-columns=HEADING:PATH,...",
+        shell_complete=words(*(f"{one}=" if one in WITH_EXPRESSION else one for one in Format)),
+    ),
+    anywhere("--no-headers", is_flag=True, help="Leave out the headings of tables."),
+    anywhere("--ascii", is_flag=True, help="Write ASCII only."),
+    anywhere("--verbose", "-v", is_flag=True, help="Write more to standard error."),
+)
+
+
+def session_of(context: click.Context) -> Session:
+    """The session that the options of all commands describe."""
+    typed = typed_anywhere(context)
+    form: Form = typed.get("output", Form())
+    TERMINAL.ascii, TERMINAL.verbose = bool(typed.get("ascii")), bool(typed.get("verbose"))
+    known = {
+        key: value for key, value in typed.items() if key in Session.__dataclass_fields__ and key != "output"
+    }
+    return replace(Session(output=Output(form.format, not typed.get("no_headers"), form)), **known)
+
+
+class Command(click.Command):
+    """A command that knows the options of all commands, and whose help ends with an example."""
+
+    options: ClassVar[Sequence[click.Option]] = ()
+    """Options that all commands of this class have."""
+    of_all: ClassVar[Sequence[click.Option]] = OF_ALL_COMMANDS
+
+    def __init__(self, *given: Any, example: str = "", **attributes: Any) -> None:
+        self.example = example
+        if example:
+            attributes["epilog"] = f"\b\nExample:\n  {PROGRAM} {example}\n\n{EPILOG}"
+        super().__init__(*given, **attributes)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its own parameters, and those of all commands."""
+        return [*self.own_params(ctx), *self.of_all]
+
+    def own_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its own parameters, which are those in its help."""
+        return [*super().get_params(ctx), *self.options]
+
+    def choose(self, session: Session, context: click.Context) -> Session:
+        """The session as the options of its class want it."""
+        del context
+        return session
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write its own options."""
+        records = [record for one in self.own_params(ctx) if (record := one.get_help_record(ctx)) is not None]
+        if records:
+            with formatter.section("Options"):
+                formatter.write_dl(records)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it with the session of the whole line."""
+        ctx.obj = self.choose(session_of(ctx), ctx)
+        return super().invoke(ctx)
+
+
+class Entry(NamedTuple):
+    """A command or group of the program, known without importing it.
+
+    Attributes:
+        help: one line of what it does.
+        place: `module:attribute` below `gpuscale.cli.commands`; of a group the place of each command in it.
+        kind: the class of a group.
+    """
+
+    help: str
+    place: str | Mapping[str, str]
+    kind: "type[Group] | None" = None
+
+
+class Group(Command, click.Group):
+    """Commands by name, each imported when it is used: importing all of them takes longer than most take to run."""
+
+    def __init__(self, name: str, entries: Mapping[str, Entry | str], **attributes: Any) -> None:
+        super().__init__(name, no_args_is_help=True, **attributes)
+        self.entries = entries
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of its commands."""
+        return list(self.entries)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name."""
+        entry = self.entries.get(cmd_name)
+        if isinstance(entry, Entry) and not isinstance(entry.place, str):
+            return (entry.kind or Group)(cmd_name, entry.place, help=entry.help)
+        place = entry.place if isinstance(entry, Entry) else entry
+        if not isinstance(place, str):
+            return None
+        module, _, attribute = place.partition(":")
+        found = getattr(import_module(f"gpuscale.cli.commands.{module}"), attribute)
+        return found if isinstance(found, click.Command) else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that was typed, its noun under any of its names.
+
+        Raises:
+            click.UsageError: there is none of that name; suggests the nearest one.
+        """
+        args = self.normal(ctx, args)
+        if args[0] not in self.entries and not ctx.resilient_parsing and not args[0].startswith("-"):
+            ctx.fail(f"unknown command {args[0]!r}{near(args[0], self.entries)}")
+        return super().resolve_command(ctx, args)
+
+    def normal(self, ctx: click.Context, args: Sequence[str]) -> list[str]:
+        """The words behind it, beginning with the name of one of its commands."""
+        del ctx
+        return with_noun(args, self.entries)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write its own options, then its commands."""
+        Command.format_options(self, ctx, formatter)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._summary(ctx, name)) for name in self.entries])
+
+    def _summary(self, ctx: click.Context, name: str) -> str:
+        entry = self.entries[name]
+        if isinstance(entry, Entry):
+            return entry.help
+        found = self.get_command(ctx, name)
+        return found.get_short_help_str(80) if found else ""
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem]":
+        """The names of commands, or of options."""
+        from click.shell_completion import CompletionItem
+
+        found = [
+            CompletionItem(name, help=self._summary(ctx, name))
+            for name in self.entries
+            if name.startswith(incomplete)
+        ]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
+
+class ExplainGroup(Group):
+    """`explain endpoint.spec` asks about the contract, without a noun."""
+
+    def normal(self, ctx: click.Context, args: Sequence[str]) -> list[str]:
+        """The words behind it, `field` in front of a path of fields."""
+        if not ctx.resilient_parsing and is_field(_without_options(args)):
+            return ["field", *args]
+        return super().normal(ctx, args)
+
+
+def _without_options(args: Sequence[str]) -> Sequence[str]:
+    """The words of a line without the options of all commands, and their values."""
+    probe = click.Command(
+        None, params=[*OF_ALL_COMMANDS, click.Argument(["words"], nargs=-1)], add_help_option=False
+    )
+    context = probe.make_context(None, list(args), resilient_parsing=True, ignore_unknown_options=True)
+    found: tuple[str, ...] = context.params["words"]
+    return found
+
+
+def command(
+    example: str = "", *, kind: type[Command] = Command, **attributes: Any
+) -> Callable[[Callable[..., object]], Command]:
+    """A decorator that makes a command of a function, whose first argument is the session."""
+
+    def decorate(function: Callable[..., object]) -> Command:
+        return click.command(cls=kind, example=example, **attributes)(click.pass_obj(function))
+
+    return decorate
+
+
+def names(noun: str = "", *, metavar: str = "NAME", required: bool = True) -> Callable[[Any], Any]:
+    """The argument `name`: one or more names of a kind of resource, completed from what the server knows."""
+    complete = names_of(noun) if noun else None
+    return click.argument(
+        "name",
+        nargs=-1,
+        required=required,
+        metavar=f"{metavar}..." if required else f"[{metavar}]...",
+        shell_complete=complete,
+    )
+
+
+def one_name(noun: str = "", *, metavar: str = "NAME", required: bool = True) -> Callable[[Any], Any]:
+    """The argument `name`: the name of one resource, completed from what the server knows."""
+    attributes: dict[str, Any] = {} if required else {"default": ""}
+    if noun:
+        attributes["shell_complete"] = names_of(noun)
+    return click.argument("name", metavar=metavar if required else f"[{metavar}]", **attributes)

@@ -1,0 +1,167 @@
+"""How every failure of a command ends: words or one JSON object on standard error, and an exit code of one table."""
+
+import json
+import sys
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import NoReturn
+
+import click
+
+from gpuscale.cli.console.terminal import TERMINAL, note
+from gpuscale.common import errors
+from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
+
+
+class ExitCode(IntEnum):
+    """What the shell sees."""
+
+    OK = 0
+    OTHER = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    CONFLICT = 4
+    NO_CAPACITY = 5
+    TIMEOUT = 6
+    UNAVAILABLE = 7
+    AUTH = 8
+    INTERRUPTED = 130
+
+
+MEANINGS: Mapping[ExitCode, str] = {
+    ExitCode.OK: "success",
+    ExitCode.OTHER: "another failure, or a bug in gpuscalectl",
+    ExitCode.USAGE: "the command, an option or a file is wrong",
+    ExitCode.NOT_FOUND: "no such resource",
+    ExitCode.CONFLICT: "it exists already, has changed meanwhile, or its state forbids the change",
+    ExitCode.NO_CAPACITY: "no GPUs that fit, now or ever",
+    ExitCode.TIMEOUT: "no answer in time; the change may have been made",
+    ExitCode.UNAVAILABLE: "nothing answers at the address, or a service is down or overloaded",
+    ExitCode.AUTH: "not authenticated, or not allowed",
+    ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
+}
+
+BY_ERROR: Mapping[type[GpuscaleError], ExitCode] = {
+    errors.InvalidArgumentError: ExitCode.USAGE,
+    errors.OutOfRangeError: ExitCode.CONFLICT,
+    errors.UnauthenticatedError: ExitCode.AUTH,
+    errors.PermissionDeniedError: ExitCode.AUTH,
+    errors.NotFoundError: ExitCode.NOT_FOUND,
+    errors.AlreadyExistsError: ExitCode.CONFLICT,
+    errors.FailedPreconditionError: ExitCode.CONFLICT,
+    errors.AbortedError: ExitCode.CONFLICT,
+    errors.ResourceExhaustedError: ExitCode.UNAVAILABLE,
+    errors.UnavailableError: ExitCode.UNAVAILABLE,
+    errors.DeadlineExceededError: ExitCode.TIMEOUT,
+    errors.CancelledCallError: ExitCode.OTHER,
+    errors.UnimplementedError: ExitCode.OTHER,
+    errors.InternalError: ExitCode.OTHER,
+}
+_BY_REASON: Mapping[str, ExitCode] = {
+    # To a script that asked for GPUs it is one thing: none now, none in time, none left of the quota, more than any node has.
+    "NO_CAPACITY": ExitCode.NO_CAPACITY,
+    "UNSATISFIABLE": ExitCode.NO_CAPACITY,
+    "WAIT_TIMEOUT": ExitCode.NO_CAPACITY,
+    "QUOTA_EXCEEDED": ExitCode.NO_CAPACITY,
+    # Files and addresses on the command line.
+    "CONTEXTS": ExitCode.USAGE,
+    "TOKEN_FILE": ExitCode.USAGE,
+    "TLS_FILES": ExitCode.USAGE,
+    "INSECURE_TRANSPORT": ExitCode.USAGE,
+}
+
+
+def exit_code(error: GpuscaleError) -> ExitCode:
+    """The exit code of an error: by its reason where that is listed, else by the nearest class in the table."""
+    if error.reason in _BY_REASON:
+        return _BY_REASON[error.reason]
+    return next((BY_ERROR[cls] for cls in type(error).__mro__ if cls in BY_ERROR), ExitCode.OTHER)
+
+
+def report(error: GpuscaleError, name: str = "") -> ExitCode:
+    """Say what failed, with the name where it is one of several; returns the exit code."""
+    code = exit_code(error)
+    fields = error.violations if isinstance(error, InvalidArgumentError) else ()
+    if TERMINAL.json:
+        found: dict[str, object] = {}
+        if fields:
+            found["fields"] = [{"field": one.field, "description": one.description} for one in fields]
+        if error.metadata:
+            found["metadata"] = dict(error.metadata)
+        if error.retry_after is not None:
+            found["retryAfterSeconds"] = error.retry_after
+        if name:
+            found["name"] = name
+        _write_json(error.reason, error.message, code, found)
+        return code
+    note(f"error: {f'{name}: ' if name and name not in error.message.split() else ''}{error.message}")
+    for one in fields:
+        note(f"  {one.field}: {one.description}")
+    if error.retry_after is not None:
+        note(f"  try again in {error.retry_after:g} s")
+    if TERMINAL.verbose:
+        facts = "".join(f", {key}={value}" for key, value in sorted(error.metadata.items()))
+        note(f"  {type(error).__name__} {error.reason}{facts}; exit code {code.value} {code.name}")
+    return code
+
+
+def report_usage(error: click.ClickException) -> ExitCode:
+    """Say what is wrong with the command line, and where its help is; returns the exit code."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    usage = context.get_usage() if context is not None else ""
+    message = error.format_message()
+    if usage and message.startswith(usage):  # nothing was typed, and the message is the whole help
+        if not TERMINAL.json:
+            note(message)
+            return ExitCode.USAGE
+        message = "missing command"
+    if TERMINAL.json:
+        _write_json("USAGE", message, ExitCode.USAGE)
+        return ExitCode.USAGE
+    if context is not None:
+        note(f"{usage}\nTry '{context.command_path} --help' for help.")
+    note(f"error: {message}")
+    return ExitCode.USAGE
+
+
+def report_value(error: ValueError) -> ExitCode:
+    """Say that a number does not fit into its field, of 32 or 64 bits; any other ValueError is raised again."""
+    fault, _, number = str(error).partition(": ")
+    if fault != "Value out of range":  # the words of protobuf
+        raise error
+    return report(InvalidArgumentError(f"the number {number} is out of range"))
+
+
+def report_os(error: OSError) -> ExitCode:
+    """Say what the system refused, such as writing to a full disk; returns the exit code."""
+    what = f"{error.strerror or type(error).__name__}{f': {error.filename}' if error.filename else ''}"
+    if TERMINAL.json:
+        _write_json("SYSTEM", what, ExitCode.OTHER)
+    else:
+        note(f"error: {what}")
+    return ExitCode.OTHER
+
+
+def report_interrupt() -> ExitCode:
+    """Say that Ctrl-C ended the command; returns the exit code."""
+    if TERMINAL.json:
+        _write_json("INTERRUPTED", "interrupted", ExitCode.INTERRUPTED)
+    else:
+        note("")
+    return ExitCode.INTERRUPTED
+
+
+def _write_json(reason: str, message: str, code: ExitCode, more: Mapping[str, object] | None = None) -> None:
+    error = {
+        "reason": reason,
+        "message": message,
+        "exitCode": code.value,
+        "exitName": code.name,
+        **(more or {}),
+    }
+    sys.stderr.write(json.dumps({"error": error}) + "\n")
+
+
+def leave(code: int) -> NoReturn:
+    """End the command with an exit code."""
+    raise click.exceptions.Exit(code)

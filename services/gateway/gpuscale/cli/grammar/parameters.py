@@ -1,0 +1,144 @@
+"""Types of options, options that several commands share as one dataclass, and sizes and durations written for people."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeVar
+
+import click
+
+from gpuscale.cli.grammar.formats import parse_form
+from gpuscale.common.sizes import to_bytes, to_seconds
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+V = TypeVar("V")
+
+
+class Parsed(click.ParamType[Any]):
+    """A value that a function reads from text; its ValueError becomes a usage error."""
+
+    def __init__(self, name: str, read: Callable[[str], object]) -> None:
+        self.name = name
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value; a default that has it already is taken as it is."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._read(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _share(text: str) -> int:
+    try:
+        milli = round(float(text) * 1000)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{text!r} is not a share; write it like 0.5") from error
+    if float(text) > 1 or milli < 1:
+        raise ValueError(f"{text!r} is not between 0.001 and 1")
+    return milli
+
+
+def _gpu_name(text: str) -> str:
+    if "/" not in text:
+        meant = f"did you mean --gpus {text}? " if text.isdecimal() else ""
+        raise ValueError(f"{text!r} is not a GPU: {meant}--gpu takes NODE/UUID")
+    return text
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ValueError(f"{text!r} is not a label; write it like KEY=VALUE")
+    return key, value
+
+
+SIZE = Parsed("size", to_bytes)
+"""A size in bytes, such as 8GiB."""
+DURATION = Parsed("duration", to_seconds)
+"""A duration in seconds, such as 1h30m."""
+SHARE = Parsed("0-1", _share)
+"""A share of a GPU in thousandths, such as 0.5."""
+GPU_NAME = Parsed("node/uuid", _gpu_name)
+LABEL = Parsed("key=value", _label)
+FORM = Parsed("format", parse_form)
+"""A format of output."""
+PERCENT = click.FloatRange(0, 100)
+COUNT = click.IntRange(min=0)
+POSITIVE = click.IntRange(min=1)
+
+
+def option(*names: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
+    """`click.option` whose help shows a default that says something."""
+    attributes.setdefault("show_default", bool(attributes.get("default")))
+    return click.option(*names, **attributes)
+
+
+def repeated(*names: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
+    """An option that may be given several times, and says so."""
+    attributes["help"] = f"{attributes['help'].removesuffix('.')}; may be repeated."
+    return option(*names, multiple=True, **attributes)
+
+
+YES = option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+
+
+def shared(decorator: Callable[[Any], Any], default: Any = dataclasses.MISSING) -> Any:
+    """A field of a dataclass whose value comes from the option that `decorator` declares; see `takes`.
+
+    Args:
+        decorator: made by `option` or `repeated`.
+        default: the value where the class is made by other means than `takes`.
+    """
+    return dataclasses.field(default=default, metadata={"option": decorator})
+
+
+def takes(name: str, kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: the command gets the options of the dataclass `kind`, and an object of it under `name`."""
+    fields = dataclasses.fields(kind)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(*given: Any, **typed: Any) -> None:
+            made = kind(**{field.name: typed.pop(field.name) for field in fields})
+            command(*given, **{name: made}, **typed)
+
+        for field in reversed(fields):
+            field.metadata["option"](run)
+        return run
+
+    return decorate
+
+
+def once(pairs: Iterable[tuple[str, V]]) -> dict[str, V]:
+    """NAME=VALUE options by name; a usage error where a name has two values."""
+    found: dict[str, V] = {}
+    for name, value in pairs:
+        if found.setdefault(name, value) != value:
+            raise click.BadParameter(f"{name!r} was given twice, with different values")
+    return found
+
+
+def format_size(size: int) -> str:
+    """`79.2GiB`: the largest binary unit of which there is at least one, to one decimal; exact when whole."""
+    for power, letter in ((5, "P"), (4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        unit = 1024**power
+        if size >= unit:
+            return f"{size // unit}{letter}iB" if size % unit == 0 else f"{size / unit:.1f}{letter}iB"
+    return f"{size}B"
+
+
+def format_duration(seconds: float) -> str:
+    """`850ms`, `12s`, `3m5s`, `2h7m`, `4d1h`: the two largest units, rounded down."""
+    if seconds < 1:
+        return f"{int(max(seconds, 0) * 1000)}ms"
+    whole = int(seconds)
+    for (large, small), (high, low) in zip(
+        ((86400, 3600), (3600, 60), (60, 1)), (("d", "h"), ("h", "m"), ("m", "s")), strict=True
+    ):
+        if whole >= large:
+            rest = whole % large // small
+            return f"{whole // large}{high}{rest}{low}" if rest else f"{whole // large}{high}"
+    return f"{whole}s"

@@ -1,0 +1,97 @@
+"""Nouns under all their names, resource names that say their noun, and options of all commands anywhere."""
+
+import click
+import pytest
+
+from gpuscale.cli.console.command import typed_anywhere
+from gpuscale.cli.grammar.nouns import NOUNS, format_of, is_field, with_noun
+from gpuscale.cli.main import root
+
+
+def parsed(line: str) -> tuple[str, dict[str, object], dict[str, object]]:
+    """(the command, what it gets, the options that may stand anywhere) of a line."""
+    context = root().make_context("gpuscalectl", line.split())
+    while isinstance(context.command, click.Group):
+        left = [*context._protected_args, *context.args]
+        name, command, left = context.command.resolve_command(context, left)
+        assert command is not None
+        context = command.make_context(name, left, parent=context)
+    typed = {name: value for name, value in context.params.items() if value not in (None, False, "", (), 0)}
+    return context.command_path.removeprefix("gpuscalectl "), typed, typed_anywhere(context)
+
+
+@pytest.mark.parametrize(
+    ("typed", "command", "names", "anywhere"),
+    [
+        ("get ep jobs --address h:1", "get endpoints", ("jobs",), {"address": "h:1"}),
+        ("--address h:1 get nodes", "get nodes", None, {"address": "h:1"}),
+        ("get --no-headers rsv --ascii", "get reservations", None, {"no_headers": True, "ascii": True}),
+        ("delete endpoints/jobs -y", "delete endpoint", ("endpoints/jobs",), {}),
+        ("explain endpoints/a/decisions/b", "explain decision", "endpoints/a/decisions/b", {}),
+        ("get watchers/q", "get watchers", ("watchers/q",), {}),
+        ("scale ep jobs --replicas 3", "scale endpoint", "jobs", {}),
+        ("get ep -w jobs --sort-by LEFT", "get endpoints", ("jobs",), {"watch": True, "sort_by": "LEFT"}),
+        ("get -w --sort-by LEFT ep jobs", "get endpoints", ("jobs",), {"watch": True, "sort_by": "LEFT"}),
+        ("get rsv -- -o json", "get reservations", ("-o", "json"), {}),
+        ("explain exit-codes", "explain exit-codes", None, {}),
+        ("cordon host-1 -v", "cordon", ("host-1",), {"verbose": True}),
+        ("--ascii run --gpus 1 -v -- ls -o x", "run", None, {"ascii": True, "verbose": True}),
+        ("wait endpoints/jobs", "wait", ("endpoints/jobs",), {}),
+    ],
+)
+def test_a_line_leads_to_one_command(
+    typed: str, command: str, names: object, anywhere: dict[str, object]
+) -> None:
+    found, got, options = parsed(typed)
+    assert (found, got.get("name"), options) == (command, names, anywhere)
+
+
+def test_the_option_furthest_right_counts() -> None:
+    assert parsed("--address a:1 get --address b:1 nodes --address c:1")[2] == {"address": "c:1"}
+
+
+def test_up_reads_its_own_arguments() -> None:
+    context = root().make_context("gpuscalectl", ["up", "--config", "x", "--address", "y", "-o", "z"])
+    _, up, left = root().resolve_command(context, [*context._protected_args, *context.args])
+    assert up is not None
+    assert up.make_context("up", left, parent=context).args == ["--config", "x", "--address", "y", "-o", "z"]
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_every_name_of_a_noun_is_one_command(noun: tuple[str, ...]) -> None:
+    assert all(with_noun([name, "x"], {noun[0]}) == [noun[0], "x"] for name in noun if name)
+
+
+@pytest.mark.parametrize("words", [["bogus"], ["a/b"], []])
+def test_other_words_stay(words: list[str]) -> None:
+    assert with_noun(words, {"nodes"}) == words
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["endpoint.spec"], True),
+        (["Ask"], True),
+        (["endpoint"], True),
+        (["endpoint", "jobs"], False),
+        (["endpoints/jobs"], False),
+        (["exit-codes"], False),
+    ],
+)
+def test_explain_knows_a_field_from_a_name(words: list[str], *, field: bool) -> None:
+    assert is_field(words) is field
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("get nodes -o json", "json"),
+        ("-ojsonl get nodes", "jsonl"),
+        ("get nodes --output=yaml", "yaml"),
+        ("get nodes", ""),
+        ("get nodes -o", ""),
+        ("run -- ls -o json", ""),
+    ],
+)
+def test_the_format_is_known_before_anything_else_is(typed: str, wanted: str) -> None:
+    assert format_of(typed.split()) == wanted
