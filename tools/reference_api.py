@@ -10,7 +10,7 @@ from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, MethodDescriptorProto, ServiceDescriptorProto
 
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.cli.manifests.contract_docs import FILE, Entry, describe
+from gpuscale.cli.views.contract_docs import FILE, Entry, describe
 
 PREFIX = "gpuscale.api."
 STATUS = re.compile(

@@ -61,9 +61,10 @@ def _command(command: Any, parent: Any, path: str) -> Iterator[str]:
 
 
 def _options(command: Any, context: Any) -> str:
-    """The table of arguments and options; empty where there are none."""
-    records = [one.get_help_record(context) for one in command.get_params(context) if one.name != "help"]
-    lines = [f"| `{_cell(names)}` | {_cell(text)} |" for names, text in filter(None, records)]
+    """The table of its own options, or of those that all commands of a group have; empty where there are none."""
+    own = command.options if hasattr(command, "list_commands") else command.params
+    records = [one.get_help_record(context) for one in own]
+    lines = [f"| `{_cell(names)}` | {_cell(text)} |" for names, text in filter(None, records) if text]
     return "\n".join(["| option | what |", "| --- | --- |", *lines, ""]) if lines else ""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuscale.cli.grammar.exit_codes import exit_code
+from gpuscale.cli.console.errors import exit_code
 from gpuscale.common import errors
 from gpuscale.common.rpc.status import status_code
 

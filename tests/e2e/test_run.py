@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.cli import Ran, run_cli
 from tests.support.up import CTL, Up, ctl_environment
+from tests.support.waiting import eventually_sync
 
 SHELL = ("sh", "-c")
 UNTIL_TOLD = "echo ready; while :; do sleep 0.05; done"
@@ -205,7 +206,17 @@ def test_what_a_command_left_behind_is_stopped_before_its_gpus_are_given_back(up
     assert ran.code == 3, ran.err
     pid = int(ran.out)
     assert not running(pid)
-    assert f"stopping what the command left running: sleep ({pid})" in ran.err
+    assert f"stopping processes that the command left running: sleep ({pid})" in ran.err
+
+
+def test_a_command_does_not_outlive_a_run_that_is_killed(up: Up) -> None:
+    """Nothing can be done by a process that gets SIGKILL: the kernel does it."""
+    process = run(up, *SHELL, "echo $$ $GPUSCALE_RESERVATION; exec sleep 900 >/dev/null 2>&1")
+    pid, name = line(process.stdout).split()
+    process.kill()
+    assert process.wait(30) == -signal.SIGKILL
+    eventually_sync(lambda: not running(int(pid)))
+    assert ctl(up, "release", name).code == 0
 
 
 def test_what_ends_by_itself_after_the_command_is_left_to_it(up: Up, tmp_path: Path) -> None:
@@ -254,7 +265,7 @@ def test_whoever_waits_is_told_how_it_stands_and_served(up: Up) -> None:
     process = start(up, "reserve", "--gpus", "1", "--wait", "60s", "-o", "name")
     news = line(process.stderr)
     assert news.startswith("waiting ")
-    assert "next to be served: no room now" in news
+    assert "next in the queue: no room now" in news
     assert ctl(up, "release", first).code == 0
     ran = ended(process)
     assert ran.code == 0, ran.err

@@ -114,9 +114,9 @@ async def test_history_says_what_none_is_kept_of() -> None:
         await fleet.until("alpha", ONLINE)
         for points in ((), ("--points",)):
             ran = await ctl(fleet, "history", "node", "alpha", *points)
-            assert (ran.code, "no history is kept of nodes/alpha" in ran.err) == (0, True)
+            assert (ran.code, "no history of nodes/alpha" in ran.err) == (0, True)
             data = await ctl(fleet, "history", "node", "alpha", *points, "-o", "json")
-            assert "no history is kept of nodes/alpha" in data.err
+            assert "no history of nodes/alpha" in data.err
 
 
 async def test_history_is_asked_by_kind_and_a_unit_may_be_left_out(fleet: RunningFleet) -> None:

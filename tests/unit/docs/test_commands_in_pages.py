@@ -35,9 +35,13 @@ def unknown(words: list[str]) -> str:
         left = [*parsed._protected_args, *parsed.args]
         if not left or not left[0][:1].islower():
             return "" if command is not root() else f"{' '.join(words)}: no command"
-        name, found, left = command.resolve_command(parsed, left)
-        if found is None or name is None:
-            return f"{' '.join(words)}: no command {name or left}"
+        parsed.resilient_parsing = False
+        try:
+            _, found, left = command.resolve_command(parsed, left)
+        except click.UsageError:
+            found = None
+        if found is None:
+            return f"{' '.join(words)}: no command {left[0]}"
         command, context = found, parsed
     options = {text for one in command.get_params(context) for text in (*one.opts, *one.secondary_opts)}
     if command.context_settings.get("ignore_unknown_options"):

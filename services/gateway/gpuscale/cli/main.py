@@ -15,7 +15,6 @@ from gpuscale.cli.console.command import OF_ALL_COMMANDS, PROGRAM, Group
 from gpuscale.cli.console.errors import (
     ExitCode,
     report,
-    report_interrupt,
     report_os,
     report_usage,
     report_value,
@@ -87,7 +86,7 @@ def run_command(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         return report_usage(error)
     except KeyboardInterrupt:
-        return report_interrupt()
+        return ExitCode.INTERRUPTED
     except ValueError as error:
         return report_value(error)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,14 +26,29 @@ PAUSE = 0.05
 """Seconds between two looks at what is told to end."""
 KILL_SECONDS = 2.0
 """Within this time killed processes are gone, unless they are stuck in the kernel."""
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 """What `signal.signal` returns."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
+
+
+_DYING_WITH = """
+import ctypes, os, signal, sys
+for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # as they were before Python changed them
+    signal.signal(number, signal.SIG_DFL)
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(137)  # it ended before the call
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"error: {sys.argv[2]}: {error.strerror}")
+"""
+"""Becomes a command that the kernel kills when this process ends. A program of its own: nothing may run between the fork and the
+exec of a process that has the threads of gRPC."""
 
 
 def start(
@@ -50,9 +66,11 @@ def start(
         stdout: its standard output.
         dies_with_us: whether the kernel kills it when this process ends without stopping it, as by SIGKILL.
     """
-    die = _dying_with(os.getpid()) if dies_with_us else None
+    words = list(command)
     try:
-        return subprocess.Popen(command, env=environment, stdout=stdout, preexec_fn=die)  # noqa: PLW1509
+        if dies_with_us and shutil.which(words[0]):
+            words = [sys.executable, "-I", "-S", "-c", _DYING_WITH, str(os.getpid()), *words]
+        return subprocess.Popen(words, env=environment, stdout=stdout)
     except OSError as error:
         note(f"error: {command[0]}: {error.strerror}")
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN
@@ -120,13 +138,13 @@ class Offspring:
         self._others = self._self.children()  # of the shell that became this program by exec
 
     def __enter__(self) -> Self:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _adopt_orphans(True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        _adopt_orphans(False)
 
     def wait(self, process: "subprocess.Popen[bytes]") -> int:
         """Wait for the command, and reap orphans that end before it; returns what `Popen.wait` does."""
@@ -161,27 +179,15 @@ class Offspring:
         return left
 
 
-def _prctl(operation: int, value: int) -> None:
-    """Set an attribute of this process.
+def _adopt_orphans(on: bool) -> None:
+    """Whether the kernel makes this process the parent of orphans below it.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: it refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(operation, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl({operation})")
-
-
-def _dying_with(parent: int) -> Callable[[], None]:
-    """What a child runs before its program, so that it is killed when the thread of `parent` that started it ends."""
-    libc = ctypes.CDLL(None)  # loaded before the fork, after which little is safe
-
-    def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the call
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return prepare
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def _runs(process: psutil.Process) -> bool:

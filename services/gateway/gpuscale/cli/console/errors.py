@@ -142,15 +142,6 @@ def report_os(error: OSError) -> ExitCode:
     return ExitCode.OTHER
 
 
-def report_interrupt() -> ExitCode:
-    """Say that Ctrl-C ended the command; returns the exit code."""
-    if TERMINAL.json:
-        _write_json("INTERRUPTED", "interrupted", ExitCode.INTERRUPTED)
-    else:
-        note("")
-    return ExitCode.INTERRUPTED
-
-
 def _write_json(reason: str, message: str, code: ExitCode, more: Mapping[str, object] | None = None) -> None:
     error = {
         "reason": reason,

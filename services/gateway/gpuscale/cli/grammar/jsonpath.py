@@ -4,7 +4,7 @@ r"""Paths into JSON data, in the part of kubectl's JSONPath that scripts use.
     ['a.b']                  a field whose name has dots                       [?(@.state=="READY")]    items that fit
     {range .nodes[*]}{.name}{"\t"}{.state}{"\n"}{end}      text, once for each item
 
-By hand for two reasons (docs/adr/0012): 64-bit numbers, which JSON has as texts, compare as numbers, and fields have two
+By hand for two reasons (docs/adr/0019): 64-bit numbers, which JSON has as texts, compare as numbers, and fields have two
 names. Pure. What does not exist gives nothing; a path that cannot be read is a ValueError that shows the rest of it.
 """
 
