@@ -6,13 +6,8 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.manifests.documents import Resource, declared
+from gpuscale.cli.manifests.documents import parse
 from gpuscale.cli.manifests.yaml_tree import ManifestError
-
-
-def parse(text: str, source: str) -> list[Resource]:
-    return [one.resource for one in declared(text, source)]
-
 
 GOOD = """\
 # what the workers read

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.cli.manifests.documents import declared
+from gpuscale.cli.manifests.documents import parse
 from gpuscale.common.config.settings import load_table
 from tests.unit.docs.pages import HAND_WRITTEN, programs
 
@@ -32,7 +32,7 @@ def tables(page: Path) -> list[dict[str, dict[str, object]]]:
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
 def test_every_manifest_of_a_page_fits_the_contract(page: Path) -> None:
     for text in manifests(page):
-        assert len(declared(text, page.name)) == 1
+        assert len(parse(text, page.name)) == 1
 
 
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)

@@ -60,8 +60,13 @@ class Declared:
     tree: Tree
 
 
+def parse(text: str, source: str) -> list[Resource]:
+    """The resources of `declared` alone."""
+    return [one.resource for one in declared(text, source)]
+
+
 def declared(text: str, source: str) -> list[Declared]:
-    """The resources in all documents of a text; `source` is its name in errors.
+    """The resources in all documents of a text, and where they stand; `source` is its name in errors.
 
     Raises:
         ManifestError: it is not YAML, or not what the contract allows.
