@@ -18,7 +18,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime import connections
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.dashboard.web import Vouched
+from gpuscale.dashboard.web import TrackedConnections
 from tests.support.ports import free_port
 from tests.support.throwaway import Fleet, Served, serve
 from tests.support.tokens import token, write_tokens
@@ -186,7 +186,9 @@ async def test_half_a_request_to_the_dashboard_ends(monkeypatch: pytest.MonkeyPa
         await send({"type": "http.response.body"})  # type: ignore[operator]
 
     held, port = connections.Connections(), free_port()
-    server = uvicorn.Server(uvicorn.Config(Vouched(slow, held), port=port, log_config=None, lifespan="off"))  # type: ignore[arg-type]
+    server = uvicorn.Server(
+        uvicorn.Config(TrackedConnections(slow, held), port=port, log_config=None, lifespan="off")
+    )  # type: ignore[arg-type]
     serving = asyncio.create_task(server.serve())
     watching = asyncio.create_task(held.watch(port))
     await eventually(lambda: server.started)

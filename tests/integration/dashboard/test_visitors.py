@@ -15,7 +15,7 @@ from gpuscale.client import (
 )
 from gpuscale.client.connection import connect_async
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.dashboard.visitors import Hands, Visitors
+from gpuscale.dashboard.visitors import VisitorActions, Visitors
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
 
@@ -65,7 +65,9 @@ async def test_hands_are_tied_once_the_visitor_is_signed_out() -> None:
     with FakeServer() as server:
         visitors = visitors_of(server)
         visitors.sessions.begin("secret", "token", visitors.clock.now())
-        hands = Hands(visitors.connect, lambda: visitors.sessions.token("secret", visitors.clock.now()))
-        assert not hands.tied
+        actions = VisitorActions(
+            visitors.connect, lambda: visitors.sessions.token("secret", visitors.clock.now())
+        )
+        assert not actions.signed_out
         visitors.sessions.end("secret")
-        assert hands.tied
+        assert actions.signed_out

@@ -1,10 +1,14 @@
-"""Reserved GPUs for a block of code: kept in the background, given back at its end. `Lease` without an event loop, `AsyncLease` with one.
+"""Reserved GPUs for a block of code: kept in the background, given back at its end.
 
-with client.reserve(gpus=2, min_memory="8GiB") as lease:
-subprocess.run(["python", "train.py"], env=lease.env(), check=True)
+Without an event loop it is a `Lease`, with one an `AsyncLease`:
 
-async with client.reserve(gpus=2, min_memory="8GiB") as lease:
-await train(lease.gpu_uuids)
+    with client.reserve(gpus=2, min_memory="8GiB") as lease:
+        subprocess.run(["python", "train.py"], env=lease.env(), check=True)
+
+    async with client.reserve(gpus=2, min_memory="8GiB") as lease:
+        await train(lease.gpu_uuids)
+
+What `reserve` was granted when somebody gave up in the middle of it is given back too: `abandon`.
 """
 
 import asyncio
@@ -13,12 +17,11 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.api.allocator import v1 as api
 from gpuscale.client.asks import as_seconds
 from gpuscale.client.lease_timer import LOOK, LeaseTimer
 from gpuscale.client.listing import pages, pages_async
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import AllocatorServiceStub
     from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceAsyncStub
 
+
+_log = logging.getLogger(__name__)
 
 REFUSALS = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
 """Errors of a renewal after which no further one can succeed."""
@@ -61,15 +66,26 @@ class LostReservationError(FailedPreconditionError):
 
 
 class Held:
-    """GPUs that are held under a lease."""
+    """GPUs that are held under a lease.
+
+    Args:
+        reservation: what was granted.
+        timer: when it is to be renewed, and whether it is lost.
+        this_node: tells which node this host is; None where it is none.
+        tell_lost: tells whoever waits for it that the GPUs are lost.
+    """
 
     def __init__(
-        self, reservation: allocator_api.Reservation, timer: LeaseTimer, this_node: Callable[[], str | None]
+        self,
+        reservation: allocator_api.Reservation,
+        timer: LeaseTimer,
+        this_node: Callable[[], str | None],
+        tell_lost: Callable[[], None],
     ) -> None:
-        """`this_node`: tells which node this host is; None where it is none."""
         self._reservation = reservation
         self._timer = timer
         self._this_node = this_node
+        self._tell_lost = tell_lost
 
     @property
     def reservation(self) -> allocator_api.Reservation:
@@ -149,10 +165,37 @@ class Held:
         if self.lost_reason:
             raise self._loss()
 
-    def _left(self, error: BaseException | None) -> None:
-        """At the end of a block: say that the GPUs were lost while it ran, if they were."""
+    @property
+    def _due(self) -> bool:
+        """Whether it is to be renewed now."""
+        return not self._timer.is_over(now()) and self._timer.wait(now()) <= 0
+
+    @contextmanager
+    def _renewing(self) -> Generator[None]:
+        """Around a renewal in the background: one that was refused means that the GPUs are lost."""
+        try:
+            yield
+        except REFUSALS as error:
+            self._timer.refused(error.message)
+        except GpuscaleError as error:
+            _log.info("%s was not renewed, trying again: %s", self.name, error.message)
+            self._timer.unanswered(now())
+
+    @contextmanager
+    def _leaving(self, error: BaseException | None) -> Generator[None]:
+        """Around the release at the end of a block, which ended with `error`.
+
+        Raises:
+            LostReservationError: the GPUs were lost while it ran; where there is another error, it gets a note instead.
+        """
+        try:
+            yield
+        except GpuscaleError as problem:
+            if not self._timer.lost:
+                _log.warning("%s was not given back, its lease runs out: %s", self.name, problem.message)
         if not self._timer.lost:
             return
+        self._tell_lost()
         if error is None:
             raise self._loss()
         error.add_note(f"{self.name} was lost: {self._timer.lost}")
@@ -212,9 +255,6 @@ def expect_held(granted: allocator_api.Reservation) -> None:
         )
 
 
-_log = logging.getLogger(__name__)
-
-
 class Lease(Held):
     """GPUs that were reserved. Inside its block the lease is kept alive; at the end the GPUs are given back.
 
@@ -232,8 +272,8 @@ class Lease(Held):
         this_node: Callable[[], str | None],
         admit: Callable[[], None],
     ) -> None:
-        super().__init__(reservation, timer, this_node)
         self.lost = threading.Event()
+        super().__init__(reservation, timer, this_node, self.lost.set)
         self._admit = admit
         self._allocator = allocator
         self._done = threading.Event()
@@ -275,32 +315,18 @@ class Lease(Held):
         self._timer.give_back(now())
         self._done.set()
         self._keeper.join()
-        try:
+        with self._leaving(error):
             self.release()
-        except GpuscaleError as problem:
-            if not self._timer.lost:
-                _log.warning("%s was not given back, its lease runs out: %s", self.name, problem.message)
-        if self._timer.lost:
-            self.lost.set()
-        self._left(error)
 
     def _keep(self) -> None:
         """Renew until the block ends or the GPUs are lost."""
         timer = self._timer
         while not (timer.lost or self._done.wait(min(LOOK, timer.wait(now())))):
-            if not timer.is_over(now()) and timer.wait(now()) <= 0:
-                self._try_to_renew()
+            if self._due:
+                with self._renewing():
+                    self.renew(timer.patience(now()))
         if timer.lost:
             self.lost.set()
-
-    def _try_to_renew(self) -> None:
-        try:
-            self.renew(self._timer.patience(now()))
-        except REFUSALS as error:
-            self._timer.refused(error.message)
-        except GpuscaleError as error:
-            _log.info("%s was not renewed, trying again: %s", self.name, error.message)
-            self._timer.unanswered(now())
 
 
 class AsyncLease(Held):
@@ -318,8 +344,8 @@ class AsyncLease(Held):
         this_node: Callable[[], str | None],
         admit: Callable[[], Awaitable[None]],
     ) -> None:
-        super().__init__(reservation, timer, this_node)
         self.lost = asyncio.Event()
+        super().__init__(reservation, timer, this_node, self.lost.set)
         self._admit = admit
         self._allocator = allocator
 
@@ -361,8 +387,9 @@ class AsyncLease(Held):
         timer = self._timer
         while not (timer.lost or timer.given_back):
             await asyncio.sleep(min(LOOK, timer.wait(now())))
-            if not timer.is_over(now()) and timer.wait(now()) <= 0:
-                await self._try_to_renew()
+            if self._due:
+                with self._renewing():
+                    await self.renew(timer.patience(now()))
         if timer.lost:
             self.lost.set()
 
@@ -375,23 +402,8 @@ class AsyncLease(Held):
         self._timer.give_back(now())
         keeper.cancel()
         await asyncio.wait((keeper,))
-        try:
+        with self._leaving(error):
             await self.release()
-        except GpuscaleError as problem:
-            if not self._timer.lost:
-                _log.warning("%s was not given back, its lease runs out: %s", self.name, problem.message)
-        if self._timer.lost:
-            self.lost.set()
-        self._left(error)
-
-    async def _try_to_renew(self) -> None:
-        try:
-            await self.renew(self._timer.patience(now()))
-        except REFUSALS as error:
-            self._timer.refused(error.message)
-        except GpuscaleError as error:
-            _log.info("%s was not renewed, trying again: %s", self.name, error.message)
-            self._timer.unanswered(now())
 
 
 class AsyncReserving:
@@ -426,7 +438,7 @@ LOOKS = (0.0, 0.25)
 _PAGE = 1000
 
 
-def abandon(allocator: "AllocatorServiceStub", request: api.ReserveRequest) -> None:
+def abandon(allocator: "AllocatorServiceStub", request: allocator_api.ReserveRequest) -> None:
     """Give back what a request was granted, if anything."""
     with suppress(GpuscaleError):
         for pause in LOOKS:
@@ -439,7 +451,9 @@ def abandon(allocator: "AllocatorServiceStub", request: api.ReserveRequest) -> N
                     return
 
 
-async def abandon_async(allocator: "AllocatorServiceAsyncStub", request: api.ReserveRequest) -> None:
+async def abandon_async(
+    allocator: "AllocatorServiceAsyncStub", request: allocator_api.ReserveRequest
+) -> None:
     """`abandon`, for the running event loop."""
     with suppress(GpuscaleError, TimeoutError):
         async with asyncio.timeout(PATIENCE):
@@ -451,16 +465,16 @@ async def abandon_async(allocator: "AllocatorServiceAsyncStub", request: api.Res
                         return
 
 
-def _listed(request: api.ReserveRequest) -> api.ListReservationsRequest:
-    return api.ListReservationsRequest(holder=request.holder, page_size=_PAGE)
+def _listed(request: allocator_api.ReserveRequest) -> allocator_api.ListReservationsRequest:
+    return allocator_api.ListReservationsRequest(holder=request.holder, page_size=_PAGE)
 
 
 def _releases(
-    page: api.ListReservationsResponse, request: api.ReserveRequest
-) -> list[api.ReleaseReservationRequest]:
+    page: allocator_api.ListReservationsResponse, request: allocator_api.ReserveRequest
+) -> list[allocator_api.ReleaseReservationRequest]:
     """The request that gives back what this one was granted; none where it is not on the page."""
     return [
-        api.ReleaseReservationRequest(name=one.name, fence=one.fence)
+        allocator_api.ReleaseReservationRequest(name=one.name, fence=one.fence)
         for one in page.reservations
         if one.request_id == request.request_id
     ]

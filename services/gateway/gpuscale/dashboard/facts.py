@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
+from google.protobuf.message import Message
+
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
@@ -102,6 +104,13 @@ class Facts:
     def changed(self) -> None:
         """Something was written: pages draw anew."""
         self.version += 1
+
+    def put(self, **listed: Sequence[Message]) -> None:
+        """Keep what was listed, by attribute; pages draw anew where it is other than before."""
+        if any(getattr(self, name) != found for name, found in listed.items()):
+            for name, found in listed.items():
+                setattr(self, name, found)
+            self.changed()
 
     def heard(self, source: str) -> None:
         """What tells of `source` answers."""

@@ -103,48 +103,27 @@ class Feed:
 
     async def _ask_reservations(self) -> None:
         request = allocator_api.ListReservationsRequest(page_size=_PAGE)
-        found = [
-            one
-            async for page in pages_async(self._client.allocator.ListReservations, request)
-            for one in page.reservations
-        ]
-        if found != self._facts.reservations:
-            self._facts.reservations = found
-            self._facts.changed()
+        listed = pages_async(self._client.allocator.ListReservations, request)
+        self._facts.put(reservations=[one async for page in listed for one in page.reservations])
 
     async def _ask_cordons(self) -> None:
-        request = allocator_api.ListCordonsRequest(page_size=_PAGE)
-        found = [
-            one async for page in pages_async(self._client.nodes.ListCordons, request) for one in page.cordons
-        ]
-        if found != self._facts.cordons:
-            self._facts.cordons = found
-            self._facts.changed()
+        listed = pages_async(
+            self._client.nodes.ListCordons, allocator_api.ListCordonsRequest(page_size=_PAGE)
+        )
+        self._facts.put(cordons=[one async for page in listed for one in page.cordons])
 
     async def _ask_endpoints(self) -> None:
-        request = autoscaler_api.ListEndpointsRequest(page_size=_PAGE)
-        endpoints = [
-            one
-            async for page in pages_async(self._client.endpoints.ListEndpoints, request)
-            for one in page.endpoints
-        ]
+        listed = pages_async(
+            self._client.endpoints.ListEndpoints, autoscaler_api.ListEndpointsRequest(page_size=_PAGE)
+        )
+        endpoints = [one async for page in listed for one in page.endpoints]
         asked = autoscaler_api.ListReplicasRequest(page_size=_PAGE)
-        replicas = [
-            one
-            async for page in pages_async(self._client.endpoints.ListReplicas, asked)
-            for one in page.replicas
-        ]
-        if (endpoints, replicas) != (self._facts.endpoints, self._facts.replicas):
-            self._facts.endpoints, self._facts.replicas = endpoints, replicas
-            self._facts.changed()
+        replicas = pages_async(self._client.endpoints.ListReplicas, asked)
+        self._facts.put(
+            endpoints=endpoints, replicas=[one async for page in replicas for one in page.replicas]
+        )
 
     async def _ask_recordings(self) -> None:
         request = monitor_api.ListRecordingsRequest(page_size=_PAGE)
-        found = [
-            one
-            async for page in pages_async(self._client.recordings.ListRecordings, request)
-            for one in page.recordings
-        ]
-        if found != self._facts.recordings:
-            self._facts.recordings = found
-            self._facts.changed()
+        listed = pages_async(self._client.recordings.ListRecordings, request)
+        self._facts.put(recordings=[one async for page in listed for one in page.recordings])

@@ -14,7 +14,7 @@ from gpuscale.dashboard import humanize
 from gpuscale.dashboard.charts import NIGHT, Options
 from gpuscale.dashboard.facts import Facts, GpuFacts, Tally
 from gpuscale.dashboard.rows import Columns, Row, gpu_row, ordered
-from gpuscale.dashboard.visitors import Hands
+from gpuscale.dashboard.visitors import VisitorActions
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ _STYLE = """
 .q-table td { font-variant-numeric: tabular-nums; }
 """
 # A page whose visitor is signed in no more, as after a restart, would try in vain to connect again, for ever.
-_TO_THE_DOOR = """<script>
+_TO_SIGN_IN = """<script>
 addEventListener("load", () => window.socket.io.on("reconnect_error", async () => {
   const answer = await fetch(location.href, {method: "HEAD", redirect: "manual"}).catch(() => null);
   if (answer?.type === "opaqueredirect") location.reload();
@@ -77,7 +77,7 @@ addEventListener("load", () => {{
 </script>"""
 
 
-class Shared(Generic[T]):
+class PerVersion(Generic[T]):
     """What many pages draw from, made once for each version of the facts, for all who look."""
 
     def __init__(self, facts: Facts, make: Callable[[], T]) -> None:
@@ -100,7 +100,7 @@ class Site:
         tally: how much was reserved and used.
         client: for what is asked only while a page shows it.
         address: of the gateway.
-        hands: acts for whoever opens the page; None where nobody signed in.
+        actions: acts for whoever opens the page; None where nobody signed in.
         gpus: every GPU.
         gpu_rows: what a table shows of each.
     """
@@ -111,15 +111,17 @@ class Site:
         tally: Tally,
         client: AsyncClient,
         address: str,
-        hands: Callable[[], Hands | None],
+        actions: Callable[[], VisitorActions | None],
     ) -> None:
         self.facts = facts
         self.tally = tally
         self.client = client
         self.address = address
-        self.hands = hands
-        self.gpus: Shared[Sequence[GpuFacts]] = Shared(facts, facts.gpus)
-        self.gpu_rows: Shared[Sequence[Row]] = Shared(facts, lambda: [gpu_row(gpu) for gpu in self.gpus()])
+        self.actions = actions
+        self.gpus: PerVersion[Sequence[GpuFacts]] = PerVersion(facts, facts.gpus)
+        self.gpu_rows: PerVersion[Sequence[Row]] = PerVersion(
+            facts, lambda: [gpu_row(gpu) for gpu in self.gpus()]
+        )
 
 
 @contextmanager
@@ -136,9 +138,9 @@ def page(site: Site, title: str) -> Generator[None]:
             ui.link(text, target).classes(f"text-white {weight}").style("text-decoration: none")
         ui.space()
         badge = ui.label().props("aria-live=polite").classes("text-caption")
-        hands = site.hands()
-        if hands is not None:
-            ui.add_head_html(_TO_THE_DOOR)
+        actions = site.actions()
+        if actions is not None:
+            ui.add_head_html(_TO_SIGN_IN)
             ui.html('<form method="post" action="/sign-out"><button>sign out</button></form>', sanitize=False)
     with ui.column().classes("gs-page"):
         warning = ui.label().classes("text-negative gs-line").mark("problem")
@@ -147,7 +149,7 @@ def page(site: Site, title: str) -> Generator[None]:
     client = ui.context.client
 
     def show() -> None:
-        if hands is not None and hands.tied:
+        if actions is not None and actions.signed_out:
             ui.navigate.to("/sign-in")
             client.remove_all_elements()  # and its timers: a browser that stays gets nothing more
             return

@@ -24,7 +24,7 @@ from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.frame import Site
 from gpuscale.dashboard.settings import DashboardSettings
 from gpuscale.dashboard.visitors import Visitors
-from gpuscale.dashboard.web import Vouched, WebServer, application
+from gpuscale.dashboard.web import TrackedConnections, WebServer, application
 
 STOP_SECONDS = 2
 """Seconds for requests to finish; browsers keep their sockets open for as long as they may."""
@@ -54,12 +54,12 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
     with _bind(address) as bound:
         facts, tally = Facts(), Tally()
         async with connect(token=token) as client, Feed(client, facts, tally).running(), TaskScope() as scope:
-            hands = visitors.hands if visitors else _nobody
-            site = Site(facts, tally, client, settings.gateway_address, hands)
+            actions = visitors.actions if visitors else _nobody
+            site = Site(facts, tally, client, settings.gateway_address, actions)
             connections = Connections()
             app = application(site, visitors, names=_names(settings), compress=not address.loopback)
             config = uvicorn.Config(
-                Vouched(app, connections),
+                TrackedConnections(app, connections),
                 log_config=None,
                 log_level="warning",
                 access_log=False,

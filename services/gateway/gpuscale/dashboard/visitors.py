@@ -75,7 +75,7 @@ Connect = Callable[[str], AsyncClient]
 Action = Callable[[AsyncClient], Awaitable[object]]
 
 
-class Hands:
+class VisitorActions:
     """Acts for one visitor.
 
     Args:
@@ -88,7 +88,7 @@ class Hands:
         self._token = token
 
     @property
-    def tied(self) -> bool:
+    def signed_out(self) -> bool:
         """Whether the visitor is not signed in any more: signed out on another page, or for too long."""
         return self._token() is None
 
@@ -188,10 +188,14 @@ class Visitors:
         """The token of whoever sent these headers; None for somebody who is not signed in."""
         return self.sessions.token(secret_of(headers), self.clock.now())
 
-    def hands(self) -> Hands | None:
+    def actions(self) -> VisitorActions | None:
         """To act for the visitor whose page is being made."""
         headers = ui.context.client.request.headers
-        return Hands(self.connect, lambda: self.token(headers)) if self.token(headers) is not None else None
+        return (
+            VisitorActions(self.connect, lambda: self.token(headers))
+            if self.token(headers) is not None
+            else None
+        )
 
     async def try_token(self, token: str) -> None:
         """Make one call with it.
@@ -215,7 +219,7 @@ class Visitors:
                     continue
 
 
-class Door:
+class SignInRequired:
     """Lets nobody past who is not signed in: neither to a page nor to the socket that fills it."""
 
     def __init__(self, app: ASGIApp, visitors: Visitors) -> None:
@@ -235,7 +239,7 @@ class Door:
         return self._visitors.token(Headers(scope=scope)) is not None
 
 
-def add_door(app: FastAPI, visitors: Visitors) -> None:
+def require_sign_in(app: FastAPI, visitors: Visitors) -> None:
     """Put the door in front of `app`."""
 
     async def show() -> Response:
@@ -269,4 +273,4 @@ def add_door(app: FastAPI, visitors: Visitors) -> None:
     app.get(PATH)(show)
     app.post(PATH)(sign_in)
     app.post("/sign-out")(sign_out)
-    app.add_middleware(Door, visitors=visitors)
+    app.add_middleware(SignInRequired, visitors=visitors)

@@ -21,7 +21,7 @@ from gpuscale.dashboard.pages.endpoints import endpoint_page, endpoints_page
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
 from gpuscale.dashboard.pages.reservations import reservations_page
-from gpuscale.dashboard.visitors import Visitors, add_door
+from gpuscale.dashboard.visitors import Visitors, require_sign_in
 
 KEPT_MESSAGES = 10
 """Messages to each browser that are kept in case its connection breaks; beyond them it loads the page again."""
@@ -62,9 +62,9 @@ def application(
     pages.add_exception_handler(404, _no_page)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     if visitors is not None:
-        add_door(app, visitors)
-    app.add_middleware(Unframed)
-    app.add_middleware(OwnPages, names=names)
+        require_sign_in(app, visitors)
+    app.add_middleware(NoFraming)
+    app.add_middleware(SameOrigin, names=names)
     # NiceGUI leaves the type of an argument that is not given here open.
     ui.run_with(  # pyright: ignore[reportUnknownMemberType]
         app,
@@ -80,7 +80,7 @@ def application(
     return app
 
 
-class OwnPages:
+class SameOrigin:
     """Answers browsers that call this host by a name of its own, for pages that came from here.
 
     Browsers send `Origin` with what a page posts and with every socket that it opens, Socket.IO's too.
@@ -103,12 +103,10 @@ class OwnPages:
     def _problem(self, headers: Headers) -> str:
         host = headers.get("host", "")
         if self._names is not None and not self._is_own(host):
-            return (
-                "this host is not called so: gpuscale-dashboard --allowed-hosts names what it may be called"
-            )
+            return "unknown host name: gpuscale-dashboard --allowed-hosts lists the names to answer to"
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-            return "a page of another origin asks for this"
+            return "requests from pages of another origin are refused"
         return ""
 
     def _is_own(self, host: str) -> bool:
@@ -126,7 +124,7 @@ class OwnPages:
         return True
 
 
-class Unframed:
+class NoFraming:
     """Tells browsers that no other page may show this one in a frame, where it could be clicked on unseen."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -146,7 +144,7 @@ class Unframed:
         await self._app(scope, receive, told)
 
 
-class Vouched:
+class TrackedConnections:
     """Lets connections last while a request of theirs is answered; those that send none in full are cut."""
 
     def __init__(self, app: ASGIApp, connections: Connections) -> None:

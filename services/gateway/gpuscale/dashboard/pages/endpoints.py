@@ -8,7 +8,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import GpuscaleError
 from gpuscale.dashboard import charts, rows
 from gpuscale.dashboard.frame import Chart, Site, Table, Tiles, live, page
-from gpuscale.dashboard.visitors import Hands
+from gpuscale.dashboard.visitors import VisitorActions
 
 
 def endpoints_page(site: Site) -> None:
@@ -36,11 +36,11 @@ def endpoint_page(site: Site, endpoint: str) -> None:
         head = ui.label(endpoint).classes("text-h6")
         why = ui.label().mark("why")
         tiles = Tiles("desired", "granted", "starting", "ready", "draining", "min to max")
-        hands = site.hands()
-        if hands is not None:
+        actions = site.actions()
+        if actions is not None:
             with ui.row().classes("items-center"):
                 order = ui.number("replicas", value=_desired(found()), min=0, precision=0).props("dense")
-                ui.button("order", on_click=lambda: _order(hands, found(), order.value)).props(
+                ui.button("order", on_click=lambda: _order(actions, found(), order.value)).props(
                     "dense no-caps"
                 )
         with ui.element("div").classes("gs-charts"):
@@ -94,6 +94,8 @@ def _desired(one: autoscaler_api.Endpoint | None) -> int | None:
     return None if one is None else one.status.desired_replicas
 
 
-async def _order(hands: Hands, one: autoscaler_api.Endpoint | None, replicas: float | None) -> None:
+async def _order(
+    actions: VisitorActions, one: autoscaler_api.Endpoint | None, replicas: float | None
+) -> None:
     if one is not None and replicas is not None:
-        await hands.set_replicas(one, int(replicas))
+        await actions.set_replicas(one, int(replicas))

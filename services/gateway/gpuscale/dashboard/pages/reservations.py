@@ -7,7 +7,7 @@ from nicegui import ui
 
 from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.frame import ACT, Chart, Site, Table, Tiles, live, page
-from gpuscale.dashboard.visitors import Hands
+from gpuscale.dashboard.visitors import VisitorActions
 
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
 REFRESH = 5.0
@@ -23,11 +23,11 @@ def reservations_page(site: Site) -> None:
         chosen = ui.toggle(list(SPANS), value="1 h").props("dense no-caps")
         chart = Chart(charts.reserved_and_used(()), mark="waste")
         note = ui.label().classes("gs-quiet")
-        hands = site.hands()
-        columns = {**rows.RESERVATIONS, ACT: ""} if hands else rows.RESERVATIONS
+        actions = site.actions()
+        columns = {**rows.RESERVATIONS, ACT: ""} if actions else rows.RESERVATIONS
         table = Table(columns, key="name", empty="nobody holds a GPU, and nobody waits for one")
-        if hands is not None:
-            table.add_button("release", partial(_release, site, hands))
+        if actions is not None:
+            table.add_button("release", partial(_release, site, actions))
 
     def draw() -> None:
         gpus = site.gpus()
@@ -52,7 +52,7 @@ def reservations_page(site: Site) -> None:
     chosen.on_value_change(look_back)
 
 
-async def _release(site: Site, hands: Hands, name: str) -> None:
+async def _release(site: Site, actions: VisitorActions, name: str) -> None:
     for one in site.facts.reservations:
         if one.name == f"reservations/{name}":
-            await hands.release(one)
+            await actions.release(one)
