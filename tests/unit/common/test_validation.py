@@ -34,174 +34,128 @@ def wrong(message: Any) -> dict[str, str]:
     return dict(violations(message))
 
 
-def test_nothing_wrong() -> None:
-    assert violations(reserve()) == []
-
-
-@pytest.mark.parametrize("missing", ["request_id", "holder"])
-def test_required_text(missing: str) -> None:
-    assert wrong(reserve(**{missing: ""})) == {missing: "must be set"}
-
-
-def test_required_message() -> None:
-    assert wrong(autoscaler_api.CreateEndpointRequest(request_id=UUID)) == {"endpoint": "must be set"}
-
-
-def test_required_enum_is_not_unspecified() -> None:
-    assert "comparator" in wrong(autoscaler_api.StepRule())
-
-
-@pytest.mark.parametrize(
-    ("count", "problem"),
-    [
-        (0, "must be at least 1"),
-        (-1, "must be at least 1"),
-        (4097, "must be at most 4096"),
-        (2**31 - 1, "must be at most 4096"),
-    ],
-)
-def test_integer_bounds(count: int, problem: str) -> None:
-    assert wrong(reserve(gpu_count=count)) == {"ask.gpu_count": problem}
-
-
-@pytest.mark.parametrize("count", [1, 4096])
-def test_integers_at_the_bounds(count: int) -> None:
-    assert violations(reserve(gpu_count=count)) == []
-
-
-def test_a_number_without_presence_is_zero_when_absent() -> None:
-    request = allocator_api.ReserveRequest(request_id=UUID, holder="me", ask=allocator_api.Ask())
-    assert "ask.gpu_count" in wrong(request)
-
-
-@pytest.mark.parametrize(
-    ("percent", "problem"),
-    [
-        (0.0, "must be greater than 0"),
-        (-5.0, "must be greater than 0"),
-        (100.5, "must be at most 100"),
-        (math.nan, "must be a finite number"),
-        (math.inf, "must be a finite number"),
-        (-math.inf, "must be a finite number"),
-    ],
-)
-def test_float_bounds(percent: float, problem: str) -> None:
-    assert wrong(reserve(max_utilization_percent=percent)) == {"ask.max_utilization_percent": problem}
-
-
-@pytest.mark.parametrize("percent", [5e-324, 100.0])
-def test_floats_at_the_bounds(percent: float) -> None:
-    assert violations(reserve(max_utilization_percent=percent)) == []
-
-
-def test_optional_number_may_be_absent_where_zero_may_not() -> None:
-    reading = types_api.GpuReading()
-    assert violations(reading) == []
-    reading.memory_total_bytes = 0
-    assert wrong(reading) == {"memory_total_bytes": "must be greater than 0"}
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_float_without_bounds_is_finite(value: float) -> None:
-    assert wrong(autoscaler_api.StepRule(comparator=1, threshold=value, step=1)) == {
-        "threshold": "must be a finite number"
-    }
-    assert wrong(types_api.GpuReading(power_watts=value)) == {"power_watts": "must be a finite number"}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "nanos", "problem"),
-    [
-        (1, 999_999_999, "must be at least 2 s"),
-        (-5, 0, "must be at least 2 s"),
-        (604_800, 1, "must be at most 604800 s"),
-        (5, -1, "must be a duration within 10,000 years, with seconds and nanos of one sign"),
-        (5, 1_000_000_000, "must be a duration within 10,000 years, with seconds and nanos of one sign"),
-        (400_000_000_000, 0, "must be a duration within 10,000 years, with seconds and nanos of one sign"),
-    ],
-)
-def test_durations(seconds: int, nanos: int, problem: str) -> None:
+def lasting(seconds: int, nanos: int = 0) -> allocator_api.ReserveRequest:
     request = reserve()
     request.ttl.seconds, request.ttl.nanos = seconds, nanos
-    assert wrong(request) == {"ttl": problem}
+    return request
 
 
-def test_durations_at_the_bounds() -> None:
-    for seconds in (2, 604_800):
-        request = reserve()
-        request.ttl.seconds = seconds
-        assert violations(request) == []
+def hello(node: str = "n", seconds: int = 0, nanos: int = 0) -> monitor_api.Hello:
+    return monitor_api.Hello(node=node, epoch=UUID, start_time=Timestamp(seconds=seconds, nanos=nanos))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "nanos"), [(253_402_300_800, 0), (-62_135_596_801, 0), (0, -1), (0, 1_000_000_000)]
-)
-def test_timestamps(seconds: int, nanos: int) -> None:
-    hello = monitor_api.Hello(node="n", epoch=UUID, start_time=Timestamp(seconds=seconds, nanos=nanos))
-    assert list(wrong(hello)) == ["start_time"]
+def step(threshold: float) -> autoscaler_api.StepRule:
+    return autoscaler_api.StepRule(comparator=1, threshold=threshold, step=1)
 
 
-def test_timestamps_at_the_bounds() -> None:
-    for seconds, nanos in ((253_402_300_799, 999_999_999), (-62_135_596_800, 0)):
-        stamp = Timestamp(seconds=seconds, nanos=nanos)
-        assert violations(monitor_api.Hello(node="n", epoch=UUID, start_time=stamp)) == []
+def token(text: str) -> monitor_api.ListNodesRequest:
+    return monitor_api.ListNodesRequest(page_token=text)
 
 
-def test_enum_values_are_defined() -> None:
-    assert violations(reserve(policy=1)) == []
-    assert wrong(reserve(policy=99)) == {"ask.policy": "must be a value of PlacementPolicy"}
-    assert wrong(reserve(policy=-1)) == {"ask.policy": "must be a value of PlacementPolicy"}
-
-
-@pytest.mark.parametrize("text", ["12345", UUID + "0", UUID[:-1] + "g", UUID.replace("-", ""), UUID + "\n"])
-def test_uuid(text: str) -> None:
-    assert "request_id" in wrong(reserve(request_id=text))
-
-
-@pytest.mark.parametrize("text", ["a" * 254, " a", "a ", "a\nb", "a\u202eb", "a\x00b", "a\u200bb", "a\x85"])
-def test_label(text: str) -> None:
-    assert "holder" in wrong(reserve(holder=text))
-
-
-@pytest.mark.parametrize("text", ["a", "é ü", "x" * 253, "job #7 (night)"])
-def test_labels_that_are_right(text: str) -> None:
-    assert violations(reserve(holder=text)) == []
-
-
-@pytest.mark.parametrize("text", ["A", "a/b", "-a", "a.", "a" * 64, "a b", "../x", "ä"])
-def test_id(text: str) -> None:
-    assert "node" in wrong(monitor_api.Hello(node=text, epoch=UUID))
-
-
-def test_a_text_with_a_shape_may_be_absent_unless_required() -> None:
-    assert violations(autoscaler_api.Register(adapter="a", kind="process", node="")) == []
-
-
-@pytest.mark.parametrize("text", ["gpu", "nodes/a/gpus/b", "nodes/", "nodes/../x", "nodes/a/"])
-def test_resource_names(text: str) -> None:
-    request = monitor_api.GetNodeRequest(name=text)
-    assert wrong(request) == {"name": "must look like nodes/{node}"}
-
-
-def test_a_resource_name_that_is_right_but_for_its_case() -> None:
-    """As one gets it who writes the UUID of a GPU as the driver does."""
-    assert wrong(reserve(gpus=["nodes/a/gpus/GPU-1f"])) == {
-        "ask.gpus[0]": "must look like nodes/{node}/gpus/{gpu}, in lower case"
-    }
+def queue(name: str) -> autoscaler_api.QueueWatcherSpec:
+    return autoscaler_api.QueueWatcherSpec(broker="b", queue=name)
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    "message",
     [
-        ("a" * 1025, "must have at most 1024 characters"),
-        ("a\x07", "must not hold control characters"),
-        ("a\x7f", "must not hold control characters"),
-        ("\x9b31m", "must not hold control characters"),
-        ("a\nb", "must not hold control characters"),
+        reserve(),
+        *(reserve(gpu_count=count) for count in (1, 4096)),
+        *(reserve(max_utilization_percent=percent) for percent in (5e-324, 100.0)),
+        types_api.GpuReading(),
+        *(lasting(seconds) for seconds in (2, 604_800)),
+        hello(seconds=253_402_300_799, nanos=999_999_999),
+        hello(seconds=-62_135_596_800),
+        reserve(policy=1),
+        *(reserve(holder=text) for text in ("a", "é ü", "x" * 253, "job #7 (night)")),
+        autoscaler_api.Register(adapter="a", kind="process", node=""),  # a text with a shape, absent
+        *(
+            types_api.Gpu(uuid=uuid)
+            for uuid in ("GPU-51e6c0b6-1f3b", "MIG-GPU-51e6c0b6/1/0", "SIM-0", "0000:01:00.0")
+        ),
+        *(token(text) for text in ("é" * 1024, "no\u00a0break", "日本語", "🙂")),
+        queue("q" * 255),
     ],
 )
-def test_texts_without_rules(text: str, problem: str) -> None:
-    assert wrong(monitor_api.ListNodesRequest(page_token=text)) == {"page_token": problem}
+def test_nothing_wrong(message: Any) -> None:
+    assert violations(message) == []
+
+
+FINITE = "must be a finite number"
+DURATION = "must be a duration within 10,000 years, with seconds and nanos of one sign"
+CONTROL = "must not hold control characters"
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "problem"),
+    [
+        (reserve(request_id=""), "request_id", "must be set"),
+        (reserve(holder=""), "holder", "must be set"),
+        (autoscaler_api.CreateEndpointRequest(request_id=UUID), "endpoint", "must be set"),
+        *((reserve(gpu_count=count), "ask.gpu_count", "must be at least 1") for count in (0, -1)),
+        *((reserve(gpu_count=count), "ask.gpu_count", "must be at most 4096") for count in (4097, 2**31 - 1)),
+        *(
+            (reserve(max_utilization_percent=percent), "ask.max_utilization_percent", problem)
+            for percent, problem in (
+                (0.0, "must be greater than 0"),
+                (-5.0, "must be greater than 0"),
+                (100.5, "must be at most 100"),
+                (math.nan, FINITE),
+                (math.inf, FINITE),
+                (-math.inf, FINITE),
+            )
+        ),
+        (types_api.GpuReading(memory_total_bytes=0), "memory_total_bytes", "must be greater than 0"),
+        *((step(value), "threshold", FINITE) for value in (math.nan, math.inf, -math.inf)),
+        *((types_api.GpuReading(power_watts=value), "power_watts", FINITE) for value in (math.nan, math.inf)),
+        (lasting(1, 999_999_999), "ttl", "must be at least 2 s"),
+        (lasting(-5), "ttl", "must be at least 2 s"),
+        (lasting(604_800, 1), "ttl", "must be at most 604800 s"),
+        *((lasting(*ttl), "ttl", DURATION) for ttl in ((5, -1), (5, 1_000_000_000), (400_000_000_000,))),
+        *((reserve(policy=value), "ask.policy", "must be a value of PlacementPolicy") for value in (99, -1)),
+        *(
+            (monitor_api.GetNodeRequest(name=name), "name", "must look like nodes/{node}")
+            for name in ("gpu", "nodes/a/gpus/b", "nodes/", "nodes/../x", "nodes/a/")
+        ),
+        (  # as who writes the UUID of a GPU as the driver does
+            reserve(gpus=["nodes/a/gpus/GPU-1f"]),
+            "ask.gpus[0]",
+            "must look like nodes/{node}/gpus/{gpu}, in lower case",
+        ),
+        (token("a" * 1025), "page_token", "must have at most 1024 characters"),
+        *((token(text), "page_token", CONTROL) for text in ("a\x07", "a\x7f", "\x9b31m", "a\nb")),
+        (queue("q" * 256), "queue", "must have at most 255 characters"),
+    ],
+)
+def test_one_thing_wrong(message: Any, field: str, problem: str) -> None:
+    assert wrong(message) == {field: problem}
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (autoscaler_api.StepRule(), "comparator"),  # an enum that is required is not UNSPECIFIED
+        (
+            allocator_api.ReserveRequest(request_id=UUID, holder="me", ask=allocator_api.Ask()),
+            "ask.gpu_count",
+        ),
+        *(
+            (hello(seconds=seconds, nanos=nanos), "start_time")
+            for seconds, nanos in ((253_402_300_800, 0), (-62_135_596_801, 0), (0, -1), (0, 1_000_000_000))
+        ),
+        *(
+            (reserve(request_id=text), "request_id")
+            for text in ("12345", UUID + "0", UUID[:-1] + "g", UUID.replace("-", ""), UUID + "\n")
+        ),
+        *(
+            (reserve(holder=text), "holder")
+            for text in ("a" * 254, " a", "a ", "a\nb", "a\u202eb", "a\x00b", "a\u200bb", "a\x85")
+        ),
+        *((hello(node=text), "node") for text in ("A", "a/b", "-a", "a.", "a" * 64, "a b", "../x", "ä")),
+    ],
+)
+def test_a_field_is_refused(message: Any, field: str) -> None:
+    assert field in wrong(message)
 
 
 @pytest.mark.parametrize("code", [0x202E, 0x2066, 0x200B, 0x200D, 0xFEFF, 0x00AD, 0x061C, 0x2028, 0xE0041])
@@ -227,22 +181,6 @@ def test_characters_that_are_not_seen_are_refused_wherever_a_text_may_stand(code
 def test_the_uuid_of_a_gpu_cannot_be_two_in_a_list_nor_a_word_of_a_shell(uuid: str) -> None:
     assert "uuid" in wrong(types_api.Gpu(uuid=uuid))
     assert "gpu_uuids[0]" in wrong(monitor_api.AdmitWorkRequest(gpu_uuids=[uuid], fence=1))
-
-
-@pytest.mark.parametrize("uuid", ["GPU-51e6c0b6-1f3b", "MIG-GPU-51e6c0b6/1/0", "SIM-0", "0000:01:00.0"])
-def test_uuids_of_gpus_that_are_right(uuid: str) -> None:
-    assert violations(types_api.Gpu(uuid=uuid)) == []
-
-
-@pytest.mark.parametrize("text", ["é" * 1024, "no\u00a0break", "日本語", "🙂"])
-def test_texts_without_rules_that_are_right(text: str) -> None:
-    assert violations(monitor_api.ListNodesRequest(page_token=text)) == []
-
-
-def test_max_length() -> None:
-    for queue, problems in (("q" * 255, []), ("q" * 256, ["queue"])):
-        watcher = autoscaler_api.QueueWatcherSpec(broker="b", queue=queue)
-        assert list(wrong(watcher)) == problems
 
 
 def test_lists() -> None:
