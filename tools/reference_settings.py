@@ -19,9 +19,9 @@ from gpuscale.common.config.settings import (
     DatabaseSettings,
     ProgramSettings,
     ServerSettings,
-    Settings,
     UpstreamSettings,
 )
+from gpuscale.common.config.sources import Settings
 from gpuscale.common.secrets import SecretUrl
 
 SERVICES = Path(__file__).resolve().parent.parent / "services"

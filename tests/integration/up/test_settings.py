@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.common.config.settings import Settings
+from gpuscale.common.config.sources import Settings
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.up.app import open_all

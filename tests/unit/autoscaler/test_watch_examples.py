@@ -8,7 +8,7 @@ from gpuscale.autoscaler.adapters.templates import Placeholder, parse_arguments
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.brokers import resolve
 from gpuscale.cli.manifests.documents import parse
-from gpuscale.common.config.settings import load_table, read_config
+from gpuscale.common.config.sources import load_table, read_config
 from gpuscale.common.rpc.validation import violations
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

@@ -10,15 +10,8 @@ from pydantic import BaseModel, Field, SecretStr
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.config import settings as settings_module
-from gpuscale.common.config.settings import (
-    DatabaseSettings,
-    ServerSettings,
-    Settings,
-    UpstreamSettings,
-    load,
-    load_table,
-    read_config,
-)
+from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
+from gpuscale.common.config.sources import Settings, load, load_table, read_config
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.security.tls import ServerTls

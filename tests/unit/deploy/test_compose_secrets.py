@@ -13,7 +13,8 @@ from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.brokers import resolve
-from gpuscale.common.config.settings import DatabaseSettings, load_table, read_config
+from gpuscale.common.config.settings import DatabaseSettings
+from gpuscale.common.config.sources import load_table, read_config
 from tests.unit.docs.pages import ROOT
 
 COMPOSE: dict[str, Any] = YAML(typ="safe").load(ROOT / "docker-compose.yml")

@@ -9,7 +9,7 @@ from ruamel.yaml import YAML
 
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesSettings
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import ADAPTER
-from gpuscale.common.config.settings import load_table
+from gpuscale.common.config.sources import load_table
 from tests.unit.docs.pages import ROOT, programs
 
 FOLDER = ROOT / "deploy" / "kubernetes"

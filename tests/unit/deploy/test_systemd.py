@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.common.config.settings import load_table
+from gpuscale.common.config.sources import load_table
 from tests.unit.docs.pages import ROOT, programs
 
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpuscale.common.config.settings import Settings
+from gpuscale.common.config.sources import Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.cli.manifests.documents import parse
-from gpuscale.common.config.settings import load_table
+from gpuscale.common.config.sources import load_table
 from tests.unit.docs.pages import HAND_WRITTEN, programs
 
 KINDS = {kind.section: kind for kind in programs()}

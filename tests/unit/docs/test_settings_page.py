@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.common.config.settings import Settings, load_table
+from gpuscale.common.config.sources import Settings, load_table
 from gpuscale.up.settings import UpSettings, load_all
 from tests.unit.docs.pages import programs, read, rows
 

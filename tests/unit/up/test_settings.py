@@ -7,7 +7,8 @@ import pytest
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, Settings, UpstreamSettings
+from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
+from gpuscale.common.config.sources import Settings
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.monitor.app.settings import FleetSettings

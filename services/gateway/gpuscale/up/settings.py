@@ -16,8 +16,15 @@ from pydantic import Field
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, Settings, UpstreamSettings, load
-from gpuscale.common.config.sources import CONFIG_VARIABLE, load_table, read_config, refuse_unused
+from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
+from gpuscale.common.config.sources import (
+    CONFIG_VARIABLE,
+    Settings,
+    load,
+    load_table,
+    read_config,
+    refuse_unused,
+)
 from gpuscale.common.runtime.logs import Level
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.monitor.agent.sources import SourceKind

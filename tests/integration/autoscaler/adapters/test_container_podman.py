@@ -23,7 +23,7 @@ from gpuscale.autoscaler.adapters.engines.container.engine import (
 from gpuscale.autoscaler.adapters.engines.container.starting import NO_GPUS
 from gpuscale.autoscaler.adapters.main import serve
 from gpuscale.autoscaler.loop import hub
-from gpuscale.common.config.settings import load_table
+from gpuscale.common.config.sources import load_table
 from tests.support.autoscaler_app import Autoscaler, endpoint, running
 from tests.support.autoscaler_process import autoscaler_process
 from tests.support.engine_program import engine_program

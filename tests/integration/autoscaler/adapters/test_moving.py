@@ -15,7 +15,7 @@ from gpuscale.autoscaler.adapters.settings import EngineSettings
 from gpuscale.autoscaler.domain.validate import violations as contradictions
 from gpuscale.autoscaler.wire.specs import spec_from_wire
 from gpuscale.cli.manifests.documents import parse
-from gpuscale.common.config.settings import load_table, read_config
+from gpuscale.common.config.sources import load_table, read_config
 from gpuscale.common.rpc.validation import violations
 from tests.support.fake_kubernetes import FakeKubernetes, deployment
 from tests.support.fake_kubernetes import serving as cluster_double

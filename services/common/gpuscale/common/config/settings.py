@@ -19,7 +19,7 @@ from typing import Protocol, Self, TypeVar
 import grpc
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
-from gpuscale.common.config.sources import Settings, load, load_table, read_config, secret_variables
+from gpuscale.common.config.sources import Settings, load, secret_variables
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.rpc.calls import AuditOptions, CallMeter
 from gpuscale.common.rpc.channel import ClientTls, open_channel
@@ -32,20 +32,6 @@ from gpuscale.common.secrets import SecretUrl, read_secret, take_variables
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.security.tls import ServerTls
 from gpuscale.common.store.term import Term
-
-__all__ = [
-    "DatabaseSettings",
-    "MetricsSettings",
-    "ProgramSettings",
-    "ServerSettings",
-    "Settings",
-    "StatefulSettings",
-    "UpstreamSettings",
-    "load",
-    "load_table",
-    "read_config",
-]
-
 
 _log = get_logger(__name__)
 

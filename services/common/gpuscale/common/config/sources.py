@@ -134,13 +134,13 @@ def refuse_unused(
 def secret_variables(*settings: Settings) -> set[str]:
     """The variables that hold secrets: those of secret fields, those that tables name, and URLs with a password."""
     names = {
-        f"{PREFIX}{one.section}_{field}".upper()
-        for one in settings
-        for field, kind in _kinds(type(one)).items()
+        f"{PREFIX}{part.section}_{field}".upper()
+        for part in settings
+        for field, kind in _kinds(type(part)).items()
         if kind == "secret"
     }
-    for one in settings:
-        names.update(_named_variables(one.model_dump()))
+    for part in settings:
+        names.update(_named_variables(part.model_dump()))
     return names | {name for name, text in os.environ.items() if _URL_WITH_PASSWORD.match(text)}
 
 

@@ -87,12 +87,11 @@ def open_channel(
     Raises:
         FailedPreconditionError: the token would travel in plain text (INSECURE_TRANSPORT), or a file cannot be read
             (TLS_FILES).
-        InvalidArgumentError: several addresses, one of them empty or named twice; or what is no token, whoever took it
-            for one.
+        InvalidArgumentError: an address is malformed, or named twice; or the token has characters that none has.
     """
     addresses = split_addresses(address)
     if len(addresses) > 1:
-        return following(addresses, [open_channel(one, tls=tls, token=token) for one in addresses])
+        return following(addresses, [open_channel(each, tls=tls, token=token) for each in addresses])
     plain_token = _reveal(token, address, tls)
     if tls is not None:
         return grpc.aio.secure_channel(address, _credentials(tls, plain_token), options=_arguments(tls))
@@ -111,7 +110,7 @@ def open_sync_channel(
     addresses = split_addresses(address)
     if len(addresses) > 1:
         opened = [
-            open_sync_channel(one, tls=tls, token=token, dial_timeout=dial_timeout) for one in addresses
+            open_sync_channel(each, tls=tls, token=token, dial_timeout=dial_timeout) for each in addresses
         ]
         return sync_following(addresses, opened)
     plain_token = _reveal(token, address, tls)
@@ -155,15 +154,15 @@ def split_addresses(text: str) -> tuple[str, ...]:
     Raises:
         InvalidArgumentError: one is no address, or of several one is empty or stands there twice.
     """
-    addresses = tuple(one.strip() for one in text.split(","))
+    addresses = tuple(part.strip() for part in text.split(","))
     if len(addresses) > 1 and ("" in addresses or len(set(addresses)) < len(addresses)):
         raise InvalidArgumentError(
             f"{text!r} must name different addresses, with commas between", field="address"
         )
-    for one in addresses:
-        problem = _problem(one)
+    for address in addresses:
+        problem = _problem(address)
         if problem:
-            raise InvalidArgumentError(f"the address {one!r} {problem}")
+            raise InvalidArgumentError(f"the address {address!r} {problem}")
     return addresses
 
 

@@ -24,33 +24,50 @@ Explain = Callable[[UnavailableError], GpuscaleError]
 
 
 class _Cause(NamedTuple):
-    reason: str
     text: str
+    reason: str
 
 
-_AUTHORITY = _Cause("UNKNOWN_AUTHORITY", "the certificate of {address} is not of the authority in {ca}")
+_AUTHORITY = _Cause(
+    "the certificate of {address} is not of the authority in {ca}", reason="UNKNOWN_AUTHORITY"
+)
 _VERIFICATION: Mapping[int, _Cause] = {
-    9: _Cause("CERTIFICATE_EXPIRED", "the certificate of {address} is not valid yet"),
-    10: _Cause("CERTIFICATE_EXPIRED", "the certificate of {address} has expired: it must be renewed there"),
-    18: _Cause("UNKNOWN_AUTHORITY", "the certificate of {address} is self-signed and not the one in {ca}"),
+    9: _Cause("the certificate of {address} is not valid yet", reason="CERTIFICATE_EXPIRED"),
+    10: _Cause(
+        "the certificate of {address} has expired: it must be renewed there", reason="CERTIFICATE_EXPIRED"
+    ),
+    18: _Cause(
+        "the certificate of {address} is self-signed and not the one in {ca}", reason="UNKNOWN_AUTHORITY"
+    ),
     **dict.fromkeys((19, 20, 21), _AUTHORITY),
-    62: _Cause("OTHER_HOST", "the certificate of {address} is for another host name"),
-    64: _Cause("OTHER_HOST", "the certificate of {address} is for another IP address"),
+    62: _Cause("the certificate of {address} is for another host name", reason="OTHER_HOST"),
+    64: _Cause("the certificate of {address} is for another IP address", reason="OTHER_HOST"),
 }
-_REFUSED = "{address} refuses the client certificate {cert}: "
 _OURS: Mapping[int, _Cause] = {
-    9: _Cause("CLIENT_CERTIFICATE", _REFUSED + "it is not valid yet"),
-    10: _Cause("CLIENT_CERTIFICATE", _REFUSED + "it has expired"),
-    **dict.fromkeys((19, 20), _Cause("CLIENT_CERTIFICATE", _REFUSED + "it is not of {ca}")),
+    9: _Cause(
+        "{address} refuses the client certificate {cert}: it is not valid yet", reason="CLIENT_CERTIFICATE"
+    ),
+    10: _Cause(
+        "{address} refuses the client certificate {cert}: it has expired", reason="CLIENT_CERTIFICATE"
+    ),
+    **dict.fromkeys(
+        (19, 20),
+        _Cause(
+            "{address} refuses the client certificate {cert}: it is not of {ca}", reason="CLIENT_CERTIFICATE"
+        ),
+    ),
 }
 _UNWANTED = _Cause(
-    "CLIENT_CERTIFICATE", _REFUSED + "it wants one of the authority in its --tls-client-ca-file"
+    "{address} refuses the client certificate {cert}: it wants one of the authority in its --tls-client-ca-file",
+    reason="CLIENT_CERTIFICATE",
 )
-_WANTED = _Cause("CLIENT_CERTIFICATE", "{address} wants a client certificate: --cert-file and --key-file")
+_WANTED = _Cause(
+    "{address} wants a client certificate: --cert-file and --key-file", reason="CLIENT_CERTIFICATE"
+)
 _NOT_TLS = _Cause(
-    "PLAINTEXT_SERVER", "{address} does not speak TLS: leave the CA file out, or switch TLS on there"
+    "{address} does not speak TLS: leave the CA file out, or switch TLS on there", reason="PLAINTEXT_SERVER"
 )
-_TLS = _Cause("TLS_SERVER", "{address} speaks TLS: name its authority with --ca-file")
+_TLS = _Cause("{address} speaks TLS: name its authority with --ca-file", reason="TLS_SERVER")
 
 _CONNECTING = ("failed to connect to all addresses", "dns resolution failed", "errors resolving ")
 _UNREACHED: Sequence[tuple[str, str]] = (
@@ -119,7 +136,7 @@ def _diagnosed(address: str, tls: ClientTls | None, error: UnavailableError, lim
     """The error with what is wrong with TLS; the error itself where nothing is found."""
     if "," in address:  # the first of them at which anything can be found out
         each = address.split(",")
-        causes = (_diagnosed(one.strip(), tls, error, limit / len(each)) for one in each)
+        causes = (_diagnosed(part.strip(), tls, error, limit / len(each)) for part in each)
         return next((cause for cause in causes if cause is not error), error)
     patience = min(PATIENCE, limit / STEPS)
     if patience < LEAST:
@@ -168,7 +185,7 @@ def _failure(connection: socket.socket, host: str, tls: ClientTls) -> _Cause | N
         secured = context.wrap_socket(connection, server_hostname=host, suppress_ragged_eofs=False)
     except ssl.SSLCertVerificationError as error:
         text = f"the certificate of {{address}} cannot be trusted: {error.verify_message}"
-        return _VERIFICATION.get(error.verify_code, _Cause(reason="UNKNOWN_AUTHORITY", text=text))
+        return _VERIFICATION.get(error.verify_code, _Cause(text, reason="UNKNOWN_AUTHORITY"))
     except TimeoutError:
         return None
     except (ssl.SSLError, ConnectionError):

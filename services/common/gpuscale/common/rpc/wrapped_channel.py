@@ -38,19 +38,25 @@ class _Methods:
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         """A method with one request and one response."""
-        return self._make("unary_unary", [one.unary_unary(*args, **kwargs) for one in self._channels])
+        return self._make("unary_unary", [channel.unary_unary(*args, **kwargs) for channel in self._channels])
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
         """A method with one request and a stream of responses."""
-        return self._make("unary_stream", [one.unary_stream(*args, **kwargs) for one in self._channels])
+        return self._make(
+            "unary_stream", [channel.unary_stream(*args, **kwargs) for channel in self._channels]
+        )
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
         """A method with a stream of requests and one response."""
-        return self._make("stream_unary", [one.stream_unary(*args, **kwargs) for one in self._channels])
+        return self._make(
+            "stream_unary", [channel.stream_unary(*args, **kwargs) for channel in self._channels]
+        )
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
         """A method with a stream of requests and one of responses."""
-        return self._make("stream_stream", [one.stream_stream(*args, **kwargs) for one in self._channels])
+        return self._make(
+            "stream_stream", [channel.stream_stream(*args, **kwargs) for channel in self._channels]
+        )
 
 
 class WrappedChannel(_Methods, grpc.aio.Channel):
@@ -74,7 +80,7 @@ class WrappedChannel(_Methods, grpc.aio.Channel):
 
     async def close(self, grace: float | None = None) -> None:
         """Close each of them."""
-        await asyncio.gather(*(one.close(grace) for one in self._channels))
+        await asyncio.gather(*(channel.close(grace) for channel in self._channels))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """As of the channel."""
@@ -106,18 +112,18 @@ class SyncWrappedChannel(_Methods, grpc.Channel):
         self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool | None = False
     ) -> None:
         """As of every channel."""
-        for one in self._channels:
-            one.subscribe(callback, bool(try_to_connect))
+        for channel in self._channels:
+            channel.subscribe(callback, bool(try_to_connect))
 
     def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
         """As of every channel."""
-        for one in self._channels:
-            one.unsubscribe(callback)
+        for channel in self._channels:
+            channel.unsubscribe(callback)
 
     def close(self) -> None:
         """Close each of them."""
-        for one in self._channels:
-            one.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self

@@ -127,7 +127,7 @@ class Connections:
                 "no file descriptor is left: new connections and files have to wait",
                 problem=short,
                 limit=descriptor_limit(),
-                connections=len([one for one in self._known.values() if one is not None]),
+                connections=sum(peer is not None for peer in self._known.values()),
                 without_identity=unknown,
                 times=self.short,
             )

@@ -292,7 +292,7 @@ class TokenFile:
             _Entry(Principal(name, token.role, "token", token.limits()), token.sha256, token.expires)
             for name, token in found.tokens.items()
         )
-        return entries, {name: one.limits() for name, one in found.certificates.items()}
+        return entries, {name: limits.limits() for name, limits in found.certificates.items()}
 
 
 def _cause(error: OSError | ValueError) -> str:
@@ -304,8 +304,6 @@ def _cause(error: OSError | ValueError) -> str:
         return error.strerror or type(error).__name__
     return str(error)
 
-
-__all__ = ["Authenticator", "Caller", "Principal", "Role", "current_principal", "require"]
 
 _LOOPBACK: Final = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.", "ipv6:%5B::ffff:127.")
 _SPIFFE_ID: Final = re.compile(

@@ -53,8 +53,8 @@ def raw(connection: Connection) -> Driver:
     return driver
 
 
-def _is_driver(one: object) -> TypeGuard[Driver]:
-    return isinstance(one, psycopg.Connection)
+def _is_driver(driver: object) -> TypeGuard[Driver]:
+    return isinstance(driver, psycopg.Connection)
 
 
 def conninfo(url: SecretUrl, application: str) -> str:

@@ -76,9 +76,9 @@ class Prepared:
     @classmethod
     def replacing(cls, table: Table) -> Self:
         """A row of the table, in place of the one with its key if there is one."""
-        one = cls(table)
-        one._build = lambda dialect: _upsert(table, dialect)
-        return one
+        prepared = cls(table)
+        prepared._build = lambda dialect: _upsert(table, dialect)
+        return prepared
 
     def run(self, connection: Connection, rows: Sequence[Mapping[str, object]]) -> int:
         """Execute it once for each row, inside the transaction that is open; returns how many rows that changed.

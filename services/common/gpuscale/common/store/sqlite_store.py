@@ -251,8 +251,8 @@ def check(connection: sqlite3.Connection, pragma: str, unchecked: frozenset[str]
     if unchecked and pages * size > SMALL_FILE:
         tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         asked = [f"'{name}'" for (name,) in tables if name not in unchecked]
-    for one in asked:
-        problem: str = connection.execute(f"PRAGMA {pragma}({one})").fetchone()[0]
+    for table in asked:
+        problem: str = connection.execute(f"PRAGMA {pragma}({table})").fetchone()[0]
         if problem != "ok":
             raise sqlite3.DatabaseError(" ".join(problem.split()))
 
