@@ -170,9 +170,11 @@ def _descends(process: GpuProcess, workers: Sequence[AdmittedProcess]) -> str | 
 
 
 def _contained(process: GpuProcess, workers: Sequence[AdmittedProcess]) -> set[str]:
-    return {one.reservation for one in workers if one.container and one.container == process.container}
+    return {
+        worker.reservation for worker in workers if worker.container and worker.container == process.container
+    }
 
 
 def _named(process: GpuProcess, workers: Sequence[AdmittedProcess]) -> set[str]:
-    named = (one for one in workers if one.reservation == process.mark and one.user is not None)
-    return {one.reservation for one in named if one.user == process.user}
+    named = (worker for worker in workers if worker.reservation == process.mark and worker.user is not None)
+    return {worker.reservation for worker in named if worker.user == process.user}

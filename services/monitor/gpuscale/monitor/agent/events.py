@@ -182,5 +182,5 @@ class FaultLog:
         """A snapshot shows these GPUs: let go of faults that need not be told again."""
         away = {gpu.identity.uuid for gpu in gpus if gpu.state in _AWAY} if self._kept else None
         if away:
-            kept = [one for one in self._kept if one[0] > self._told or one[1] not in away]
+            kept = [fault for fault in self._kept if fault[0] > self._told or fault[1] not in away]
             self._kept = deque(kept, maxlen=MOST_FAULTS)

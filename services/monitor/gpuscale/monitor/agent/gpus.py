@@ -227,13 +227,13 @@ class Gpus:
 
     def _missing(self) -> Iterator[GpuView]:
         """The GPUs that were never identified since the agent started, by names that stay as long as their places do."""
-        for one in self._inventory.missing if self._inventory is not None else ():
+        for missing in self._inventory.missing if self._inventory is not None else ():
             known = (device.identity for device in self._devices.values())
-            if any(_same_place(one, identity) for identity in known):
+            if any(_same_place(missing, identity) for identity in known):
                 continue
-            name = uuid5(_NAMESPACE, f"{self._node}/{pci_address(one.pci_bus_id) or one.index}")
-            identity = GpuIdentity(f"LOST-{name}", one.index, "", pci_bus_id=one.pci_bus_id)
-            reading = GpuReading.nothing(ReadingStatus.LOST, one.problem)
+            name = uuid5(_NAMESPACE, f"{self._node}/{pci_address(missing.pci_bus_id) or missing.index}")
+            identity = GpuIdentity(f"LOST-{name}", missing.index, "", pci_bus_id=missing.pci_bus_id)
+            reading = GpuReading.nothing(ReadingStatus.LOST, missing.problem)
             yield GpuView(identity, GpuState.LOST, reading, None)
 
     async def refresh(self, deadline: float) -> None:

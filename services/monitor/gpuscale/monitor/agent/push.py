@@ -213,8 +213,8 @@ class FleetPush:
                     if answer.resync:
                         self._deltas.reset()
                     self._collector.quarantines = {
-                        one.uuid: Quarantine(one.reason, to_datetime(one.start_time))
-                        for one in answer.quarantines
+                        quarantine.uuid: Quarantine(quarantine.reason, to_datetime(quarantine.start_time))
+                        for quarantine in answer.quarantines
                     }
                     welcome.set()
                     self._refusals.answered(self._clock.now(), refused=answer.rejected_count > rejected)

@@ -143,9 +143,9 @@ class AdmissionFile:
 
 
 def _processes(found: Iterable[_StoredProcess]) -> Iterable[AdmittedProcess]:
-    for one in found:
-        process, uuids = ProcessKey(one.pid, one.started), frozenset(one.gpus)
-        yield AdmittedProcess(process, one.reservation, one.fence, uuids, one.container, one.user)
+    for stored in found:
+        process, uuids = ProcessKey(stored.pid, stored.started), frozenset(stored.gpus)
+        yield AdmittedProcess(process, stored.reservation, stored.fence, uuids, stored.container, stored.user)
 
 
 if TYPE_CHECKING:

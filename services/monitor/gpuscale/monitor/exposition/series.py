@@ -242,5 +242,5 @@ def _checked(series: Series) -> Series:
 
 
 # Of any type, a name that ends in one is a complaint: PCIE_REPLAY_COUNTER, which no board of dcgm-exporter asks for.
-DCGM_CHECKED = tuple(_checked(one) for one in DCGM if not one.family.name.endswith("_COUNTER"))
+DCGM_CHECKED = tuple(_checked(series) for series in DCGM if not series.family.name.endswith("_COUNTER"))
 """The names of DCGM that pass `promtool check metrics` (promlint of client_golang), with types that do."""

@@ -120,7 +120,7 @@ def _add_gpu(
         page.add(GPU_AGE, labels(whose), round(seconds(gpu.reading.age) + elapsed, 3))
     if not fresh:
         return
-    for status, count in sorted(Counter(one.status for one in gpu.reading.absent_readings).items()):
+    for status, count in sorted(Counter(absent.status for absent in gpu.reading.absent_readings).items()):
         page.add(GPU_ABSENT, labels({**whose, "reason": _REASONS.get(status, "UNSPECIFIED")}), count)
     if state in _WORKING:
         _add_reading(page, gpu.reading, whose, style, dcgm_labels(snapshot, gpu, style))
@@ -130,7 +130,7 @@ def _add_reading(
     page: Page, reading: types_api.GpuReading, whose: dict[str, str], style: Style, dcgm: str
 ) -> None:
     own = labels(whose)
-    if all(one.field != "processes" for one in reading.absent_readings):
+    if all(absent.field != "processes" for absent in reading.absent_readings):
         page.add(GPU_PROCESSES, own, len(reading.processes))
     for reason in reading.throttle_reasons:
         page.add(GPU_THROTTLED, labels({**whose, "reason": reason}), 1)

@@ -85,7 +85,7 @@ def _superseded() -> AbortedError:
     return AbortedError("another stream reports for this node now", reason="STREAM_SUPERSEDED")
 
 
-_STATE = {one: api.NodeState.Value(f"NODE_STATE_{one.name}") for one in NodeState}
+_STATE = {state: api.NodeState.Value(f"NODE_STATE_{state.name}") for state in NodeState}
 
 
 def quarantine_of(gpu: types_api.Gpu, quarantines: Mapping[str, api.Quarantine]) -> api.Quarantine | None:
@@ -210,7 +210,9 @@ class FleetServicer(api.FleetServiceServicer):
         """A page of nodes."""
         nodes, boot_id = self._nodes.all(), request.boot_id
         if boot_id:
-            nodes = [one for one in nodes if one.picture is not None and one.picture.boot_id == boot_id]
+            nodes = [
+                record for record in nodes if record.picture is not None and record.picture.boot_id == boot_id
+            ]
         found, token = page(
             nodes, key=lambda record: record.node, page_size=request.page_size, page_token=request.page_token
         )

@@ -85,7 +85,7 @@ def memory_results(facts: GpuFacts) -> Results:
         found[HealthCheck.ECC_UNCORRECTED] = _ECC if facts.ecc_uncorrected > 0 else None
     if facts.remap_failed is not None:
         found[HealthCheck.ROW_REMAP_FAILURE] = _REMAP_FAILED if facts.remap_failed else None
-    pending = [one for one in (facts.remap_pending, facts.retired_pending) if one is not None]
+    pending = [flag for flag in (facts.remap_pending, facts.retired_pending) if flag is not None]
     if pending:
         found[HealthCheck.MEMORY_REPAIR_PENDING] = _REPAIR if any(pending) else None
     return found
@@ -117,7 +117,7 @@ CHECKS: tuple[Callable[[GpuFacts], Results], ...] = (
 
 def results(facts: GpuFacts) -> Results:
     """What all checks that need no memory say."""
-    return {check: finding for one in CHECKS for check, finding in one(facts).items()}
+    return {check: finding for look_at in CHECKS for check, finding in look_at(facts).items()}
 
 
 REPLAY_WINDOW_SECONDS = 60.0

@@ -52,7 +52,7 @@ class HealthServicer(api.HealthServiceServicer):
         """Events that last, then those that change."""
         node, events = _node(request.parent), self._health.register.events
         with self._health.watchers.watch() as watch:
-            lasting = [one for one in events.lasting() if _about(one, node)]
+            lasting = [event for event in events.lasting() if _about(event, node)]
             lasting.reverse()
             for start in range(0, len(lasting) or 1, EVENTS_PER_MESSAGE):
                 end = start + EVENTS_PER_MESSAGE

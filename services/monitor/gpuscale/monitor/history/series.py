@@ -268,8 +268,8 @@ def _together(before: Bucket | None, values: "array[float]", width: int) -> Buck
                 tally.add(value)
     stats = [tally.stats() or _NOTHING for tally in tallies]
     return Bucket(
-        [one.min for one in stats],
-        [one.mean for one in stats],
-        [one.max for one in stats],
-        [min(one.count, MOST_COUNTED) for one in stats],
+        [metric.min for metric in stats],
+        [metric.mean for metric in stats],
+        [metric.max for metric in stats],
+        [min(metric.count, MOST_COUNTED) for metric in stats],
     )

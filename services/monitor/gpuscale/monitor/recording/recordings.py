@@ -188,13 +188,12 @@ class Recordings:
         """Forget the recording that ended first, where as many are kept as may be."""
         if len(self._all) < self._most_kept:
             return
-        ended = [one for one in self._all.values() if one.ended_at is not None]
+        ended = [recording for recording in self._all.values() if recording.ended_at is not None]
         if not ended:
             raise ResourceExhaustedError(
                 f"{self._most_kept} recordings run already", reason="TOO_MANY_RECORDINGS"
             )
-        oldest = min(ended, key=lambda one: one.ended_at or 0.0)
-        self._forget(oldest)
+        self._forget(min(ended, key=lambda recording: recording.ended_at or 0.0))
 
     def _forget(self, recording: Recording) -> None:
         """Let go of a recording that has ended."""
@@ -209,17 +208,17 @@ class Recordings:
                     del self._spans[uuid]
 
     def _expire(self, now: float) -> None:
-        over = [one for one in self._running() if now > one.last_moment]
+        over = [recording for recording in self._running() if now > recording.last_moment]
         for recording in over:
             _end(recording, RecordingState.EXPIRED, recording.last_moment)
         if over:
             self._note_nodes()
 
     def _running(self) -> list[Recording]:
-        return [one for one in self._all.values() if one.state is RecordingState.RUNNING]
+        return [recording for recording in self._all.values() if recording.state is RecordingState.RUNNING]
 
     def _note_nodes(self) -> None:
-        self.nodes = frozenset().union(*(self._nodes_of[one.order.id] for one in self._running()))
+        self.nodes = frozenset().union(*(self._nodes_of[recording.order.id] for recording in self._running()))
 
 
 def _end(recording: Recording, state: RecordingState, at: float) -> None:

@@ -48,11 +48,13 @@ def recording_to_text(recording: Recording, shift: float) -> Iterator[str]:
     yield f', "order": {json.dumps(_fields(recording.order, _ORDER_FIELDS)).removesuffix("}")}, "targets": ['
     for start in range(0, len(targets), GPUS_AT_ONCE):
         part = targets[start : start + GPUS_AT_ONCE]
-        yield (", " if start else "") + ", ".join(json.dumps(_fields(one, _TARGET_FIELDS)) for one in part)
+        yield (", " if start else "") + ", ".join(
+            json.dumps(_fields(target, _TARGET_FIELDS)) for target in part
+        )
     yield ']}, "gpus": ['
     for start in range(0, len(gpus), GPUS_AT_ONCE):
         each = gpus[start : start + GPUS_AT_ONCE]
-        yield (", " if start else "") + ", ".join(json.dumps(_from_gpu(one, shift)) for one in each)
+        yield (", " if start else "") + ", ".join(json.dumps(_from_gpu(gpu, shift)) for gpu in each)
     yield "]}"
 
 
@@ -162,7 +164,7 @@ def chunks(rows: Rows, width: int, shift: int) -> Iterator[tuple[int, bytes]]:
         chunk = stored[begin] // CHUNK
         end = begin + sum(number // CHUNK == chunk for number in stored[begin : begin + CHUNK])
         part = rows._replace(numbers=stored).part(begin, end, width)
-        yield chunk, b"".join(_ordered(one).tobytes() for one in part)
+        yield chunk, b"".join(_ordered(column).tobytes() for column in part)
         begin = end
 
 
@@ -177,10 +179,10 @@ def unpack(body: bytes, width: int, shift: int) -> Rows:
         raise ValueError(f"{len(body)} bytes are no rows of {width} metrics")
     rows = Rows.empty()
     at = 0
-    for one in rows:
-        size = (count if one is rows.numbers else count * width) * one.itemsize
-        one.frombytes(body[at : at + size])
-        _ordered(one)
+    for column in rows:
+        size = (count if column is rows.numbers else count * width) * column.itemsize
+        column.frombytes(body[at : at + size])
+        _ordered(column)
         at += size
     try:
         return rows._replace(numbers=array("i", [number - shift for number in rows.numbers]))

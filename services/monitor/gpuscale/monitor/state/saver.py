@@ -127,7 +127,11 @@ class Saver:
             FailedPreconditionError: STATE_UNREADABLE, the file was found damaged.
         """
         recordings = self._recordings.all(self._clock.now())
-        texts = [await self._text(one) for one in recordings if self._final.get(one.order.id) is not one]
+        texts = [
+            await self._text(recording)
+            for recording in recordings
+            if self._final.get(recording.order.id) is not recording
+        ]
         found, finer = list[Chunk](), list[Chunk]()
         newest, newest_finer = dict[str, _Newest](), dict[str, int]()
         series = self._history.all()
@@ -146,7 +150,9 @@ class Saver:
     async def save_recording(self, key: str) -> None:
         """Write one recording, or that it is gone. Raises as `save` does."""
         recordings = self._recordings.all(self._clock.now())
-        await self._write([await self._text(one) for one in recordings if one.order.id == key], ())
+        await self._write(
+            [await self._text(recording) for recording in recordings if recording.order.id == key], ()
+        )
 
     async def _text(self, recording: Recording) -> _Text:
         """A recording as text; other work gets its turn meanwhile, and where that ends it the text is made anew."""
@@ -166,7 +172,7 @@ class Saver:
         self, texts: Sequence[_Text], found: Sequence[Chunk], finer: Sequence[Chunk] = ()
     ) -> None:
         """Write it; texts of recordings that ended or were deleted since are of no use, whoever ended them writes."""
-        kept = {one.order.id: one for one in self._recordings.all(self._clock.now())}
+        kept = {recording.order.id: recording for recording in self._recordings.all(self._clock.now())}
         texts = [text for text in texts if text[0].state is text[1] and kept.get(text[0].order.id) is text[0]]
         timeline, now = self._timeline, self._timeline.stored(self._clock.now())
         changed, self._events.unsaved = self._events.unsaved, set()
@@ -175,20 +181,22 @@ class Saver:
         saving = Saving(
             timeline=timeline,
             newest=now,
-            recordings={one.order.id: text for one, _, text in texts},
+            recordings={recording.order.id: text for recording, _, text in texts},
             chunks=found,
             finer=finer,
             kept=list(kept),
             oldest_chunk=int((now - coarsest.retention) // (coarsest.step * CHUNK)),
             oldest_finer=int((now - finest.retention) // (finest.step * CHUNK)),
-            events={key: event_to_text(one, timeline.offset) if one else "" for key, one in events.items()},
+            events={
+                key: event_to_text(event, timeline.offset) if event else "" for key, event in events.items()
+            },
         )
         try:
             await self._store.save(saving)
         except (UnavailableError, FailedPreconditionError):
             self._events.unsaved |= changed
             raise
-        self._final = {key: one for key, one in self._final.items() if key in kept}
+        self._final = {key: recording for key, recording in self._final.items() if key in kept}
         for one, state, _ in texts:
             self._note_final(one, state)
 

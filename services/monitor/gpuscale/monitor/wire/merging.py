@@ -82,7 +82,7 @@ class Change:
         """Places of all GPUs that change; None for all."""
         if self.numbers.columns and not self.numbers.places:
             return None
-        return {*self.numbers.places, *(one.place for one in self.gpus)}
+        return {*self.numbers.places, *(gpu.place for gpu in self.gpus)}
 
     def touches(self, fields: frozenset[int]) -> bool:
         """Whether it may change the state of a GPU, or one of these fields of GpuReading."""
@@ -171,8 +171,8 @@ class Picture:
             self._host = _merged_host(change.host, self.host_reading)
         if change.gpus:
             snapshot = self.snapshot
-            for one in change.gpus:
-                _merge_gpu(one, snapshot.gpus[one.place])
+            for gpu in change.gpus:
+                _merge_gpu(gpu, snapshot.gpus[gpu.place])
             self._encoded = snapshot.SerializeToString()
             self._columns = {}
         if change.numbers.columns:

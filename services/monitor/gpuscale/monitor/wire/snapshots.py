@@ -21,9 +21,11 @@ from gpuscale.monitor.model.readings import (
     throttle_reasons,
 )
 
-_STATUS = {one: types_api.ReadingStatus.Value(f"READING_STATUS_{one.name}") for one in ReadingStatus}
-_STATE = {one: types_api.GpuState.Value(f"GPU_STATE_{one.name}") for one in GpuState}
-_RECOVERY = {one: types_api.RecoveryAction.Value(f"RECOVERY_ACTION_{one.name}") for one in RecoveryAction}
+_STATUS = {status: types_api.ReadingStatus.Value(f"READING_STATUS_{status.name}") for status in ReadingStatus}
+_STATE = {state: types_api.GpuState.Value(f"GPU_STATE_{state.name}") for state in GpuState}
+_RECOVERY = {
+    action: types_api.RecoveryAction.Value(f"RECOVERY_ACTION_{action.name}") for action in RecoveryAction
+}
 
 GPU_NUMBERS = tuple(name for name in GPU_FIELDS if name not in {"processes", "recovery_action"})
 """Readings of a GPU that go into the field of the same name as they are; of a host, all do (HOST_FIELDS)."""
@@ -165,8 +167,10 @@ def _process(process: GpuProcess) -> types_api.GpuProcess:
 
 def _absent(absent: Iterable[Absent]) -> list[types_api.AbsentReading]:
     return [
-        types_api.AbsentReading(field=one.field, status=_STATUS[one.status], detail=text(one.detail))
-        for one in absent
+        types_api.AbsentReading(
+            field=reading.field, status=_STATUS[reading.status], detail=text(reading.detail)
+        )
+        for reading in absent
     ]
 
 

@@ -82,7 +82,7 @@ class Survey:
         """
         bus = Bus(find_gpus(self._sys / "bus/pci/devices"))
         bus.look()
-        named = {pci_address(one) for one in (*known, *(lost.pci_bus_id for lost in self.missing))}
+        named = {pci_address(address) for address in (*known, *(lost.pci_bus_id for lost in self.missing))}
         others = sorted(bus.gpus - bus.given_away - named)
         for place, one in enumerate(self.missing):
             if not one.pci_bus_id and others:

@@ -149,7 +149,7 @@ class Queries(Generic[E]):
         before = len(self._absent)
         value = ask()
         absent = tuple(self._absent[before:])
-        settled = all(one.status in EXCUSED for one in absent)
+        settled = all(reading.status in EXCUSED for reading in absent)
         serves = every if kept is not None or first is None else first
         return Kept(value, absent, self._now + serves if settled else self._now)
 

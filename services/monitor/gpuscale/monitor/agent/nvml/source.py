@@ -124,7 +124,7 @@ class NvmlSource:
         self._outdated = False
         self._devices = survey.devices
         self._events = self._listen()
-        problems = [_missing(one) for one in survey.missing] or ([] if survey.devices else ["no GPU found"])
+        problems = [_missing(gpu) for gpu in survey.missing] or ([] if survey.devices else ["no GPU found"])
         return Inventory(
             gpus=[device.identity for device in survey.devices.values()],
             driver_version=version,
@@ -205,7 +205,7 @@ class NvmlSource:
             return
         parent.unsupported.clear()
         known = {one for one, device in self._devices.items() if device.identity.parent_uuid == uuid}
-        if divided != parent.identity.divided or {one.identity.uuid for one in mig_parts(parent)} != known:
+        if divided != parent.identity.divided or {part.identity.uuid for part in mig_parts(parent)} != known:
             self._outdated = True
 
 
