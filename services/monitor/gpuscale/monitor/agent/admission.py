@@ -12,7 +12,7 @@ from typing import Final
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 DEAD_KEPT: Final = 256
-"""So many processes that were admitted and have ended are remembered: what they left behind is theirs still."""
+"""How many admitted processes are remembered after they end: what they left behind still belongs to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Admissions:
         user: int | None = None,
         lowest: Mapping[str, int] | None = None,
     ) -> "Admissions | FenceTooLow":
-        """With this work admitted on all of the GPUs, or why it is admitted on none.
+        """Admit work on all of these GPUs; or the reason why it is admitted on none.
 
         Args:
             uuids: of the GPUs.
@@ -84,14 +84,14 @@ class Admissions:
         return Admissions({**self.fences, **fences}, workers)
 
     def reset(self, uuids: Iterable[str]) -> "Admissions":
-        """Without the fences of these GPUs, and without what was admitted on them."""
+        """Drop the fences of these GPUs, and what was admitted on them."""
         gone = frozenset(uuids)
         left = (replace(worker, uuids=worker.uuids - gone) for worker in self.workers)
         fences = {uuid: fence for uuid, fence in self.fences.items() if uuid not in gone}
         return Admissions(fences, tuple(worker for worker in left if worker.uuids))
 
     def without_dead(self, lives: Callable[[ProcessKey], bool]) -> "Admissions":
-        """Without all but the latest `DEAD_KEPT` processes that have ended; fences stay for good."""
+        """Drop processes that have ended, but for the latest `DEAD_KEPT`; fences stay for good."""
         dead = [worker for worker in self.workers if not lives(worker.process)]
         forgotten = {worker.process for worker in dead[:-DEAD_KEPT]}
         return replace(
@@ -104,9 +104,9 @@ class Admissions:
 
 
 class Holders:
-    """Tells whose the processes on GPUs are.
+    """Tells which reservation a process on a GPU belongs to.
 
-    The first of these rules that says something counts:
+    The first rule that gives an answer counts:
 
     1. It was admitted, or descends from a process that was: from the nearest of them. A pid counts with its start time.
     2. By this rule it was known before, though what started it has ended since.

@@ -30,7 +30,7 @@ LONGEST_WAIT_SECONDS = 0.5
 
 
 class Collector:
-    """Takes the snapshots of one run of the agent; their `seq` grows by one each.
+    """Takes the snapshots of one run of the agent; `seq` grows by one with each.
 
     Args:
         node: id of this node.
@@ -79,7 +79,7 @@ class Collector:
         self._seq = 0
 
     async def collect(self) -> Snapshot:
-        """Take a snapshot; what has not answered within half a second is in it as it was last known.
+        """Take a snapshot; what does not answer within half a second is shown as last known.
 
         Raises:
             ThreadDiedError: a source has a bug.
@@ -93,7 +93,7 @@ class Collector:
         return self._assemble()
 
     async def close(self) -> None:
-        """Let go of the driver and end the threads that are free."""
+        """Release the driver and end the idle threads."""
         self._host_worker.stop()
         await self._gpus.close()
 
@@ -118,7 +118,7 @@ class Collector:
         )
 
     def _views(self) -> tuple[GpuView, ...]:
-        """The GPUs, with what the agent itself knows of each beside the driver."""
+        """The GPUs, with what the agent knows of each beyond what the driver says."""
         views, admissions = self._gpus.views(), self._admitted()
         if not self.quarantines and not admissions.workers:
             return views
@@ -162,7 +162,7 @@ class Sampler:
         self.snapshots: Broadcast[Snapshot] = Broadcast()
 
     async def run(self) -> None:
-        """Read for ever; the rhythm is that of the loop's clock, and readings on demand do not shift it."""
+        """Read until cancelled. Readings on demand do not shift the rhythm."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:

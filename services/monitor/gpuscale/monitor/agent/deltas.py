@@ -26,7 +26,7 @@ Bands = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class DeadBands:
-    """How far a reading may move untold, by its unit: the last word of its name. Other readings are told exactly."""
+    """How far a reading may move before it is sent, by its unit: the last word of its name. Others are sent exactly."""
 
     percent: float = 0.5
     bytes: float = 1024.0 * 1024.0
@@ -43,7 +43,7 @@ class DeadBands:
 
 
 def moves(before: Sequence[object], after: Sequence[object], bands: Bands) -> list[int]:
-    """Places of all readings that differ, once any of them has moved by more than its dead-band; none until then."""
+    """The places of all readings that differ, once one has moved by more than its dead-band; empty until then."""
     if before == after:
         return []
     differ = list(compress(count(), map(ne, before, after)))
@@ -53,7 +53,7 @@ def moves(before: Sequence[object], after: Sequence[object], bands: Bands) -> li
 
 
 def is_near(before: object, after: object, band: float) -> bool:
-    """Whether both are absent, or both are numbers that are no further from each other than a dead-band."""
+    """Whether both are absent, or both are numbers within a dead-band of each other."""
     if before is None or after is None:
         return before is after
     if isinstance(before, int | float) and isinstance(after, int | float):
@@ -92,7 +92,7 @@ class _SentGpu:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What the receiver has: the number, all that is no reading, and the readings."""
+    """What the receiver has: the number, everything but readings, and the readings."""
 
     seq: int
     frame: tuple[object, ...]
@@ -117,13 +117,13 @@ class Deltas:
         self._sent: _Sent | None = None
 
     def reset(self) -> None:
-        """The receiver has nothing that can be built upon."""
+        """Start over: the receiver has nothing to build on."""
         self._sent = None
 
     def next(self, snapshot: Snapshot, now: float) -> api.SnapshotDelta | None:
-        """What leads from the snapshot before to this one, sent at `now` of the agent's clock.
+        """The change from the last snapshot to this one, sent at `now` of the agent's clock.
 
-        Returns None where the whole has to be sent. It counts as sent.
+        Returns None where the whole snapshot must be sent. It counts as sent.
         """
         frame, sent = _frame(snapshot), self._sent
         if sent is None or sent.frame != frame or now - self._full_at >= self._full_every:
@@ -185,7 +185,7 @@ class Deltas:
 
 
 class _Changes:
-    """The GPUs that a delta names: what is told of each alone, and which of its readings differ."""
+    """The GPUs that a delta names, and which of their readings differ."""
 
     def __init__(self, delta: api.SnapshotDelta, gpu_count: int) -> None:
         self._delta = delta
@@ -210,7 +210,7 @@ class _Changes:
                 self._delta.gpus.append(change)
 
     def _tell_together(self) -> AbstractSet[int]:
-        """Put numbers that all GPUs have whose readings differ into one table; the places of these numbers."""
+        """Put numbers that every changed GPU has into one table; returns their places."""
         moved = [(change.place, reading) for change, reading, differ in self._named if differ]
         differ = {place for _, _, places in self._named for place in places}
         columns = sorted(
@@ -227,7 +227,7 @@ class _Changes:
 
 
 def _fits(value: object) -> bool:
-    """Whether a number is there, and is one that a double holds exactly."""
+    """Whether it is a number that a double holds exactly."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)
 
 
@@ -238,7 +238,7 @@ def _says_something(change: api.GpuDelta) -> bool:
 
 
 def _frame(snapshot: Snapshot) -> tuple[object, ...]:
-    """All of a snapshot that a delta cannot tell."""
+    """The parts of a snapshot that a delta cannot carry."""
     return (
         snapshot.node,
         snapshot.epoch,

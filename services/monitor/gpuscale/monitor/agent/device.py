@@ -1,7 +1,7 @@
 """One GPU as its owner sees it: the newest reading, a breaker, and a thread of its own while it is slow.
 
 A GPU whose call is out longer than the soft deadline is SLOW and keeps its last readings, with their age. From the
-hard deadline on it is HUNG: its last readings say nothing about it any more and are absent. (A monitor that keeps
+hard deadline on it is HUNG: its last readings no longer count and are absent. (A monitor that keeps
 exporting the last values of a hung GPU hid such faults in NVIDIA/dcgm-exporter#164 and microsoft/pai#889.)
 
 A GPU whose call came back only after the hard deadline is not read at once again: it is first asked one cheap question,
@@ -47,7 +47,7 @@ def view(
     now: float,
     deadlines: Deadlines,
 ) -> GpuView:
-    """The GPU as it is to be shown at `now`; `ordered_at` is when the call that is out now was made, None for none."""
+    """How the GPU is shown at `now`; `ordered_at` is when the pending call was made, None for none."""
     waiting = 0.0 if ordered_at is None else now - ordered_at
     read_at = last.read_at if last else None
     if waiting >= deadlines.hard:
@@ -62,7 +62,7 @@ def view(
 
 
 def _at_least_slow(state: GpuState) -> GpuState:
-    """A GPU that is gone or needs a reset stays so; any other is SLOW."""
+    """A GPU that is lost or needs a reset stays so; any other is SLOW."""
     return state if state in {GpuState.LOST, GpuState.RESET_REQUIRED} else GpuState.SLOW
 
 
@@ -77,7 +77,7 @@ _ANSWERS = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW})
 
 @dataclass(slots=True)
 class Breaker:
-    """Whether a GPU may be read. Open after an answer beyond the hard deadline, closed by a probe that is in time."""
+    """Whether a GPU may be read. Opens after an answer beyond the hard deadline; a probe in time closes it."""
 
     deadlines: Deadlines
     backoff: Backoff
@@ -117,7 +117,7 @@ class Device:
 
     @property
     def ordered_at(self) -> float | None:
-        """When the call that is out now was ordered; None when none is."""
+        """When the pending call was ordered; None without one."""
         return self._reader.ordered_at if self._prober.ordered_at is None else self._prober.ordered_at
 
     @property
@@ -127,33 +127,33 @@ class Device:
 
     @property
     def hung(self) -> bool:
-        """Whether a call is out since the hard deadline: its thread is lost until the driver answers."""
+        """Whether a call has been pending since the hard deadline: its thread is lost until the driver answers."""
         ordered_at = self.ordered_at
         return ordered_at is not None and self._clock.now() - ordered_at >= self._deadlines.hard
 
     @property
     def answers(self) -> bool:
-        """Whether nothing speaks against it: it may yet answer what is out."""
+        """Whether nothing is known to be wrong: a pending call may still be answered."""
         return not self.hung and self.error is None and not self.unusable()
 
     @property
     def read_at(self) -> float:
-        """When it was read last; before all times where it never was."""
+        """When it was last read; minus infinity where it never was."""
         return -math.inf if self._reader.last is None else self._reader.last.read_at
 
     @property
     def link_ends(self) -> tuple[str | None, ...]:
-        """Where its NVLinks lead, as far as it has said."""
+        """Where its NVLinks lead, as far as it is known."""
         return () if self._reader.last is None else self._reader.last.value.link_ends
 
     @property
     def quick(self) -> bool:
-        """Whether its last answer came at once, so that it may share a thread with others."""
+        """Whether its last answer came quickly, so that it may share a thread."""
         last = self._reader.last
         return not self._breaker.open and (last is None or last.read_at - last.ordered_at < QUICK_SECONDS)
 
     def due(self) -> "Reader[GpuSample] | Reader[None] | None":
-        """What is to be asked now: a reading or a question; None when a call is out already, or it is not time yet."""
+        """What to ask now: a reading or a probe; None while a call is pending, or before its time."""
         if self.ordered_at is not None:
             return None
         self._judge()
@@ -162,13 +162,13 @@ class Device:
         return self._prober if self._clock.now() >= self._breaker.retry_at else None
 
     def order(self, reader: "Reader[Any]") -> "asyncio.Future[None]":
-        """Have what is due asked in a thread of its own."""
+        """Run what is due in a thread of its own."""
         if self._worker is None:
             self._worker = CallThread(f"gpu-{self.identity.uuid}")
         return reader.order(self._worker)
 
     def unusable(self) -> bool:
-        """Whether its newest reading says that the source's handle of it is of no use any more."""
+        """Whether its newest reading says that the source's handle no longer works."""
         last = self._reader.last
         if last is None:
             return False
@@ -176,12 +176,12 @@ class Device:
         return gone or len(last.value.reading.absent) == len(GPU_FIELDS)
 
     def view(self, *, opening_since: float | None, lost: str | None, released: bool) -> GpuView:
-        """The GPU as it is to be shown now.
+        """How the GPU is shown now.
 
         Args:
             opening_since: since when the source is being opened; None when it is not.
             lost: why it is out of reach, whatever was read before; None when it is not.
-            released: whether the driver was let go of on request.
+            released: whether the driver was released on request.
         """
         self._judge()
         last = self._reader.last
@@ -205,12 +205,12 @@ class Device:
         return shown
 
     def stop(self) -> None:
-        """End the thread once it is free."""
+        """End the thread once it is idle."""
         if self._worker is not None:
             self._worker.stop()
 
     def _judge(self) -> None:
-        """Let the breaker know of the answers that are new."""
+        """Tell the breaker of new answers."""
         for reader, before in ((self._reader, self._judged[0]), (self._prober, self._judged[1])):
             last, probe = reader.last, reader is self._prober
             if last is not None and last is not before:

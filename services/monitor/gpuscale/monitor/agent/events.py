@@ -30,7 +30,7 @@ class EventQueue:
         self._arrived = asyncio.Event()
 
     def put(self, event: GpuEvent) -> None:
-        """Add an event; the oldest goes where the queue is full."""
+        """Add an event; a full queue drops the oldest."""
         self.dropped += len(self._events) == QUEUE_LENGTH
         self._events.append(event)
         self._arrived.set()
@@ -51,7 +51,7 @@ class GpuEvents:
 
     @contextmanager
     def subscribe(self) -> Generator[EventQueue]:
-        """A queue that ends with the block."""
+        """A queue that lasts as long as the block."""
         queue = EventQueue()
         self._queues.add(queue)
         try:
@@ -87,7 +87,7 @@ class Listener:
 
     @property
     def listening(self) -> "asyncio.Future[None] | None":
-        """Done once the thread has left the driver; None when it is not in there."""
+        """Done once the thread has left the driver; None while it is not in it."""
         if self._listening is not None and self._listening.done():
             return None
         return self._listening
@@ -99,7 +99,7 @@ class Listener:
         return self._listening.exception() if ended and self._listening is not None else None
 
     def start(self) -> None:
-        """Begin to listen, or go on where a pause has not come to effect yet."""
+        """Start listening, or go on where a pause has not taken effect."""
         self._paused.clear()
         if self.listening is None:
             loop = asyncio.get_running_loop()
@@ -108,7 +108,7 @@ class Listener:
             self._listening.add_done_callback(lambda ended: ended.exception())
 
     def pause(self) -> None:
-        """Stop listening, as soon as the thread comes back."""
+        """Stop listening as soon as the thread returns."""
         self._paused.set()
 
     def stop(self) -> None:
@@ -145,7 +145,7 @@ class FaultLog:
         self._arrived = asyncio.Event()
 
     async def follow(self, events: GpuEvents) -> None:
-        """Keep what happens, for ever."""
+        """Keep faults until cancelled."""
         with events.subscribe() as queue:
             while True:
                 event = await queue.get()
@@ -153,7 +153,7 @@ class FaultLog:
                     self.add(event.uuid, event.xid, event.seen_at)
 
     def add(self, uuid: str, xid: int, at: float) -> None:
-        """Keep a fault that was heard of at `at`, in seconds of the clock."""
+        """Keep a fault reported at `at`, in seconds of the clock."""
         self._kept.append((self._count, uuid, xid, at))
         self._count += 1
         self._arrived.set()
@@ -165,7 +165,7 @@ class FaultLog:
             await self._arrived.wait()
 
     def message(self, last: int, now: float) -> api.ReportedFaults:
-        """The faults that are kept with a number above `last`, oldest first."""
+        """The faults numbered above `last`, oldest first."""
         return api.ReportedFaults(
             faults=[
                 api.ReportedFault(uuid=uuid, xid=xid, seq=seq, age=to_duration(max(now - at, 0.0)))
@@ -175,11 +175,11 @@ class FaultLog:
         )
 
     def told(self, last: int) -> None:
-        """The fleet was told of those up to that number."""
+        """The fleet has been told of faults up to this number."""
         self._told = max(self._told, last)
 
     def saw(self, gpus: Iterable[GpuView]) -> None:
-        """A snapshot shows these GPUs: let go of faults that need not be told again."""
+        """Drop faults that need not be repeated, by the GPUs that a snapshot shows."""
         away = {gpu.identity.uuid for gpu in gpus if gpu.state in _AWAY} if self._kept else None
         if away:
             kept = [fault for fault in self._kept if fault[0] > self._told or fault[1] not in away]

@@ -21,8 +21,8 @@ from gpuscale.monitor.wire.watch import Broadcast
 SHARED_SECONDS = 0.1
 
 
-class _Whole:
-    """A snapshot as a message, as it was at `made_at`; made of the values where nobody had use for it before."""
+class _SharedSnapshot:
+    """A snapshot as a message, as of `made_at`; built when it is first needed."""
 
     def __init__(self, values: Snapshot, made_at: float, message: types_api.Snapshot | None = None) -> None:
         self.values = values
@@ -38,7 +38,7 @@ class _Whole:
         return self._message
 
     def encoded(self, now: float) -> bytes:
-        """An encoded WatchSnapshotsResponse of it; those who come too late for the shared one get their own."""
+        """An encoded WatchSnapshotsResponse; shared, unless it is too old for that."""
         if now - self.made_at > SHARED_SECONDS:
             response = api.WatchSnapshotsResponse(snapshot=self.message)
             count_on(response.snapshot, now - self.made_at)
@@ -57,10 +57,10 @@ class _Chain:
         self._base_seq = -1
         self._delta = b""
         self._picture: Picture | None = None
-        self._whole: _Whole | None = None
+        self._whole: _SharedSnapshot | None = None
 
-    def link(self, whole: _Whole, have: int, now: float) -> bytes:
-        """An encoded WatchSnapshotsResponse that leads a follower who has snapshot number `have` to this one."""
+    def link(self, whole: _SharedSnapshot, have: int, now: float) -> bytes:
+        """An encoded WatchSnapshotsResponse that brings a follower at snapshot number `have` to this one."""
         reached = self._whole
         if reached is None or whole.values.seq != self._seq:
             reached = self._advance(whole)
@@ -68,7 +68,7 @@ class _Chain:
             return self._delta
         return reached.encoded(now)
 
-    def _advance(self, whole: _Whole) -> _Whole:
+    def _advance(self, whole: _SharedSnapshot) -> _SharedSnapshot:
         delta = self._deltas.next(whole.values, whole.made_at)
         if delta is None or self._picture is None:
             self._delta = b""
@@ -79,7 +79,7 @@ class _Chain:
             self._delta = api.WatchSnapshotsResponse(delta=delta).SerializeToString()
             self._picture.merge(Change.of(delta))
         self._base_seq, self._seq = self._seq, whole.values.seq
-        self._whole = _Whole(whole.values, whole.made_at, self._picture.snapshot)
+        self._whole = _SharedSnapshot(whole.values, whole.made_at, self._picture.snapshot)
         return self._whole
 
 
@@ -101,7 +101,7 @@ class SnapshotFeed:
         self._bands = bands
         self._full_every = full_every
         self._every_snapshot = self._chain()
-        self._newest: _Whole | None = None
+        self._newest: _SharedSnapshot | None = None
 
     async def stream(self, request: api.WatchSnapshotsRequest, _: object) -> AsyncGenerator[bytes, None]:
         """The newest snapshot, then each as fast as the subscriber reads, as encoded WatchSnapshotsResponse."""
@@ -125,8 +125,8 @@ class SnapshotFeed:
     def _chain(self) -> _Chain:
         return _Chain(Deltas(self._bands, self._full_every))
 
-    def _whole(self, snapshot: Snapshot, now: float) -> _Whole:
-        """The message of a snapshot, one for all who want it."""
+    def _whole(self, snapshot: Snapshot, now: float) -> _SharedSnapshot:
+        """The message of a snapshot, shared by all."""
         if self._newest is None or self._newest.values is not snapshot:
-            self._newest = _Whole(snapshot, now)
+            self._newest = _SharedSnapshot(snapshot, now)
         return self._newest

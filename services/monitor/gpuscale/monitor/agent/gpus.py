@@ -34,7 +34,7 @@ from gpuscale.monitor.model.readings import (
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """How the collection does.
+    """How reading the driver goes.
 
     Attributes:
         hung_threads: threads that are stuck in the driver, at most one for each GPU.
@@ -56,7 +56,7 @@ LONGEST_PAUSE_SECONDS = 5.0
 
 
 class Interruptions:
-    """Since when the driver is silent, from the interruption until it is known how it goes on.
+    """Since when an interrupted driver is silent, until it answers again.
 
     A GPU that was HUNG before goes on being so until it was read again: that the source was closed and opened meanwhile
     is no news of it.
@@ -77,7 +77,7 @@ class Interruptions:
         self._at = now
 
     def silent_since(self, read_at: float) -> float | None:
-        """Since when a GPU is silent that was read last at that time; None where it was read after the interruption."""
+        """Since when a GPU last read at `read_at` is silent; None where it was read after the interruption."""
         return self._since if read_at < self._at else None
 
     def pause(self, usual: float) -> float:
@@ -85,7 +85,7 @@ class Interruptions:
         return usual if self._since is None else min(usual, LONGEST_PAUSE_SECONDS)
 
     def refused(self, asked_at: float) -> None:
-        """An opening failed that began at that time: unless it was interrupted itself, the driver answers again."""
+        """Opening failed that began at `asked_at`: the driver answers again, unless that was interrupted too."""
         if asked_at > self._at:
             self._since = None
 
@@ -128,7 +128,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The driver is let go of, until a time of the agent's clock."""
+    """The driver is released until a time of the agent's clock."""
 
     problem: str
     until: float
@@ -192,7 +192,7 @@ class Gpus:
         return self._source.simulated
 
     def collection(self) -> Collection:
-        """How the collection does now."""
+        """How reading the driver goes now."""
         devices = self._devices.values()
         return Collection(
             hung_threads=sum(device.hung for device in devices),
@@ -218,7 +218,7 @@ class Gpus:
         return device is not None and device.present and not device.identity.divided
 
     def views(self) -> tuple[GpuView, ...]:
-        """Every GPU that was ever found, in the driver's order, as it is to be shown now.
+        """Every GPU found so far, in the driver's order, as it is shown now.
 
         MIG instances follow the GPU that they are a part of; GPUs that cannot be identified come last.
         """
@@ -226,7 +226,7 @@ class Gpus:
         return (*(self._view(device) for device in ordered), *self._missing())
 
     def _missing(self) -> Iterator[GpuView]:
-        """The GPUs that were never identified since the agent started, by names that stay as long as their places do."""
+        """GPUs that were never identified since the agent started; their names last as long as their places."""
         for missing in self._inventory.missing if self._inventory is not None else ():
             known = (device.identity for device in self._devices.values())
             if any(_same_place(missing, identity) for identity in known):
@@ -237,7 +237,7 @@ class Gpus:
             yield GpuView(identity, GpuState.LOST, reading, None)
 
     async def refresh(self, deadline: float) -> None:
-        """Order a reading of every GPU that has no call out, and wait for the answers until `deadline`.
+        """Order a reading of every GPU without a pending call, and wait for answers until `deadline`.
 
         Args:
             deadline: time of the running loop.
@@ -260,7 +260,7 @@ class Gpus:
         self._judge()
 
     async def _read(self, deadline: float) -> None:
-        """Ask every GPU that can be asked: the quick ones in a row, each of the others in a thread of its own."""
+        """Read every GPU that can be read: quick ones in one thread, each of the others in its own."""
         quick: dict[Reader[Any], Device] = {}
         asked: list[asyncio.Future[None]] = []
         for device in self._devices.values():
@@ -285,7 +285,7 @@ class Gpus:
         return call
 
     async def release(self, seconds: float, problem: str) -> None:
-        """Let go of the driver for at most that long; `problem` is what to say of the GPUs meanwhile.
+        """Release the driver for at most `seconds`; `problem` is what the GPUs show meanwhile.
 
         Raises:
             FailedPreconditionError: DRIVER_CALL_OUT, a call does not come back; the driver is held as before.
@@ -312,7 +312,7 @@ class Gpus:
         _log.warning("the driver is released", seconds=seconds, problem=problem)
 
     def resume(self) -> bool:
-        """Take the driver again with the next round; whether it was released."""
+        """Take the driver back with the next round; returns whether it was released."""
         released = self._window is not None
         if released:
             self._window = None
@@ -322,7 +322,7 @@ class Gpus:
         return released
 
     async def close(self) -> None:
-        """Let go of the driver, unless a call is out: then its thread is left behind."""
+        """Release the driver, unless a call is pending: then its thread is left behind."""
         self._listener.pause()
         if self._listener.listening is not None:
             await wait_until([self._listener.listening], _in(CLOSE_SECONDS))
@@ -342,12 +342,12 @@ class Gpus:
         await wait_until(self._calls(), deadline)
 
     def _calls(self) -> list[asyncio.Future[Any]]:
-        """What is done once a thread has left the driver, of each that is in there."""
+        """A future for each thread in the driver, done once it has left."""
         calls = (self._listener.listening, self._shared.round, self._control_call, *self._alone)
         return [call for call in calls if call is not None and not call.done()]
 
     def _due(self) -> bool:
-        """Whether the source is to be opened now, for the first time or again."""
+        """Whether to open the source now, for the first time or again."""
         now = self._clock.now()
         listening = self._listener.listening
         if now < self._retry_at or any(call is not listening for call in self._calls()):
@@ -361,7 +361,7 @@ class Gpus:
         return lacking and now - self._opened_at >= REOPEN_FOR_SOME_SECONDS
 
     def _stuck(self) -> bool:
-        """Whether the driver as a whole does not answer: no GPU does, and a call is out since the hard deadline."""
+        """Whether the whole driver is silent: no GPU answers, and a call is pending since the hard deadline."""
         if self._opening_since is not None:
             longest = max(self._deadlines.hard, OPENING_SECONDS)
             return self._clock.now() - self._opening_since >= longest
@@ -369,7 +369,7 @@ class Gpus:
         return any(device.hung for device in present) and not any(device.answers for device in present)
 
     def _interrupt(self) -> None:
-        """End the calls that are out, if the source can; what follows is what follows any other failure of it."""
+        """End pending calls, if the source can; then go on as after any other failure."""
         now = self._clock.now()
         if self._source.interrupt():
             waiting = (self._opening_since, *(device.ordered_at for device in self._devices.values()))
@@ -419,7 +419,7 @@ class Gpus:
         self._say(inventory.problem)
 
     def _forget_parts(self) -> None:
-        """A MIG instance that is gone was taken away on purpose, unlike a GPU that the driver lists no longer."""
+        """Forget MIG instances that are gone: unlike a GPU that is no longer listed, they were removed on purpose."""
         gone = [uuid for uuid, one in self._devices.items() if not one.present and one.identity.parent_uuid]
         for uuid in gone:
             part = self._devices.pop(uuid)
@@ -428,12 +428,12 @@ class Gpus:
             part.stop()
 
     def _errors(self) -> list[BaseException]:
-        """Why reading failed, of each GPU of the newest inventory whose newest call did."""
+        """Why the newest call failed, of each present GPU where it did."""
         present = (device for device in self._devices.values() if device.present)
         return [device.error for device in present if device.error is not None]
 
     def _judge(self) -> None:
-        """Draw the consequences of a round of readings."""
+        """Act on a round of readings."""
         for error in (self._bug, self._listener.error, *self._errors()):
             if error is not None and not isinstance(error, GpuSourceError):
                 raise error
@@ -446,7 +446,7 @@ class Gpus:
             self._backoff.reset()
 
     def _wire(self) -> None:
-        """Note what the GPUs have newly said of their NVLinks."""
+        """Take in new facts about NVLinks."""
         ends = {uuid: device.link_ends for uuid, device in self._devices.items()}
         if ends != self._link_ends:
             self._link_ends = ends
@@ -475,7 +475,7 @@ class Gpus:
 
 
 def _in(seconds: float) -> float:
-    """A deadline by the running loop."""
+    """The time of the running loop in so many seconds."""
     return asyncio.get_running_loop().time() + seconds
 
 

@@ -99,7 +99,7 @@ class ProcHost:
         return self._cpu_percent
 
     def _smoothed(self, now: float, absent: list[Absent]) -> float | None:
-        """Mean of the samples of the window, each as heavy as the other: one busy second is no busy host."""
+        """Mean of the samples of the window: one busy second does not make a busy host."""
         while self._cpu_samples and self._cpu_samples[0][0] <= now - CPU_WINDOW_SECONDS:
             self._cpu_samples.popleft()
         if not self._cpu_samples:
@@ -177,7 +177,7 @@ def _attempt(call: Callable[[], T], fields: Iterable[str], absent: list[Absent])
 
 
 def _hardware(folder: Path) -> set[str]:
-    """The names in a folder of /sys behind which there is a device; none where there is no such folder."""
+    """The names in a folder of /sys that have a device; empty without the folder."""
     try:
         with os.scandir(folder) as entries:
             return {entry.name for entry in entries if os.access(f"{entry.path}/device", os.F_OK)}

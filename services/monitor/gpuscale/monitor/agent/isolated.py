@@ -38,7 +38,7 @@ class _Lane:
         return self._connection.recv()
 
     def shut(self) -> None:
-        """Tell the thread that waits here that nothing comes any more."""
+        """Wake the thread that waits here: nothing will come."""
         try:
             self._end.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -84,7 +84,7 @@ class ChildProcess:
         return self._process.pid
 
     def call(self, method: str, argument: object = None) -> Any:
-        """Have the source of the child do something, over the lane of this thread.
+        """Call the child's source over this thread's lane.
 
         Raises:
             GpuSourceError: the source says so, or the child has ended.
@@ -99,7 +99,7 @@ class ChildProcess:
         return answer
 
     def kill(self) -> None:
-        """Kill it, and tell those who wait for it even if the kernel cannot end it."""
+        """Kill it, and wake those who wait for it even if the kernel cannot end it."""
         with self._lock:
             self._killed = True
             self._process.kill()
@@ -107,7 +107,7 @@ class ChildProcess:
                 lane.shut()
 
     def end(self) -> bool:
-        """End it, while no call is out; whether it is gone, which it is not while it is stuck in the kernel."""
+        """End it, while no call is pending; returns whether it is gone: one stuck in the kernel is not."""
         with self._lock:
             self._control.close()
             for lane in self._lanes:
@@ -139,7 +139,7 @@ class ChildProcess:
 
 
 class IsolatedSource:
-    """The GPUs of this host's NVIDIA driver, through a process that is started by `open` and gone after `close`."""
+    """The GPUs of this host's NVIDIA driver, through a process that lives from `open` to `close`."""
 
     simulated = False
 
@@ -199,13 +199,13 @@ class IsolatedSource:
         return event
 
     def interrupt(self) -> bool:
-        """Kill the child, so that whoever waits for it is free."""
+        """Kill the child, which frees whoever waits for it."""
         if self._child is not None:
             self._child.kill()
         return True
 
     def close(self) -> None:
-        """End the child. One that the kernel cannot end is kept, and no other is started beside it."""
+        """End the child. One that the kernel cannot end is kept, and no second one is started."""
         if self._child is not None and self._child.end():
             self._child = None
 

@@ -20,12 +20,12 @@ def find_gpus(devices: Path = Path("/sys/bus/pci/devices")) -> list[Path]:
 
 
 def pci_address(text: str) -> str:
-    """An address as the kernel writes it: NVML has more digits for the domain, and capitals."""
+    """An address as the kernel writes it: NVML writes a longer domain, in capitals."""
     return text.lower()[-_SHORT:]
 
 
 class Bus:
-    """The GPUs on the bus, by address, and which of them the host has given away on purpose.
+    """The GPUs on the bus, by address, and which of them the host gave to another program.
 
     Attributes:
         gpus: all, also those that left the bus since.
@@ -38,7 +38,7 @@ class Bus:
         self.given_away: frozenset[str] = frozenset()
 
     def look(self) -> None:
-        """See which GPUs are given away now: that may change at any time."""
+        """Update which GPUs are given away: that may change at any time."""
         self.given_away = frozenset(
             address for address, device in self._devices.items() if _is_given_away(device)
         )

@@ -46,7 +46,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class _Glance:
-    """What was read of processes a moment ago: themselves with the pids of their parents, by pid, and their programs."""
+    """What was read a moment ago: processes with the pids of their parents, by pid, and their programs."""
 
     entries: dict[int, tuple[ProcessKey, int]] = field(default_factory=dict[int, tuple[ProcessKey, int]])
     programs: dict[ProcessKey, Program] = field(default_factory=dict[ProcessKey, Program])
@@ -84,15 +84,15 @@ class ProcessNames:
 
     @property
     def foreign(self) -> bool:
-        """Whether the driver's ids are not those that this program sees."""
+        """Whether the driver's ids differ from those that this program sees."""
         return not self._host_ids
 
     def lineage(self, pid: int) -> tuple[ProcessKey, ...]:
-        """The process and those that it descends from, nearest first; empty where it is not there."""
+        """The process and its ancestors, nearest first; empty if it does not exist."""
         return tuple(self._ancestry(pid, _Glance()))
 
     def find(self, pid: int) -> GpuProcess | None:
-        """What is there to see of a process now; None where it is not there."""
+        """What can be seen of a process now; None if it does not exist."""
         return self._seen(pid, None, _Glance())
 
     def leads(self, process: GpuProcess) -> bool:
@@ -106,7 +106,7 @@ class ProcessNames:
         return self._container(parent) != process.container
 
     def in_namespace(self, pid: int, namespace: int | None) -> int | None:
-        """The pid that this program knows a process by, which has that pid in a PID namespace; None where there is none."""
+        """The pid, as this program sees it, of the process with `pid` in another PID namespace; None without one."""
         if namespace is None or namespace == _namespace(self._proc / "self"):
             return pid
         for found in psutil.pids():
@@ -115,7 +115,7 @@ class ProcessNames:
         return None
 
     def _process(self, pid: int, memory: int | None) -> GpuProcess:
-        """The process; of one that is not there (any more), or cannot be seen, what the driver says of its memory."""
+        """The process; of one that has ended or cannot be seen, only its memory as the driver says."""
         found = self._seen(pid, memory, self._recent()) if self._host_ids else None
         return found or GpuProcess(pid, memory, holder_unknown=True)
 
@@ -131,7 +131,7 @@ class ProcessNames:
         )
 
     def _trace(self, process: ProcessKey) -> tuple[str, str]:
-        """The container and the mark of a process: read once, since that takes longer than all else."""
+        """The container and the mark of a process: read once, since that takes longest."""
         if process not in self._traces:
             if len(self._traces) >= _TRACES_KEPT:
                 self._traces.clear()
@@ -157,7 +157,7 @@ class ProcessNames:
         return [int(word) for word in found[1].split()] if found else []
 
     def _text(self, pid: int, name: str) -> str:
-        """A file of the kernel about a process, by the cheapest way there is; empty where it cannot be read."""
+        """A file of /proc about a process, read the cheapest way; empty if it cannot be read."""
         try:
             descriptor = os.open(f"{self._proc}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:

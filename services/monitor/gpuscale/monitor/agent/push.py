@@ -40,7 +40,7 @@ LONGEST_REFUSED_SECONDS: Final = 30.0
 
 
 class RefusalBackoff:
-    """Waits twice as long after each further one that is refused, from one period of the agent on."""
+    """Waits one period after a second refusal in a row, and twice as long after each further one."""
 
     def __init__(self, period: float) -> None:
         self._period = period
@@ -124,7 +124,7 @@ class FleetPush:
         )
 
     async def run(self) -> None:
-        """Stream for ever."""
+        """Stream until cancelled."""
         while True:
             error = await self._stream()
             if isinstance(error, UnavailableError):
@@ -178,7 +178,7 @@ class FleetPush:
             return
 
     async def _write_faults(self, call: _Call, begun: asyncio.Event) -> None:
-        """Tell of faults as soon as they are heard of, once the fleet knows the GPUs."""
+        """Report faults as soon as they occur, once the fleet knows the GPUs."""
         last = -1
         await begun.wait()
         try:
@@ -193,7 +193,7 @@ class FleetPush:
             return
 
     def _request(self, snapshot: Snapshot) -> api.StreamTelemetryRequest:
-        """The message that tells of a snapshot."""
+        """The message for a snapshot."""
         now = self._clock.now()
         delta = self._deltas.next(snapshot, now)
         if delta is None:

@@ -52,7 +52,7 @@ def add_agent(servicer: AgentServicer, server: grpc.aio.Server) -> None:
 
 
 class DriverServicer(api.DriverServiceServicer):
-    """Lets go of the driver and takes it again."""
+    """Releases the driver and takes it back."""
 
     def __init__(self, gpus: Gpus, clock: Clock) -> None:
         self._gpus = gpus
@@ -61,7 +61,7 @@ class DriverServicer(api.DriverServiceServicer):
     async def ReleaseDriver(
         self, request: api.ReleaseDriverRequest, context: Context
     ) -> api.ReleaseDriverResponse:
-        """Let go of it for a time."""
+        """Release the driver for a time."""
         duration = seconds(request.max_duration)
         resume = self._clock.wall() + timedelta(seconds=duration)
         problem = f"the driver is released until {resume:%H:%M:%S} UTC: {request.reason}"
@@ -71,7 +71,7 @@ class DriverServicer(api.DriverServiceServicer):
     async def ResumeDriver(
         self, request: api.ResumeDriverRequest, context: Context
     ) -> api.ResumeDriverResponse:
-        """Take it again."""
+        """Take the driver back."""
         return api.ResumeDriverResponse(was_released=self._gpus.resume())
 
 

@@ -82,7 +82,7 @@ class GpuSource(Protocol):
         ...
 
     def interrupt(self) -> bool:
-        """End every call that is out, with a GpuSourceError, so that the source can be opened again.
+        """End every pending call with a GpuSourceError, so that the source can be opened again.
 
         Returns whether that can be done at all, which it cannot where the driver is called in this process. Does not
         block, and may be called at any time.
@@ -90,7 +90,7 @@ class GpuSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the driver. Never raises."""
+        """Release the driver. Never raises."""
         ...
 
 
@@ -237,7 +237,7 @@ class AutoSource:
         return (self._chosen or self._real).outdated
 
     def open(self) -> Inventory:
-        """Choose if that is still to be done, and open.
+        """Choose at the first call, and open.
 
         Raises:
             GpuSourceError: there is a driver, and it fails.
@@ -271,7 +271,7 @@ class AutoSource:
         return (self._chosen or self._real).interrupt()
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         (self._chosen or self._real).close()
 
 

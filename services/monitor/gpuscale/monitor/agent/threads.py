@@ -75,7 +75,7 @@ def _fail(future: "asyncio.Future[T]", error: Exception) -> None:
 
 
 class Reader(Generic[T]):
-    """Something that is read again and again, never twice at once, by whatever thread has its turn.
+    """Something that is read again and again, never twice at once, by any thread.
 
     `order` has it read by a worker; `perform` and `settle` are the two halves of that, for those who bring a thread of
     their own.
@@ -130,7 +130,7 @@ async def wait_until(futures: Iterable[asyncio.Future[Any]], deadline: float) ->
 
 
 class _Round:
-    """The readings of one round: those that wait, and those that are done and not settled yet."""
+    """The readings of one round: those waiting, and those done but not settled."""
 
     def __init__(self, readers: Sequence[Reader[Any]]) -> None:
         self.waiting = deque(readers)
@@ -154,7 +154,7 @@ class _Round:
             self.done.popleft().settle()
 
     def give_back(self) -> list[Reader[Any]]:
-        """Those that have not begun; they no longer will."""
+        """Withdraw the readings that have not begun."""
         left: list[Reader[Any]] = []
         while True:
             try:
@@ -164,7 +164,7 @@ class _Round:
 
 
 class SharedThread:
-    """A thread for whoever answers at once. To be used from one event loop."""
+    """A thread for readers that answer quickly. To be used from one event loop."""
 
     def __init__(self) -> None:
         self._worker: CallThread | None = None
@@ -201,6 +201,6 @@ class SharedThread:
         return turn.give_back(), future
 
     def stop(self) -> None:
-        """End the thread once it is free."""
+        """End the thread once it is idle."""
         if self._worker is not None:
             self._worker.stop()

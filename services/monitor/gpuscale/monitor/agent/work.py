@@ -90,7 +90,7 @@ class AdmissionFile:
         return Admissions(found.fences, tuple(_processes(workers)))
 
     def save(self, admissions: Admissions) -> None:
-        """Put them on disk; when this returns they are there.
+        """Write them to disk; durable when this returns.
 
         Raises:
             UnavailableError: STATE_UNAVAILABLE, they cannot be written.
@@ -158,12 +158,12 @@ RETRY_PAUSE: Final = 0.05
 _REASONS_OF_LEASES: Final = frozenset(
     {"RESERVATION_NOT_FOUND", "RESERVATION_ENDED", "FENCE_MISMATCH", "GPU_NOT_HELD", "LEASE_TOKEN_INVALID"}
 )
-"""What is wrong with the lease, and not with our question."""
+"""Reasons that lie in the lease, not in our question."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """What somebody says it holds: `reservations/{reservation}`, its fence and GPUs, and the token that proves it."""
+    """What a caller says it holds: `reservations/{reservation}`, its fence and GPUs, and the token that proves it."""
 
     reservation: str
     fence: int
@@ -184,7 +184,7 @@ class LeaseChecks:
         self._node = node
 
     async def check(self, lease: HeldLease, caller: Principal) -> dict[str, int]:
-        """See to it that a lease holds its GPUs on this node, and that the caller may speak for its holder.
+        """Check that a lease holds its GPUs on this node, and that the caller may act for its holder.
 
         Returns:
             The lowest fence that holds each of the GPUs; of an older allocator, nothing.

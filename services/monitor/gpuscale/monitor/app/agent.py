@@ -112,7 +112,7 @@ async def open_agent(
 
 
 def _host_services(gpus: Gpus, work: Work, clock: Clock) -> tuple[Registration, ...]:
-    """What is asked of the agent on its own host."""
+    """The services for callers on this host."""
     driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
     return (
         Registration(DRIVER_SERVICE, lambda server: api.add_DriverServiceServicer_to_server(driver, server)),

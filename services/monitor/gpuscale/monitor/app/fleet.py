@@ -56,7 +56,7 @@ class Observing:
         nodes.fault_observers = (*nodes.fault_observers, self._health.hear)
 
     async def run(self) -> None:
-        """Let time pass for what only time changes, for ever."""
+        """Apply what only the passing of time changes, until cancelled."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._health.tick()
@@ -64,7 +64,7 @@ class Observing:
             self._samples.forget_unknown(self._nodes)
 
     def resume(self) -> None:
-        """What was wrong when a run before ended still is; to be called first, once the events were restored."""
+        """Resume what was wrong when the last run ended; call it first, once the events are restored."""
         self._health.resume()
 
     def lasting_events(self) -> list[Event]:
@@ -93,7 +93,7 @@ MIB = 1024**2
 async def open_fleet(
     settings: FleetSettings, *, clock: Clock
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
-    """Take in agents' streams until the block ends. Of nodes nothing is kept: after a restart agents come again.
+    """Take in agents' streams until the block ends. Nodes are not stored: after a restart agents reconnect.
 
     The caller holds the lock on `settings.data_dir`, where there is one.
 
@@ -118,7 +118,7 @@ async def open_fleet(
 
 @asynccontextmanager
 async def _keep(settings: FleetSettings, observing: Observing, clock: Clock) -> AsyncGenerator[Keep, None]:
-    """What makes recordings last; nothing does without a directory for them."""
+    """Yields what makes recordings durable; nothing does without a directory."""
     if settings.data_dir is None:
         yield forget
         return

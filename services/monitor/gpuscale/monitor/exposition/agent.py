@@ -23,7 +23,7 @@ _WORKING = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW, GpuState.DI
 
 
 class CollectionMeter:
-    """Stands between a collector and whoever has it collect.
+    """Times each snapshot on its way from the collector.
 
     Args:
         collect: takes a snapshot.
@@ -66,7 +66,7 @@ class CollectionMeter:
         return snapshot
 
     def expected(self) -> int:
-        """How many GPUs there should be: those on the bus, or those that were found if they are more."""
+        """How many GPUs there should be: those on the bus, or those found if more."""
         return max(self._on_bus(), self._found())
 
     def succeeded(self) -> bool:
@@ -97,14 +97,14 @@ DCGM_LAST = gauge("DCGM_FI_DEV_XID_ERRORS", "Code of the last XID error.")
 
 
 class Xids:
-    """Counts what `follow` hears. The first error is as visible as any: its time stands beside the count."""
+    """Counts XID errors. The time beside each count shows the first one as well as any other."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
         self._last: dict[tuple[str, int], float] = {}
 
     async def follow(self, events: GpuEvents) -> None:
-        """Count for ever."""
+        """Count until cancelled."""
         with events.subscribe() as queue:
             while True:
                 self.note(await queue.get())
@@ -196,7 +196,7 @@ class AgentPage:
         self._style = style
 
     async def render(self) -> AsyncGenerator[bytes]:
-        """The page of this moment: a few hundred lines, so all at once."""
+        """The current page: a few hundred lines, so all at once."""
         page = Page()
         self._add_collection(page)
         snapshot = self._meter.newest

@@ -53,7 +53,7 @@ class FleetPage:
         self._most_gpus = most_gpus
 
     async def render(self) -> AsyncGenerator[bytes]:
-        """The page, node by node: between two nodes other tasks run."""
+        """The page, node by node: other tasks run in between."""
         page = Page()
         records = self._nodes.all()
         gpus = sum(len(record.picture.uuids) for record in records if record.picture is not None)

@@ -64,7 +64,7 @@ _REASONS = {number: name.removeprefix("READING_STATUS_") for name, number in typ
 _ACTIONS = {
     number: name.removeprefix("RECOVERY_ACTION_") for name, number in types_api.RecoveryAction.items()
 }
-# In any other state the last readings say nothing about the GPU any more.
+# In any other state the last readings no longer count.
 _WORKING = frozenset(
     {
         types_api.GpuState.GPU_STATE_OK,

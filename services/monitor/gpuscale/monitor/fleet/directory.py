@@ -15,7 +15,7 @@ MOST_GPUS = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A node or GPU that history is kept of; `uuid` is empty for a node, `key` is what its series is kept under."""
+    """A node or GPU with history; `uuid` is empty for a node, `key` is the key of its series."""
 
     name: str
     uuid: str

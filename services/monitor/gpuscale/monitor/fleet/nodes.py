@@ -78,7 +78,7 @@ class Nodes:
         return self._owners.find(uuid)
 
     def silence(self, now: float) -> Iterator[tuple[str, bool]]:
-        """Each node, and whether it is silent: STALE or OFFLINE."""
+        """Each node, and whether it is STALE or OFFLINE."""
         for node, record in self._records.items():
             yield node, record.state(now) is not NodeState.ONLINE
 
@@ -94,7 +94,7 @@ class Nodes:
         return [self._records[node] for node in sorted(self._records)]
 
     def forget(self, node: str) -> None:
-        """Know a node no more, until an agent reports for it again.
+        """Forget a node until an agent reports for it again.
 
         Raises:
             NotFoundError: it never reported, and is not awaited.
@@ -128,7 +128,7 @@ class Nodes:
             self._disconnect(stream)
 
     def take(self, stream: Stream, request: api.StreamTelemetryRequest) -> bool:
-        """Take in a message of an agent after Hello, or refuse and count it; whether it was taken in."""
+        """Take in a message after Hello, or refuse and count it; returns whether it was taken in."""
         now = self._clock.now()
         kind = request.WhichOneof("message")
         if stream.record.stream is not stream:

@@ -53,7 +53,7 @@ class Record:
         return node_state(self.sample, streaming=self.stream is not None, now=now)
 
     def is_gone(self, now: float) -> bool:
-        """Whether the node is given up."""
+        """Whether the node is gone."""
         return is_gone(self.sample, streaming=self.stream is not None, now=now)
 
 
@@ -157,7 +157,7 @@ class Online:
             heappush(self._heap, (stale_at(record.sample), self._count, record))
 
     def due(self, now: float) -> list[Record]:
-        """The nodes whose last snapshot has turned stale; they are not watched any more."""
+        """The nodes whose last snapshot has turned stale; they are no longer watched."""
         found: list[Record] = []
         while self._heap and self._heap[0][0] < now:
             record = heappop(self._heap)[2]

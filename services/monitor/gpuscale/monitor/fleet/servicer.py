@@ -149,7 +149,7 @@ class NodeFeed:
                     yield self._message(changed[start : start + NODES_PER_MESSAGE])
 
     def _message(self, nodes: Sequence[str]) -> bytes:
-        """The nodes as they are now; those that are not known any more, by name."""
+        """The nodes as they are now; forgotten ones by name."""
         now = self._clock.now()
         parts: list[bytes] = []
         for node in nodes:

@@ -152,7 +152,7 @@ def _refuse_reading(kind: _Kind, change: api.GpuDelta | api.HostDelta) -> str:
 
 
 def _refuse_numbers(numbers: Numbers, count: int) -> str:
-    """Why these cannot be numbers of so many GPUs; empty if they can."""
+    """Why these cannot be numbers of `count` GPUs; empty if they can."""
     places, fields, columns = numbers
     if places and not (min(places) >= 0 and max(places) < count):
         return "places has one that is that of no GPU"
@@ -190,7 +190,7 @@ def _memory(
 
 
 def _refuse_merged(change: Change, base: Picture) -> str:
-    """The closer look: what a whole snapshot would be asked, of the one that the change leads to."""
+    """The full check: validate the snapshot that the change leads to."""
     copy = types_api.Snapshot()
     copy.CopyFrom(base.snapshot)
     after = Picture(copy)

@@ -63,7 +63,7 @@ HOLDS: Mapping[HealthCheck, Hold] = {
     HealthCheck.COLLECTION_STALE: Hold(2.0, 5.0),
     HealthCheck.GPUS_UNREADABLE: Hold(10.0, 5.0),
 }
-"""So that what flickers is one event, and a GPU that comes back is trusted a while later."""
+"""What flickers is one event, and a GPU that comes back is trusted only after a while."""
 
 
 def state_results(facts: GpuFacts) -> Results:
@@ -134,7 +134,7 @@ class Past:
 
 
 def past_results(past: Past, facts: GpuFacts, now: float) -> Results:
-    """What the facts say in the light of the past, which is brought up to date.
+    """What the facts say compared with the past, which is updated.
 
     A GPU that was away begins anew: its counters do, and its links may have been wired in another way.
     """

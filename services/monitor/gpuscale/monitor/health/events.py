@@ -18,7 +18,7 @@ from gpuscale.monitor.model.health import Event, Finding, HealthCheck
 
 MOST_RESOLVED = 1_000
 SAME_MOMENT_SECONDS = 5.0
-"""A fault whose moment is no later than so much after one that is over is that one, told again."""
+"""A fault at most this much later than one that is over is the same one, repeated."""
 
 
 _Key = tuple[HealthCheck, str, str, int | None]
@@ -29,7 +29,7 @@ class Events:
 
     Attributes:
         changed: ids of the events that began, happened again or were resolved since somebody last emptied it.
-        unsaved: the same for who keeps events on disk, with the ids of those that are not kept any more.
+        unsaved: the same for who keeps events on disk, with the ids of those that are no longer kept.
     """
 
     def __init__(self, run: str, most_resolved: int = MOST_RESOLVED) -> None:
@@ -92,19 +92,19 @@ class Events:
         self._note(event)
 
     def restate(self, event: Event, finding: Finding) -> None:
-        """An event that lasts is to be told in another way."""
+        """Change the finding of an event that lasts."""
         event.finding = finding
         self._note(event)
 
     def resolve(self, event: Event, at: float) -> None:
-        """An event is over; the oldest of those that are over goes where too many are kept."""
+        """An event is over; the oldest resolved one is dropped where too many are kept."""
         event.resolved_at = at
         self._note(event)
         self._resolved.append(event.id)
         self._drop_oldest()
 
     def clear(self, events: Iterable[Event]) -> None:
-        """An admin says that these no longer keep work away."""
+        """An admin cleared these: they no longer keep work away."""
         for event in events:
             event.cleared = True
             self._note(event)
@@ -267,7 +267,7 @@ class GpuFaults:
                 fault.away = True
 
     def end(self, now: float, *, fatal_only: bool = False) -> list[Event]:
-        """What lasts is over, by an admin's word, or since the GPU is no longer there; the events that ended."""
+        """Resolve what lasts: an admin cleared it, or the GPU is gone; returns the events."""
         ended = [event for event in self.lasting if event.finding.fatal or not fatal_only]
         for event in ended:
             self._events.resolve(event, now)

@@ -27,7 +27,7 @@ _UNKNOWN = GpuFacts(state="")
 
 @dataclass(slots=True)
 class _Gpu:
-    """A GPU that something is about: it lasts, comes or goes. `missing_since`: no snapshot shows it since then."""
+    """A GPU with conditions or faults. `missing_since`: no snapshot shows it since then."""
 
     uuid: str
     facts: GpuFacts
@@ -42,7 +42,7 @@ class _Gpu:
 
 @dataclass(slots=True)
 class _Node:
-    """One node. By UUID in lower case: the GPUs that something is about, the past of all, and why some are quarantined."""
+    """One node. By UUID in lower case: GPUs with conditions or faults, the past of all, and quarantines."""
 
     conditions: Conditions
     gpus: dict[str, _Gpu]
@@ -54,7 +54,7 @@ class _Node:
 
 
 class HealthRegister:
-    """Judges what it is told. `tick` is to be called about once a second, so that time alone changes what it must.
+    """Turns facts and faults into events. Call `tick` about once a second, for what time alone changes.
 
     Of a healthy GPU nothing is kept but what its counters were: a fleet has many.
 
@@ -69,7 +69,7 @@ class HealthRegister:
         self._nodes: dict[str, _Node] = {}
 
     def resume(self) -> None:
-        """What lasted in runs before goes on; to be called first, once the events were restored.
+        """Resume what lasted in earlier runs; call it first, once the events are restored.
 
         Of these GPUs nothing is known until a snapshot shows them, and so nothing ends till then.
         """
@@ -86,7 +86,7 @@ class HealthRegister:
             self._note(event.node, gpu)
 
     def eventful(self, node: str) -> Collection[str]:
-        """The GPUs of a node that something is about, by UUID in lower case: all that is seen of them must be told."""
+        """GPUs of a node with conditions or faults, by UUID in lower case: report everything seen of them."""
         known = self._nodes.get(node)
         return known.gpus.keys() if known is not None else ()
 
@@ -107,7 +107,7 @@ class HealthRegister:
             del known.pasts[uuid]
 
     def observe(self, node: str, facts: Mapping[str, GpuFacts], now: float) -> None:
-        """Take in facts of GPUs by UUID: of those that something is about, that do not look well, or whose turn it is."""
+        """Take in facts of GPUs by UUID: of those in `eventful`, that do not look well, or whose turn it is."""
         known = self._node(node)
         for uuid, one in facts.items():
             gpu = known.gpus.get(uuid.lower())
@@ -146,7 +146,7 @@ class HealthRegister:
         return ended + lasting
 
     def tick(self, now: float) -> None:
-        """Let time pass for what lasts, comes or goes."""
+        """Apply the passing of time to conditions and faults."""
         for node, known in self._nodes.items():
             if not known.stale and (known.problem or known.conditions):
                 finding = Finding(HealthSeverity.CRITICAL, Action.CHECK_AGENT, known.problem)
@@ -166,7 +166,7 @@ class HealthRegister:
         return self._node(node).quarantines
 
     def forget(self, node: str, now: float) -> None:
-        """A node is no longer known: what was about it is over."""
+        """A node was forgotten: its events are over."""
         known = self._nodes.pop(node, None)
         if known is not None:
             known.conditions.end(now)
@@ -206,7 +206,7 @@ class HealthRegister:
         self._note(node, gpu, over=not gpu.conditions and not gpu.faults)
 
     def _note(self, node: str, gpu: _Gpu, *, over: bool = False) -> None:
-        """Keep the quarantines up to date, and let go of a GPU that nothing is about any more."""
+        """Update the quarantines, and drop a GPU that is `over`."""
         known, uuid = self._node(node), gpu.uuid.lower()
         if over:
             del known.gpus[uuid]

@@ -33,7 +33,7 @@ _WATCHED = {
 }
 """Fields of GpuReading by the names of facts. They decide, with the recovery action, whether a GPU looks well."""
 _COMPARED = {"pcie_replays": "pcie_replay_count", "nvlinks_active": "nvlink_active_count"}
-"""Those that are compared with before."""
+"""Fields that are compared with earlier values."""
 
 
 def facts_of(gpu: types_api.Gpu) -> GpuFacts:
@@ -103,7 +103,7 @@ class HealthWatch:
         self.watchers = Watchers()
 
     def resume(self) -> None:
-        """What lasted in runs before goes on; to be called first, once the events were restored."""
+        """Resume what lasted in earlier runs; call it first, once the events are restored."""
         self.register.resume()
         self._nodes.awaited.update(self.register.nodes())
 
@@ -129,7 +129,7 @@ class HealthWatch:
             self._tell()
 
     def hear(self, node: str, faults: api.ReportedFaults, now: float) -> None:
-        """Take in faults that an agent told of; one that it tells of again counts once."""
+        """Take in reported faults; a repeated one counts once."""
         epoch = self._nodes.get(node).epoch.id
         for fault in faults.faults:
             heard = self._heard.get(node)
@@ -159,7 +159,7 @@ class HealthWatch:
         self._tell()
 
     def _tell(self) -> None:
-        """Tell of what changed since the last time."""
+        """Publish what changed since the last call."""
         register = self.register
         if register.events.changed:
             changed, register.events.changed = register.events.changed, set()
@@ -174,14 +174,14 @@ class HealthWatch:
 
 
 def _changed(picture: Picture, change: Change | None) -> Iterable[types_api.Gpu]:
-    """The GPUs that a change changes; all without one."""
+    """The GPUs that a change touches; all where it is None."""
     gpus = picture.snapshot.gpus
     places = None if change is None else change.changed_places()
     return gpus if places is None else [gpus[place] for place in places]
 
 
 def _note(event: Event | None) -> None:
-    """A line in the log for what an operator should see."""
+    """Log what an operator should see."""
     if event is None or event.finding.severity is HealthSeverity.INFO:
         return
     _log.warning(

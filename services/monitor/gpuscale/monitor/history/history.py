@@ -16,7 +16,7 @@ DEFAULT_TIERS = (Tier(1.0, 600.0), Tier(10.0, 6 * 3600.0), Tier(60.0, 7 * 86400.
 
 
 def metrics_of(key: str) -> Sequence[Metric]:
-    """What is kept under a key: the name of a node has a slash, a UUID has none."""
+    """The metrics kept under a key: the name of a node has a slash, a UUID has none."""
     return NODE_METRICS if "/" in key else GPU_METRICS
 
 
@@ -45,7 +45,7 @@ class History:
 
     @property
     def used_bytes(self) -> int:
-        """The most memory that the series which are kept can come to."""
+        """The most memory that the kept series can take."""
         return sum(count * most_bytes(width, self.kept) for width, count in self._widths.items())
 
     def make_room(self, width: int = len(GPU_METRICS)) -> bool:
@@ -117,7 +117,7 @@ class History:
 
 SECONDS_PER_HOUR = 3600.0
 LEAST_TREND_SECONDS = 300.0
-"""What less time has shown says nothing of an hour."""
+"""Less time than this says nothing about an hour."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from gpuscale.monitor.model.metrics import ABSENT
 
 MOST_COUNTED = 0xFFFF
-"""More samples than that a bucket does not count."""
+"""A bucket counts no more samples than this."""
 _Number = TypeVar("_Number", int, float)
 
 

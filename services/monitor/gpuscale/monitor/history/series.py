@@ -22,10 +22,10 @@ BYTES_OF_METRIC = 3 * 4 + 2
 _ARRAY_SLACK = 1.125
 """An array that grows by appending is this much larger than its content at most."""
 _MOST_WAITING = 16
-"""So many samples wait before they are put into the rings."""
+"""How many samples wait before they are put into the rings."""
 
 LEAST_RETENTION_SECONDS = 3_600.0
-"""However many GPUs share the memory, the coarsest tier reaches back so far."""
+"""The coarsest tier always reaches back this far, however many GPUs share the memory."""
 _ALL = -(2**31)
 """Number of a bucket that none is before."""
 _NOTHING = Stats(ABSENT, ABSENT, ABSENT, 0)

@@ -18,7 +18,7 @@ from gpuscale.monitor.wire.values import Dates, to_stats
 
 DEFAULT_SPAN_SECONDS = 600.0
 MOST_POINTS = 30_000
-"""So many points are in one answer at most, of all series together; each takes about 60 bytes."""
+"""Most points in one answer, of all series together; each takes about 60 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class _Span:
 
 
 class HistoryServicer(api.HistoryServiceServicer):
-    """Answers from what is kept. Between two metrics other work gets its turn: an answer may take a while to make."""
+    """Answers from what is kept. Other tasks run between two metrics: an answer may take a while."""
 
     def __init__(self, history: History, directory: Directory, clock: Clock) -> None:
         self._history = history

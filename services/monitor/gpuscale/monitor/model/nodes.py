@@ -23,7 +23,7 @@ class Epoch(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A snapshot in short: whose it is, its number, when it was read, and how often its agent takes one."""
+    """The essentials of a snapshot: its run, its number, when it was read, and the agent's period."""
 
     epoch: Epoch
     seq: int
@@ -71,7 +71,7 @@ def node_state(sample: Sample | None, *, streaming: bool, now: float) -> NodeSta
 
 
 def is_gone(sample: Sample | None, *, streaming: bool, now: float) -> bool:
-    """Whether a node is given up: its stream is closed, and its last snapshot is stale as well.
+    """Whether a node is gone: its stream is closed, and its last snapshot is stale.
 
     A node that is gone holds nothing: an agent that says it started earlier may take its name, and another node may
     report its GPUs (a host that was renamed).

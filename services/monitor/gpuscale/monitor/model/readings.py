@@ -64,7 +64,7 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class ProcessKey:
-    """A process of this boot; the pid alone may name another one later.
+    """A process of this boot; a pid alone may be reused.
 
     Attributes:
         started: when it started, in the kernel's clock ticks since the boot.

@@ -51,7 +51,7 @@ class Figures:
                 tally.add(value)
 
     def with_later(self, later: "Figures") -> "Figures":
-        """These and later samples together; neither of them changes with what comes of it."""
+        """These and later samples together; neither is changed."""
         if not later.sample_count:
             return self
         pairs = zip(self.tallies or _NONE, later.tallies, strict=True)
@@ -98,7 +98,7 @@ class RecordedGpu:
             self.span.until = NEVER
 
     def leave(self) -> None:
-        """It takes in nothing more with others."""
+        """Leave the span, with what it came to."""
         if self.span is not None:
             self.own = self.figures()
             self.span.members.discard(self)

@@ -48,7 +48,7 @@ class Spans:
             self._take(spans, at, sample)
 
     def tidy(self) -> None:
-        """Let go of spans that nobody has part in."""
+        """Drop spans without members."""
         self._all = [span for span in self._all if span.members]
 
     def _take(self, spans: Sequence[Span], at: float, sample: Sample) -> None:
@@ -196,7 +196,7 @@ class Recordings:
         self._forget(min(ended, key=lambda recording: recording.ended_at or 0.0))
 
     def _forget(self, recording: Recording) -> None:
-        """Let go of a recording that has ended."""
+        """Drop a recording that has ended."""
         del self._all[recording.order.id], self._nodes_of[recording.order.id]
         for gpu in recording.gpus:
             gpu.leave()

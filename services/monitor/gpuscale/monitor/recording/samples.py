@@ -128,7 +128,7 @@ class SampleObserver:
             self._history.add_node(node_name(node), at, sample)
 
     def forget_unknown(self, nodes: Nodes) -> None:
-        """Let go of nodes that are known no more."""
+        """Drop nodes that are no longer known."""
         for node in [node for node in self._hosts if nodes.find(node) is None]:
             del self._hosts[node], self._gpus[node]
             self._kept.discard(node)

@@ -25,11 +25,11 @@ MOST_GPUS_OF_A_PAGE = 4_096
 RECORDING = "recordings/{recording}"
 
 Keep = Callable[[str], Awaitable[None]]
-"""Makes what became of a recording last, by its id: it began, ended, or was deleted."""
+"""Stores a recording by its id, after it began, ended, or was deleted."""
 
 
 async def forget(_: str) -> None:
-    """For a fleet that has no place to keep recordings in."""
+    """For a fleet without a directory for recordings."""
 
 
 class RecordingServicer(api.RecordingServiceServicer):
@@ -135,7 +135,7 @@ def _id(name: str) -> str:
 
 
 GPUS_AT_ONCE = 64
-"""So many GPUs are written into a message before other work gets its turn."""
+"""GPUs written into a message before other tasks run."""
 
 
 async def to_recording(recording: Recording, dates: Dates) -> api.Recording:

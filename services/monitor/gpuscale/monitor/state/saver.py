@@ -42,7 +42,7 @@ from gpuscale.monitor.state.store import (
 
 SAVE_SECONDS = 45.0
 SERIES_AT_ONCE = 100
-"""So many series are looked at before other work gets its turn."""
+"""Series looked at before other tasks run."""
 
 _Text = tuple[Recording, RecordingState, str]
 """A recording, and its text, which is of that state."""
@@ -71,7 +71,7 @@ class Saver:
         self._failing = False
 
     async def restore(self) -> None:
-        """Bring back what a run before had kept.
+        """Bring back what the last run kept.
 
         Raises:
             FailedPreconditionError: STATE_UNREADABLE, it is not what a fleet writes.
@@ -100,13 +100,13 @@ class Saver:
             ) from error
 
     async def run(self) -> None:
-        """Save now and then, for ever."""
+        """Save at intervals until cancelled."""
         while True:
             await asyncio.sleep(SAVE_SECONDS)
             await self.try_to_save()
 
     async def try_to_save(self) -> None:
-        """Save; a disk that cannot be written to ends nothing, and is said once."""
+        """Save; a failing disk ends nothing and is logged once."""
         try:
             await self.save()
             self._failing = False
@@ -155,7 +155,7 @@ class Saver:
         )
 
     async def _text(self, recording: Recording) -> _Text:
-        """A recording as text; other work gets its turn meanwhile, and where that ends it the text is made anew."""
+        """A recording as text; other tasks run meanwhile, and if the recording ends the text is made again."""
         while True:
             state, made = recording.state, list[str]()
             for piece in recording_to_text(recording, self._timeline.offset):
@@ -171,7 +171,7 @@ class Saver:
     async def _write(
         self, texts: Sequence[_Text], found: Sequence[Chunk], finer: Sequence[Chunk] = ()
     ) -> None:
-        """Write it; texts of recordings that ended or were deleted since are of no use, whoever ended them writes."""
+        """Write it; skip recordings that ended or were deleted meanwhile: whoever ended them writes them."""
         kept = {recording.order.id: recording for recording in self._recordings.all(self._clock.now())}
         texts = [text for text in texts if text[0].state is text[1] and kept.get(text[0].order.id) is text[0]]
         timeline, now = self._timeline, self._timeline.stored(self._clock.now())

@@ -123,7 +123,7 @@ class Saving:
         kept: ids of all recordings that there are: others are deleted.
         oldest_chunk: chunks with a number below it are deleted.
         oldest_finer: the same of the tier before.
-        events: bodies of the health events that changed, by id; empty of those that are not kept any more.
+        events: bodies of the health events that changed, by id; empty for those no longer kept.
     """
 
     timeline: Timeline

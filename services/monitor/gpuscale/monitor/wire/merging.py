@@ -162,11 +162,11 @@ class Picture:
             snapshot.seq, time.seconds, time.nanos, age.seconds, age.nanos = self._stamp
 
     def rest(self) -> None:
-        """Nobody looks for now: keep no message."""
+        """Drop the message until somebody looks."""
         self._open = None
 
     def merge(self, change: Change) -> None:
-        """Merge a change that fits."""
+        """Merge a validated change."""
         if change.host is not None:
             self._host = _merged_host(change.host, self.host_reading)
         if change.gpus:
@@ -183,7 +183,7 @@ class Picture:
         self._open = None
 
     def _note(self, numbers: Numbers) -> None:
-        """Let a table wait: the newest number of each field and GPU counts."""
+        """Keep a table until it is needed: the newest number of each field and GPU counts."""
         waiting, places = self._columns, numbers.places
         for field, values in zip(numbers.fields, numbers.columns, strict=True):
             if not places:
@@ -195,7 +195,7 @@ class Picture:
 
 
 def _set_numbers(snapshot: types_api.Snapshot, columns: "dict[int, array[float]]") -> None:
-    """Write numbers into the readings, but for those that were not told."""
+    """Write numbers into the readings, except those that were not sent."""
     readings = [gpu.reading for gpu in snapshot.gpus]
     for field, values in columns.items():
         name, kind = _GPU_FIELDS[field], float if field in _FLOATS else int

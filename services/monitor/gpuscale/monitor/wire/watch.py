@@ -52,7 +52,7 @@ class Subscription(Generic[T]):
         return replaced
 
     def forgive(self) -> None:
-        """Count as missed only what is replaced from now on."""
+        """Count only what is replaced from now on as missed."""
         self._dropped = 0
 
     async def get(self) -> tuple[T, int]:
@@ -81,7 +81,7 @@ class Broadcast(Generic[T]):
 
     @contextmanager
     def subscribe(self) -> Generator[Subscription[T]]:
-        """A subscription that ends with the block."""
+        """A subscription that lasts as long as the block."""
         subscription: Subscription[T] = Subscription()
         for value in self._latest:
             subscription.put(value)
@@ -129,7 +129,7 @@ class Watchers:
 
     @contextmanager
     def watch(self) -> Generator[NodeWatch]:
-        """A watch that ends with the block."""
+        """A watch that lasts as long as the block."""
         watch = NodeWatch()
         self._watches.add(watch)
         try:

@@ -72,7 +72,7 @@ METERS = (
     Field("memory_temperature_celsius", (pynvml.NVML_FI_DEV_MEMORY_TEMP,), float, _HIGHEST_CELSIUS),
     Field("energy_joules", (pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,), _thousandth),
 )
-"""What moves slowly, or only adds up, but is worth a call every few seconds."""
+"""What moves slowly or only adds up, and is worth a call every few seconds."""
 
 SLOW = (
     Field(
@@ -133,7 +133,7 @@ def ask_slow(
 def ask(
     queries: Queries[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, question: str, fields: Iterable[Field]
 ) -> Values:
-    """Readings by name, in one call; those that the GPU is known not to support are left out of it."""
+    """Readings by name, in one call; those the GPU is known not to support are left out."""
     wanted: list[Field] = []
     for field in fields:
         refusal = queries.unsupported(field.name)

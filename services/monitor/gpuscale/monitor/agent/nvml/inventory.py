@@ -76,7 +76,7 @@ class Survey:
         return NvmlDevice(handle, identity)
 
     def _look_at_bus(self, known: AbstractSet[str]) -> None:
-        """Find the addresses of GPUs that would not tell theirs, and the GPUs that the driver does not list.
+        """Find the addresses of GPUs that did not give theirs, and GPUs that the driver does not list.
 
         Both the driver and this list them by their addresses.
         """
@@ -95,7 +95,7 @@ class Survey:
 
 
 def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
-    """The MIG instances of a GPU; none of one that is not divided."""
+    """The MIG instances of a GPU; empty where it is not divided."""
     if not parent.identity.divided:
         return
     for place in range(_most_parts(parent.handle)):
@@ -130,7 +130,7 @@ def _gpu_instance_id(handle: pynvml.c_nvmlDevice_t) -> int | None:
 
 
 def mig_enabled(handle: pynvml.c_nvmlDevice_t) -> bool | None:
-    """Whether a GPU is divided into MIG instances; None of one that cannot be, or does not tell."""
+    """Whether a GPU is divided into MIG instances; None where it cannot be, or does not say."""
     try:
         return pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
     except pynvml.NVMLError as error:
@@ -147,7 +147,7 @@ def _most_parts(handle: pynvml.c_nvmlDevice_t) -> int:
 
 
 def _numa_node(sys: Path, address: str) -> int | None:
-    """The kernel's word on it; -1 there means that the host has no such nodes."""
+    """The NUMA node by the kernel, which says -1 on a host without them."""
     try:
         node = int((sys / "bus/pci/devices" / pci_address(address) / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):

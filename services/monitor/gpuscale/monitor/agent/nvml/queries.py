@@ -1,7 +1,7 @@
 """How one tick of a GPU asks NVML: what is worth asking, what becomes of an answer, and what its result codes mean.
 
-What a GPU does not support is asked once. A GPU that is gone is asked nothing more in the same tick. Dear readings are
-kept for a while. Every field that stays empty is noted with its reason.
+What a GPU does not support is asked once. A GPU that is gone is asked nothing more in the same tick. Expensive readings
+are kept for a while. Every field that stays empty is noted with its reason.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Kept(Generic[T]):
-    """An answer that serves until a time."""
+    """An answer that is reused until a time."""
 
     value: T | None
     absent: tuple[Absent, ...]
@@ -79,19 +79,19 @@ class Queries(Generic[E]):
         return GpuState.DEGRADED if failed else GpuState.OK
 
     def silence(self) -> Failure | None:
-        """Why nothing at all was answered in this tick; None where something was.
+        """Why nothing was answered in this tick; None where something was.
 
         What was kept from earlier ticks must then not be shown: it would make a dead GPU look alive.
         """
         return None if self._answered else self._refused
 
     def unsupported(self, question: str) -> Failure | None:
-        """Why a question is not worth asking; None where it is."""
+        """Why a question is not worth asking; None if it is."""
         detail = self._unsupported.get(question)
         return None if detail is None else Failure(ReadingStatus.NOT_SUPPORTED, detail)
 
     def attempt(self, question: str, call: Callable[[], T | Failure], *, counted: bool = True) -> T | Failure:
-        """Ask, if it is worth asking; not counted where the driver has given the answer already, with others."""
+        """Ask, if it is worth asking; `counted` is False for an answer that came with others."""
         if self._gone is not None:
             return self._gone
         if question in self._unsupported:
@@ -130,7 +130,7 @@ class Queries(Generic[E]):
         return None
 
     def within(self, name: str, value: float, *, high: float) -> float | None:
-        """The value, unless it cannot be true, such as the all-ones that some drivers give for "unknown"."""
+        """The value, unless it is impossible, such as the all-ones some drivers give for "unknown"."""
         if 0.0 <= value <= high:
             return value
         self.note((name,), Failure(ReadingStatus.ERROR, f"the driver said {value:g}"))
@@ -139,9 +139,9 @@ class Queries(Generic[E]):
     def kept(
         self, kept: Kept[T] | None, every: float, ask: Callable[[], T | None], *, first: float | None = None
     ) -> Kept[T]:
-        """What is kept, or a new answer when that is due; a failed one is asked again at the next tick.
+        """The kept answer, or a new one when due; a failed one is asked again at the next tick.
 
-        The very first answer serves for `first` seconds, so that what is dear does not fall due in one tick for ever.
+        The very first answer serves for `first` seconds, so that expensive questions do not always fall due in the same tick.
         """
         if kept is not None and self._now < kept.until - _SLACK_SECONDS:
             self._absent.extend(kept.absent)
@@ -186,7 +186,7 @@ def explain(error: pynvml.NVMLError) -> Failure:
 
 
 def raise_if_driver_gone(error: pynvml.NVMLError) -> None:
-    """Go on only if the error speaks of one GPU and not of NVML as a whole.
+    """Return if the error is about one GPU and not NVML as a whole.
 
     Raises:
         GpuSourceError: NVML itself is gone.

@@ -62,7 +62,7 @@ _GRAPHICS: tuple[_ProcessCall, _ProcessCall] = (
 def ask_processes(
     queries: Queries[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, names: ProcessNames
 ) -> tuple[GpuProcess, ...] | None:
-    """Those that compute and those that draw; one kind alone where the GPU does not list the other."""
+    """Compute and graphics processes; one kind alone where the GPU does not list the other."""
     kinds = [
         _list(queries, handle, names, "compute", *_COMPUTE),
         _list(queries, handle, names, "graphics", *_GRAPHICS),

@@ -28,7 +28,7 @@ _KINDS = {
 
 
 class EventSet:
-    """The event set of one session of NVML; ends with the session, and is to be freed before."""
+    """The event set of one NVML session; free it before the session ends."""
 
     def __init__(self, devices: Iterable[NvmlDevice]) -> None:
         """Register every whole GPU.
@@ -79,7 +79,7 @@ class EventSet:
 
 
 def _address(handle: pynvml.c_nvmlDevice_t) -> int | None:
-    """What a handle points to, by which handles can be compared."""
+    """What a handle points to: handles are compared by it."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
@@ -170,7 +170,7 @@ class NvmlSource:
         return False
 
     def close(self) -> None:
-        """Shut NVML down. A failure is ignored: there is nobody left who could do better."""
+        """Shut NVML down. A failure is ignored: nothing is left to do."""
         self._devices = {}
         self._parts_until = {}
         if self._events is not None:
@@ -191,7 +191,7 @@ class NvmlSource:
             return None
 
     def _look_at_parts(self, parent: NvmlDevice) -> None:
-        """Now and then, compare MIG mode and instances of a GPU with what was found.
+        """From time to time, compare the MIG mode and instances of a GPU with what was found.
 
         A GPU that can be divided is asked again then what it did not support: that may have been while it was divided.
         """
