@@ -85,7 +85,7 @@ def _from_class(node: ast.ClassDef, found: dict[str, Reason]) -> None:
     for item in node.body:
         for name, text in _constants(item):
             if name == "default_reason" or is_kind:
-                _add(found, text).kinds |= {node.name, *bases} & CLASSES.keys()
+                _add(found, text).kinds |= {node.name} & CLASSES.keys() or bases & CLASSES.keys()
 
 
 def _from_call(node: ast.Call, constants: Mapping[str, str], found: dict[str, Reason]) -> None:

@@ -42,6 +42,23 @@ def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
     assert [(aim.name, heading) for aim, heading in aims if heading not in headings(aim)] == []
 
 
+def test_every_page_that_code_speaks_of_is_there() -> None:
+    folders = [ROOT / name for name in ("services", "tests", "tools", "bench", "deploy", "examples")]
+    files = [
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in {".py", ".toml", ".yml", ".yaml"}
+    ]
+    named = {
+        name
+        for path in files
+        for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
 def test_every_page_can_be_reached_from_the_readme() -> None:
     seen: set[Path] = set()
     left = [ROOT / "README.md"]
