@@ -268,7 +268,7 @@ async def test_a_write_on_a_stream_that_has_ended_is_no_end_of_the_agent(
             calls.append(EndedCall())
             return calls[-1]
 
-    monkeypatch.setattr(push.monitor_api, "FleetServiceStub", Stub)
+    monkeypatch.setattr(push.api, "FleetServiceStub", Stub)
     async with running_agent("127.0.0.1:1") as agent:
         await eventually(lambda: len(calls) >= 3)
         assert {call.writes for call in calls[:2]} == {1}
