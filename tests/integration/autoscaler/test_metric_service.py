@@ -7,8 +7,7 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.engine import Result
-from gpuscale.autoscaler.domain.whatif import Question
+from gpuscale.autoscaler.domain.engine import Question, Result
 from gpuscale.autoscaler.loop import passes
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.security.auth import Authenticator

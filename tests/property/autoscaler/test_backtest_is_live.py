@@ -9,7 +9,7 @@ import pytest
 
 from gpuscale.autoscaler.backtest.simulate import Replay
 from gpuscale.autoscaler.backtest.world import Setting
-from gpuscale.autoscaler.domain.engine import Result
+from gpuscale.autoscaler.domain.engine import Question, Result, asked
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, RatioRule, StepRule, ThresholdRule
@@ -25,7 +25,6 @@ from gpuscale.autoscaler.domain.spec import (
     ReplicaTemplate,
     Signal,
 )
-from gpuscale.autoscaler.domain.whatif import Question, asked
 from gpuscale.autoscaler.loop import passes
 from gpuscale.client.traces import Request
 from tests.support.scaling_world import World, seeded

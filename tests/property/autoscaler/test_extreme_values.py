@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuscale.autoscaler.domain.engine import Memory
+from gpuscale.autoscaler.domain.engine import Memory, Question, asked
 from gpuscale.autoscaler.domain.inputs import LARGEST, Burst, Inputs, series_of
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
 from gpuscale.autoscaler.domain.rules.rule import Rule
@@ -14,7 +14,6 @@ from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, Targe
 from gpuscale.autoscaler.domain.rules.timed import ForecastModel, ForecastRule
 from gpuscale.autoscaler.domain.signals import Sample, observe
 from gpuscale.autoscaler.domain.spec import Combine, PushedSignal, Signal
-from gpuscale.autoscaler.domain.whatif import Question, asked
 from gpuscale.autoscaler.wire.decisions import evaluation_to_wire, question_to_wire
 from tests.support.autoscaler_values import NOW, WALL, spec
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Outcome, compose
-from gpuscale.autoscaler.domain.engine import Memory
+from gpuscale.autoscaler.domain.engine import Memory, Question, asked
 from gpuscale.autoscaler.domain.inputs import Inputs, Observation, ObservationStatus
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
 from gpuscale.autoscaler.domain.rules.rule import BoundMode, Direction, Kind, Rule
@@ -32,7 +32,6 @@ from gpuscale.autoscaler.domain.spec import (
     ScalingMode,
     Signal,
 )
-from gpuscale.autoscaler.domain.whatif import Question, asked
 from gpuscale.autoscaler.servicers.decision_servicer import verified
 from gpuscale.autoscaler.wire.decisions import decision_body, question_from_wire, question_to_wire
 from tests.support.autoscaler_values import NOW, WALL, endpoint, signal

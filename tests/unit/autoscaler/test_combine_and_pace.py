@@ -4,12 +4,12 @@ import pytest
 
 from gpuscale.autoscaler.domain import engine
 from gpuscale.autoscaler.domain.decisions import Code, Stage
-from gpuscale.autoscaler.domain.engine import Memory, paced
+from gpuscale.autoscaler.domain.engine import Memory, Question, paced
 from gpuscale.autoscaler.domain.rules.rule import BoundMode, Rule
 from gpuscale.autoscaler.domain.rules.targets import TargetRule
 from gpuscale.autoscaler.domain.rules.timed import Period, ScheduleRule
 from gpuscale.autoscaler.domain.spec import UNPACED, Combine, EndpointSpec, Pace, RateLimit, ScalingMode
-from gpuscale.autoscaler.domain.whatif import Question, answer
+from gpuscale.autoscaler.domain.whatif import answer
 from tests.support.autoscaler_values import NOW, down, evaluate, inputs, observed, seen, signal, spec, up
 
 

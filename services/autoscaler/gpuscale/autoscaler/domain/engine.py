@@ -16,7 +16,7 @@ window has to fill first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -281,6 +281,21 @@ class Result:
     bursts: Mapping[str, Burst]
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """All that an evaluation goes by."""
+
+    spec: EndpointSpec
+    inputs: Inputs
+    memory: Memory
+    unknown_replicas: int = 0
+
+
+def asked(question: Question) -> Result:
+    """The evaluation of a question."""
+    return evaluate(question.spec, question.inputs, question.memory, question.unknown_replicas)
+
+
 def evaluate(
     spec: EndpointSpec, inputs: Inputs, memory: Memory | None = None, unknown_replicas: int = 0
 ) -> Result:
@@ -295,37 +310,58 @@ def evaluate(
     memory = Memory(inputs.now) if memory is None else memory
     if spec.capability_sets:
         return Result(evaluate_sets(spec, inputs, unknown_replicas), memory, inputs.bursts)
-    before = inputs.before
-    working = inputs if spec.paused else replace(inputs, before=max(0, before - spec.warm_spares))
-    asleep = None if spec.paused else _asleep(spec, working)
-    awake = not spec.paused and asleep is None
-    outcomes = [apply_rule(rule, working) for rule in in_order(spec.rules)] if awake else []
-    combined = _combined(spec, working.before, outcomes, unknown_replicas, asleep)
-    spares = _spares(spec, combined.step.after) if spec.warm_spares and not spec.paused else None
-    asked = spares.after if spares else combined.step.after
-    pace = paced(spec.up, spec.pace_down, before, asked, memory, inputs.now, inputs.startup)
-    floor, not_empty = _zero_gate(spec, before, pace.count, inputs.observations)
-    bounds, clamped_by = _bound(spec, before, floor)
-    gate = _gpu_gate(spec, before, bounds.after, inputs.gpu_limit)
-    gated = gate.after if gate else bounds.after
-    shadow = _shadow(spec, before, gated)
-    wanted = shadow.after if shadow else gated
-    optional = [not_empty, bounds, gate, shadow]
-    after_rules = [combined.step, *filter(None, (spares,)), *pace.steps, *filter(None, optional)]
-    seen = inputs.observations
+    before, seen = inputs.before, inputs.observations
+    outcomes, combined = _by_rules(spec, inputs, unknown_replicas)
+    spares = _spares(spec, combined.step.after)
+    asked_for = spares.after if spares else combined.step.after
+    bounded = list(_held_back(spec, inputs, asked_for, memory))
+    wanted = bounded[-1].after
     evaluation = Evaluation(
         before=before,
         wanted=wanted,
         observations=tuple(seen[signal.id] for signal in spec.signals if signal.id in seen),
-        steps=(*(one.step for one in outcomes), *after_rules),
+        steps=(*(one.step for one in outcomes), combined.step, *filter(None, [spares]), *bounded),
         effective=_effective(combined, before, wanted),
-        limited_by=_limit(combined, pace, not_empty, clamped_by, gate, shadow),
-        asked=asked,
+        limited_by=next(
+            (one.code for one in reversed(bounded) if one.after != one.before), combined.limited_by
+        ),
+        asked=asked_for,
     )
-    keep = longest(spec.up, spec.pace_down)
-    kept = memory.noted(inputs.now, asked, before, wanted, keep)
-    bursts = {one.rule: one.burst for one in outcomes if one.burst is not None}
-    return Result(evaluation, kept, bursts)
+    kept = memory.noted(inputs.now, asked_for, before, wanted, longest(spec.up, spec.pace_down))
+    return Result(evaluation, kept, {one.rule: one.burst for one in outcomes if one.burst is not None})
+
+
+def _by_rules(
+    spec: EndpointSpec, inputs: Inputs, unknown_replicas: int
+) -> tuple[Sequence[RuleOutcome], Combined]:
+    """What each rule says, and what they come to together; they go by the replicas without the warm spares."""
+    if spec.paused:
+        step = Step(Stage.COMBINE, Code.PAUSED, inputs.before, inputs.before, "paused: rules change nothing")
+        return (), Combined(step, Code.PAUSED)
+    working = replace(inputs, before=max(0, inputs.before - spec.warm_spares))
+    if asleep := _asleep(spec, working):
+        return (), Combined(asleep, Code.INACTIVE)
+    outcomes = [apply_rule(rule, working) for rule in in_order(spec.rules)]
+    return outcomes, combine(spec.combine, working.before, outcomes, unknown_replicas)
+
+
+def _held_back(spec: EndpointSpec, inputs: Inputs, asked_for: int, memory: Memory) -> Iterator[Step]:
+    """What stands between the count that is asked for and the one that is aimed at: pace, zero gate, bounds, GPUs, shadow."""
+    before = inputs.before
+    pace = paced(spec.up, spec.pace_down, before, asked_for, memory, inputs.now, inputs.startup)
+    yield from pace.steps
+    count = pace.count
+    if floor := _zero_gate(spec, before, count, inputs.observations):
+        yield floor
+        count = floor.after
+    bounds = _bound(spec, before, count)
+    yield bounds
+    count = bounds.after
+    if gate := _gpu_gate(spec, before, count, inputs.gpu_limit):
+        yield gate
+        count = gate.after
+    if shadow := _shadow(spec, before, count):
+        yield shadow
 
 
 def order(before: int, replicas: int, who: str, capability_set: str = "") -> Evaluation:
@@ -352,25 +388,12 @@ def _active(signal: Signal, inputs: Inputs) -> bool:
     return seen.value > signal.activation_threshold
 
 
-def _combined(
-    spec: EndpointSpec,
-    before: int,
-    outcomes: Sequence[RuleOutcome],
-    unknown_replicas: int,
-    asleep: Step | None,
-) -> Combined:
-    if spec.paused:
-        step = Step(Stage.COMBINE, Code.PAUSED, before, before, "paused: rules change nothing")
-        return Combined(step, Code.PAUSED)
-    if asleep is not None:
-        return Combined(asleep, Code.INACTIVE)
-    return combine(spec.combine, before, outcomes, unknown_replicas)
-
-
-def _spares(spec: EndpointSpec, working: int) -> Step:
-    """Rules go by the replicas without the spares; the spares come on top of what they want."""
-    after = working + spec.warm_spares
-    return Step(Stage.SPARES, Code.WARM_SPARES, working, after, f"{spec.warm_spares} warm spares on top")
+def _spares(spec: EndpointSpec, working: int) -> Step | None:
+    """The spares come on top of what rules want."""
+    if spec.paused or not spec.warm_spares:
+        return None
+    text = f"{spec.warm_spares} warm spares on top"
+    return Step(Stage.SPARES, Code.WARM_SPARES, working, working + spec.warm_spares, text)
 
 
 def _gpu_gate(spec: EndpointSpec, before: int, asked: int, limit: int | None) -> Step | None:
@@ -397,43 +420,37 @@ def _gate(spec: EndpointSpec, code: Code, before: int, asked: int, limit: int, t
 
 def _zero_gate(
     spec: EndpointSpec, before: int, after: int, observations: Mapping[str, Observation]
-) -> tuple[int, Step | None]:
+) -> Step | None:
     """Rules lead to zero only while every signal that counts work is freshly 0: nothing waits, nothing is in hand.
 
     Signals that count no work, such as a temperature, are not asked.
     """
     if after > 0 or before <= 0 or spec.min_replicas > 0:
-        return after, None
+        return None
     counting = [signal.id for signal in spec.signals if signal.proves]
     doubtful = [name for name in counting if name not in observations or not observations[name].proven_empty]
     if not doubtful:
-        return after, None
+        return None
     text = f"kept at 1: not proven that no work is left ({', '.join(doubtful)})"
-    return 1, Step(Stage.BOUNDS, Code.NOT_PROVEN_EMPTY, after, 1, text)
+    return Step(Stage.BOUNDS, Code.NOT_PROVEN_EMPTY, after, 1, text)
 
 
-def _bound(spec: EndpointSpec, before: int, asked: int) -> tuple[Step, Code | None]:
+def _bound(spec: EndpointSpec, before: int, asked: int) -> Step:
     """Hold the count to the endpoint's min and max; max wins where a stored spec has them crossed."""
     least, most = spec.min_replicas, spec.max_replicas
     after = min(max(asked, least), most)
     within = f"{least}-{most}"
-
-    def step(code: Code, text: str, to: int = after) -> tuple[Step, Code | None]:
-        return Step(Stage.BOUNDS, code, asked, to, text), None if code is Code.WITHIN_BOUNDS else code
-
     if after == asked:
-        return step(Code.WITHIN_BOUNDS, f"within {within}")
-    inside = least <= before <= most
-    if spec.bound_mode is BoundMode.SKIP and inside and asked != before:
-        code = Code.SKIPPED_AT_MAX if asked > most else Code.SKIPPED_AT_MIN
-        return step(code, f"{asked} is not within {within}: skipped", before)
-    if after < asked:
-        return step(
-            Code.ABOVE_MAX if before > most else Code.CLAMPED_TO_MAX, f"max_replicas is {spec.max_replicas}"
-        )
-    return step(
-        Code.BELOW_MIN if before < least else Code.CLAMPED_TO_MIN, f"min_replicas is {spec.min_replicas}"
-    )
+        return Step(Stage.BOUNDS, Code.WITHIN_BOUNDS, asked, after, f"within {within}")
+    lowered = after < asked
+    if spec.bound_mode is BoundMode.SKIP and least <= before <= most and asked != before:
+        code = Code.SKIPPED_AT_MAX if lowered else Code.SKIPPED_AT_MIN
+        return Step(Stage.BOUNDS, code, asked, before, f"{asked} is not within {within}: skipped")
+    if lowered:
+        code, text = Code.ABOVE_MAX if before > most else Code.CLAMPED_TO_MAX, f"max_replicas is {most}"
+    else:
+        code, text = Code.BELOW_MIN if before < least else Code.CLAMPED_TO_MIN, f"min_replicas is {least}"
+    return Step(Stage.BOUNDS, code, asked, after, text)
 
 
 def _shadow(spec: EndpointSpec, before: int, after: int) -> Step | None:
@@ -444,22 +461,6 @@ def _shadow(spec: EndpointSpec, before: int, after: int) -> Step | None:
     if kept == after:
         return None
     return Step(Stage.BOUNDS, Code.SHADOWED, after, kept, f"in shadow mode: {after} would be wanted")
-
-
-def _limit(
-    combined: Combined,
-    pace: Paced,
-    not_empty: Step | None,
-    clamped_by: Code | None,
-    gate: Step | None,
-    shadow: Step | None,
-) -> Code | None:
-    """The last thing that held the count back."""
-    if shadow is not None:
-        return shadow.code
-    if gate is not None and gate.after != gate.before:
-        return gate.code
-    return clamped_by or (not_empty.code if not_empty else None) or pace.limited_by or combined.limited_by
 
 
 def _effective(combined: Combined, before: int, wanted: int) -> frozenset[str]:

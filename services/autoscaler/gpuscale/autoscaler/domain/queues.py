@@ -121,26 +121,30 @@ def combined(readings: Sequence[QueueReading]) -> QueueReading:
         raise ValueError("there is nothing to add up")
     if len(readings) == 1:
         return readings[0]
-    times = [one.observed_at for one in readings if one.observed_at is not None]
-    observed_at = min(times) if len(times) == len(readings) else None
-    count = sum(one.queue_count for one in readings)
+    whole = QueueReading(
+        QueueState.OK,
+        observed_at=_least([one.observed_at for one in readings]),
+        queue_count=sum(one.queue_count for one in readings),
+    )
     lost = next((one for one in readings if one.state is not QueueState.OK), None)
     if lost is not None:
-        return QueueReading(lost.state, observed_at=observed_at, message=lost.message, queue_count=count)
-    rates = [(one.rates, one.ready) for one in readings if one.rates is not None]
+        return whole._replace(state=lost.state, message=lost.message)
     ready, unacked = _total(one.ready for one in readings), _total(one.unacked for one in readings)
     if wrong := uncountable(ready, unacked):
-        return QueueReading(QueueState.ERROR, observed_at=observed_at, message=wrong, queue_count=count)
-    return QueueReading(
-        QueueState.OK,
-        ready,
-        unacked,
-        _total(one.consumers for one in readings),
-        observed_at,
-        next((one.message for one in readings if one.message), ""),
-        _added(rates) if len(rates) == len(readings) else None,
-        count,
+        return whole._replace(state=QueueState.ERROR, message=wrong)
+    return whole._replace(
+        ready=ready,
+        unacked=unacked,
+        consumers=_total(one.consumers for one in readings),
+        message=next((one.message for one in readings if one.message), ""),
+        rates=_added(readings),
     )
+
+
+def _least(times: Sequence[float | None]) -> float | None:
+    """The earliest of times, where all are known."""
+    known = [time for time in times if time is not None]
+    return min(known) if len(known) == len(times) else None
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
@@ -152,14 +156,17 @@ def _total(counts: Iterable[int | None]) -> int | None:
     return total
 
 
-def _added(rates: Sequence[tuple[Rates, int | None]]) -> Rates:
-    """The rates of queues, each with its ready messages; the oldest message is known where that of each that has one is."""
-    ages = [one.oldest_age for one, ready in rates if ready != 0]
+def _added(readings: Sequence[QueueReading]) -> Rates | None:
+    """The rates of queues; the oldest message is known where that of each queue is that has one."""
+    rates = [one.rates for one in readings if one.rates is not None]
+    if len(rates) != len(readings):
+        return None
+    ages = [one.oldest_age for one, of in zip(rates, readings, strict=True) if of.ready != 0]
     known = [age for age in ages if age is not None]
     return Rates(
-        math.fsum(one.published for one, _ in rates),
-        math.fsum(one.delivered for one, _ in rates),
-        min(one.at for one, _ in rates),
+        math.fsum(one.published for one in rates),
+        math.fsum(one.delivered for one in rates),
+        min(one.at for one in rates),
         max(known) if known and len(known) == len(ages) else None,
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from gpuscale.autoscaler.domain.decisions import Code, Stage, Step
-from gpuscale.autoscaler.domain.engine import Memory, Result, evaluate, regrets
+from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked, regrets
 from gpuscale.autoscaler.domain.inputs import (
     LARGEST,
     NO_SETS,
@@ -35,16 +35,6 @@ MOST_MOMENTS = 256
 """Moments that are tried for the next change."""
 _ROUNDING = 1e-6
 """Seconds that a wait is taken to be longer, so that what is over exactly then is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """All that an evaluation goes by."""
-
-    spec: EndpointSpec
-    inputs: Inputs
-    memory: Memory
-    unknown_replicas: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +67,6 @@ def answer(question: Question) -> Answer:
     """Evaluate, and ask further."""
     result = asked(question)
     return Answer(result, tuple(_alternatives(question, result)), _next_change(question, result))
-
-
-def asked(question: Question) -> Result:
-    """The evaluation of a question."""
-    return evaluate(question.spec, question.inputs, question.memory, question.unknown_replicas)
 
 
 def _alternatives(question: Question, result: Result) -> Iterator[Alternative]:

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from gpuscale.autoscaler.domain.decisions import Code, Evaluation, Outcome, Stage, Step, afterwards, compose
-from gpuscale.autoscaler.domain.engine import Memory
+from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked
 from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, Inputs, Observation, WorkerGroup
 from gpuscale.autoscaler.domain.planning import Plan, crash_delay, plan_sets, set_states, startup_seconds
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.domain.signals import Remembered
 from gpuscale.autoscaler.domain.spec import Endpoint
-from gpuscale.autoscaler.domain.whatif import Question, asked
 from gpuscale.autoscaler.state import decision_log, store, watcher_store
 from gpuscale.autoscaler.state.decision_log import Recorded, Repetition
 from gpuscale.autoscaler.state.store import Connection
@@ -84,75 +83,94 @@ class Pass:
     question: Question | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Replicas:
+    """The replicas of an endpoint: all that are kept, those that have not ended, and the adapters that are silent."""
+
+    kept: Sequence[Replica]
+    rows: Sequence[Replica]
+    silent: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plans:
+    """The plan of each capability set, and seconds until one of it may start, for those that want to start some."""
+
+    plans: Mapping[str, Plan]
+    delays: Mapping[str, float]
+
+    @property
+    def stops(self) -> list[Replica]:
+        """The replicas to stop."""
+        return [victim for planned in self.plans.values() for victim in planned.stop]
+
+    @property
+    def acts(self) -> bool:
+        """Whether a replica is to be stopped or started now."""
+        return bool(self.stops) or not all(self.delays.values())
+
+
 def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | None:
     """Evaluate, plan and write; None where the endpoint is gone, or goes now that its last replica has."""
     endpoint = store.endpoint(connection, endpoint_id, facts.endpoint)
     if endpoint is None:
         return None
-    kept = store.replicas(connection, endpoint_id, show_ended=True)
-    if endpoint.deleting and all(one.ended and not one.owes_release for one in kept):
+    replicas = _replicas(connection, endpoint, facts)
+    if endpoint.deleting and all(one.ended and not one.owes_release for one in replicas.kept):
         _remove(connection, endpoint_id)
         return None
-    kept = _renounced(connection, endpoint, kept, facts.at)
-    rows = [one for one in kept if not one.ended]
-    if len(kept) - len(rows) > store.KEPT:
-        store.prune(connection, endpoint_id)
-    silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live
-    question = _question(connection, endpoint, kept, silent, facts)
+    question = _question(connection, endpoint, replicas, facts)
     result = asked(question) if question else None
-    evaluation = result.evaluation if result else None
-    moved = evaluation is not None and _moved(endpoint, evaluation)
-    if evaluation is not None and moved:
-        endpoint = replace(endpoint, desired=evaluation.wanted, sets=_wanted(evaluation))
-        store.save_endpoint(connection, endpoint)
-        store.save_rule_changes(connection, endpoint_id, evaluation.effective, facts.at.now)
-    plans = plan_sets(endpoint.targets, rows, silent, endpoint.spec, facts.busy)
-    delays = {one: _delay(kept, one, facts.at.now) for one, planned in plans.items() if planned.start}
-    steps = _steps(rows, plans, silent, delays)
-    live = _carry_out(connection, endpoint, rows, plans, delays, facts.at)
+    after = _aimed(connection, endpoint, result, facts)
+    plans = _planned(after, replicas, facts)
+    steps = _steps(replicas, plans)
+    live = _write_intents(connection, after, replicas.rows, plans, facts.at)
     granted = sum(one.granted for one in live)
-    stops = [victim for planned in plans.values() for victim in planned.stop]
-    changed = stops or not all(delays.values()) or moved
-    noted = None
+    evaluation = result.evaluation if result else None
+    changed = plans.acts or after is not endpoint
+    recorded = None
     if changed or (evaluation and not any(one.state is ReplicaState.PENDING for one in live)):
         outcome = Outcome(granted, steps)
-        decision = compose(endpoint, evaluation, outcome) if evaluation else afterwards(endpoint, outcome)
-        noted = decision_log.record(
+        decision = compose(after, evaluation, outcome) if evaluation else afterwards(after, outcome)
+        recorded = decision_log.record(
             connection, decision, facts.at.wall, question, before=facts.repeated, quiet=not changed
         )
     return Pass(
-        endpoint=endpoint,
+        endpoint=after,
         evaluation=evaluation,
         granted=granted,
         steps=steps,
         live=live,
-        told=frozenset(one.adapter for one in stops if one.adapter),
-        delay=min(filter(None, delays.values()), default=0.0),
-        recorded=noted,
-        owing=any(one.owes_release for one in kept),
+        told=frozenset(one.adapter for one in plans.stops if one.adapter),
+        delay=min(filter(None, plans.delays.values()), default=0.0),
+        recorded=recorded,
+        owing=any(one.owes_release for one in replicas.kept),
         past=replace(facts.past, memory=result.memory, bursts=result.bursts) if result else facts.past,
         question=question,
     )
 
 
-def _moved(endpoint: Endpoint, evaluation: Evaluation) -> bool:
-    """Whether an evaluation aims at another count, of all replicas or of a capability set."""
-    if endpoint.spec.capability_sets:
-        return evaluation.wanted != endpoint.desired or _wanted(evaluation) != endpoint.targets
-    return evaluation.wanted != endpoint.desired
+def _replicas(connection: Connection, endpoint: Endpoint, facts: Facts) -> _Replicas:
+    """Read the replicas; those that nobody was told of are asked to stop if the spec has another template by now.
 
-
-def _wanted(evaluation: Evaluation) -> dict[str, int]:
-    return {one: count.wanted for one, count in evaluation.sets.items()}
-
-
-def _delay(kept: Sequence[Replica], set_id: str, now: float) -> float:
-    """Seconds until one of a capability set may start: those of another set have failures of their own."""
-    return crash_delay((one for one in kept if one.group.set == set_id), now)
+    Nobody may have the template that they wait for, and they would hold up the ones that take their place.
+    """
+    kept: list[Replica] = []
+    for one in store.replicas(connection, endpoint.id, show_ended=True):
+        spec = endpoint.spec.of_set(one.group.set)
+        if one.state is ReplicaState.PENDING and one.template != spec.started_from:
+            kept.append(asked_to_stop(one, "its endpoint has another template by now", facts.at))
+            store.save_replica(connection, kept[-1])
+        else:
+            kept.append(one)
+    rows = [one for one in kept if not one.ended]
+    if len(kept) - len(rows) > store.KEPT:
+        store.prune(connection, endpoint.id)
+    return _Replicas(kept, rows, frozenset(one.adapter for one in rows if one.adapter) - facts.live)
 
 
 def _question(
-    connection: Connection, endpoint: Endpoint, kept: Sequence[Replica], silent: frozenset[str], facts: Facts
+    connection: Connection, endpoint: Endpoint, replicas: _Replicas, facts: Facts
 ) -> Question | None:
     """What the rules go by; None where they are not read.
 
@@ -161,7 +179,7 @@ def _question(
     gathered_for = facts.endpoint.etag if facts.endpoint else None
     if not facts.evaluate or endpoint.deleting or endpoint.etag != gathered_for:
         return None
-    rows = [one for one in kept if not one.ended]
+    kept, rows, memory = replicas.kept, replicas.rows, facts.past.memory
     inputs = Inputs(
         before=endpoint.desired,
         ready=sum(one.state is ReplicaState.READY for one in rows),
@@ -175,53 +193,47 @@ def _question(
         sets=set_states(endpoint, kept, facts.at.now, facts.busy),
         gpu_limit=None if facts.room is None else sum(one.granted for one in rows) + facts.room,
     )
-    unknown = sum(1 for one in rows if one.adapter in silent)
-    memory = facts.past.memory
+    unknown = sum(one.adapter in replicas.silent for one in rows)
     return Question(endpoint.spec, inputs, Memory(facts.at.now) if memory is None else memory, unknown)
 
 
-def _renounced(
-    connection: Connection, endpoint: Endpoint, kept: Sequence[Replica], at: Moment
-) -> list[Replica]:
-    """The replicas, after those were asked to stop that nobody was told of and that the spec has another template for.
-
-    Nobody may have the template that they wait for, and they would hold up the ones that take their place.
-    """
-    reason = "its endpoint has another template by now"
-    after: list[Replica] = []
-    for one in kept:
-        spec = endpoint.spec.of_set(one.group.set)
-        if one.state is ReplicaState.PENDING and one.template != spec.started_from:
-            after.append(asked_to_stop(one, reason, at))
-            store.save_replica(connection, after[-1])
-        else:
-            after.append(one)
-    return after
+def _aimed(connection: Connection, endpoint: Endpoint, result: Result | None, facts: Facts) -> Endpoint:
+    """The endpoint, aiming at what was evaluated; stored with the cooldowns that begin where that is another count."""
+    if result is None:
+        return endpoint
+    evaluation = result.evaluation
+    sets = {one: count.wanted for one, count in evaluation.sets.items()}
+    same_sets = not endpoint.spec.capability_sets or sets == endpoint.targets
+    if evaluation.wanted == endpoint.desired and same_sets:
+        return endpoint
+    aimed = replace(endpoint, desired=evaluation.wanted, sets=sets)
+    store.save_endpoint(connection, aimed)
+    store.save_rule_changes(connection, endpoint.id, evaluation.effective, facts.at.now)
+    return aimed
 
 
-def _carry_out(
-    connection: Connection,
-    endpoint: Endpoint,
-    rows: Sequence[Replica],
-    plans: Mapping[str, Plan],
-    delays: Mapping[str, float],
-    at: Moment,
+def _planned(endpoint: Endpoint, replicas: _Replicas, facts: Facts) -> _Plans:
+    """What brings the replicas closer to the count; those of another capability set have failures of their own."""
+    plans = plan_sets(endpoint.targets, replicas.rows, replicas.silent, endpoint.spec, facts.busy)
+    starting = [one for one, planned in plans.items() if planned.start]
+    own = {one: [replica for replica in replicas.kept if replica.group.set == one] for one in starting}
+    return _Plans(plans, {one: crash_delay(own[one], facts.at.now) for one in starting})
+
+
+def _write_intents(
+    connection: Connection, endpoint: Endpoint, rows: Sequence[Replica], plans: _Plans, at: Moment
 ) -> tuple[Replica, ...]:
-    """Write the intents; returns the replicas that have not ended after that."""
+    """Write who stops and who starts; returns the replicas that have not ended after that."""
     stopped: dict[str, Replica] = {}
-    for set_id, planned in plans.items():
+    for set_id, planned in plans.plans.items():
         wanted = f"{endpoint.targets.get(set_id, 0)} {set_id or 'replicas'} are wanted"
         reason = "its endpoint is deleted" if endpoint.deleting else wanted
         stopped |= {one.id: asked_to_stop(one, reason, at) for one in planned.stop}
     store.save_replicas(connection, stopped.values())
-    started = [
-        _decided(endpoint, set_id, at)
-        for set_id, delay in delays.items()
-        if not delay
-        for _ in range(plans[set_id].start)
-    ]
-    for one in started:
-        store.add_replica(connection, one)
+    due = (set_id for set_id, delay in plans.delays.items() if not delay)
+    started = [_decided(endpoint, one, at) for one in due for _ in range(plans.plans[one].start)]
+    for replica in started:
+        store.add_replica(connection, replica)
     left = (stopped.get(one.id, one) for one in rows)
     return (*(one for one in left if not one.ended), *started)
 
@@ -242,21 +254,18 @@ def _decided(endpoint: Endpoint, set_id: str, at: Moment) -> Replica:
     )
 
 
-def _steps(
-    rows: Sequence[Replica],
-    plans: Mapping[str, Plan],
-    silent: frozenset[str],
-    delays: Mapping[str, float],
-) -> tuple[Step, ...]:
+def _steps(replicas: _Replicas, plans: _Plans) -> tuple[Step, ...]:
+    """What is to be done, as steps of a decision."""
     steps: list[Step] = []
+    rows, silent = replicas.rows, replicas.silent
     if silent:
         count = sum(one.aimed_at for one in rows)
-        lost = sum(1 for one in rows if one.adapter in silent)
+        lost = sum(one.adapter in silent for one in rows)
         text = f"{lost} replicas have not been heard of (adapters: {', '.join(sorted(silent))}); nothing takes their place"
         steps.append(Step(Stage.ACT, Code.ADAPTER_LOST, count, count, text))
-    for set_id, planned in plans.items():
+    for set_id, planned in plans.plans.items():
         own = [one for one in rows if one.group.set == set_id]
-        steps += _steps_of_set(set_id, own, planned, delays.get(set_id, 0.0))
+        steps += _steps_of_set(set_id, own, planned, plans.delays.get(set_id, 0.0))
     return tuple(steps)
 
 

@@ -23,7 +23,7 @@ from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.domain.decisions import Decision, sameness
-from gpuscale.autoscaler.domain.whatif import Question
+from gpuscale.autoscaler.domain.engine import Question
 from gpuscale.autoscaler.state.store import Connection, moment
 from gpuscale.autoscaler.wire.decisions import decision_body, question_to_wire
 from gpuscale.common.errors import GpuscaleError, NotFoundError

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.domain.decisions import Decision, Evaluation, SetCount, Step
-from gpuscale.autoscaler.domain.engine import Memory
+from gpuscale.autoscaler.domain.engine import Memory, Question
 from gpuscale.autoscaler.domain.inputs import (
     Aggregation,
     Burst,
@@ -25,7 +25,7 @@ from gpuscale.autoscaler.domain.inputs import (
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState, shown_state
 from gpuscale.autoscaler.domain.signals import Shown
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
-from gpuscale.autoscaler.domain.whatif import ALWAYS, Answer, Question, Stated, StatedSignal
+from gpuscale.autoscaler.domain.whatif import ALWAYS, Answer, Stated, StatedSignal
 from gpuscale.autoscaler.wire.specs import (
     group_to_wire,
     groups_from_wire,
