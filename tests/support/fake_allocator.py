@@ -99,7 +99,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
                 gpus = [api.ReservedGpu(node=node, uuid=uuid) for uuid in free[: request.ask.gpu_count]]
                 return api.Reservation(
                     name=f"reservations/v{fence}", holder=request.holder, state=ACTIVE, fence=fence,
-                    gpus=gpus, request_id=request.request_id,
+                    gpus=gpus, request_id=request.request_id, tenant=request.tenant,
                 )  # fmt: skip
         raise ResourceExhaustedError("all GPUs are held", reason="NO_CAPACITY", retry_after=0.2)
 

@@ -20,6 +20,7 @@ DROPPED = {
     3: ("replicarow.lease_token",),
     4: ("readingrow.since", "repetitionrow"),
     5: ("endpointrow.sets", "replicarow.worker_group"),
+    6: ("endpointrow.tenant",),
 }
 """Tables and columns that a version lacks and the next one has."""
 

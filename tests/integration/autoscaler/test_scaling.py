@@ -2,12 +2,15 @@
 
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.queues import QueueState
-from gpuscale.common.errors import UnavailableError
+from gpuscale.autoscaler.servicers.endpoint_servicer import _tenant
+from gpuscale.common.errors import PermissionDeniedError, UnavailableError
+from gpuscale.common.security.auth import Limits, Principal, Role
 from tests.support.autoscaler_app import Autoscaler, endpoint, running, scaling
 from tests.support.fake_adapter import FAILED, READY, STARTING, FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
@@ -157,6 +160,46 @@ async def test_too_few_gpus_are_granted_as_far_as_they_go_and_on_release(
     allocator.nodes["n"] += ["GPU-3", "GPU-4"]
     await ready(autoscaler, 5)
     assert len(set(allocator.held)) == 5
+
+
+@pytest.mark.parametrize("tenant", ["", "ml"])
+async def test_gpus_count_against_the_tenant_of_the_endpoint(
+    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter, tenant: str
+) -> None:
+    wanted = endpoint(low=1, high=1, gpus=1)
+    wanted.tenant = tenant
+    request = str(uuid4())
+    for _ in range(2):
+        assert (await autoscaler.create(wanted, request)).tenant == tenant
+    await ready(autoscaler, 1)
+    assert [one.tenant for one in allocator.reservations.values()] == [tenant]
+    changed = await autoscaler.get()
+    changed.tenant, changed.spec.max_replicas = "other", 2
+    assert (await autoscaler.update(changed)).tenant == tenant, "it stays"
+
+
+@pytest.mark.parametrize(
+    ("role", "limits", "stated", "tenant"),
+    [
+        (Role.ADMIN, Limits(), "", ""),
+        (Role.ADMIN, Limits(), "anybody", "anybody"),
+        (Role.OPERATOR, Limits(), "", "ann"),
+        (Role.OPERATOR, Limits(("ml", "vision")), "", "ml"),
+        (Role.OPERATOR, Limits(("ml", "vision")), "vision", "vision"),
+        (Role.OPERATOR, Limits(), "ml", None),
+        (Role.OPERATOR, Limits(("ml",)), "ann", None),
+    ],
+)
+def test_an_endpoint_counts_against_a_tenant_that_its_creator_may_use(
+    role: Role, limits: Limits, stated: str, tenant: str | None
+) -> None:
+    caller = Principal("ann", role, "token", limits)
+    if tenant is not None:
+        assert _tenant(stated, caller) == tenant
+        return
+    with pytest.raises(PermissionDeniedError) as refused:
+        _tenant(stated, caller)
+    assert refused.value.reason == "OTHER_TENANT"
 
 
 async def test_more_gpus_than_any_node_has_is_said_so(autoscaler: Autoscaler, adapter: FakeAdapter) -> None:

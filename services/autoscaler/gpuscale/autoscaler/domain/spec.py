@@ -340,7 +340,10 @@ class EndpointSpec:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An endpoint as it is stored. `desired` is what rules, or a person, set last; `sets` is that of each capability set."""
+    """An endpoint as it is stored. `desired` is what rules, or a person, set last; `sets` is that of each capability set.
+
+    `tenant`: whose quota its GPUs count against; the autoscaler's own where it is empty.
+    """
 
     id: str
     spec: EndpointSpec
@@ -350,6 +353,7 @@ class Endpoint:
     update_time: datetime
     deleting: bool = False
     sets: Mapping[str, int] = field(default_factory=dict[str, int])
+    tenant: str = ""
 
     @property
     def targets(self) -> Mapping[str, int]:

@@ -80,8 +80,10 @@ class Actor:
         self._reservations = reservations
         self._unknown_nodes: dict[str, float] = {}
 
-    async def act(self, replicas: Iterable[Replica]) -> Refusal | None:
+    async def act(self, replicas: Iterable[Replica], tenant: str = "") -> Refusal | None:
         """Take the pending ones as far as they get; those whose Reserve has no answer yet come first.
+
+        `tenant`: whose quota their GPUs count against; the autoscaler's own where it is empty.
 
         Raises:
             GpuscaleError: the state cannot be read or written.
@@ -93,37 +95,37 @@ class Actor:
             for replica in sorted(pending, key=lambda one: not one.nodes):
                 if replica.group.set in refused:
                     continue
-                refusal = await self._act_on(replica, told)
+                refusal = await self._act_on(replica, tenant, told)
                 if refusal is not None:
                     refused[replica.group.set] = refusal
         finally:
             await self._hub.refresh(told)
         return next(iter(refused.values()), None)
 
-    async def _act_on(self, replica: Replica, told: set[str]) -> Refusal | None:
+    async def _act_on(self, replica: Replica, tenant: str, told: set[str]) -> Refusal | None:
         if replica.template.gpu_count == 0:
             return await self._assign(replica, None, told)
         tiers = [] if replica.goal is Goal.STOP else await self._nodes(replica)
         if not tiers and replica.goal is Goal.RUN:
             return self._nobody(replica)  # what an earlier life was granted waits until its adapter is back
         if replica.nodes or not tiers:
-            return await self._reserve(replica, told)
+            return await self._reserve(replica, tenant, told)
         refusal = None
         for nodes in tiers:
             if nodes == ENGINES_GPUS:
                 return await self._assign(replace(replica, nodes=()), None, told)
             replica = replace(replica, nodes=nodes)
             await self._save(replica)
-            refusal = await self._reserve(replica, told)
+            refusal = await self._reserve(replica, tenant, told)
             if refusal is None or refusal.code not in _NOT_HERE:
                 break
         return refusal
 
-    async def _reserve(self, replica: Replica, told: set[str]) -> Refusal | None:
+    async def _reserve(self, replica: Replica, tenant: str, told: set[str]) -> Refusal | None:
         """Ask for its GPUs on its nodes, and use them."""
         await hit_async("autoscaler.replica.after_intent")
         try:
-            grant = await self._reservations.reserve(replica)
+            grant = await self._reservations.reserve(replica, tenant)
         except ResourceExhaustedError as error:
             if error.reason != Code.NO_CAPACITY:  # the allocator is overloaded
                 return _unavailable(error)

@@ -354,9 +354,8 @@ class AdapterHub:
         lost = await self._store.write(partial(_give_up, adapter=adapter, at=self._moment()))
         if not lost and adapter not in self._known:
             raise NotFoundError(f"there is no {name}", metadata={"name": name})
-        if (
-            adapter not in self._sessions
-        ):  # it may have come back meanwhile; what it still runs is stopped then
+        # It may have come back meanwhile: then what it still runs is stopped.
+        if adapter not in self._sessions:
             self._known.pop(adapter, None)
             self._seen.pop(adapter, None)
         _log.warning("adapter forgotten", adapter=adapter, replicas=len(lost))

@@ -41,8 +41,10 @@ class Reservations:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = allocator_api.AllocatorServiceStub(channel)
 
-    async def reserve(self, replica: Replica) -> Grant | None:
+    async def reserve(self, replica: Replica, tenant: str = "") -> Grant | None:
         """The GPUs of a replica, on one of its `nodes`: newly granted, or as granted to an earlier call for it.
+
+        `tenant`: whose quota they count against; our own where it is empty.
 
         Returns:
             None where an earlier call was granted a reservation that has ended meanwhile.
@@ -61,6 +63,7 @@ class Reservations:
             ask=ask_to_wire(template, replica.nodes),
             ttl=to_duration(template.ttl),
             labels={"endpoint": endpoint_name(replica.endpoint)},
+            tenant=tenant,
         )
         with rpc_errors():
             answer = await self._stub.Reserve(request, timeout=RPC_TIMEOUT)

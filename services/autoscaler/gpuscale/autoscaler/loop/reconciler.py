@@ -181,7 +181,7 @@ class EndpointLoop:
                 rooms.keeper.changed()
             return self._pause(passed, None, await self._note(passed, None, passed.live))
         try:
-            refusal = await rooms.actor.act(passed.live)
+            refusal = await rooms.actor.act(passed.live, passed.endpoint.tenant)
         finally:
             rooms.keeper.changed()
         after = await rooms.store.read(partial(store.replicas, endpoint=self._id))

@@ -10,9 +10,9 @@ from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.wire.decisions import endpoint_to_wire, replica_to_wire
 from gpuscale.autoscaler.wire.specs import merged, spec_from_wire
-from gpuscale.common.errors import FailedPreconditionError, NotFoundError
+from gpuscale.common.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError
 from gpuscale.common.names import ENDPOINT, REPLICA, parse, replica_name
-from gpuscale.common.security.auth import Context, current_principal
+from gpuscale.common.security.auth import Context, Principal, Role, current_principal
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import fingerprint
 
@@ -72,8 +72,9 @@ class EndpointServicer(api.EndpointServiceServicer):
         view = await self._endpoints.create(
             _id(wire.name, "endpoint.name"),
             spec_from_wire(wire.spec),
+            tenant=_tenant(wire.tenant, current_principal()),
             request_id=request.request_id,
-            fingerprint=fingerprint(api.Endpoint(name=wire.name, spec=wire.spec)),
+            fingerprint=fingerprint(api.Endpoint(name=wire.name, spec=wire.spec, tenant=wire.tenant)),
             validate_only=request.validate_only,
         )
         return api.CreateEndpointResponse(endpoint=endpoint_to_wire(view))
@@ -148,6 +149,24 @@ class EndpointServicer(api.EndpointServiceServicer):
             next_offset=part.offset + len(part.content),
             ended=ended,
         )
+
+
+def _tenant(stated: str, caller: Principal) -> str:
+    """Whose quota an endpoint counts against: as stated, or its creator's; empty, the autoscaler's own, for admins.
+
+    Raises:
+        PermissionDeniedError: the caller may not use that quota.
+    """
+    if caller.role >= Role.ADMIN:
+        return stated
+    if stated and stated not in caller.tenants:
+        may = ", ".join(caller.tenants)
+        raise PermissionDeniedError(
+            f"endpoint.tenant: {caller.name} may not use the quota of {stated}, only of: {may}",
+            reason="OTHER_TENANT",
+            metadata={"field": "endpoint.tenant", "tenant": stated},
+        )
+    return stated or caller.tenants[0]
 
 
 def _id(name: str, field: str = "name") -> str:

@@ -215,9 +215,18 @@ class Endpoints:
 
     @uninterrupted
     async def create(
-        self, endpoint_id: str, spec: EndpointSpec, *, request_id: str, fingerprint: str, validate_only: bool
+        self,
+        endpoint_id: str,
+        spec: EndpointSpec,
+        *,
+        tenant: str = "",
+        request_id: str,
+        fingerprint: str,
+        validate_only: bool,
     ) -> EndpointView:
         """Create an endpoint that aims at its min, or return what this request id made.
+
+        `tenant`: whose quota its GPUs count against; the autoscaler's own where it is empty.
 
         Raises:
             AlreadyExistsError: the id is taken, or the request id was used for another endpoint.
@@ -225,12 +234,12 @@ class Endpoints:
             FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist.
         """
         wall = self._clock.wall()
-        made = Endpoint(endpoint_id, spec, _new_etag(), spec.least, wall, wall)
+        made = Endpoint(endpoint_id, spec, _new_etag(), spec.least, wall, wall, tenant=tenant)
         work = partial(create, made=made, request_id=request_id, fingerprint=fingerprint)
         async with self._changing:
             known = await self._store.read(partial(repeated, request_id=request_id, fingerprint=fingerprint))
             if known is not None:
-                return await self._view(known)
+                return await self._view(replace(known, tenant=tenant))
             self._check(spec)
             if validate_only:
                 await self._store.read(partial(require_free, endpoint_id=endpoint_id))

@@ -33,9 +33,9 @@ Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""
 METADATA: Final = SQLModel.metadata
 """The tables of every store module that has been imported."""
-VERSION: Final = 6
+VERSION: Final = 7
 """Version of the schema of all tables of the autoscaler."""
-MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6)
+MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6, 7)
 """By the version that they start from."""
 REQUEST_KEPT_SECONDS: Final = 24 * 3600.0
 """For so long the same request id returns the same answer."""
@@ -52,6 +52,7 @@ class EndpointRow(SQLModel, table=True):
     update_time: float
     deleting: bool
     sets: str = ""
+    tenant: str = ""
 
 
 class RuleChangeRow(SQLModel, table=True):
@@ -123,6 +124,7 @@ def save_endpoint(connection: Connection, one: Endpoint) -> None:
         "update_time": one.update_time.timestamp(),
         "deleting": one.deleting,
         "sets": json.dumps(dict(one.sets)) if one.sets else "",
+        "tenant": one.tenant,
     }
     connection.execute(insert(EndpointRow).values(values))
 
@@ -196,6 +198,7 @@ def _endpoint(row: RowMapping, known: Endpoint | None = None) -> Endpoint:
         update_time=moment(row["update_time"]),
         deleting=row["deleting"],
         sets=json.loads(row["sets"]) if row["sets"] else {},
+        tenant=row["tenant"],
     )
 
 

@@ -70,6 +70,7 @@ def endpoint_to_wire(view: EndpointView) -> autoscaler_api.Endpoint:
         etag=one.etag,
         create_time=to_timestamp(one.create_time),
         update_time=to_timestamp(one.update_time),
+        tenant=one.tenant,
     )
 
 
