@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
-    MOST_PATIENCE,
-    PATIENCE,
+    CORRECT_AFTER,
+    LONGEST_CORRECTION,
+    CorrectionTimer,
     Count,
     Kind,
-    Patience,
     Pod,
     Workload,
     arrange,
@@ -124,15 +124,15 @@ def test_whatever_was_there_before_it_ends_with_one_pod_for_each_replica(seed: i
 
 
 def test_what_somebody_else_did_stands_for_longer_and_longer() -> None:
-    patience, now = Patience(), 0.0
+    patience, now = CorrectionTimer(), 0.0
     righted: list[float] = []
     while len(righted) < 4:
         if patience.over(now, foreign=True):
             righted.append(now)
         now += 10.0
-    assert righted[0] == PATIENCE
-    assert righted[3] - righted[2] >= 4 * PATIENCE
+    assert righted[0] == CORRECT_AFTER
+    assert righted[3] - righted[2] >= 4 * CORRECT_AFTER
     patience.over(now, foreign=False)
-    patience.over(now + MOST_PATIENCE, foreign=False)
-    patience.over(now + MOST_PATIENCE + 1, foreign=True)
-    assert patience.over(now + MOST_PATIENCE + 1 + PATIENCE, foreign=True)
+    patience.over(now + LONGEST_CORRECTION, foreign=False)
+    patience.over(now + LONGEST_CORRECTION + 1, foreign=True)
+    assert patience.over(now + LONGEST_CORRECTION + 1 + CORRECT_AFTER, foreign=True)

@@ -5,8 +5,7 @@ there before the process is started, its pid right after. Blocking; call it in a
 """
 
 import os
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -71,12 +70,17 @@ class Journal:
         Raises:
             FailedPreconditionError: a record cannot be read; it stays as it is, and nothing must be started.
         """
-        with self._errors():
+        try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in self._directory.glob(f"*{_SUFFIX}.new"):
                 left.unlink()
             paths = sorted(self._directory.glob(f"*{_SUFFIX}"))
             return sorted((_read(path) for path in paths), key=lambda record: record.replica)
+        except OSError as error:
+            raise FailedPreconditionError(
+                f"cannot read what was started, in {self._directory}: {error.strerror}",
+                reason="STATE_UNREADABLE",
+            ) from error
 
     def write(self, record: Record) -> None:
         """Keep a record in place of the one before; it is on disk when this returns.
@@ -113,16 +117,6 @@ class Journal:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-    @contextmanager
-    def _errors(self) -> Generator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise FailedPreconditionError(
-                f"cannot read what was started, in {self._directory}: {error.strerror}",
-                reason="STATE_UNREADABLE",
-            ) from error
 
 
 def _read(path: Path) -> Record:

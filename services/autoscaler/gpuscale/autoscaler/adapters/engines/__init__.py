@@ -1,1 +1,1 @@
-"""Adapters for engines that keep replicas themselves: what they share, and a package for each engine."""
+"""The engines that gpuscale brings, a package each; begin with its `engine`. None imports another, or a library at the top of `engine`."""

@@ -10,7 +10,9 @@ import hashlib
 import re
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 
 from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
 from gpuscale.common import names
@@ -31,6 +33,7 @@ _RUNNING = frozenset({"running", "stopping"})
 _OVER = frozenset({"exited", "stopped", "dead", "removing"})
 _HEALTH = re.compile(r"\((?:health: )?(starting|healthy|unhealthy)\)")
 _SIGNAL_BASE = 128
+_MAX_TEXT = 500
 
 
 def container_name(adapter: str, replica: str) -> str:
@@ -82,31 +85,49 @@ class EngineRefusedError(Exception):
         self.not_found = not_found
 
 
-@dataclass(frozen=True, slots=True)
-class Details:
-    """What only a look at one container tells.
+def _text(value: object) -> object:
+    return "" if value is None else str(value)[:_MAX_TEXT]
 
-    Attributes:
-        pid: its first process on the engine's host; 0 where none runs.
-        exit_code: how it ended.
-        out_of_memory: whether the kernel ended it at its limit.
-        memory: that limit in bytes; 0 for none.
-        error: why the engine could not start it, or ended it.
-        health: `starting`, `healthy`, `unhealthy`; empty where nobody asks.
-        stop_signal: what asks it to finish; empty for SIGTERM.
-        gpu_uuids: the devices that the engine gives it.
-        unknown: whether the engine does not tell.
-    """
 
-    pid: int = 0
-    exit_code: int = 0
-    out_of_memory: bool = False
-    memory: int = 0
-    error: str = ""
-    health: str = ""
-    stop_signal: str = ""
-    gpu_uuids: tuple[str, ...] = ()
+def _health(value: object) -> object:
+    return "" if value in {None, "none"} else value
+
+
+def _device_ids(requests: Any) -> tuple[str, ...]:
+    return tuple(uuid for request in requests or () for uuid in request.get("DeviceIDs") or ())
+
+
+Text = Annotated[str, BeforeValidator(_text)]
+
+
+class Details(BaseModel):
+    """What only a look at one container tells, by Docker's names."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    state: Text = Field("", validation_alias=AliasPath("State", "Status"))
+    """What its engine calls its state."""
+    pid: int = Field(0, validation_alias=AliasPath("State", "Pid"))
+    """Its first process on the engine's host; 0 where none runs."""
+    exit_code: int = Field(0, validation_alias=AliasPath("State", "ExitCode"))
+    out_of_memory: bool = Field(default=False, validation_alias=AliasPath("State", "OOMKilled"))
+    """Whether the kernel ended it at its limit."""
+    error: Text = Field("", validation_alias=AliasPath("State", "Error"))
+    """Why the engine could not start it, or ended it."""
+    health: Annotated[str, BeforeValidator(_health)] = Field(
+        "", validation_alias=AliasPath("State", "Health", "Status")
+    )
+    """`starting`, `healthy`, `unhealthy`; empty where nobody asks."""
+    memory: int = Field(0, validation_alias=AliasPath("HostConfig", "Memory"))
+    """Its limit in bytes; 0 for none."""
+    gpu_uuids: Annotated[tuple[str, ...], BeforeValidator(_device_ids)] = Field(
+        (), validation_alias=AliasPath("HostConfig", "DeviceRequests")
+    )
+    """The devices that the engine gives it."""
+    stop_signal: Text = Field("", validation_alias=AliasPath("Config", "StopSignal"))
+    """What asks it to finish; empty for SIGTERM."""
     unknown: bool = False
+    """Whether the engine does not tell."""
 
 
 def is_over(state: str) -> bool:

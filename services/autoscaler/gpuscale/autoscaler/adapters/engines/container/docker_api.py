@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiodocker
 import aiohttp
-from pydantic import BaseModel, Field
+from pydantic import AliasPath, BaseModel, Field
 
 from gpuscale.autoscaler.adapters.engine import EngineUnavailableError
 from gpuscale.autoscaler.adapters.engines.container.containers import ADAPTER, Details, EngineRefusedError
@@ -44,62 +44,12 @@ class Listed(BaseModel):
     labels: dict[str, str] | None = Field(None, alias="Labels")
 
 
-class _Health(BaseModel):
-    status: str = Field("", alias="Status")
-
-
-class _State(BaseModel):
-    status: str = Field("", alias="Status")
-    pid: int = Field(0, alias="Pid")
-    exit_code: int = Field(0, alias="ExitCode")
-    out_of_memory: bool = Field(default=False, alias="OOMKilled")
-    error: str = Field("", alias="Error")
-    health: _Health | None = Field(None, alias="Health")
-
-
-class _DeviceRequest(BaseModel):
-    device_ids: tuple[str, ...] | None = Field(None, alias="DeviceIDs")
-
-
-class _Host(BaseModel):
-    memory: int = Field(0, alias="Memory")
-    device_requests: tuple[_DeviceRequest, ...] | None = Field(None, alias="DeviceRequests")
-
-
-class _Config(BaseModel):
-    labels: dict[str, str] | None = Field(None, alias="Labels")
-    stop_signal: str | None = Field(None, alias="StopSignal")
-
-
-class Inspected(BaseModel):
+class Inspected(Details):
     """One container, looked at."""
 
-    id: str = Field(alias="Id")
-    name: str = Field(alias="Name")
-    state: _State = Field(alias="State")
-    host: _Host = Field(alias="HostConfig")
-    config: _Config = Field(alias="Config")
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """Its labels."""
-        return self.config.labels or {}
-
-    def details(self) -> Details:
-        """What it tells beyond a listing."""
-        health = self.state.health.status if self.state.health else ""
-        return Details(
-            pid=self.state.pid,
-            exit_code=self.state.exit_code,
-            out_of_memory=self.state.out_of_memory,
-            memory=self.host.memory,
-            error=self.state.error[:_MAX_TEXT],
-            health="" if health == "none" else health,
-            stop_signal=self.config.stop_signal or "",
-            gpu_uuids=tuple(
-                uuid for request in self.host.device_requests or () for uuid in request.device_ids or ()
-            ),
-        )
+    id: str = Field(validation_alias="Id")
+    name: str = Field(validation_alias="Name")
+    labels: dict[str, str] | None = Field(None, validation_alias=AliasPath("Config", "Labels"))
 
 
 class DockerApi:

@@ -245,7 +245,7 @@ class ContainerEngine:
         if found is None:
             self._details.pop(one.id, None)
         else:
-            self._details[one.id] = (_state(one), found.details())
+            self._details[one.id] = (_state(one), found)
         return ""
 
     async def _end_unwell(self, replica: str, one: Listed) -> None:
@@ -289,7 +289,7 @@ class ContainerEngine:
         self._finishing.add(replica)
         there = await self._api.inspect(one.id)
         if there is not None:
-            await self._signal(replica, there.details().stop_signal or "SIGTERM")
+            await self._signal(replica, there.stop_signal or "SIGTERM")
 
     async def _signal(self, replica: str, signal: str) -> None:
         one = self._found.get(replica)
@@ -299,7 +299,7 @@ class ContainerEngine:
             await self._api.kill(one.id, signal)
         except EngineRefusedError as error:
             there = await self._api.inspect(one.id)
-            if there is not None and not is_over(there.state.status):
+            if there is not None and not is_over(there.state):
                 raise EngineUnavailableError(str(error)) from error
 
     async def _remove(self, replica: str) -> None:

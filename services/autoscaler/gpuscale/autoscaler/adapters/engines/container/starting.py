@@ -189,15 +189,15 @@ class Starter:
         except EngineRefusedError:
             # By its status alone a name that is taken cannot be told: Podman says 500 where Docker says 409.
             there = await self._api.inspect(name)
-            if there is None or owned(self._adapter, [there.name], there.labels) != order.replica:
+            if there is None or owned(self._adapter, [there.name], there.labels or {}) != order.replica:
                 raise
         return await self._left(order, there)
 
     async def _left(self, order: ReplicaOrder, there: Inspected) -> str | None:
         """What a start that was cut short has left, if it is for the same GPUs under the same fence."""
-        if not is_not_started(there.state.status):
+        if not is_not_started(there.state):
             return None
-        if labels(self._adapter, order).items() <= there.labels.items():
+        if labels(self._adapter, order).items() <= (there.labels or {}).items():
             return there.id
         await self.discard(there.id)
         return None
@@ -223,14 +223,14 @@ class Starter:
         _log.info("container started", replica=order.replica, container=container)
         if gpu_uuids:
             there = await self._api.inspect(container)
-            pid = there.state.pid if there else 0
+            pid = there.pid if there else 0
             if pid and (refusal := await admission.refusal(order, pid)):
                 await self._give_up(container, refusal)
         return ""
 
     async def _has_gpus(self, order: ReplicaOrder, container: str) -> bool:
         there = await self._api.inspect(container)
-        return there is not None and set(there.details().gpu_uuids) == set(order.gpu_uuids)
+        return there is not None and set(there.gpu_uuids) == set(order.gpu_uuids)
 
 
 def _cannot_start(why: str) -> str:

@@ -53,6 +53,8 @@ T = TypeVar("T")
 class EcsCalls:
     """One cluster.
 
+    Every method raises EngineUnavailableError where there is no answer: nobody knows what is there, or whether it was done.
+
     Args:
         client: of boto3; it may be used by several threads.
         cluster: its name or ARN.
@@ -63,19 +65,11 @@ class EcsCalls:
         self._cluster = cluster
 
     async def list_arns(self, starter: str) -> list[str]:
-        """Every task that `starter` started, those too that stopped within about the last hour.
-
-        Raises:
-            EngineUnavailableError: nobody knows.
-        """
+        """Every task that `starter` started, those too that stopped within about the last hour."""
         return await asyncio.to_thread(_answered, lambda: list(self._list(starter)))
 
     async def describe(self, arns: Sequence[str]) -> list[Task]:
-        """Those of the tasks that ECS still knows and that run a replica.
-
-        Raises:
-            EngineUnavailableError: nobody knows.
-        """
+        """Those of the tasks that ECS still knows and that run a replica."""
         return await asyncio.to_thread(_answered, lambda: list(self._describe(arns)))
 
     async def run(self, request: "RunTaskRequestTypeDef") -> str:
@@ -84,16 +78,11 @@ class EcsCalls:
         Raises:
             TaskRefusedError: it will never be started.
             NoRoomError: not now.
-            EngineUnavailableError: perhaps it was started, and perhaps not.
         """
         return await asyncio.to_thread(self._run, request)
 
     async def stop(self, arn: str) -> None:
-        """Have a task end: SIGTERM, and SIGKILL after the time that its task definition says; harmless if it has ended.
-
-        Raises:
-            EngineUnavailableError: perhaps it was not asked.
-        """
+        """Have a task end: SIGTERM, and SIGKILL after the time that its task definition says; harmless if it has ended."""
         await asyncio.to_thread(_answered, lambda: self._stop(arn))
 
     def _list(self, starter: str) -> Iterator[str]:

@@ -90,7 +90,6 @@ class BarePods:
 
         Raises:
             LaunchRefusedError: it can never be made.
-            EngineUnavailableError: nobody knows whether it was.
         """
         like = await self._cluster.pod_template(template.workload)
         nodes: tuple[str, ...] = ()
@@ -103,21 +102,13 @@ class BarePods:
             raise LaunchRefusedError(f"the cluster refuses its pod: {error}") from error
 
     async def finish(self, pod: Pod, drain_timeout: float | None) -> None:
-        """Ask it to finish; the cluster kills it when the time is over.
-
-        Raises:
-            EngineUnavailableError: nobody knows whether it was asked.
-        """
+        """Ask it to finish; the cluster kills it when the time is over."""
         await self._cluster.mark(replace(pod, stopping=True))
         grace = FOR_EVER if drain_timeout is None else max(AT_ONCE, math.ceil(drain_timeout))
         await self._cluster.delete(pod, grace)
 
     async def kill(self, pod: Pod) -> None:
-        """End it now.
-
-        Raises:
-            EngineUnavailableError: nobody knows whether it was.
-        """
+        """End it now."""
         await self._cluster.delete(pod, AT_ONCE)
 
 

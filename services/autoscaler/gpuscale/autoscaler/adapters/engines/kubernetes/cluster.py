@@ -10,7 +10,7 @@ Everything is asked of one namespace, with a time-out. What the API server does 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -54,6 +54,8 @@ class RefusedError(Exception):
 class Cluster:
     """One namespace of a cluster.
 
+    Every method raises EngineUnavailableError where there is no answer: nobody knows what is there, or whether it was done.
+
     Args:
         client: of that namespace.
         adapter: id of the adapter, by which its pods are found.
@@ -67,11 +69,7 @@ class Cluster:
         self._version = ""
 
     async def workload(self, kind: Kind, name: str) -> Workload:
-        """A Deployment (also for `Kind.PODS`) or a StatefulSet; one that is not there has that as its problem.
-
-        Raises:
-            EngineUnavailableError: nobody knows.
-        """
+        """A Deployment (also for `Kind.PODS`) or a StatefulSet; one that is not there has that as its problem."""
         stateful = kind is Kind.STATEFUL_SET
         what = f"{'StatefulSet' if stateful else 'Deployment'} {name}"
         found: Deployment | StatefulSet
@@ -90,20 +88,12 @@ class Cluster:
             return to_workload(kind, found, self._adapter, self._gpu_resource)
 
     async def pod_template(self, deployment: str) -> Deployment:
-        """A Deployment as a whole.
-
-        Raises:
-            EngineUnavailableError: nobody knows.
-        """
+        """A Deployment as a whole."""
         with _errors(f"read Deployment {deployment}"):
             return await self._client.get(Deployment, deployment)
 
     async def pods(self) -> list[Pod]:
-        """Every pod with the label of this adapter that something of ours may have made.
-
-        Raises:
-            EngineUnavailableError: nobody knows.
-        """
+        """Every pod with the label of this adapter that something of ours may have made."""
         with _errors("list pods"):
             answer = self._client.list(ClusterPod, labels={ADAPTER: self._adapter}, chunk_size=500)
             found = [one async for one in answer]
@@ -137,7 +127,6 @@ class Cluster:
 
         Raises:
             NotAllowedError: it may not.
-            EngineUnavailableError: nobody knows.
         """
         asked = ResourceAttributes(verb=verb, resource=resource, namespace=self._client.namespace)
         with _errors(f"say whether {resource} may be used"):
@@ -150,11 +139,7 @@ class Cluster:
             )
 
     async def mark(self, pod: Pod) -> bool:
-        """Write down on a pod which replica it is, and whether it is to be ended first; False where it is gone.
-
-        Raises:
-            EngineUnavailableError: nobody knows whether that is done.
-        """
+        """Write down on a pod which replica it is, and whether it is to be ended first; False where it is gone."""
         ids = names.match(names.REPLICA, pod.replica)
         patch = {
             "metadata": {
@@ -167,40 +152,21 @@ class Cluster:
                 },
             }
         }
-        with _errors(f"mark pod {pod.name}"):
-            try:
-                await self._client.patch(ClusterPod, pod.name, patch, patch_type=PatchType.MERGE)
-            except ApiError as error:
-                if error.status.code not in {NOT_FOUND, CONFLICT}:
-                    raise
-                return False
-        return True
+        call = self._client.patch(ClusterPod, pod.name, patch, patch_type=PatchType.MERGE)
+        return await _change(f"mark pod {pod.name}", call)
 
     async def scale(self, workload: Workload, replicas: int, *, dry_run: bool = False) -> bool:
-        """Ask for so many pods, unless the workload was changed since it was read; False where it was.
-
-        Raises:
-            EngineUnavailableError: nobody knows whether that is done.
-        """
+        """Ask for so many pods, unless the workload was changed since it was read; False where it was."""
         resource = StatefulSet.Scale if workload.kind is Kind.STATEFUL_SET else Deployment.Scale
         patch = {"metadata": {"resourceVersion": workload.version}, "spec": {"replicas": replicas}}
-        with _errors(f"scale {workload.kind.value} {workload.name}"):
-            try:
-                await self._client.patch(
-                    resource, workload.name, patch, patch_type=PatchType.MERGE, dry_run=dry_run
-                )
-            except ApiError as error:
-                if error.status.code not in {NOT_FOUND, CONFLICT}:
-                    raise
-                return False
-        return True
+        call = self._client.patch(resource, workload.name, patch, patch_type=PatchType.MERGE, dry_run=dry_run)
+        return await _change(f"scale {workload.kind.value} {workload.name}", call)
 
     async def create(self, pod: ClusterPod, *, dry_run: bool = False) -> None:
         """Make a pod; harmless where there is one of that name.
 
         Raises:
             RefusedError: the cluster does not take it.
-            EngineUnavailableError: nobody knows whether that is done.
         """
         with _errors("create a pod"):
             try:
@@ -213,17 +179,9 @@ class Cluster:
                     raise
 
     async def delete(self, pod: Pod, grace: int | None) -> None:
-        """Ask a pod to end within `grace` seconds, by default its own; harmless where it is gone.
-
-        Raises:
-            EngineUnavailableError: nobody knows whether that is done.
-        """
-        with _errors(f"delete pod {pod.name}"):
-            try:
-                await self._client.delete(ClusterPod, pod.name, grace_period=grace)
-            except ApiError as error:
-                if error.status.code not in {NOT_FOUND, CONFLICT}:
-                    raise
+        """Ask a pod to end within `grace` seconds, by default its own; harmless where it is gone."""
+        call = self._client.delete(ClusterPod, pod.name, grace_period=grace)
+        await _change(f"delete pod {pod.name}", call)
 
 
 @asynccontextmanager
@@ -254,6 +212,18 @@ async def open_cluster(
         ) from error
     async with client:
         yield Cluster(client, adapter, gpu_resource)
+
+
+async def _change(doing: str, call: Awaitable[object]) -> bool:
+    """Make a change; False where what it is about is gone, or was changed since it was read."""
+    with _errors(doing):
+        try:
+            await call
+        except ApiError as error:
+            if error.status.code not in {NOT_FOUND, CONFLICT}:
+                raise
+            return False
+    return True
 
 
 @contextmanager

@@ -24,10 +24,10 @@ from gpuscale.autoscaler.adapters.engine import (
     StepOutcomes,
 )
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
+    CorrectionTimer,
     Kind,
     KubernetesTemplate,
     NotAllowedError,
-    Patience,
     Pod,
     Workload,
     arrange,
@@ -157,7 +157,7 @@ class KubernetesEngine:
         self._ended: dict[str, Sighting] = {}
         self._foreign: dict[str, int] = {}  # by template: pods that somebody else asked for
         self._unscaled: dict[str, str] = {}  # by template: why it could not be scaled
-        self._patience = {name: Patience() for name in templates}
+        self._corrections = {name: CorrectionTimer() for name in templates}
 
     async def observe(self) -> Mapping[str, Sighting]:
         """As `Engine.observe`; pods that came meanwhile are given to the replicas that wait for one."""
@@ -336,7 +336,7 @@ class KubernetesEngine:
                     pods=workload.replicas,
                     not_ours=asked.foreign,
                 )
-        if self._patience[name].over(self._clock.now(), foreign=asked.foreign > 0):
+        if self._corrections[name].over(self._clock.now(), foreign=asked.foreign > 0):
             for pod in nobodys:
                 await self._cluster.mark(replace(pod, costly=False))
             replicas = workload.replicas - asked.foreign

@@ -29,9 +29,9 @@ COST = "controller.kubernetes.io/pod-deletion-cost"
 """Annotation that a ReplicaSet goes by when it has too many pods: those with the lowest are ended first."""
 
 
-PATIENCE = 60.0
+CORRECT_AFTER = 60.0
 """Seconds for which somebody else's number of pods stands before it is put right; then twice as long, and so on."""
-MOST_PATIENCE = 3600.0
+LONGEST_CORRECTION = 3600.0
 
 
 class NotAllowedError(EngineUnavailableError):
@@ -264,7 +264,7 @@ def count(workload: Workload, pods: Sequence[Pod], waiting: int) -> Count:
     """How many pods to ask for, when the pods are marked and `waiting` replicas have none.
 
     A pod that should finish is asked away before a new one is asked for: at the same number of pods nothing would happen.
-    What somebody else changed is left alone here; `Patience` says when it is put right.
+    What somebody else changed is left alone here; `CorrectionTimer` says when it is put right.
     """
     active = [pod for pod in pods if pod.active]
     stopping = sum(pod.stopping for pod in active)
@@ -279,12 +279,12 @@ def count(workload: Workload, pods: Sequence[Pod], waiting: int) -> Count:
     return Count(foreign=spare) if spare >= 0 else Count(workload.replicas - spare)
 
 
-class Patience:
+class CorrectionTimer:
     """How long what somebody else did to a workload stands."""
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._wait = PATIENCE
+        self._wait = CORRECT_AFTER
         self._calm_since: float | None = None
 
     def over(self, now: float, *, foreign: bool) -> bool:
@@ -293,13 +293,13 @@ class Patience:
             self._since = None
             if self._calm_since is None:
                 self._calm_since = now
-            if now - self._calm_since >= MOST_PATIENCE:
-                self._wait = PATIENCE
+            if now - self._calm_since >= LONGEST_CORRECTION:
+                self._wait = CORRECT_AFTER
             return False
         self._calm_since = None
         if self._since is None:
             self._since = now
         if now - self._since < self._wait:
             return False
-        self._since, self._wait = None, min(2 * self._wait, MOST_PATIENCE)
+        self._since, self._wait = None, min(2 * self._wait, LONGEST_CORRECTION)
         return True

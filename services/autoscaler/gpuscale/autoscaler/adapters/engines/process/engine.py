@@ -30,7 +30,7 @@ from gpuscale.autoscaler.adapters.engines.process.processes import (
     WorkerUser,
     find_leader,
 )
-from gpuscale.autoscaler.adapters.engines.process.replica import KEPT, Kept, LocalReplica, Workshop
+from gpuscale.autoscaler.adapters.engines.process.replica import KEPT, Kept, LocalReplica, ReplicaContext
 from gpuscale.autoscaler.adapters.journal import Phase, Record
 from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine
 from gpuscale.autoscaler.adapters.templates import (
@@ -149,7 +149,7 @@ class ProcessSettings(NodeEngineSettings):
         """
         changed = asyncio.Event()
         logs = ReplicaLogs(self.data_dir / "logs", self.replica_log_max_bytes, self.replica_log_keep_seconds)
-        workshop = Workshop(
+        context = ReplicaContext(
             logs=logs,
             clock=host.clock,
             admission=Admission(host.agent, required=self.require_admission),
@@ -157,7 +157,7 @@ class ProcessSettings(NodeEngineSettings):
             user=await asyncio.to_thread(WorkerUser.of, self.worker_user),
         )
         async with TaskScope() as tasks:
-            engine = ProcessEngine(self.templates, workshop, changed, tasks)
+            engine = ProcessEngine(self.templates, context, changed, tasks)
             await engine.adopt(host.records)
             tasks.spawn("bounds of the replicas' logs", engine.bound_logs())
             capabilities = api.AdapterCapabilities(
@@ -174,7 +174,7 @@ class ProcessEngine:
 
     Args:
         templates: by name.
-        workshop: what replicas share.
+        context: what replicas share.
         changed: set whenever a replica has changed.
         tasks: where replicas live.
     """
@@ -182,12 +182,12 @@ class ProcessEngine:
     def __init__(
         self,
         templates: Mapping[str, ProcessTemplate],
-        workshop: Workshop,
+        context: ReplicaContext,
         changed: asyncio.Event,
         tasks: TaskScope,
     ) -> None:
         self._templates = templates
-        self._workshop = workshop
+        self._context = context
         self._changed = changed
         self._tasks = tasks
         self._replicas: dict[str, LocalReplica] = {}
@@ -199,7 +199,7 @@ class ProcessEngine:
         Of one that was being started nothing is known but its name: where it has a process, that is taken over once it
         is known how it is probed, and where it has none, it is started again.
         """
-        clock, user = self._workshop.clock, self._workshop.user.uid
+        clock, user = self._context.clock, self._context.user.uid
         for record in records:
             name, here = record.replica, record.boot_id == clock.boot_id
             if record.phase is Phase.RUNNING:
@@ -212,7 +212,7 @@ class ProcessEngine:
 
     async def _take_over(self, name: str, kept: Kept | None, *, finishing: bool = False) -> None:
         probe = kept.probe if kept else None
-        replica = self._replicas[name] = LocalReplica(name, self._workshop, probe, finishing=finishing)
+        replica = self._replicas[name] = LocalReplica(name, self._context, probe, finishing=finishing)
         process = await WorkerProcess.adopt(kept.process) if kept else None
         if kept is None or process is None:
             life = replica.end_unseen(kept.process if kept else None)
@@ -270,7 +270,7 @@ class ProcessEngine:
             await asyncio.sleep(BOUND_LOGS_PERIOD)
             running = {name for name, replica in self._replicas.items() if not replica.ended}
             try:
-                await asyncio.to_thread(self._workshop.logs.bound, running)
+                await asyncio.to_thread(self._context.logs.bound, running)
             except OSError as error:
                 _log.warning("cannot bound the logs of replicas", why=error.strerror)
 
@@ -280,7 +280,7 @@ class ProcessEngine:
         try:
             template = template_named(self._templates, name)
             target = template.probe.target if template.probe else ()
-            environment = self._workshop.user.environment()
+            environment = self._context.user.environment()
             prepared = launch(name, template, order, sys.executable, environment, also=target)
             asked = fill_arguments(name, target, order, sys.executable, also=template.command)
         except LaunchRefusedError as error:
@@ -290,6 +290,6 @@ class ProcessEngine:
         if found := self._found.pop(order.replica, None):
             await self._take_over(order.replica, Kept(found, probe))
             return ""
-        replica = self._replicas[order.replica] = LocalReplica(order.replica, self._workshop, probe)
+        replica = self._replicas[order.replica] = LocalReplica(order.replica, self._context, probe)
         self._tasks.start(order.replica, replica.start(order, prepared))
         return ""

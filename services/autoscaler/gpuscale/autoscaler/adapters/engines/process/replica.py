@@ -37,7 +37,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Workshop:
+class ReplicaContext:
     """What the replicas of an adapter share.
 
     Attributes:
@@ -72,16 +72,16 @@ class LocalReplica:
 
     Args:
         name: endpoints/{endpoint}/replicas/{replica}.
-        workshop: what the replicas of an adapter share.
+        context: what the replicas of an adapter share.
         probe: how it is asked whether it is well; None where it counts as READY once it lives.
         finishing: whether it was asked to finish.
     """
 
     def __init__(
-        self, name: str, workshop: Workshop, probe: Probe | None = None, *, finishing: bool = False
+        self, name: str, context: ReplicaContext, probe: Probe | None = None, *, finishing: bool = False
     ) -> None:
         self._name = name
-        self._workshop = workshop
+        self._context = context
         self._probe = probe
         self._finishing = finishing
         self._dropped = False
@@ -128,7 +128,7 @@ class LocalReplica:
 
     async def start(self, order: ReplicaOrder, launch: Launch) -> None:
         """Start it, and see it through to its end."""
-        admission = self._workshop.admission
+        admission = self._context.admission
         await failpoints.hit_async("adapter.start.after_intent")
         if refusal := await admission.refusal(order):
             self._ended(None, refusal)
@@ -138,7 +138,7 @@ class LocalReplica:
             return
         try:
             process = await WorkerProcess.start(
-                launch, self._workshop.logs.path(self._name), self._workshop.user
+                launch, self._context.logs.path(self._name), self._context.user
             )
         except OSError as error:
             self._ended(None, f"cannot be started: {error.strerror or error}")
@@ -195,7 +195,7 @@ class LocalReplica:
 
     async def _watch(self, probe: Probe, over: Callable[[], bool]) -> None:
         """Ask it until it is over: READY at the first success, given up after too many failures in a row."""
-        clock, timing = self._workshop.clock, probe.timing
+        clock, timing = self._context.clock, probe.timing
         health = Health(timing, clock.now(), ready=self._ready)
         await self._until(over, 0.0 if self._ready else timing.initial_delay)
         while not over():
@@ -211,12 +211,12 @@ class LocalReplica:
                 case Verdict.GOES_ON:
                     pass
             self._problem = f"its probe fails: {problem}" if problem else ""
-            self._workshop.changed()
+            self._context.changed()
             await self._until(over, timing.period)
 
     async def _ask(self, probe: Probe, over: Callable[[], bool]) -> str:
         """Ask once; cut short where it is over meanwhile."""
-        user = self._workshop.user
+        user = self._context.user
         environment = probe_environment(self._name, user.environment())
         asking = asyncio.ensure_future(ask(probe, environment, user.command))
         asking.add_done_callback(lambda _: self._wake.set())
@@ -245,7 +245,7 @@ class LocalReplica:
             return
 
     async def _clean_up(self, process: ProcessId) -> None:
-        killed = await asyncio.to_thread(kill_members, self._name, process, self._workshop.user.uid)
+        killed = await asyncio.to_thread(kill_members, self._name, process, self._context.user.uid)
         if killed:
             _log.warning("killed what a replica left behind", replica=self._name, processes=killed)
 
@@ -255,12 +255,12 @@ class LocalReplica:
         self._ready = ready
         self._life = Life.READY if ready else Life.STARTING
         self._kept = KEPT.dump_python(Kept(self._process.id, self._probe, ready), mode="json")
-        self._workshop.changed()
+        self._context.changed()
 
     def _ended(self, exit_code: int | None, reason: str) -> None:
         self._end = Sighting(Life.ENDED, exit_code, reason)
         self._wake.set()
-        self._workshop.changed()
+        self._context.changed()
 
 
 def _why_ended(code: int | None, *, asked: bool) -> str:
