@@ -216,3 +216,45 @@ def test_what_is_written_down_alone() -> None:
     ended = replace(record(Phase.ENDED), failed=True, reason="refused")
     assert reports({}, {ONE: ended}, ())[ONE] == ReplicaReport(ReplicaState.FAILED, reason="refused")
     assert reports({}, {ONE: record(Phase.INTENT)}, ())[ONE] == ReplicaReport(ReplicaState.STARTING)
+
+
+# One that the engine cannot start yet is asked for again and again, and dropped without a trace where it is not wanted.
+WAITS = Sighting(Life.WAITING, reason="pulling its image")
+
+
+def waiting(goal: Goal, kept: Record | None, most: int = 0) -> Plan:
+    return plan_steps(replace(situation(wanted(goal=goal), WAITS, kept, most=most), missing_since={}))
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_the_start_of_one_that_waits_is_repeated_and_counts_once(most: int) -> None:
+    assert waiting(Goal.RUN, record(Phase.INTENT), most) == Plan(steps=[Start(wanted()[ONE].order, "worker")])
+
+
+def test_one_that_waits_is_reported_as_starting_with_what_it_waits_for() -> None:
+    told = reports({ONE: WAITS}, {ONE: record(Phase.INTENT)}, ())
+    assert told == {ONE: ReplicaReport(ReplicaState.STARTING, reason="pulling its image")}
+
+
+@pytest.mark.parametrize("kept", [record(Phase.INTENT), None])
+def test_one_that_waits_and_should_stop_is_dropped_and_was_never_started(kept: Record | None) -> None:
+    """What was prepared of it goes first: a crash in between drops it again, and leaves nothing behind."""
+    stopped = Record(ONE, Phase.ENDED, "boot", reason=NEVER_STARTED)
+    assert waiting(Goal.STOP, kept) == Plan(steps=[Remove(ONE)], done=[stopped])
+
+
+def test_what_is_left_of_one_that_was_refused_is_removed_and_not_reported() -> None:
+    no = refused(ONE, "no such runtime", "boot")
+    assert waiting(Goal.RUN, no) == Plan(steps=[Remove(ONE)])
+    assert reports({ONE: WAITS}, {ONE: no}, ())[ONE].state is ReplicaState.FAILED
+
+
+def test_one_that_waits_can_be_forgotten() -> None:
+    assert waiting(Goal.FORGET, record(Phase.INTENT)) == Plan(steps=[Remove(ONE)], forget=[ONE])
+
+
+def test_what_the_engine_finds_a_replica_by_is_kept_with_its_record() -> None:
+    found = replace(RUNS, kept={"pid": 7})
+    [kept] = plan_steps(situation(wanted(), found, record())).write
+    assert kept.kept == {"pid": 7}
+    assert plan_steps(situation(wanted(), found, kept)) == Plan()

@@ -231,18 +231,14 @@ def to_desired(item: api.DesiredReplica) -> Desired | None:
 
 def to_wire(name: str, report: ReplicaReport) -> api.ReplicaReport:
     """What is reported of a replica, as the contract takes it."""
+    code = report.exit_code  # an engine may tell one of another system, which has more bits than the contract
     return api.ReplicaReport(
         replica=name,
         state=_STATES[report.state],
         pid=max(0, report.pid),
-        exit_code=_exit_code(report.exit_code),
+        exit_code=code if code is not None and -(2**31) <= code < 2**31 else None,
         reason=one_line(report.reason),
     )
-
-
-def _exit_code(code: int | None) -> int | None:
-    """An exit code, where the contract takes it: an engine may tell one of another system, which has more bits."""
-    return code if code is not None and -(2**31) <= code < 2**31 else None
 
 
 def one_line(text: str) -> str:

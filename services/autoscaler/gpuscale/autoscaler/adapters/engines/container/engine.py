@@ -175,14 +175,18 @@ class ContainerEngine:
         tell more of, such as since it hangs, is nobody else's trouble.
         """
         found = await self._list()
-        untold = await self._look_at([one for one in found.values() if not self._is_known(one)])
+        changed = [one for one in found.values() if not self._is_known(one)]
+        untold = [why for why in await self._all(self._look(one) for one in changed) if why]
         if untold and len(untold) == len(found):
             raise EngineUnavailableError(untold[0])
         self._found = {replica: one for replica, one in found.items() if one.id in self._details}
         self._drop_what_is_gone()
         await self._all(self._end_unwell(replica, one) for replica, one in self._found.items())
         waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._pulls.waiting().items()}
-        return waiting | {replica: self._sighting(one) for replica, one in self._found.items()}
+        return waiting | {
+            replica: sighting(one.state, self._details[one.id][1], self._given_up.get(one.id, ""))
+            for replica, one in self._found.items()
+        }
 
     async def _list(self) -> dict[str, Listed]:
         """The containers that are ours, by replica."""
@@ -214,9 +218,6 @@ class ContainerEngine:
             pass
         self._changed.clear()
 
-    def _sighting(self, one: Listed) -> Sighting:
-        return sighting(one.state, self._details[one.id][1], self._given_up.get(one.id, ""))
-
     def _is_known(self, one: Listed) -> bool:
         """Whether what a listing does not tell is known for this state."""
         kept = self._details.get(one.id)
@@ -226,10 +227,6 @@ class ContainerEngine:
             and kept[0] == _state(one)
             and (not kept[1].health or bool(listed_health(one.status)))
         )
-
-    async def _look_at(self, listed: Iterable[Listed]) -> list[str]:
-        """Learn the rest of these; returns why the engine does not tell it, of each of which it does not."""
-        return [why for why in await self._all(self._look(one) for one in listed) if why]
 
     async def _look(self, one: Listed) -> str:
         """Learn the rest of one; where the engine does not tell it, and why is returned, it stands as far as it is listed."""
@@ -278,7 +275,8 @@ class ContainerEngine:
                 await self._signal(replica, "SIGKILL")
             case Remove(replica):
                 self._pulls.drop(replica)
-                await self._remove(replica)
+                if (one := self._found.get(replica)) is not None:
+                    await self._starter.discard(one.id)
         return ""
 
     async def _finish(self, replica: str) -> None:
@@ -301,10 +299,6 @@ class ContainerEngine:
             there = await self._api.inspect(one.id)
             if there is not None and not is_over(there.state):
                 raise EngineUnavailableError(str(error)) from error
-
-    async def _remove(self, replica: str) -> None:
-        if (one := self._found.get(replica)) is not None:
-            await self._starter.discard(one.id)
 
     async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
         """Some at a time; where one fails the others are taken to their end first."""

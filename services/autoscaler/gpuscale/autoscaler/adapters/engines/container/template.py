@@ -135,11 +135,8 @@ def is_allowed(image: str, patterns: Iterable[str]) -> bool:
 
     A `*` stands for any characters but a slash, so that it never reaches into another registry or folder of one.
     """
-    return any(_compiled(pattern).fullmatch(image) for pattern in patterns)
-
-
-def _compiled(pattern: str) -> re2.Pattern:
-    return re2.compile("[^/]*".join(re2.escape(part) for part in pattern.split("*")))
+    expressions = ("[^/]*".join(re2.escape(part) for part in pattern.split("*")) for pattern in patterns)
+    return any(re2.compile(expression).fullmatch(image) for expression in expressions)
 
 
 Word = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,127})?$")]

@@ -119,7 +119,7 @@ class EcsCalls:
             if code in _NEVER and _NO_INSTANCES not in why:
                 raise TaskRefusedError(why) from error
             # A no that is not for ever: a limit, a right that is missing, too many calls. Nothing was started.
-            if _is_no(error):
+            if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) // 100 == _CLIENT_ERRORS:
                 raise NoRoomError(why) from error
             raise EngineUnavailableError(why) from error
         except BotoCoreError as error:
@@ -183,11 +183,6 @@ def error_of(error: ClientError) -> tuple[str, str]:
     said = error.response.get("Error", {})
     code = said.get("Code", "")
     return code, f"{code}: {said.get('Message', '')}"
-
-
-def _is_no(error: ClientError) -> bool:
-    """Whether ECS did not do what it was asked to; an error of its own says nothing of that."""
-    return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) // 100 == _CLIENT_ERRORS
 
 
 def _container(found: "TaskTypeDef") -> "ContainerTypeDef":

@@ -263,6 +263,7 @@ def to_pod(pod: ClusterPod) -> Pod | None:
     if owner is None:
         return None
     marks = meta.annotations or {}
+    replica = marks.get(REPLICA, "")
     conditions = {one.type: one for one in status.conditions or ()}
     ready = conditions.get("Ready")
     containers = list(status.containerStatuses or ())
@@ -271,7 +272,7 @@ def to_pod(pod: ClusterPod) -> Pod | None:
         name=meta.name,
         uid=meta.uid,
         owner=owner,
-        replica=_replica(marks.get(REPLICA, "")),
+        replica=replica if names.match(names.REPLICA, replica) else "",  # anybody may write there
         stopping=STOPPING in marks,
         costly=marks.get(COST) != LOWEST_COST,
         going=meta.deletionTimestamp is not None,
@@ -281,11 +282,6 @@ def to_pod(pod: ClusterPod) -> Pod | None:
         exit_code=_exit_code(containers) if over or meta.deletionTimestamp is not None else None,
         created=meta.creationTimestamp.isoformat() if meta.creationTimestamp else "",
     )
-
-
-def _replica(mark: str) -> str:
-    """The replica that a mark names; none where somebody else wrote something there."""
-    return mark if names.match(names.REPLICA, mark) else ""
 
 
 def owner_of(meta: ObjectMeta) -> str | None:

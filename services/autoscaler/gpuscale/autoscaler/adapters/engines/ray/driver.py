@@ -129,16 +129,12 @@ class Cluster:
         actor = _actor(name)
         if actor is None:
             return
-        if self._waits(name):
+        group = _group(name)
+        if group is not None and placement_group_table(group)["state"] != PREPARED:
             ray.kill(actor)
             self._deaths[name] = "dropped before it had begun"
         else:
             actor.finish.remote()
-
-    def _waits(self, name: str) -> bool:
-        """Whether the group of this name has no resources yet."""
-        group = _group(name)
-        return group is not None and placement_group_table(group)["state"] != PREPARED
 
     def _kill(self, name: str) -> None:
         actor = _actor(name)

@@ -125,7 +125,9 @@ def sighting(group: Group) -> Sighting:
     """The replica of a placement group, as the crew wants to know it."""
     status = group.status
     if status is not None and status.exit_code is not None:
-        return Sighting(Life.ENDED, status.exit_code, _ending(status.exit_code))
+        code = status.exit_code
+        how = f"it ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
+        return Sighting(Life.ENDED, code, how)
     if not group.has_actor:
         return Sighting(Life.ENDED, None, f"its actor is gone: {group.death or 'Ray does not say why'}")
     if group.state != PREPARED:
@@ -134,7 +136,3 @@ def sighting(group: Group) -> Sighting:
     if status is None:
         return Sighting(Life.STARTING, reason="its actor is being started")
     return Sighting(Life.READY if status.lived >= READY_AFTER else Life.STARTING)
-
-
-def _ending(code: int) -> str:
-    return f"it ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
