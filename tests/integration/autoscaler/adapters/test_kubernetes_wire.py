@@ -8,7 +8,7 @@ import pytest
 from gpuscale.autoscaler.adapters.engine import Goal
 from gpuscale.autoscaler.adapters.engines.kubernetes.bare import pod_name
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import check_templates
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import PATIENCE
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import CORRECT_AFTER
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.clock import ManualClock
@@ -247,7 +247,7 @@ async def test_pods_that_somebody_else_asked_for_are_told_of_and_put_right_after
         await looked_again(fake)
         await eventually(lambda: "scaled by somebody else: 2" in site.report("a").reason, timeout=30.0)
         assert fake.calls["PATCH /deployments/worker/scale"] == before
-        clock.advance(PATIENCE + 1)
+        clock.advance(CORRECT_AFTER + 1)
         for pod in fake.pods:
             fake.run(pod)
         await eventually(lambda: wanted(fake) == 1, timeout=30.0)
