@@ -10,7 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from gpuscale.cli.commands import watching
-from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.common import errors
 from tests.support import canned_gateway as canned

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.cli.commands.certificates import hosts_of, read_pair
+from gpuscale.cli.commands.certs import hosts_of, read_pair
 from gpuscale.common import errors
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import ServerOptions

@@ -4,8 +4,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.commands.backtest import AS_SHIPPED, candidates, choose, pareto
-from gpuscale.cli.manifests.documents import parse_policies
-from gpuscale.cli.manifests.yaml_tree import ManifestError
+from gpuscale.cli.manifests.documents import ManifestError, parse_policies
 from gpuscale.cli.views.backtests import BARS, bars, svg
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from gpuscale.cli.grammar.formats import Form, Format, parse_form
-from gpuscale.cli.grammar.jsonpath import parse_path
+from gpuscale.cli.grammar.jsonpath import Form, Format, parse_form, parse_path
 
 
 @pytest.mark.parametrize("plain", ["table", "wide", "json", "yaml", "name", "jsonl"])

@@ -11,12 +11,12 @@ from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.api.autoscaler.v1 import Replica
 from gpuscale.api.monitor.v1 import Node
 from gpuscale.api.types.v1 import Gpu, GpuReading
+from gpuscale.cli.commands.top import bar
 from gpuscale.cli.console import cells
 from gpuscale.cli.console.cells import Column, View, counted_models
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import write_lines
-from gpuscale.cli.grammar.formats import Format
-from gpuscale.cli.views.top import bar
+from gpuscale.cli.grammar.jsonpath import Format
 
 VIEW = View[Node](
     "nodes",

@@ -41,7 +41,7 @@ COMMANDS: Mapping[str, Entry] = {
     ),
     "events": Entry("Show what happened, oldest first.", "events:events"),
     "snapshot": Entry("Show the GPUs of one host as its agent reads them.", "get:snapshot"),
-    "history": Entry("Show what nodes and GPUs did.", "history:history"),
+    "history": Entry("Show what nodes and GPUs did.", "recordings:history"),
     "reserve": Entry("Reserve GPUs, all or none.", "reserve:reserve"),
     "renew": Entry("Restart the leases of reservations, from now.", "reserve:renew"),
     "release": Entry("Give reservations back.", "reserve:release"),

@@ -15,7 +15,7 @@ from gpuscale.cli.console.errors import ExitCode, leave, report
 from gpuscale.cli.console.output import dump_yaml, to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
-from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import YES, option, repeated
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 

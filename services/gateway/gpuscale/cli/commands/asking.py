@@ -15,8 +15,6 @@ from gpuscale.cli.grammar.parameters import (
     SHARE,
     SIZE,
     once,
-    option,
-    repeated,
     shared,
 )
 
@@ -31,86 +29,59 @@ STRATEGIES = ("pack", "strict-pack", "spread", "strict-spread")
 Names = tuple[str, ...]
 Labels = tuple[tuple[str, str], ...]
 NODE_NAMES = names_of("nodes")
-MIN_MEMORY = option(
-    "--min-memory",
-    type=SIZE,
-    help="Least free memory of each GPU, such as 8GiB; the server's default is 8000 MiB.",
-)
-MAX_UTILIZATION = option(
-    "--max-utilization",
-    type=PERCENT,
-    help="Only GPUs used less than this, in percent; the server's default is 50.",
-)
-MODEL = repeated("--model", metavar="TEXT", help="Only GPUs of this model, such as A100.")
-TTL = option("--ttl", type=DURATION, help="How long the lease lasts, such as 60s or 5m.")
+TTL_HELP = "How long the lease lasts, such as 60s or 5m."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
+class Preferring:
+    """What each GPU must be like, as typed."""
+
+    min_memory: int | None = shared(
+        type=SIZE, help="Least free memory, such as 8GiB; the server's default is 8000 MiB."
+    )
+    max_utilization: float | None = shared(
+        type=PERCENT, help="Utilization must be lower, in percent; the server's default is 50."
+    )
+    model: Names = shared(many=True, metavar="TEXT", help="Only GPUs of this model, such as A100.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking(Preferring):
     """Which GPUs are wanted, as typed."""
 
-    gpus: int = shared(
-        option("--gpus", type=POSITIVE, required=True, metavar="N", help="How many GPUs, all on one node.")
-    )
-    min_memory: int | None = shared(MIN_MEMORY)
-    max_utilization: float | None = shared(MAX_UTILIZATION)
+    gpus: int = shared(type=POSITIVE, required=True, metavar="N", help="How many GPUs, all on one node.")
     allow_unknown_utilization: bool | None = shared(
-        option(
-            "--allow-unknown-utilization/--refuse-unknown-utilization",
-            default=None,
-            help="Whether to take GPUs whose utilization cannot be read; by default only with --mig-profile.",
-        )
+        "--allow-unknown-utilization/--refuse-unknown-utilization",
+        default=None,
+        help="Whether to take GPUs whose utilization cannot be read; by default only with --mig-profile.",
     )
-    share: int | None = shared(option("--share", type=SHARE, help="Share of each GPU, such as 0.5."))
-    gpu_memory: int | None = shared(
-        option("--gpu-memory", type=SIZE, help="Memory of each GPU that a share takes.")
-    )
-    model: Names = shared(MODEL)
+    share: int | None = shared(type=SHARE, help="Share of each GPU, such as 0.5.")
+    gpu_memory: int | None = shared(type=SIZE, help="Memory of each GPU that a share takes.")
     mig_profile: str = shared(
-        option(
-            "--mig-profile",
-            default="",
-            metavar="NAME",
-            help="MIG instances of this profile, such as 1g.10gb.",
-        )
+        default="", metavar="NAME", help="MIG instances of this profile, such as 1g.10gb."
     )
     cpus: float = shared(
-        option(
-            "--cpus",
-            type=click.FloatRange(0, 10_000),
-            default=0.0,
-            metavar="N",
-            help="CPU cores of the node for each member.",
-        )
+        type=click.FloatRange(0, 10_000),
+        default=0.0,
+        metavar="N",
+        help="CPU cores of the node for each member.",
     )
-    host_memory: int = shared(
-        option("--host-memory", type=SIZE, default=0, help="Main memory of the node for each member.")
-    )
-    node: Names = shared(
-        repeated("--node", metavar="NAME", help="Only on this node.", shell_complete=NODE_NAMES)
-    )
+    host_memory: int = shared(type=SIZE, default=0, help="Main memory of the node for each member.")
+    node: Names = shared(many=True, metavar="NAME", help="Only on this node.", shell_complete=NODE_NAMES)
     exclude_node: Names = shared(
-        repeated("--exclude-node", metavar="NAME", help="Not on this node.", shell_complete=NODE_NAMES)
+        many=True, metavar="NAME", help="Not on this node.", shell_complete=NODE_NAMES
     )
-    gpu: Names = shared(repeated("--gpu", type=GPU_NAME, help="Only this GPU."))
-    exclude_gpu: Names = shared(repeated("--exclude-gpu", metavar="NODE/UUID", help="Not this GPU."))
-    node_label: Labels = shared(repeated("--node-label", type=LABEL, help="Only on nodes with this label."))
-    apart_from: Labels = shared(
-        repeated("--apart-from", type=LABEL, help="Not beside reservations with this label.")
-    )
-    nvlink: bool = shared(
-        option("--nvlink", is_flag=True, help="Prefer GPUs with the most NVLink between them.")
-    )
-    balanced: bool = shared(
-        option("--balanced", is_flag=True, help="Prefer GPUs with about equal free memory.")
-    )
+    gpu: Names = shared(many=True, type=GPU_NAME, help="Only this GPU.")
+    exclude_gpu: Names = shared(many=True, metavar="NODE/UUID", help="Not this GPU.")
+    node_label: Labels = shared(many=True, type=LABEL, help="Only on nodes with this label.")
+    apart_from: Labels = shared(many=True, type=LABEL, help="Not beside reservations with this label.")
+    nvlink: bool = shared(is_flag=True, help="Prefer GPUs with the most NVLink between them.")
+    balanced: bool = shared(is_flag=True, help="Prefer GPUs with about equal free memory.")
     members: int | None = shared(
-        option("--members", type=POSITIVE, metavar="N", help="Reserve this many times --gpus, all or none.")
+        type=POSITIVE, metavar="N", help="Reserve this many times --gpus, all or none."
     )
-    strategy: str | None = shared(
-        option("--strategy", type=click.Choice(STRATEGIES), help="How members are placed on nodes.")
-    )
-    policy: str | None = shared(option("--policy", type=click.Choice(POLICIES), help="How GPUs are picked."))
+    strategy: str | None = shared(type=click.Choice(STRATEGIES), help="How members are placed on nodes.")
+    policy: str | None = shared(type=click.Choice(POLICIES), help="How GPUs are picked.")
 
     def message(self) -> "Ask":
         """The message of the contract."""
@@ -153,30 +124,16 @@ class Asking:
 class Requesting:
     """For whom GPUs are reserved, and how, as typed."""
 
-    ttl: float | None = shared(TTL)
-    wait: float = shared(
-        option("--wait", type=DURATION, default=0.0, help="How long to wait in the queue for free GPUs.")
-    )
-    holder: str = shared(
-        option("--holder", default="", metavar="NAME", help="Who holds them; USER@HOST by default.")
-    )
-    label: Labels = shared(repeated("--label", type=LABEL, help="A label of your own."))
-    tenant: str = shared(
-        option("--tenant", default="", metavar="NAME", help="Whose quota it counts against.")
-    )
-    priority: int = shared(
-        option("--priority", type=int, default=0, metavar="N", help="Higher is served sooner.")
-    )
-    preemptible: bool = shared(
-        option("--preemptible", is_flag=True, help="May be ended for a request of higher priority.")
-    )
-    preempt: bool = shared(
-        option("--preempt", is_flag=True, help="May end preemptible reservations of lower priority.")
-    )
+    ttl: float | None = shared(type=DURATION, help=TTL_HELP)
+    wait: float = shared(type=DURATION, default=0.0, help="How long to wait in the queue for free GPUs.")
+    holder: str = shared(default="", metavar="NAME", help="Who holds them; USER@HOST by default.")
+    label: Labels = shared(many=True, type=LABEL, help="A label of your own.")
+    tenant: str = shared(default="", metavar="NAME", help="Whose quota it counts against.")
+    priority: int = shared(type=int, default=0, metavar="N", help="Higher is served sooner.")
+    preemptible: bool = shared(is_flag=True, help="May be ended for a request of higher priority.")
+    preempt: bool = shared(is_flag=True, help="May end preemptible reservations of lower priority.")
     request_id: str | None = shared(
-        option(
-            "--request-id", metavar="UUID", help="Makes the command repeatable: same id, same reservation."
-        )
+        metavar="UUID", help="Makes the command repeatable: same id, same reservation."
     )
 
     def message(self, asking: Asking) -> "ReserveRequest":

@@ -12,7 +12,7 @@ from gpuscale.cli.console.command import FILE, command, names_of
 from gpuscale.cli.console.output import dump_yaml, to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
-from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import (
     COUNT,
     DURATION,
@@ -72,53 +72,31 @@ class Workload:
     """What there is to do and what replicas are like, as typed."""
 
     trace: str = shared(
-        option(
-            "--trace",
-            default="",
-            type=click.Path(allow_dash=True),
-            help="CSV of arrival_seconds,service_seconds, or of t_s,context_tokens,generated_tokens; - for standard input.",
-        )
+        default="",
+        type=click.Path(allow_dash=True),
+        help="CSV of arrival_seconds,service_seconds, or of t_s,context_tokens,generated_tokens; - for standard input.",
     )
     history: str = shared(
-        option(
-            "--history",
-            default="",
-            metavar="ENDPOINT",
-            help="Instead of a trace: what arrived at this endpoint in the last day.",
-            shell_complete=names_of("endpoints"),
-        )
+        default="",
+        metavar="ENDPOINT",
+        help="Instead of a trace: what arrived at this endpoint in the last day.",
+        shell_complete=names_of("endpoints"),
     )
     service_time: float | None = shared(
-        option(
-            "--service-time", type=DURATION, help="With --history: duration of a request; learned by default."
-        )
+        type=DURATION, help="With --history: duration of a request; learned by default."
     )
-    goal: float = shared(
-        option("--goal", "--slo", type=DURATION, default="30s", help="How long a request may wait.")
-    )
-    slots: int = shared(
-        option("--slots", type=POSITIVE, default=1, help="Requests that a replica serves at a time.")
-    )
+    goal: float = shared("--goal", "--slo", type=DURATION, default="30s", help="How long a request may wait.")
+    slots: int = shared(type=POSITIVE, default=1, help="Requests that a replica serves at a time.")
     cold_start: Span = shared(
-        option(
-            "--cold-start",
-            type=Parsed("duration[..duration]", _span),
-            default="30s",
-            help="Time from the decision to a working replica.",
-        )
+        type=Parsed("duration[..duration]", _span),
+        default="30s",
+        help="Time from the decision to a working replica.",
     )
     max_gpus: int | None = shared(
-        option(
-            "--max-gpus",
-            type=POSITIVE,
-            metavar="N",
-            help="GPUs that there are; enough for 16 replicas by default.",
-        )
+        type=POSITIVE, metavar="N", help="GPUs that there are; enough for 16 replicas by default."
     )
-    kills: bool = shared(option("--kills", is_flag=True, help="A replica that stops drops its requests."))
-    seed: int = shared(
-        option("--seed", type=int, default=0, metavar="N", help="The same seed gives the same cold starts.")
-    )
+    kills: bool = shared(is_flag=True, help="A replica that stops drops its requests.")
+    seed: int = shared(type=int, default=0, metavar="N", help="The same seed gives the same cold starts.")
 
     def request(self) -> "api.BacktestRequest":
         """A request without policies.

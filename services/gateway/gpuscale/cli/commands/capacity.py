@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpuscale.cli.commands.asking import MAX_UTILIZATION, MIN_MEMORY, MODEL, WHOLE, Asking
+from gpuscale.cli.commands.asking import WHOLE, Asking, Preferring
 from gpuscale.cli.console.bulk import Done, confirm, say_each
 from gpuscale.cli.console.command import command, names, one_name
 from gpuscale.cli.console.errors import ExitCode, leave
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import REPEAT, Progress, write_lines
-from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import (
     COUNT,
     DURATION,
@@ -150,24 +150,18 @@ def rank_nodes(session: Session, gpus: int, max_utilization: float | None, max_m
 
 
 @command("rank gpus --min-memory 20GiB --model A100")
-@MIN_MEMORY
-@MAX_UTILIZATION
-@MODEL
+@takes("wanted", Preferring)
 @option("--limit", type=click.IntRange(1, 1000), default=100, metavar="N", help="Most GPUs to show.")
-def rank_gpus(
-    session: Session,
-    min_memory: int | None,
-    max_utilization: float | None,
-    model: tuple[str, ...],
-    limit: int,
-) -> None:
+def rank_gpus(session: Session, wanted: Preferring, limit: int) -> None:
     """List free GPUs with their scores, best first; nothing is reserved."""
     from gpuscale.api.allocator import v1 as api
     from gpuscale.cli.views.allocator import RESERVED_GPUS
     from gpuscale.client import AskOptions, ask
 
     options = AskOptions(
-        min_memory_bytes=min_memory or 0, max_utilization_percent=max_utilization, models=model
+        min_memory_bytes=wanted.min_memory or 0,
+        max_utilization_percent=wanted.max_utilization,
+        models=wanted.model,
     )
     with session.connect() as client:
         found = client.capacity.RankGpus(api.RankGpusRequest(ask=ask(1, options), max_count=limit))

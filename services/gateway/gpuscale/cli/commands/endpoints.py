@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from gpuscale.api.autoscaler.v1 import Rule
-    from gpuscale.cli.manifests.yaml_tree import Tree
+    from gpuscale.cli.manifests.documents import Tree
 
 PARTS = repeated("--set", "parts", metavar="PATH=VALUE", help="Set a part, such as step.threshold=10.")
 ETAG = option("--etag", default="", metavar="ETAG", help="Only if the endpoint still has this one.")
@@ -192,8 +192,7 @@ def _full(name: str) -> str:
 
 def _set_parts(rule: "Rule", parts: Sequence[str]) -> list[str]:
     """Set parts of a rule; returns their paths."""
-    from gpuscale.cli.manifests.documents import fill
-    from gpuscale.cli.manifests.yaml_tree import Entries, Place, Scalar
+    from gpuscale.cli.manifests.documents import Entries, Place, Scalar, fill
 
     found: list[str] = []
     for typed in parts:

@@ -17,7 +17,7 @@ from gpuscale.cli.console.command import command
 from gpuscale.cli.console.output import ABSENT, Chosen, Watched
 from gpuscale.cli.console.session import NOBODY, Session
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import DURATION, option, repeated
 from gpuscale.common.errors import (
     InvalidArgumentError,

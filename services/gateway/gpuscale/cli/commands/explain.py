@@ -10,7 +10,7 @@ from gpuscale.cli.console.errors import MEANINGS
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import write_lines
-from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS, plural
 from gpuscale.cli.grammar.parameters import (
     COUNT,

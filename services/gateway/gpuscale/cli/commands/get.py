@@ -63,6 +63,13 @@ def _write(session: Session, items: "Sequence[M]", view: "View[M]", typed: Names
     session.output.note_none(items, _HINTS.get(view.key, "none"))
 
 
+def _show(session: Session, typed: Names, view: "View[M]", read: "Callable[[Client], Sequence[M]]") -> None:
+    """Read what was asked for, and write it."""
+    with session.connect() as client:
+        found = read(client)
+    _write(session, found, view, typed)
+
+
 @get("nodes", "nodes -o wide")
 def nodes(session: Session, name: Names) -> None:
     """Hosts with an agent: state, CPU, memory, load."""
@@ -120,9 +127,12 @@ def reservations(session: Session, name: Names, holder: str, ended: bool) -> Non
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.allocator import RESERVATIONS
 
-    with session.connect() as client:
-        found = resources.reservations(client, name, holder=holder, ended=ended)
-    _write(session, found, RESERVATIONS, name)
+    _show(
+        session,
+        name,
+        RESERVATIONS,
+        lambda client: resources.reservations(client, name, holder=holder, ended=ended),
+    )
 
 
 @get("endpoints", "endpoints jobs -o yaml")
@@ -131,9 +141,7 @@ def endpoints(session: Session, name: Names) -> None:
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import ENDPOINTS
 
-    with session.connect() as client:
-        found = resources.endpoints(client, name)
-    _write(session, found, ENDPOINTS, name)
+    _show(session, name, ENDPOINTS, lambda client: resources.endpoints(client, name))
 
 
 @get("replicas", "replicas --endpoint jobs -l state=ready")
@@ -144,9 +152,12 @@ def replicas(session: Session, name: Names, endpoint: str, ended: bool) -> None:
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import REPLICAS
 
-    with session.connect() as client:
-        found = resources.replicas(client, name, endpoint=endpoint, ended=ended)
-    _write(session, found, REPLICAS, name)
+    _show(
+        session,
+        name,
+        REPLICAS,
+        lambda client: resources.replicas(client, name, endpoint=endpoint, ended=ended),
+    )
 
 
 @get("watchers", "watchers -o custom-columns=NAME:.name,READY:.status.readyCount")
@@ -155,9 +166,7 @@ def watchers(session: Session, name: Names) -> None:
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import WATCHERS
 
-    with session.connect() as client:
-        found = resources.watchers(client, name)
-    _write(session, found, WATCHERS, name)
+    _show(session, name, WATCHERS, lambda client: resources.watchers(client, name))
 
 
 @get("decisions", "decisions --endpoint jobs --limit 5")
@@ -168,9 +177,12 @@ def decisions(session: Session, name: Names, endpoint: str, limit: int) -> None:
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import DECISIONS
 
-    with session.connect() as client:
-        found = resources.decisions(client, name, endpoint=endpoint, limit=limit)
-    _write(session, found, DECISIONS, name)
+    _show(
+        session,
+        name,
+        DECISIONS,
+        lambda client: resources.decisions(client, name, endpoint=endpoint, limit=limit),
+    )
 
 
 @get("adapters", "adapters")
@@ -179,9 +191,7 @@ def adapters(session: Session, name: Names) -> None:
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import ADAPTERS
 
-    with session.connect() as client:
-        found = resources.adapters(client, name)
-    _write(session, found, ADAPTERS, name)
+    _show(session, name, ADAPTERS, lambda client: resources.adapters(client, name))
 
 
 @get("endpoints", "metrics jobs")
@@ -215,9 +225,7 @@ def cordons(session: Session, name: Names) -> None:
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.allocator import CORDONS
 
-    with session.connect() as client:
-        found = resources.cordons(client, name)
-    _write(session, found, CORDONS, name)
+    _show(session, name, CORDONS, lambda client: resources.cordons(client, name))
 
 
 @get("recordings", "recordings -o json")

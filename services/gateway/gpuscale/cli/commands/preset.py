@@ -8,14 +8,13 @@ from gpuscale.cli.console.command import command, names_of, one_name
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import (
     COUNT,
     DURATION,
     POSITIVE,
     Parsed,
     option,
-    repeated,
     shared,
     takes,
 )
@@ -75,64 +74,37 @@ class Wishing:
     """What a preset is made for, as typed."""
 
     watcher: str = shared(
-        option(
-            "--watcher",
-            default="",
-            metavar="NAME",
-            help="Queue watcher that counts the work.",
-            shell_complete=names_of("watchers"),
-        )
+        default="",
+        metavar="NAME",
+        help="Queue watcher that counts the work.",
+        shell_complete=names_of("watchers"),
     )
     metric: str = shared(
-        option(
-            "--metric",
-            default="",
-            metavar="NAME",
-            help="Instead: reported metric of the endpoint that counts the work.",
-        )
+        default="", metavar="NAME", help="Instead: reported metric of the endpoint that counts the work."
     )
-    template: str = shared(
-        option("--template", default="worker", metavar="NAME", help="Command template of a replica.")
-    )
-    gpus: int = shared(option("--gpus", type=COUNT, default=1, metavar="N", help="GPUs of each replica."))
+    template: str = shared(default="worker", metavar="NAME", help="Command template of a replica.")
+    gpus: int = shared(type=COUNT, default=1, metavar="N", help="GPUs of each replica.")
     capability_sets: tuple[tuple[str, dict[str, int]], ...] = shared(
-        repeated(
-            "--capability-set",
-            "capability_sets",
-            type=Parsed("id:name[=amount],...", _capability_set),
-            help="For opengris_capability: a set, whose groups take as many GPUs as its gpu capability says.",
-        )
+        "--capability-set",
+        many=True,
+        type=Parsed("id:name[=amount],...", _capability_set),
+        help="For opengris_capability: a set, whose groups take as many GPUs as its gpu capability says.",
     )
     tiers: "tuple[AdapterTier, ...]" = shared(
-        repeated(
-            "--tier",
-            "tiers",
-            type=Parsed("adapter[=most]", _tier),
-            help="Adapter that is filled, up to so many replicas, before the next.",
-        )
+        "--tier",
+        many=True,
+        type=Parsed("adapter[=most]", _tier),
+        help="Adapter that is filled, up to so many replicas, before the next.",
     )
-    min_replicas: int = shared(
-        option("--min", "min_replicas", type=COUNT, default=1, metavar="N", help="Fewest replicas.")
-    )
-    max_replicas: int = shared(
-        option("--max", "max_replicas", type=COUNT, default=16, metavar="N", help="Most replicas.")
-    )
+    min_replicas: int = shared("--min", type=COUNT, default=1, metavar="N", help="Fewest replicas.")
+    max_replicas: int = shared("--max", type=COUNT, default=16, metavar="N", help="Most replicas.")
     slots: int = shared(
-        option(
-            "--slots", type=POSITIVE, default=1, metavar="N", help="Requests that a replica serves at a time."
-        )
+        type=POSITIVE, default=1, metavar="N", help="Requests that a replica serves at a time."
     )
-    goal: float = shared(option("--goal", type=DURATION, default="30s", help="How long a request may wait."))
-    service_time: float | None = shared(
-        option("--service-time", type=DURATION, help="Duration of a request; learned by default.")
-    )
+    goal: float = shared(type=DURATION, default="30s", help="How long a request may wait.")
+    service_time: float | None = shared(type=DURATION, help="Duration of a request; learned by default.")
     parameters: tuple[tuple[str, float], ...] = shared(
-        repeated(
-            "--set",
-            "parameters",
-            type=Parsed("name=number", _parameter),
-            help="What differs from the original.",
-        )
+        "--set", many=True, type=Parsed("name=number", _parameter), help="What differs from the original."
     )
 
     def message(self, preset: str) -> "PresetWish":

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from gpuscale.cli.commands.asking import TTL, Asking, Requesting
+from gpuscale.cli.commands.asking import TTL_HELP, Asking, Requesting
 from gpuscale.cli.console.bulk import show_each
 from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, note, write_lines
-from gpuscale.cli.grammar.parameters import POSITIVE, format_duration, option, takes
+from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, format_duration, option, takes
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def reserve(session: Session, asking: Asking, requesting: Requesting) -> None:
 
 @command("renew r3fa7kq2vnb4d --ttl 1h")
 @names("reservations")
-@TTL
+@option("--ttl", type=DURATION, help=TTL_HELP)
 @FENCE
 def renew(session: Session, name: tuple[str, ...], ttl: float | None, fence: int | None) -> None:
     """Restart the leases of reservations, from now."""

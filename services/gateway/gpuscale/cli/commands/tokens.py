@@ -18,7 +18,7 @@ from gpuscale.cli.commands.private_files import write_private
 from gpuscale.cli.console.command import FILE, command, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import DURATION, option, repeated
 from gpuscale.common.errors import (
     AlreadyExistsError,

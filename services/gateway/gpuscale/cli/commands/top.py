@@ -1,17 +1,28 @@
-"""`gpuscalectl top`: everything on one screen, live on a terminal, or once."""
+"""`gpuscalectl top`: nodes, GPUs with bars, reservations and endpoints on one screen, live on a terminal, or once."""
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
+from gpuscale.api.allocator.v1 import Reservation
+from gpuscale.api.autoscaler.v1 import Endpoint
+from gpuscale.api.monitor.v1 import ListNodesRequest, Node
+from gpuscale.api.types.v1 import Gpu
+from gpuscale.cli.console import resources
+from gpuscale.cli.console.cells import Column, View, duration, number, short, text
 from gpuscale.cli.console.command import command
-from gpuscale.cli.console.output import to_dict
+from gpuscale.cli.console.output import ABSENT, Output, to_dict
 from gpuscale.cli.console.session import NOBODY, Session
 from gpuscale.cli.console.terminal import TERMINAL, write_lines
 from gpuscale.cli.grammar.parameters import option
+from gpuscale.cli.views.allocator import RESERVATIONS
+from gpuscale.cli.views.autoscaler import ENDPOINTS
+from gpuscale.cli.views.monitor import gpu_model
+from gpuscale.cli.views.monitor import nodes as nodes_view
+from gpuscale.client import Client
+from gpuscale.client.states import Marks, gpu_state, marks, problem
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 
-if TYPE_CHECKING:
-    from gpuscale.client import Client
+BAR_WIDTH = 20
 
 
 @command("top --once")
@@ -22,8 +33,6 @@ def top(session: Session, once: bool) -> None:
         with session.connect() as client:
             _show(session, client)
         return
-    from gpuscale.api.monitor.v1 import ListNodesRequest
-
     try:
         from gpuscale.dashboard.terminal import Top
     except ModuleNotFoundError as error:
@@ -38,11 +47,7 @@ def top(session: Session, once: bool) -> None:
     Top(session.connect_async, ascii_only=TERMINAL.ascii).run()
 
 
-def _show(session: Session, client: "Client") -> None:
-    from gpuscale.cli.console import resources
-    from gpuscale.cli.views.top import screen
-    from gpuscale.client.states import marks
-
+def _show(session: Session, client: Client) -> None:
     nodes = resources.nodes(client)
     reservations = resources.reservations(client)
     endpoints = resources.endpoints(client)
@@ -53,3 +58,64 @@ def _show(session: Session, client: "Client") -> None:
     holders, marked = resources.holders(reservations), marks(resources.cordons(client))
     write_lines(screen(session.output, nodes, reservations, endpoints, holders, marked))
     sys.stdout.flush()
+
+
+def bar(share: float | None) -> str:
+    """`|||||||             ` for a share from 0 to 1; `-` where it is unknown."""
+    if share is None:
+        return ABSENT.ljust(BAR_WIDTH)
+    return ("|" * round(min(max(share, 0.0), 1.0) * BAR_WIDTH)).ljust(BAR_WIDTH)
+
+
+def _utilization(gpu: Gpu) -> str:
+    reading = gpu.reading
+    share = reading.utilization_percent / 100 if reading.HasField("utilization_percent") else None
+    return f"[{bar(share)}] {number(reading, 'utilization_percent', '{:3.0f}%'.format)}"
+
+
+def _memory(gpu: Gpu) -> str:
+    reading = gpu.reading
+    known = reading.HasField("memory_used_bytes") and reading.memory_total_bytes > 0
+    share = reading.memory_used_bytes / reading.memory_total_bytes if known else None
+    return f"[{bar(share)}] " + (ABSENT if share is None else f"{share:4.0%}")
+
+
+def _gpus(holders: Mapping[str, str], marked: Marks) -> View[Gpu]:
+    return View(
+        "gpus",
+        (
+            Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
+            Column("GPU", lambda gpu: str(gpu.index)),
+            Column("MODEL", gpu_model),
+            Column("STATE", lambda gpu: gpu_state(gpu, marked)),
+            Column("UTILIZATION", _utilization),
+            Column("MEMORY", _memory),
+            Column("TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format)),
+            Column("POWER", lambda gpu: number(gpu.reading, "power_watts", "{:.0f}W".format)),
+            Column("HOLDER", lambda gpu: text(holders.get(gpu.name, ""))),
+            Column("AGE", lambda gpu: duration(gpu.reading, "age")),
+        ),
+    )
+
+
+def screen(
+    output: Output,
+    nodes: Sequence[Node],
+    reservations: Sequence[Reservation],
+    endpoints: Sequence[Endpoint],
+    holders: Mapping[str, str],
+    marked: Marks,
+) -> list[str]:
+    """The lines of the screen: a table for each kind of thing that there is."""
+    tables = (
+        output.table(nodes, nodes_view(marked, problems=any(map(problem, nodes)))),
+        output.table([gpu for node in nodes for gpu in node.snapshot.gpus], _gpus(holders, marked)),
+        output.table(reservations, RESERVATIONS),
+        output.table(endpoints, ENDPOINTS),
+    )
+    counts = (len(nodes), sum(len(node.snapshot.gpus) for node in nodes), len(reservations), len(endpoints))
+    titles = ("NODES", "GPUS", "RESERVATIONS", "ENDPOINTS")
+    lines: list[str] = []
+    for title, count, table in zip(titles, counts, tables, strict=True):
+        lines += [f"{title}: {count}", *(f"  {line}" for line in table if count), ""]
+    return lines[:-1]

@@ -10,7 +10,7 @@ from gpuscale.cli.console.command import Command, command, names_of, words
 from gpuscale.cli.console.output import cell_of, to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, write_lines
-from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import with_noun
 from gpuscale.cli.grammar.parameters import DURATION, option
 from gpuscale.cli.grammar.selecting import Condition, amount, check_path, near, parse_selector

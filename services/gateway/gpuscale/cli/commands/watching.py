@@ -17,7 +17,7 @@ from gpuscale.cli.console.command import Command, Group, anywhere, typed_anywher
 from gpuscale.cli.console.output import Chosen, Watched
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import DURATION, Parsed
 from gpuscale.cli.grammar.selecting import parse_selector
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from gpuscale.cli.console.errors import ExitCode, leave, report
 from gpuscale.cli.console.session import NOBODY, Session
 from gpuscale.cli.console.terminal import ask, note, write_lines
-from gpuscale.cli.grammar.formats import Format
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import click
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TERMINAL
-from gpuscale.cli.grammar.formats import WITH_EXPRESSION, Form, Format
+from gpuscale.cli.grammar.jsonpath import WITH_EXPRESSION, Form, Format
 from gpuscale.cli.grammar.nouns import is_field, with_noun
 from gpuscale.cli.grammar.parameters import DURATION, FORM
 from gpuscale.cli.grammar.selecting import near
@@ -23,7 +23,6 @@ from gpuscale.cli.grammar.selecting import near
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from gpuscale.client import Client
 
 Complete: TypeAlias = "Callable[[click.Context, click.Parameter, str], list[CompletionItem]]"
 PROGRAM = "gpuscalectl"
@@ -62,32 +61,22 @@ def words(*known: str) -> Complete:
     return complete
 
 
-def names_by(read: "Callable[[Client], Sequence[str]]") -> Complete:
-    """Completes with names that the server knows; with none, and without a word, where it does not answer."""
+def names_of(kind: str) -> Complete:
+    """Completes with the names of a kind of resource, such as `nodes`; silently with none where no server answers."""
 
     def complete(context: click.Context, _parameter: click.Parameter, part: str) -> "list[CompletionItem]":
         from click.shell_completion import CompletionItem
 
+        from gpuscale.cli.console.resources import short_names
         from gpuscale.common.errors import GpuscaleError
 
         try:
             with session_of(context).connect(quickly=COMPLETION_SECONDS) as client:
-                return [CompletionItem(name) for name in read(client) if name.startswith(part)]
+                return [CompletionItem(name) for name in short_names(client, kind) if name.startswith(part)]
         except GpuscaleError:
             return []
 
     return complete
-
-
-def names_of(kind: str) -> Complete:
-    """Completes with the names of a kind of resource, such as `nodes`."""
-
-    def read(client: "Client") -> Sequence[str]:
-        from gpuscale.cli.console.resources import short_names
-
-        return short_names(client, kind)
-
-    return names_by(read)
 
 
 def context_names(_context: click.Context, _parameter: click.Parameter, part: str) -> "list[CompletionItem]":

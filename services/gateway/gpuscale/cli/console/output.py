@@ -11,8 +11,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from gpuscale.cli.console.terminal import note, write_lines
-from gpuscale.cli.grammar.formats import Form, Format
-from gpuscale.cli.grammar.jsonpath import Field, Path, as_text, find, is_list, is_mapping, parse_path, render
+from gpuscale.cli.grammar.jsonpath import (
+    Field,
+    Form,
+    Format,
+    Path,
+    as_text,
+    find,
+    is_list,
+    is_mapping,
+    parse_path,
+    render,
+)
 from gpuscale.cli.grammar.selecting import Condition, check_path, order
 from gpuscale.common.errors import InvalidArgumentError
 

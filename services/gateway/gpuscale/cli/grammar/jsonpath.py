@@ -1,4 +1,4 @@
-r"""Paths into JSON data, in the part of kubectl's JSONPath that scripts use.
+r"""Output formats, and the paths into JSON data that they are written with: the part of kubectl's JSONPath that scripts use.
 
     .status.readyReplicas    a field, under its JSON or its contract name      [0]  [-1]  [1:3]  [*]    items of a list
     ['a.b']                  a field whose name has dots                       [?(@.state=="READY")]    items that fit
@@ -8,11 +8,13 @@ By hand for two reasons (docs/adr/0019): 64-bit numbers, which JSON has as texts
 names. Pure. What does not exist gives nothing; a path that cannot be read is a ValueError that shows the rest of it.
 """
 
+import difflib
 import json
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, TypeGuard
 
 _STEP = re.compile(
@@ -209,3 +211,59 @@ def is_mapping(value: object) -> TypeGuard[Mapping[str, object]]:
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
     """Whether data is a list."""
     return isinstance(value, list)
+
+
+class Format(StrEnum):
+    """How standard output is written."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    YAML = "yaml"
+    NAME = "name"
+    JSONL = "jsonl"
+    JSONPATH = "jsonpath"
+    CUSTOM_COLUMNS = "custom-columns"
+
+
+WITH_EXPRESSION = {Format.JSONPATH: "jsonpath={.name}", Format.CUSTOM_COLUMNS: "custom-columns=NAME:.name"}
+"""The forms that take an expression, and how one is written."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A format, and what it needs: the template of a jsonpath, or headings and paths of custom columns."""
+
+    format: Format = Format.TABLE
+    template: Template = ()
+    columns: tuple[tuple[str, Path], ...] = ()
+
+
+def parse_form(text: str) -> Form:
+    """The form that `-o` names.
+
+    Raises:
+        ValueError: there is no such format, or its expression cannot be read; suggests the nearest one.
+    """
+    word, equals, expression = text.partition("=")
+    if word not in set(Format):
+        near = difflib.get_close_matches(word, list(Format), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(Format)}"
+        raise ValueError(f"{word!r} is not a format; {hint}")
+    wanted = Format(word)
+    if wanted not in WITH_EXPRESSION:
+        if equals:
+            raise ValueError(f"{word} takes no expression")
+        return Form(wanted)
+    if not expression:
+        raise ValueError(f"write it like {WITH_EXPRESSION[wanted]}")
+    if wanted is Format.JSONPATH:
+        return Form(wanted, template=parse_template(expression))
+    return Form(wanted, columns=tuple(map(_column, expression.split(","))))
+
+
+def _column(text: str) -> tuple[str, Path]:
+    heading, colon, path = text.partition(":")
+    if not heading or not colon or not path:
+        raise ValueError(f"{text!r} is not a column; write it like NAME:.name")
+    return heading, parse_path(path)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from gpuscale.cli.grammar.formats import parse_form
+from gpuscale.cli.grammar.jsonpath import parse_form
 from gpuscale.common.sizes import to_bytes, to_seconds
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -85,14 +85,15 @@ def repeated(*names: str, **attributes: Any) -> Callable[[Decorated], Decorated]
 YES = option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 
 
-def shared(decorator: Callable[[Any], Any], default: Any = dataclasses.MISSING) -> Any:
-    """A field of a dataclass whose value comes from the option that `decorator` declares; see `takes`.
+def shared(*names: str, many: bool = False, **attributes: Any) -> Any:
+    """A field of a dataclass that is an option of every command that `takes` the class.
 
     Args:
-        decorator: made by `option` or `repeated`.
-        default: the value where the class is made by other means than `takes`.
+        names: of the option; by default that of the field.
+        many: whether it may be given several times.
+        attributes: as for `option`.
     """
-    return dataclasses.field(default=default, metadata={"option": decorator})
+    return dataclasses.field(metadata={"make": repeated if many else option, "names": names, **attributes})
 
 
 def takes(name: str, kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -106,7 +107,9 @@ def takes(name: str, kind: type[Any]) -> Callable[[Callable[..., None]], Callabl
             command(*given, **{name: made}, **typed)
 
         for field in reversed(fields):
-            field.metadata["option"](run)
+            attributes = dict(field.metadata)
+            make, names = attributes.pop("make"), attributes.pop("names")
+            make(*(names or (f"--{field.name.replace('_', '-')}",)), field.name, **attributes)(run)
         return run
 
     return decorate
