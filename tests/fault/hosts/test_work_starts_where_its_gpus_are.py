@@ -90,7 +90,7 @@ def test_a_host_that_cannot_be_told_is_asked_for_and_not_guessed(site: Site) -> 
     for said in ("nowhere", RIGHT):
         wrong = site.ctl(LEFT, *ONE_GPU, *SHOW, GPUSCALE_NODE=said)
         assert (wrong.code, wrong.out) == (4, "")
-        assert f"was said to be {said}" in wrong.err
+        assert f"is configured as {said}" in wrong.err
 
 
 def test_who_may_not_reserve_is_told_so(site: Site) -> None:

@@ -75,9 +75,9 @@ def test_what_is_said_counts_unless_the_agent_here_is_another(monkeypatch: pytes
     monkeypatch.setenv("GPUSCALE_NODE", "nodes/b")
     assert ThisHost().find([node("a"), node("b")]) == "b"
     assert ThisHost().find([node("a", boot_id=ELSEWHERE)]) == "b"
-    with pytest.raises(FailedPreconditionError, match="was said to be c, but the agent here is that of a"):
+    with pytest.raises(FailedPreconditionError, match="is configured as c, but its agent reports a"):
         ThisHost("c").find([node("a")])
-    with pytest.raises(FailedPreconditionError, match="was said to be b, but the agent here is that of a"):
+    with pytest.raises(FailedPreconditionError, match="is configured as b, but its agent reports a"):
         ThisHost("b").find([node("a", namespace=OWN), node("b", namespace=OWN + 1)])
     monkeypatch.setenv("GPUSCALE_NODE", "No Node")
     with pytest.raises(InvalidArgumentError, match="GPUSCALE_NODE: 'No Node' is not the id of a node"):
@@ -163,10 +163,11 @@ def unadmitted(monkeypatch: pytest.MonkeyPatch) -> str:
     """What is said where no agent answers, as here."""
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("GPUSCALE_WORK_ADDRESS", address)
-    return (
-        "what runs counts as of nobody, since it was not admitted on its GPUs:"
-        f" nothing answers at {address} (connection refused)"
-    )
+    return f"as the holder of its GPUs: nothing answers at {address} (connection refused)"
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name.startswith("gpuscale.client.")]
 
 
 def test_where_no_agent_answers_leases_go_on_and_say_so_once(
@@ -176,7 +177,7 @@ def test_where_no_agent_answers_leases_go_on_and_say_so_once(
         for _ in range(2):
             with client.reserve(1) as lease:
                 lease.check()
-    assert [one.getMessage() for one in caplog.records if one.name.startswith("gpuscale.")] == [unadmitted]
+    assert warnings_of(caplog) == [f"the agent does not count this process {unadmitted}"]
 
 
 async def test_where_no_agent_answers_leases_of_an_event_loop_go_on_and_say_so_once(
@@ -186,7 +187,7 @@ async def test_where_no_agent_answers_leases_of_an_event_loop_go_on_and_say_so_o
         for _ in range(2):
             async with client.reserve(1) as lease:
                 lease.check()
-    assert [one.getMessage() for one in caplog.records if one.name.startswith("gpuscale.")] == [unadmitted]
+    assert warnings_of(caplog) == [f"the agent does not count this process {unadmitted}"]
 
 
 def test_where_no_agent_answers_a_command_runs_and_it_is_said(server: FakeServer, unadmitted: str) -> None:

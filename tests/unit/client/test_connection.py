@@ -85,9 +85,9 @@ def test_without_a_file_there_are_no_contexts(home: Path) -> None:
         ("[[", "contexts.toml"),
         ("other = 1", "unknown key other"),
         ("[contexts.a]\nadress = 'x'", "unknown key contexts.a.adress"),
-        ("[contexts.a]\naddress = 1", "is no text"),
-        ("contexts = 1", "contexts are tables"),
-        ("[contexts]\na = 1", "is no table"),
+        ("[contexts.a]\naddress = 1", "must be a string"),
+        ("contexts = 1", "contexts must be tables"),
+        ("[contexts]\na = 1", "must be a table"),
         ("current_context = 'b'\n[contexts.a]", "no context b, but a"),
     ],
 )
@@ -101,7 +101,7 @@ def test_what_is_wrong_is_said(home: Path, text: str, said: str) -> None:
 def test_a_home_that_there_is_not_is_said(home: Path) -> None:
     file = home / ".config" / "gpuscale" / "contexts.toml"
     file.write_text('[contexts.lab]\ntoken_file = "~nobody-of-that-name/token"\n')
-    with pytest.raises(FailedPreconditionError, match=r"contexts\.lab: there is no such home"):
+    with pytest.raises(FailedPreconditionError, match=r"contexts\.lab: this home directory does not exist"):
         read_contexts(file)
 
 

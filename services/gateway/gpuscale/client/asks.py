@@ -181,7 +181,7 @@ def _bytes(name: str, size: int | str | None, in_bytes: int | str | None) -> int
 def _refuse_unknown(options: Mapping[str, object], kind: type) -> None:
     unknown = sorted(options.keys() - kind.__annotations__.keys())
     if unknown:
-        raise TypeError(f"there is no option {', '.join(unknown)}")
+        raise TypeError(f"unknown option: {', '.join(unknown)}")
 
 
 def _enum(prefix: str, word: str) -> str:

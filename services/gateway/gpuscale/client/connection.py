@@ -115,7 +115,7 @@ def _contexts(found: Mapping[str, object]) -> Contexts:
         raise ValueError(f"unknown key {unknown[0]}")
     current, tables = found.get("current_context", ""), found.get("contexts", {})
     if not isinstance(current, str) or not _is_table(tables):
-        raise ValueError("current_context is a name, and contexts are tables")
+        raise ValueError("current_context must be a string, and contexts must be tables")
     return Contexts(current, {name: _context(name, table) for name, table in tables.items()})
 
 
@@ -126,18 +126,18 @@ def _is_table(value: object) -> TypeGuard[Mapping[str, object]]:
 def _context(name: str, table: object) -> Context:
     known = {field.name for field in fields(Context)}
     if not _is_table(table):
-        raise ValueError(f"contexts.{name} is no table")
+        raise ValueError(f"contexts.{name} must be a table")
     values: dict[str, str] = {}
     for key, value in table.items():
         if key not in known:
             raise ValueError(f"unknown key contexts.{name}.{key}")
         if not isinstance(value, str):
-            raise ValueError(f"contexts.{name}.{key} is no text")  # noqa: TRY004
+            raise ValueError(f"contexts.{name}.{key} must be a string")  # noqa: TRY004
         values[key] = value
     try:
         files = {key: Path(value).expanduser() for key, value in values.items() if key != "address" and value}
     except RuntimeError as error:  # of ~nobody
-        raise ValueError(f"contexts.{name}: there is no such home directory") from error
+        raise ValueError(f"contexts.{name}: this home directory does not exist") from error
     return Context(address=values.get("address", ""), **files)
 
 

@@ -178,7 +178,7 @@ class Held:
         except REFUSALS as error:
             self._timer.refused(error.message)
         except GpuscaleError as error:
-            _log.info("%s was not renewed, trying again: %s", self.name, error.message)
+            _log.info("%s was not renewed, retrying: %s", self.name, error.message)
             self._timer.unanswered(now())
 
     @contextmanager
@@ -192,7 +192,7 @@ class Held:
             yield
         except GpuscaleError as problem:
             if not self._timer.lost:
-                _log.warning("%s was not given back, its lease runs out: %s", self.name, problem.message)
+                _log.warning("%s was not released; its lease will run out: %s", self.name, problem.message)
         if not self._timer.lost:
             return
         self._tell_lost()

@@ -69,7 +69,10 @@ class ThisHost:
         """Say once that no agent knows what runs here as the holder's; nothing where `why` is empty."""
         if why and not self._unadmitted:
             self._unadmitted = True
-            _log.warning("what runs counts as of nobody, since it was not admitted on its GPUs: %s", why)
+            _log.warning(
+                "the agent does not count this process as the holder of its GPUs: %s",
+                why,
+            )
 
     def request(self) -> monitor_api.ListNodesRequest | None:
         """What to ask the fleet; None where this host cannot be a node of it."""
@@ -95,7 +98,7 @@ class ThisHost:
         if self._said is not None:
             if ids and self._said not in (near or ids):
                 raise FailedPreconditionError(
-                    f"this host was said to be {self._said}, but the agent here is that of {' or '.join(near or ids)}:"
+                    f"this host is configured as {self._said}, but its agent reports {' or '.join(near or ids)}:"
                     f" correct {NODE_VARIABLE}, or unset it",
                     reason="NODE_MISMATCH",
                 )

@@ -60,7 +60,7 @@ def read_trace(lines: Iterable[str], model: ServiceModel) -> list[Request]:
             field="trace",
         )
     if not found:
-        raise InvalidArgumentError("the trace holds no request", field="trace")
+        raise InvalidArgumentError("the trace has no requests", field="trace")
     return sorted(found, key=lambda request: request.arrival)
 
 

@@ -30,7 +30,7 @@ GPUS: Columns = {
     "power": "power",
     "held": "reserved by",
 }
-NODES: Columns = {"node": "node", "state": "state", "gpus": "GPUs", "problem": "what is wrong with its GPUs"}
+NODES: Columns = {"node": "node", "state": "state", "gpus": "GPUs", "problem": "GPU problems"}
 RESERVATIONS: Columns = {
     "name": "reservation",
     "holder": "holder",

@@ -19,14 +19,14 @@ class DashboardSettings(ProgramSettings, UpstreamSettings):
     tls_cert_file: Path | None = Field(None, description="certificate of the server, PEM")
     tls_key_file: Path | None = Field(None, description="key of that certificate, PEM")
     sign_in: bool = Field(
-        default=False, description="show nothing before a visitor showed a token that the gateway takes"
+        default=False, description="require visitors to sign in with a token that the gateway accepts"
     )
     insecure_allow_remote: bool = Field(
-        default=False, description="serve other hosts without TLS, or without anybody signing in"
+        default=False, description="serve other hosts without TLS or without sign-in"
     )
     allowed_hosts: tuple[str, ...] = Field(
         (),
-        description="name that browsers may call this host, where nobody signs in; localhost and addresses always may be; may be repeated",
+        description="host name to answer to where nobody signs in; localhost and IP addresses are always answered; may be repeated",
     )
 
     @model_validator(mode="after")

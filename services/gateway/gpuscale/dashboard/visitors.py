@@ -247,14 +247,14 @@ def require_sign_in(app: FastAPI, visitors: Visitors) -> None:
 
     async def sign_in(request: Request) -> Response:
         if int(request.headers.get("content-length") or LONGEST_FORM + 1) > LONGEST_FORM:
-            return HTMLResponse(_PAGE.format(problem="That is no token."), status_code=413)
+            return HTMLResponse(_PAGE.format(problem="This is not a token."), status_code=413)
         token = (await request.form()).get("token")
         if not isinstance(token, str) or not token.strip():
-            return HTMLResponse(_PAGE.format(problem="A token is needed."), status_code=400)
+            return HTMLResponse(_PAGE.format(problem="Enter a token."), status_code=400)
         try:
             await visitors.try_token(token.strip())
         except GpuscaleError as error:
-            text = f"That did not work: {type(error).__name__.removesuffix('Error')}."
+            text = f"Sign-in failed: {type(error).__name__.removesuffix('Error')}."
             return HTMLResponse(_PAGE.format(problem=text), status_code=403)
         secret = secrets.token_urlsafe(32)
         visitors.sessions.begin(secret, token.strip(), visitors.clock.now())

@@ -22,8 +22,7 @@ from gpuscale.api.types.v1 import Snapshot
 from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.autoscaler.app import open_autoscaler
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.names import node_name
-from gpuscale.common.rpc.channel import RPC_TIMEOUT, open_channel
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.clock import SystemClock
@@ -113,35 +112,19 @@ async def _until_known(own: grpc.aio.Channel) -> Snapshot:
 
     A busy machine may take its time; that is no reason not to start.
     """
+    fleet, capacity = monitor_api.FleetServiceStub(own), allocator_api.CapacityServiceStub(own)
     try:
         async with asyncio.timeout(START_SECONDS):
             while True:
-                with suppress(UnavailableError):
-                    snapshot = await _first_snapshot(own)
-                    await _until_placeable(own, snapshot)
-                    return snapshot
+                with suppress(UnavailableError), rpc_errors():
+                    nodes = (await fleet.ListNodes(monitor_api.ListNodesRequest())).nodes
+                    for node in (one for one in nodes if one.HasField("snapshot")):
+                        if not node.snapshot.gpus:
+                            return node.snapshot
+                        ranked = await capacity.RankNodes(allocator_api.RankNodesRequest())
+                        if any(one.name == node.name for one in ranked.nodes):
+                            return node.snapshot
                 await asyncio.sleep(KNOWN_INTERVAL)
     except TimeoutError as error:
         message = f"the agent was not heard of within {START_SECONDS:g} s"
         raise UnavailableError(message, reason="NO_TELEMETRY") from error
-
-
-async def _first_snapshot(own: grpc.aio.Channel) -> Snapshot:
-    with rpc_errors():
-        call = monitor_api.FleetServiceStub(own).WatchNodes(monitor_api.WatchNodesRequest())
-        async for update in call:
-            for node in update.nodes:
-                if node.HasField("snapshot"):
-                    call.cancel()
-                    return node.snapshot
-    raise UnavailableError("the fleet ended before it heard of this host", reason="NO_TELEMETRY")
-
-
-async def _until_placeable(own: grpc.aio.Channel, snapshot: Snapshot) -> None:
-    capacity = allocator_api.CapacityServiceStub(own)
-    known = not snapshot.gpus
-    while not known:
-        with rpc_errors():
-            ranked = await capacity.RankNodes(allocator_api.RankNodesRequest(), timeout=RPC_TIMEOUT)
-        known = any(node.name == node_name(snapshot.node) for node in ranked.nodes)
-        await asyncio.sleep(0 if known else KNOWN_INTERVAL)

@@ -53,10 +53,10 @@ class UpSettings(ServerSettings):
     listen: str = Field("127.0.0.1:7070", description="address to serve on, HOST:PORT")
     data_dir: Path = Field(
         default_factory=_default_data_dir,
-        description="directory of all state; one `up` each; $XDG_DATA_HOME/gpuscale or ~/.local/share/gpuscale when not set",
+        description="directory of all state, not shared with another `up`; $XDG_DATA_HOME/gpuscale or ~/.local/share/gpuscale when not set",
     )
     simulate: int | None = Field(
-        None, ge=0, le=1024, description="simulate this many GPUs, whatever the host has"
+        None, ge=0, le=1024, description="simulate this many GPUs instead of reading the host's"
     )
     log_level: Level = Field("warning", description="least level that is logged")
     reflection: bool = Field(default=True, description="serve gRPC reflection")

@@ -14,7 +14,7 @@ from gpuscale.dashboard.visitors import VisitorActions
 def endpoints_page(site: Site) -> None:
     """Make the page."""
     with page(site, "Endpoints"):
-        table = Table(rows.ENDPOINTS, key="name", links=("name",), empty="there is no endpoint")
+        table = Table(rows.ENDPOINTS, key="name", links=("name",), empty="no endpoints")
     live(site.facts, lambda: table.show([rows.endpoint_row(one) for one in site.facts.endpoints]))
 
 
@@ -48,17 +48,17 @@ def endpoint_page(site: Site, endpoint: str) -> None:
             counts = Chart(empty)
             read = Chart(charts.signals(()))
         ui.label("Decisions").classes("text-subtitle1")
-        decided = Table(DECISIONS, key="name", length=10, empty="nothing was decided yet")
+        decided = Table(DECISIONS, key="name", length=10, empty="no decisions yet")
         with ui.column().classes("full-width") as grouped:
             ui.label("Capability sets").classes("text-subtitle1")
-            sets = Table(rows.CAPABILITY_SETS, key="set", empty="there is no capability set")
+            sets = Table(rows.CAPABILITY_SETS, key="set", empty="no capability sets")
         ui.label("Replicas").classes("text-subtitle1")
-        replicas = Table(rows.REPLICAS, key="name", empty="there is no replica")
+        replicas = Table(rows.REPLICAS, key="name", empty="no replicas")
 
     def show() -> None:
         one = found()
         if one is None:
-            why.text = "there is no such endpoint (any more)"
+            why.text = "this endpoint does not exist (any more)"
             tiles.clear()
             return
         head.text = endpoint + (" · paused" if one.spec.paused else "")

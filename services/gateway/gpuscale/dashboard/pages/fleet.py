@@ -45,8 +45,8 @@ def fleet_page(site: Site) -> None:
             ui.space()
             wanted = ui.input(placeholder=FILTER).props("dense clearable").style("width: 17rem")
         heat = Chart(charts.map_of((), READINGS["utilization"].value, "%", 100.0), mark="map")
-        table = Table(rows.GPUS, key="uuid", links=("gpu",), empty="no GPU is known, or none matches")
-        nodes = Table(rows.NODES, key="node", empty="no node is known, or none matches")
+        table = Table(rows.GPUS, key="uuid", links=("gpu",), empty="no GPUs, or none match")
+        nodes = Table(rows.NODES, key="node", empty="no nodes, or none match")
 
     def draw() -> None:
         text = str(wanted.value or "")
@@ -117,7 +117,7 @@ def gpu_page(site: Site, node: str, uuid: str) -> None:
     def show() -> None:
         found = next((gpu for gpu in site.gpus() if (gpu.node, gpu.uuid) == (node, uuid)), None)
         if found is None:
-            head.text = f"{node} · {uuid}: not known (any more)"
+            head.text = f"{node} · {uuid}: not reported (any more)"
             tiles.clear()
             return
         head.text = f"{found.label} · {found.model} · {uuid}" + (" · simulated" if found.simulated else "")
@@ -200,7 +200,7 @@ def timeline_page(site: Site) -> None:
             )
             return
         if not gpus:
-            note.text = "no GPU is known, or none matches"
+            note.text = "no GPUs, or none match"
             return
         request = timeline_question(gpus, nodes, metric, SPANS[str(span.value)])
         try:

@@ -81,7 +81,7 @@ def recording_page(site: Site, recording: str) -> None:
     def draw() -> None:
         one = found()
         if one is None:
-            head.text = f"{recording}: there is no such recording (any more)"
+            head.text = f"{recording}: this recording does not exist (any more)"
             return
         tiles.show(
             state=humanize.word(one, "state"),

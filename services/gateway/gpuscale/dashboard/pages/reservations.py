@@ -25,7 +25,7 @@ def reservations_page(site: Site) -> None:
         note = ui.label().classes("gs-quiet")
         actions = site.actions()
         columns = {**rows.RESERVATIONS, ACT: ""} if actions else rows.RESERVATIONS
-        table = Table(columns, key="name", empty="nobody holds a GPU, and nobody waits for one")
+        table = Table(columns, key="name", empty="no reservations")
         if actions is not None:
             table.add_button("release", partial(_release, site, actions))
 
