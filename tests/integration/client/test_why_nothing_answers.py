@@ -58,13 +58,13 @@ async def server(site: Site, kind: str) -> AsyncIterator[str]:
 
 
 CASES = [
-    ("tls", "other", "UNKNOWN_AUTHORITY", "is not of the authority in"),
+    ("tls", "other", "UNKNOWN_AUTHORITY", "was not issued by the authority in"),
     ("expired", "trust", "CERTIFICATE_EXPIRED", "has expired"),
     ("tls", "plain", "TLS_SERVER", "speaks TLS"),
     ("plain", "trust", "PLAINTEXT_SERVER", "does not speak TLS"),
     ("mtls", "trust", "CLIENT_CERTIFICATE", "wants a client certificate"),
     ("mtls", "expired client", "CLIENT_CERTIFICATE", "it has expired"),
-    ("mtls", "foreign client", "CLIENT_CERTIFICATE", "it is not of"),
+    ("mtls", "foreign client", "CLIENT_CERTIFICATE", "it was not issued by"),
 ]
 
 
@@ -102,7 +102,7 @@ async def test_the_command_line_says_it_too(site: Site) -> None:
             run_cli, "--address", address, "--ca-file", str(site.other.file), "get", "nodes"
         )
     assert (ran.code, ran.out) == (7, "")
-    assert "is not of the authority in" in ran.err
+    assert "was not issued by the authority in" in ran.err
     assert "gpuscalectl up" not in ran.err  # something answers there, so starting it would not help
 
 

@@ -93,7 +93,7 @@ async def test_a_write_of_an_earlier_term_is_refused_whatever_it_believes(url: S
             await notes.write(add(2))
         assert caught.value.reason == "LEAD_LOST"
         assert not term.leads()
-        with pytest.raises(UnavailableError, match="no more") as caught:
+        with pytest.raises(UnavailableError, match="no longer leads") as caught:
             await notes.read(count)
         assert caught.value.reason == "LEAD_LOST", "not NOT_LEADER: a call may write first and read then"
 

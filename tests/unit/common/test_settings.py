@@ -335,7 +335,9 @@ def test_a_file_without_one_is_refused_and_not_shown(text: str | None, says: str
 
 
 def test_there_is_one_of_the_two(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"database in \[allocator\]: goes without database_file"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"database in \[allocator\]: cannot be combined with database_file"
+    ):
         allocator(URL, {"GPUSCALE_ALLOCATOR_DATABASE_FILE": str(tmp_path)})
     assert allocator("").database is None, "an empty one is none"
 

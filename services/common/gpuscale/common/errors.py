@@ -8,13 +8,13 @@
     ├── NotFoundError             no such resource
     ├── AlreadyExistsError        the resource, or the request id with other arguments, exists
     ├── FailedPreconditionError   the state forbids it; repeating it unchanged will not help
-    ├── AbortedError              somebody else changed it meanwhile; read again and repeat
+    ├── AbortedError              somebody else changed it in the meantime; read again, retry
     ├── ResourceExhaustedError    none left now; the same request may succeed later
     ├── UnavailableError          not reachable, stopping, or its disk fails; retry
     ├── DeadlineExceededError     no answer in time; it may have happened
     ├── CancelledCallError        the caller gave up
     ├── UnimplementedError        this server has no such method
-    └── InternalError             a fault of the program; the log has more
+    └── InternalError             a bug in the program; the log has more
 
 `gpuscale.common.rpc.status` maps each class to a gRPC status code and back. Rooms raise these, or subclasses of them.
 """
@@ -27,7 +27,7 @@ _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
 class FieldViolation(NamedTuple):
-    """One field that holds what it must not."""
+    """A field with an invalid value."""
 
     field: str
     """Path of the field as the contract writes it, such as `gpu_filter.min_memory_bytes`."""
@@ -88,7 +88,7 @@ class InvalidArgumentError(GpuscaleError):
 
 
 class OutOfRangeError(GpuscaleError):
-    """The position asked for is outside of what the server still has."""
+    """The server no longer has the requested position."""
 
     default_reason = "OUT_OF_RANGE"
 
@@ -124,13 +124,13 @@ class FailedPreconditionError(GpuscaleError):
 
 
 class AbortedError(GpuscaleError):
-    """Somebody else changed it meanwhile; read again and repeat."""
+    """Somebody else changed it in the meantime; read it again and retry."""
 
     default_reason = "ABORTED"
 
 
 class ResourceExhaustedError(GpuscaleError):
-    """None left now; the same request may succeed later."""
+    """Nothing is left right now; the same request may succeed later."""
 
     default_reason = "RESOURCE_EXHAUSTED"
 
@@ -142,7 +142,7 @@ class UnavailableError(GpuscaleError):
 
 
 class DeadlineExceededError(GpuscaleError):
-    """No answer came in time. What was asked for may have happened."""
+    """No answer came in time. The call may have taken effect."""
 
     default_reason = "DEADLINE_EXCEEDED"
 
@@ -160,6 +160,6 @@ class UnimplementedError(GpuscaleError):
 
 
 class InternalError(GpuscaleError):
-    """A fault of the program. The caller learns an incident id at most; the log has the rest."""
+    """A bug in the program. The caller learns an incident id at most; the log has the rest."""
 
     default_reason = "INTERNAL"

@@ -34,13 +34,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def match(pattern: str, name: str) -> dict[str, str] | None:
-    """The ids in `name` by the variables of `pattern`; None if the name is not of that pattern."""
+    """The ids in `name`, by variable of `pattern`; None if the name does not match."""
     found = _compiled(pattern).fullmatch(name)
     return found.groupdict() if found else None
 
 
 def parse(pattern: str, name: str, field: str = "name") -> dict[str, str]:
-    """Like `match`, for a name that must fit; `field` is the request field that held it.
+    """Like `match`, for a name that must match; `field` is the request field that held it.
 
     Raises:
         InvalidArgumentError: the name is not of that pattern.
@@ -52,7 +52,7 @@ def parse(pattern: str, name: str, field: str = "name") -> dict[str, str]:
 
 
 def misfit(pattern: str, name: str) -> str:
-    """What is wrong with a name that is not of a pattern, in words."""
+    """What is wrong with a name that does not match a pattern, in words."""
     in_lower_case = ", in lower case" if match(pattern, name.lower()) is not None else ""
     return f"must look like {pattern}{in_lower_case}"
 

@@ -37,7 +37,7 @@ class SecretUrl:
         self._port = _port(self._parts)
 
     def reveal(self) -> str:
-        """The whole URL, secrets included: for the library that connects to it, and nothing else."""
+        """The whole URL with its secrets, for the library that connects to it and nothing else."""
         return self._text
 
     @property
@@ -93,7 +93,7 @@ class SecretUrl:
 
 
 def read_secret(file: Path, what: str) -> str:
-    """What a file holds, without the space around it; `what` stands before its path in the error.
+    """The stripped content of a file; `what` names it in the error.
 
     Raises:
         ValueError: it cannot be read. The text of the error never holds any part of the file.
@@ -105,12 +105,12 @@ def read_secret(file: Path, what: str) -> str:
 
 
 def environment() -> Mapping[str, str]:
-    """The variables of this process, with those that `take_variables` took out of them."""
+    """The variables of this process, including those that `take_variables` removed."""
     return ChainMap(_taken, os.environ)
 
 
 def take_variables(names: Iterable[str]) -> None:
-    """Take variables out of the environment: `environment()` alone has them from here on.
+    """Remove variables from the environment; `environment()` still has them.
 
     Programs that are started do not inherit them. /proc/PID/environ shows the memory that the kernel filled when the
     program began, whatever became of its variables since; so that memory is overwritten.

@@ -56,7 +56,7 @@ def parse_duration(text: str) -> float:
 
 
 def to_bytes(size: int | str) -> int:
-    """Bytes of a size that is a number of them, or a text.
+    """Bytes of a size given as a number or a text.
 
     Raises:
         ValueError: the text is no size.
@@ -65,7 +65,7 @@ def to_bytes(size: int | str) -> int:
 
 
 def to_seconds(duration: float | str) -> float:
-    """Seconds of a duration that is a number of them, or a text.
+    """Seconds of a duration given as a number or a text.
 
     Raises:
         ValueError: the text is no duration.

@@ -52,7 +52,7 @@ def to_timestamp(date: datetime) -> Timestamp:
 
 
 def put_timestamp(timestamp: Timestamp, date: datetime) -> None:
-    """Set a Timestamp, such as one that is part of a message; ValueError for a date without a time zone."""
+    """Set a Timestamp in place; ValueError for a date without a time zone."""
     if date.tzinfo is None:
         raise ValueError("a Timestamp needs a date with a time zone")
     passed = date - _EPOCH  # by far cheaper than Timestamp.FromDatetime, which goes through a calendar
@@ -120,7 +120,7 @@ def page_limit(page_size: int) -> int:
 
 
 def last_key(page_token: str, *, descending: bool = False) -> str:
-    """The key of the last item before a page, for a list that is read from there on; "" for the first page.
+    """The key of the last item before a page, for a list that is read from there; "" for the first page.
 
     Raises:
         InvalidArgumentError: the token is not one that `page` made for this direction.

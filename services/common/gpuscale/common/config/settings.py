@@ -77,7 +77,7 @@ class ServerSettings(ProgramSettings):
         return self
 
     def server_options(self) -> ServerOptions:
-        """What the server is built with."""
+        """How the server listens."""
         tls = None
         if self.tls_cert_file is not None and self.tls_key_file is not None:
             tls = ServerTls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
@@ -105,7 +105,7 @@ class ServerSettings(ProgramSettings):
 
 
 class MetricsSettings(ServerSettings):
-    """Settings of every program that shows itself to Prometheus; who may look is as for its gRPC server."""
+    """Settings of every program that serves `/metrics`, with the TLS and tokens of its gRPC server."""
 
     metrics_listen: str = Field("", description="address of /metrics, HOST:PORT; not served when empty")
 
@@ -131,7 +131,7 @@ class MetricsSettings(ServerSettings):
 
 
 class DatabaseSettings(Settings):
-    """Settings of every program that keeps its state either in a file of its own or in PostgreSQL."""
+    """Settings of every program that keeps its state in a file or in PostgreSQL."""
 
     database_file: Path | None = Field(None, description="file that holds the URL of database, in its place")
     database: SecretUrl | None = Field(
@@ -145,7 +145,7 @@ class DatabaseSettings(Settings):
     )
 
     def require_driver(self) -> None:
-        """Look whether the library that speaks to PostgreSQL is there.
+        """Check that the PostgreSQL driver is installed.
 
         Raises:
             FailedPreconditionError: it is not.
@@ -165,7 +165,7 @@ class DatabaseSettings(Settings):
         if file is None:
             return None if value == "" else value
         if value:
-            raise ValueError("goes without database_file")
+            raise ValueError("cannot be combined with database_file")
         return read_secret(file, "database_file")
 
     @field_validator("database")
@@ -177,7 +177,7 @@ class DatabaseSettings(Settings):
 
 
 class StatefulSettings(MetricsSettings, DatabaseSettings):
-    """Settings of every program that serves what it keeps."""
+    """Settings of every program that serves and keeps state."""
 
 
 class UpstreamSettings(Settings):
@@ -207,7 +207,7 @@ class UpstreamSettings(Settings):
         return open_channel(address, tls=self._tls(), token=self._token())
 
     def why_unavailable(self, address: str, error: UnavailableError) -> GpuscaleError:
-        """The error with what is wrong with TLS on the way to `address`, if that is it. Blocks for two seconds at most."""
+        """The error, with what is wrong with TLS to `address` if that is the cause. Blocks for up to two seconds."""
         return explained(address, self._tls(), error, PATIENCE)
 
     def _tls(self) -> ClientTls | None:
@@ -234,7 +234,7 @@ def run_program(
     description: str,
     quiet: bool = False,
 ) -> int:
-    """Run a service as a program of its own.
+    """Run a service as a program: read its settings, start the log, serve.
 
     Args:
         settings_type: what it is told, by flags, variables and file.
@@ -254,7 +254,7 @@ def run_program(
 
 
 class Opening(Protocol):
-    """Opens what a service does, and yields what a server is to serve; `term` where it leads by turns."""
+    """Starts a service and yields what the server serves; `term` is set where one of several processes leads."""
 
     def __call__(self, *, term: Term | None) -> AbstractAsyncContextManager[Sequence[Registration]]:
         """Read its state and start its tasks; they end on leaving."""

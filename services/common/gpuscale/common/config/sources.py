@@ -113,7 +113,7 @@ def load_table(
 def refuse_unused(
     settings_type: type[Settings], config: Mapping[str, object], unused: Mapping[str, str]
 ) -> None:
-    """Refuse what the environment or the tables of a whole file set, although nothing would read it.
+    """Refuse settings in the environment or the file that nothing would read.
 
     Args:
         settings_type: whose fields they are.
@@ -213,7 +213,7 @@ def _from_environment(
 
 
 def _is_misspelt(variable: str, known: Iterable[str]) -> bool:
-    """Whether it is nearly one of these. Users may have variables of their own that begin with GPUSCALE_."""
+    """Whether it is almost a known variable. Users may have their own that begin with GPUSCALE_."""
     name = variable.removeprefix(PREFIX)
     if name == variable or any(name.startswith(f"{table.upper()}_") for table in TABLES):
         return False
@@ -227,7 +227,7 @@ def _items(text: str) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaint is one line."""
+    """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -263,7 +263,7 @@ def _kinds(settings_type: type[Settings]) -> dict[str, _Kind]:
 
 
 def _kind(annotation: Any) -> _Kind:
-    """How a field is given, by its type; of a union, by the first member that is not None."""
+    """How a field is set, by its type; for a union, by its first member other than None."""
     if get_origin(annotation) in {Union, UnionType}:
         annotation = next(member for member in get_args(annotation) if member is not type(None))
     base = get_origin(annotation) or annotation
@@ -281,7 +281,7 @@ def _kind(annotation: Any) -> _Kind:
 
 
 def _describe(error: ValidationError, section: str, origins: Mapping[str, str]) -> str:
-    """One line for all that is wrong; never a value."""
+    """Everything that is wrong, in one line that never shows a value."""
     problems: list[str] = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
         field, *inner = (str(part) for part in problem["loc"]) if problem["loc"] else (section,)

@@ -49,7 +49,7 @@ _Task = asyncio.Task[Any]
 
 
 class OpenCalls:
-    """Calls by kind. Unary ones are limited in number; streams are not counted among them, since they stay.
+    """The open calls. The number of unary calls is limited; streams do not count, because they stay open.
 
     Calls of public methods (health) are neither limited nor refused while the server stops.
     """
@@ -72,7 +72,7 @@ class OpenCalls:
         self._refuse_when_stopping()
         if len(self.unary) >= self._max_unary:
             raise ResourceExhaustedError(
-                f"{self._max_unary} calls are being handled already",
+                f"{self._max_unary} calls are already under way",
                 reason="OVERLOADED",
                 retry_after=OVERLOADED_RETRY,
             )
@@ -88,7 +88,7 @@ class OpenCalls:
         self.streams.add(task)
 
     def leave(self, task: _Task) -> None:
-        """A call is over, or was never let in."""
+        """A call is over, or was refused."""
         self.unary.discard(task)
         self.streams.discard(task)
         self.public.discard(task)
@@ -101,11 +101,11 @@ class OpenCalls:
             task.cancel()
 
     def why_cancelled(self, task: _Task) -> GpuscaleError | None:
-        """The error to answer a cancelled call with; None where it was not `end` that cancelled it."""
+        """The error that answers a call which `end` cancelled; None if something else cancelled it."""
         return self._ended.get(task)
 
     def stop(self) -> GpuscaleError:
-        """Refuse every call from now on; returns the error that does."""
+        """Refuse every call from now on; returns the error that callers get."""
         self._stopping = UnavailableError("the server is shutting down", reason="SHUTTING_DOWN")
         return self._stopping
 
@@ -191,14 +191,14 @@ class AuditLog:
         self._writer.start()
 
     def write(self, record: Record) -> None:
-        """Have a line written; never waits."""
+        """Queue a record to be written; never waits."""
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
             self._dropped += 1
 
     def close(self) -> None:
-        """Write what waits, and close the file. Blocks; harmless where it never started."""
+        """Write what is queued and close the file. Blocks; does nothing if the log never started."""
         if self._writer.is_alive():
             self._waiting.put(None)
             self._writer.join()
@@ -275,7 +275,7 @@ class CallMeter:
 
 
 class CallWatcher:
-    """Looks at the calls of one server.
+    """Limits, audits and counts the calls of one server.
 
     Args:
         limits: how often each caller may call; None for as often as it likes.
@@ -352,7 +352,7 @@ class CallWatcher:
 
 
 def resource_of(path: str, request: bytes) -> str | None:
-    """What a request is about: the name in it, or in a message of it. None where it has none, or is no such message."""
+    """The resource that a request names, itself or in a message field; None if there is none, or it cannot be read."""
     method = descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
     try:
         message = message_factory.GetMessageClass(method.input_type).FromString(request)
@@ -363,7 +363,7 @@ def resource_of(path: str, request: bytes) -> str | None:
 
 
 def _name_in(message: Message) -> str | None:
-    """The first name in a message, or else in what it holds, one level deep."""
+    """The first name in a message, or in its message fields."""
     set_fields: Mapping[str, object] = {field.name: value for field, value in message.ListFields()}
     for name in _NAMES:
         value = set_fields.get(name)

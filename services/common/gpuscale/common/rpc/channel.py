@@ -67,7 +67,7 @@ RPC_TIMEOUT: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """Files of a client's TLS, all PEM. Without `ca_file` the system's authorities count."""
+    """A client's TLS files, all PEM. Without `ca_file` the system's authorities are trusted."""
 
     ca_file: Path | None = None
     cert_file: Path | None = None
@@ -143,13 +143,13 @@ def _reveal(token: "SecretStr | None", address: str, tls: ClientTls | None) -> s
     secret = token.get_secret_value()
     if not re.fullmatch(r"[!-~]+", secret):
         raise InvalidArgumentError(
-            "that is no token: it has blanks, line ends or characters beyond ASCII", field="token"
+            "a token holds no blanks, line ends or characters beyond ASCII", field="token"
         )
     return secret
 
 
 def split_addresses(text: str) -> tuple[str, ...]:
-    """The addresses of `HOST:PORT,HOST:PORT`; of a single one, that one.
+    """The addresses in `HOST:PORT,HOST:PORT`, or the single address.
 
     Raises:
         InvalidArgumentError: one is no address, or of several one is empty or stands there twice.
@@ -167,7 +167,7 @@ def split_addresses(text: str) -> tuple[str, ...]:
 
 
 def _problem(address: str) -> str:
-    """What is wrong with an address to connect to; empty where nothing is."""
+    """What is wrong with an address to connect to; empty if nothing is."""
     if address.startswith(_OTHER_WAYS):
         return ""
     scheme, found, rest = address.partition("://")
@@ -184,7 +184,7 @@ def _problem(address: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether an address is surely on this host."""
+    """Whether an address is certainly on this host."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")

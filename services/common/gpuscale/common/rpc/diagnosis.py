@@ -29,7 +29,7 @@ class _Cause(NamedTuple):
 
 
 _AUTHORITY = _Cause(
-    "the certificate of {address} is not of the authority in {ca}", reason="UNKNOWN_AUTHORITY"
+    "the certificate of {address} was not issued by the authority in {ca}", reason="UNKNOWN_AUTHORITY"
 )
 _VERIFICATION: Mapping[int, _Cause] = {
     9: _Cause("the certificate of {address} is not valid yet", reason="CERTIFICATE_EXPIRED"),
@@ -53,12 +53,13 @@ _OURS: Mapping[int, _Cause] = {
     **dict.fromkeys(
         (19, 20),
         _Cause(
-            "{address} refuses the client certificate {cert}: it is not of {ca}", reason="CLIENT_CERTIFICATE"
+            "{address} refuses the client certificate {cert}: it was not issued by {ca}",
+            reason="CLIENT_CERTIFICATE",
         ),
     ),
 }
 _UNWANTED = _Cause(
-    "{address} refuses the client certificate {cert}: it wants one of the authority in its --tls-client-ca-file",
+    "{address} refuses the client certificate {cert}: it requires one issued by the authority in its --tls-client-ca-file",
     reason="CLIENT_CERTIFICATE",
 )
 _WANTED = _Cause(
@@ -101,7 +102,7 @@ _LOST = (
 
 
 def worded(address: str, error: UnavailableError) -> UnavailableError:
-    """The error in our words where it is gRPC's own: nothing is there (NO_ANSWER), or the connection was lost."""
+    """The error in plain words if it is gRPC's own: nothing answers (NO_ANSWER), or the connection was lost."""
     said = error.message.lower()
     why = next((words for sign, words in _UNREACHED if sign in said), "no connection")
     if said.startswith(_CONNECTING):
@@ -111,14 +112,14 @@ def worded(address: str, error: UnavailableError) -> UnavailableError:
         return UnavailableError(f"no gpuscale server answers behind {address}: {error.message}")
     if any(sign in said for sign in _LOST):
         return UnavailableError(
-            f"the connection to {address} was lost during the call, which may have been done",
+            f"the connection to {address} was lost during the call, which may have been executed",
             metadata={"address": address},
         )
     return error
 
 
 def explained(address: str, tls: ClientTls | None, error: UnavailableError, limit: float) -> GpuscaleError:
-    """The error with its cause in words, as far as it can be found out. Blocks for seconds.
+    """The error with its cause, as far as it can be found out. Blocks for seconds.
 
     Args:
         address: where nothing answers.
@@ -133,7 +134,7 @@ def explained(address: str, tls: ClientTls | None, error: UnavailableError, limi
 
 
 def _diagnosed(address: str, tls: ClientTls | None, error: UnavailableError, limit: float) -> GpuscaleError:
-    """The error with what is wrong with TLS; the error itself where nothing is found."""
+    """The error with what is wrong with TLS; the error itself if nothing is found."""
     if "," in address:  # the first of them at which anything can be found out
         each = address.split(",")
         causes = (_diagnosed(part.strip(), tls, error, limit / len(each)) for part in each)
@@ -176,7 +177,7 @@ def _speaks_tls(connection: socket.socket) -> bool:
 
 
 def _failure(connection: socket.socket, host: str, tls: ClientTls) -> _Cause | None:
-    """What goes wrong in a handshake with those files."""
+    """What goes wrong in a handshake with these files."""
     context = ssl.create_default_context(cafile=tls.ca_file)
     context.set_alpn_protocols(["h2"])
     if tls.cert_file is not None:
@@ -204,7 +205,7 @@ def _failure(connection: socket.socket, host: str, tls: ClientTls) -> _Cause | N
 
 
 def _own_fault(tls: ClientTls, cert_file: Path) -> int:
-    """Code of what is wrong with our own certificate, by the authority that we trust ourselves; 0 for nothing.
+    """OpenSSL's code for what is wrong with our own certificate, judged by the authority we trust; 0 for nothing.
 
     The server does not say, so it is shown to a server in memory.
     """

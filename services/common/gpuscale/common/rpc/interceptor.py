@@ -132,7 +132,7 @@ class Guard:
         return answer
 
     async def _answer(self, request: Any, context: Context) -> Any:
-        """Do the work of a call; if it fails, end the call with the status that says why."""
+        """Handle a call; if that fails, end it with the status that says why."""
         task = _current_task()
         begin_call()
         try:
@@ -156,10 +156,12 @@ class Guard:
         return None
 
     def _admit(self, context: Context, *, again: bool = False) -> Principal | None:
-        """Who calls; None for a method that anybody may call. `again` for a call that was admitted before."""
+        """The caller; None for a method that anybody may call. `again` for a call that was admitted before."""
         info = self._info
         if info is None:
-            raise PermissionDeniedError(f"no role is given for {self._path}", reason="METHOD_WITHOUT_ROLE")
+            raise PermissionDeniedError(
+                f"the contract gives no role for {self._path}", reason="METHOD_WITHOUT_ROLE"
+            )
         principal = None
         if info.role is not None:
             principal = self._settings.authenticator.identify(context)
@@ -174,7 +176,7 @@ class Guard:
                 self._settings.connections.vouch(context.peer())
         remaining = _time_remaining(context)
         if remaining is not None and remaining <= 0:
-            raise DeadlineExceededError("the deadline passed before the call was begun")
+            raise DeadlineExceededError("the deadline passed before the call started")
         if not self._implemented:
             raise UnimplementedError(f"{self._path} is not implemented here")
         return principal
@@ -224,7 +226,7 @@ class Guard:
 
     @contextmanager
     def _open_stream(self, context: Context, task: _Task, principal: Principal | None) -> Generator[None]:
-        """Note an open stream. One that a token opened ends soon after the token does."""
+        """Count a stream as open. A stream opened with a token ends soon after the token does."""
         calls = self._settings.calls
         if principal is None:
             calls.public.add(task)
@@ -266,11 +268,11 @@ class Guard:
             return self._deserialize(raw) if self._deserialize is not None else raw
         except DecodeError:
             raise InvalidArgumentError(
-                "the bytes are not a message of the method's request type", reason="MALFORMED_MESSAGE"
+                "the request is not a valid message of the method's request type", reason="MALFORMED_MESSAGE"
             ) from None
 
     def _incident(self, error: Exception | None) -> GpuscaleError:
-        """Log a fault of ours under an id, which is all that the caller learns."""
+        """Log a bug under an id, which is all that the caller learns."""
         incident = uuid.uuid4().hex[:12]
         _log.error("call failed unexpectedly", method=self._path, incident=incident, exc_info=error or True)
         return InternalError(f"internal error, incident {incident}", metadata={"incident": incident})
@@ -301,7 +303,7 @@ def behavior_of(handler: Handler) -> Callable[[Any, Context], Any]:
 
 
 def _expected(error: Exception) -> GpuscaleError | None:
-    """The error of the tree that was raised, or that a task group wrapped as the only one."""
+    """The error of the tree, raised as it is or alone in an exception group; None for any other."""
     grouped: tuple[Exception, ...] = getattr(error, "exceptions", ())
     if len(grouped) == 1:
         return _expected(grouped[0])

@@ -66,7 +66,7 @@ class ListenAddress:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this host can reach it. A name other than localhost may resolve to anything."""
+        """Whether only this host can reach it. Any name other than localhost may resolve to anything."""
         return is_local(str(self))
 
     def __str__(self) -> str:
@@ -84,12 +84,14 @@ def parse_listen(listen: str) -> ListenAddress:
     host = host[1:-1] if bracketed else host
     valid_port = port.isascii() and port.isdigit() and int(port) <= _MAX_PORT
     if not (colon and host and valid_port) or (":" in host) != bracketed:
-        raise InvalidArgumentError(f"{listen!r} is no address to listen on: HOST:PORT is", field="listen")
+        raise InvalidArgumentError(
+            f"{listen!r} is not an address to listen on; write HOST:PORT", field="listen"
+        )
     return ListenAddress(host, int(port))
 
 
 def check_exposure(address: ListenAddress, *, tls: bool, insecure_allow_remote: bool) -> None:
-    """Refuse to serve other hosts in plain text, unless that was asked for.
+    """Refuse to serve other hosts in plain text, unless the settings allow it.
 
     Raises:
         FailedPreconditionError: it was not (reason INSECURE_BIND).
@@ -102,12 +104,12 @@ def check_exposure(address: ListenAddress, *, tls: bool, insecure_allow_remote: 
             reason="INSECURE_BIND",
         )
     _log.warning(
-        "serving other hosts in plain text: anyone on the network can listen in", listen=str(address)
+        "serving other hosts in plain text: anyone on the network can eavesdrop", listen=str(address)
     )
 
 
 def bind_error(address: ListenAddress) -> FailedPreconditionError:
-    """Why an address could not be bound: gRPC itself does not say, so the address is tried once more."""
+    """Why an address could not be bound. gRPC does not say, so this tries the address once more."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM
@@ -278,7 +280,7 @@ class Server:
         self._watch = asyncio.create_task(self._connections.watch(self._port), name="watch connections")
 
     async def report(self, *, serving: bool) -> None:
-        """Tell health checks whether the services are served: they are, unless this said otherwise, before `start` too.
+        """Set what health checks answer for the services: SERVING by default. May be called before `start`.
 
         The server itself is SERVING until it stops.
         """
@@ -288,11 +290,11 @@ class Server:
             await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     def end_calls(self, error: GpuscaleError) -> None:
-        """End every call that is open, but for health checks, with an error."""
+        """End every open call except health checks with an error."""
         self._calls.end((*self._calls.streams, *self._calls.unary), error)
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Tell health watchers, refuse new calls, end streams, and let unary calls finish for `grace` seconds.
+        """Warn health watchers, refuse new calls, end streams, and let unary calls finish for `grace` seconds.
 
         Calls that are refused, or have to end before their time, are answered UNAVAILABLE, reason SHUTTING_DOWN: repeating
         them elsewhere is safe where they may be repeated at all. The connections are closed last: gRPC core answers what

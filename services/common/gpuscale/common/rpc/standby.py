@@ -73,7 +73,7 @@ class LeaderMethods:
     def refusal(self) -> UnavailableError:
         """The answer to a call of a process that does not lead."""
         leader = self._leader()
-        where = f"; {leader} does" if leader else ", and nobody is known that does"
+        where = f"; {leader} does" if leader else "; the leader is not known"
         return UnavailableError(
             f"this process does not lead{where}",
             reason="NOT_LEADER",
@@ -120,7 +120,7 @@ class LeaderMethods:
 async def serve_by_turns(
     server: Server, candidate: Candidate, services: Sequence[str], act: Opening, stop: asyncio.Event
 ) -> None:
-    """Serve until `stop` is set; as a standby, and as the leader whenever nobody else leads.
+    """Serve until `stop` is set: as a standby, and as the leader whenever nobody else leads.
 
     Args:
         server: bound, and not started.
@@ -148,14 +148,14 @@ async def _by_turns(server: Server, candidate: Candidate, methods: LeaderMethods
                 async with act(term) as registrations:
                     await _hold(server, methods, term, registrations)
         except UnavailableError as error:
-            _log.warning("leading came to an end", problem=error.message, reason=error.reason)
+            _log.warning("the term ended", problem=error.message, reason=error.reason)
         await asyncio.sleep(LOOK_PERIOD)
 
 
 async def _hold(
     server: Server, methods: LeaderMethods, term: Term, registrations: Sequence[Registration]
 ) -> None:
-    """Act until the term is over."""
+    """Serve as the leader until the term is over."""
     methods.begin(term, registrations)
     await server.report(serving=True)
     try:
@@ -164,10 +164,10 @@ async def _hold(
         methods.end()
         server.end_calls(
             UnavailableError(
-                "this process leads no more; the call may have been done",
+                "this process no longer leads; the call may have been executed",
                 reason="LEAD_LOST",
                 retry_after=LOOK_PERIOD,
             )
         )
         await server.report(serving=False)
-    _log.warning("leading no more", epoch=term.epoch)
+    _log.warning("no longer leading", epoch=term.epoch)

@@ -62,7 +62,7 @@ _FLOATS: Final = frozenset((FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTY
 
 
 def value_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> ValueCheck | None:
-    """The check of one value of a field; None where any value will do, or where the value is a message of its own."""
+    """The check of one value of a field; None if any value will do, or the value is a message."""
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return _text_check(rules) if field.type == FieldDescriptor.TYPE_STRING else None
     if field.cpp_type in _FLOATS:
@@ -83,7 +83,7 @@ def value_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> ValueC
 
 
 def number_range(field: FieldDescriptor, rules: options_pb2.FieldRules) -> Range | None:
-    """Values that a number or enum may certainly have, for a quick comparison; None where there is no such range."""
+    """The range in which a number or enum is certainly valid, for a quick comparison; None if there is none."""
     if rules.required:
         return None
     if field.cpp_type in _FLOATS or field.cpp_type in _INTEGERS:
@@ -97,7 +97,7 @@ def number_range(field: FieldDescriptor, rules: options_pb2.FieldRules) -> Range
 
 
 def plain_length(field: FieldDescriptor, rules: options_pb2.FieldRules) -> int | None:
-    """Length up to which a printable text is certainly right; None where the text has to have a shape."""
+    """Length up to which a printable text is certainly valid; None if the text must have a format."""
     if field.type != FieldDescriptor.TYPE_STRING or rules.required or _shape_check(rules) is not None:
         return None
     return _longest(rules)
@@ -193,7 +193,7 @@ def _float_check(rules: options_pb2.FieldRules) -> ValueCheck:
 
 
 def stated_check(enum: EnumDescriptor) -> ValueCheck:
-    """The check of an item of a list of enum values: there, 0 does not stand for what was left out."""
+    """The check of an item in a list of enum values, where 0 does not mean unset."""
     defined = frozenset(enum.values_by_number) - {0}
     return lambda value: None if value in defined else f"must be a value of {enum.name}, and not UNSPECIFIED"
 
@@ -334,7 +334,7 @@ class _MessageChecks:
         return found
 
     def _is_right(self, message: Message) -> bool:
-        """Whether all that is set is certainly right, and nothing is missing; where it is not, the full checks say why."""
+        """Whether everything that is set is certainly valid and nothing is missing; if not, the full checks say why."""
         missing = len(self._needed)
         for field, value in message.ListFields():
             screen = self._screens[field]

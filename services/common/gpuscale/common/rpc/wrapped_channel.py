@@ -169,7 +169,7 @@ _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution fail
 
 
 class Leader:
-    """Which of the addresses is taken for the leader's; the first to begin with. Shared by all calls of a channel."""
+    """The address believed to be the leader's, at first the first one. Shared by all calls of a channel."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = tuple(addresses)
@@ -192,7 +192,7 @@ class Leader:
 
 
 class Trail:
-    """The way of one call from address to address.
+    """The attempts of one call, from address to address.
 
     Args:
         leader: of the channel.
@@ -256,7 +256,7 @@ def _lost(problem: GpuscaleError) -> bool:
 
 
 def _never_sent(error: grpc.RpcError) -> bool:
-    """Whether gRPC itself says that the call went nowhere. A server that says so, with details, tells of its own upstream."""
+    """Whether gRPC itself says that the call was never sent. A server that says so, with details, means its own upstream."""
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return False
     if any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
@@ -265,7 +265,7 @@ def _never_sent(error: grpc.RpcError) -> bool:
 
 
 def following(addresses: Sequence[str], channels: Sequence[grpc.aio.Channel]) -> grpc.aio.Channel:
-    """One channel of several, for each address in the order in which they are tried, that follows the leader."""
+    """One channel made of several, one per address in the order to try them, that follows the leader."""
     leader = Leader(addresses)
 
     def method(kind: str, methods: Sequence[Any]) -> Any:
@@ -297,7 +297,7 @@ def sync_following(addresses: Sequence[str], channels: Sequence[grpc.Channel]) -
 
 
 class _Attempts:
-    """A call under way, begun at once. What is not said here is that of the attempt made last."""
+    """A call under way, started at once. Everything else is that of the latest attempt."""
 
     def __init__(self, start: Callable[[], Any], trail: Trail) -> None:
         self._start = start

@@ -16,7 +16,7 @@ Kind = Literal["gauge", "counter", "untyped"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Series of one name: what they count, in which unit."""
+    """The series of one name."""
 
     name: str
     kind: Kind
@@ -24,7 +24,7 @@ class Family:
 
 
 class Page:
-    """What one scrape is answered. Families come in the order in which they were first added to."""
+    """The answer to one scrape. Families stand in the order in which they were first added to."""
 
     def __init__(self) -> None:
         self._lines: dict[str, list[str]] = {}  # by name: a family is dear to hash

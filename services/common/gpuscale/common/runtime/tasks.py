@@ -49,7 +49,7 @@ _interruptible: ContextVar[bool] = ContextVar("gpuscale_interruptible", default=
 
 
 def begin_call() -> None:
-    """For the guard of each method: from here on, whoever called may cancel the task at any await."""
+    """For the interceptor: from here on the caller may cancel the task at any await."""
     _interruptible.set(True)
 
 
@@ -60,13 +60,13 @@ def require_uninterrupted() -> None:
         InternalError: the use case lacks its `uninterrupted`.
     """
     if _interruptible.get():
-        raise InternalError("a call writes outside of an uninterrupted use case")
+        raise InternalError("a call writes outside an uninterrupted use case")
 
 
 def uninterrupted(
     change: Callable[P, Coroutine[Any, Any, T]],
 ) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Decorate a coroutine function whose caller may give up: a cancellation is raised once the change is complete.
+    """Decorate a change so that it always completes: a cancellation of the caller is raised afterwards.
 
     The change runs in a task of its own, which ends before the caller goes on. Each of its awaits must end by itself.
     """
@@ -93,7 +93,7 @@ async def _run(change: Coroutine[Any, Any, T]) -> T:
 
 
 def _expected(error: BaseException | None) -> bool:
-    """Whether a caller that has gone need not be told how the change went: a fault of ours is told all the same."""
+    """Whether a caller that gave up need not learn how the change went; a bug is raised all the same."""
     return error is None or isinstance(error, GpuscaleError)
 
 

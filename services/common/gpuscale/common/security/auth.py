@@ -74,7 +74,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a caller that is no admin may ask of the queue.
+    """What a caller other than an admin may request.
 
     Attributes:
         tenants: whose quotas it may use, the one first that a request without a tenant counts against; its own name alone
@@ -118,7 +118,7 @@ _current: ContextVar[Principal] = ContextVar("gpuscale_principal")
 
 
 def current_principal() -> Principal:
-    """The caller of the RPC that is being handled, for the handler and all tasks that it starts.
+    """The caller of the current RPC, for its handler and all tasks that it starts.
 
     Raises:
         LookupError: no RPC is being handled, or one that needs no caller (health checks).
@@ -127,12 +127,12 @@ def current_principal() -> Principal:
 
 
 def find_principal() -> Principal | None:
-    """The caller of the RPC that is being handled; None where nobody was recognised."""
+    """The caller of the current RPC; None if nobody was recognised."""
     return _current.get(None)
 
 
 def set_principal(principal: Principal) -> None:
-    """For the interceptor: name the caller of the RPC at hand."""
+    """For the interceptor: set the caller of the current RPC."""
     _current.set(principal)
 
 
@@ -162,7 +162,7 @@ class MethodInfo:
 
 
 def find_method(path: str) -> MethodInfo | None:
-    """What is known about a method; None where no role is given for it, so that nobody may call it.
+    """What the contract says about a method; None if it gives no role, so nobody may call it.
 
     A method of ours is found once its generated module has been imported, as every servicer does.
     """
@@ -243,7 +243,7 @@ class TokenFile:
             raise FailedPreconditionError(message, reason="TOKENS_FILE") from error
 
     def principal(self, token: str) -> Principal:
-        """Whom a token stands for.
+        """The caller that a token names.
 
         Raises:
             UnauthenticatedError: nobody (TOKEN_INVALID), or not any more (TOKEN_EXPIRED).
@@ -258,7 +258,7 @@ class TokenFile:
         raise UnauthenticatedError("the token is not known here", reason="TOKEN_INVALID")
 
     def limits_of_certificate(self, name: str) -> Limits:
-        """What the caller may ask of the queue whom a client certificate names."""
+        """The limits of the caller that a client certificate names."""
         self._refresh()
         return self._certificates.get(name, Limits())
 
@@ -315,7 +315,7 @@ _NO_AUTH: Final[Mapping[str, Iterable[bytes]]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a connection and a request tell of a caller.
+    """What a connection and a request tell about a caller.
 
     Attributes:
         loopback: whether it is on this host.
@@ -331,7 +331,7 @@ class Caller:
 
 
 class Authenticator:
-    """Says who calls.
+    """Identifies callers.
 
     Args:
         tokens_file: the tokens that are accepted; see `gpuscale.common.security.auth`. With it, loopback callers need one too.
@@ -438,7 +438,7 @@ def require(principal: Principal, role: Role, what: str = "the call") -> None:
 
 
 def _token(headers: Sequence[str | bytes]) -> str:
-    """The bearer token that came along."""
+    """The bearer token in the headers."""
     found = _BEARER.fullmatch(headers[0]) if isinstance(headers[0], str) else None
     if found is None or len(headers) > 1:
         raise UnauthenticatedError(

@@ -34,7 +34,7 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> ssl.SSLObject
 
 
 def end_of(cert_file: Path, key_file: Path) -> datetime | None:
-    """When a certificate ends; None where that is over, or it has not begun.
+    """When a certificate expires; None if it has expired or is not valid yet.
 
     Raises:
         OSError: the files cannot be used.
@@ -91,7 +91,7 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def server_context(tls: ServerTls) -> ssl.SSLContext:
-    """A context for servers of asyncio that follows the files, that of the clients' authority too.
+    """A context for asyncio servers that follows the files, the client authority included.
 
     Raises:
         FailedPreconditionError: as `server_credentials`.
@@ -108,7 +108,7 @@ def server_context(tls: ServerTls) -> ssl.SSLContext:
 
 
 class _Followed(Generic[T]):
-    """What `load` makes of the files, and the check for newer ones that is made at each handshake, in any thread."""
+    """What `load` makes of the files, reloaded when they change; checked at each handshake, in any thread."""
 
     def __init__(self, tls: ServerTls, load: Callable[[ServerTls], T]) -> None:
         self._tls = tls
@@ -122,7 +122,7 @@ class _Followed(Generic[T]):
             raise FailedPreconditionError(message, reason="TLS_FILES") from error
 
     def newer(self) -> T | None:
-        """What files that changed hold; None while what is in use stays."""
+        """What the files hold now; None if nothing changed, or they cannot be used."""
         with self._lock:
             try:
                 signature = self._signature()
@@ -152,7 +152,7 @@ def _context(tls: ServerTls) -> ssl.SSLContext:
 
 
 def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    """What gRPC needs, of files that fit together; warns of a certificate that clients refuse, or will before long."""
+    """The files as gRPC takes them, checked; warns of a certificate that clients refuse now or soon."""
     _context(tls)
     file, end = str(tls.cert_file), end_of(tls.cert_file, tls.key_file)
     if end is None:

@@ -66,7 +66,7 @@ class Candidate:
 
     @asynccontextmanager
     async def term(self) -> AsyncGenerator[Term]:
-        """Wait until this process leads, for as long as it takes; leaving the block gives the lead up.
+        """Wait until this process leads, however long that takes; leaving the block gives up the lead.
 
         Raises:
             FailedPreconditionError: DATABASE_REFUSED, the server lets us in under no circumstances.
@@ -82,7 +82,7 @@ class Candidate:
             await connection.close()
 
     async def _win(self) -> tuple[_Connection, Term]:
-        """Attempt it until it succeeds; over a new connection whenever one fails."""
+        """Try until it succeeds, over a new connection whenever one fails."""
         backoff, trouble = Backoff(initial=0.2, cap=1.0), ""
         while True:
             try:
@@ -92,7 +92,7 @@ class Candidate:
             except (UnavailableError, psycopg.Error, TimeoutError) as error:
                 self._leader = ""
                 if trouble != (trouble := " ".join(str(error).split()) or type(error).__name__):
-                    _log.warning("cannot stand for the lead", service=self._service, problem=trouble)
+                    _log.warning("cannot compete for the lead", service=self._service, problem=trouble)
             await asyncio.sleep(backoff.next())
 
     async def _attempt_on_one(self) -> tuple[_Connection, Term]:
@@ -166,7 +166,7 @@ class Candidate:
         )
         row = await cursor.fetchone()
         if row is None:
-            raise UnavailableError("the epoch was not counted", reason="STATE_UNAVAILABLE")
+            raise UnavailableError("the epoch could not be raised", reason="STATE_UNAVAILABLE")
         return int(row[0])
 
     async def _ping(self, connection: _Connection, term: Term) -> None:
@@ -191,7 +191,7 @@ class Candidate:
             term.resign()
 
     async def _look(self, connection: _Connection) -> str:
-        """The address of whoever took over last; empty before anybody ever did."""
+        """The address of the latest leader; empty before the first."""
         try:
             cursor = await connection.execute(in_schema("SELECT address FROM {}.leadership", self._service))
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
@@ -213,7 +213,7 @@ async def _ask(connection: _Connection, question: str, *values: object) -> objec
 
 
 async def _watch(term: Term) -> None:
-    """Resign as soon as the term is over: a question that is not answered takes 10 s more to be given up."""
+    """Resign as soon as the term is over: the driver takes 10 s longer to give up on an unanswered question."""
     while term.leads():
         with suppress(TimeoutError):
             await asyncio.wait_for(term.over.wait(), PING_PERIOD)

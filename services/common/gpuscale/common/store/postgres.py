@@ -58,7 +58,7 @@ def _is_driver(driver: object) -> TypeGuard[Driver]:
 
 
 def conninfo(url: SecretUrl, application: str) -> str:
-    """What the driver connects with: the URL, and our defaults for what it does not say.
+    """What the driver connects with: the URL, and our defaults for what it leaves out.
 
     Raises:
         FailedPreconditionError: the driver does not understand the URL; the error shows nothing of it.
@@ -76,7 +76,7 @@ def conninfo(url: SecretUrl, application: str) -> str:
 
 
 def connect_error(url: SecretUrl, error: psycopg.Error) -> FailedPreconditionError | UnavailableError:
-    """Why no connection came about, for people. The library names host, user and database, never the password."""
+    """Why the connection failed, for people. The library names host, user and database, never the password."""
     why = " ".join(str(error).split())
     # While a connection is made the library gives no SQLSTATE, only the server's words.
     if any(words in why for words in _REFUSED):
@@ -96,7 +96,7 @@ def store_application(service: str) -> str:
 
 
 def schema_of(service: str) -> sql.Identifier:
-    """The schema (the namespace in the database) that keeps what a service has."""
+    """The schema (namespace) of a service in the database."""
     return sql.Identifier(service)
 
 
@@ -106,7 +106,7 @@ def in_schema(statement: LiteralString, service: str) -> sql.Composed:
 
 
 def too_old(version: int) -> FailedPreconditionError | None:
-    """The error for a server that lacks what leadership is built on; None for one that has it."""
+    """The error for a server that is too old for leadership; None for one that is not."""
     if version >= OLDEST_SERVER:
         return None
     return FailedPreconditionError(
@@ -184,7 +184,7 @@ class Postgres:
             yield
             if driver.info.transaction_status != TransactionStatus.INTRANS:
                 # PostgreSQL would answer the COMMIT of a transaction that has failed, and undo it.
-                raise InternalError("a work went on after its transaction had ended")
+                raise InternalError("work continued after its transaction had ended")
             self._commit(connection, driver)
             committed = True
         finally:
@@ -202,7 +202,7 @@ class Postgres:
         return self.driver(connection).info.transaction_status != TransactionStatus.IDLE
 
     def failure(self, error: Exception) -> Exception:
-        """What to tell the callers whose work ended with `error`; ends the term where the connection is of no use any more."""
+        """The error for the callers whose work ended with `error`; ends the term if the connection is unusable."""
         cause = error.orig if isinstance(error, DBAPIError) else error
         if not isinstance(cause, psycopg.Error):
             return error
@@ -238,7 +238,7 @@ class Postgres:
             raise self._lead_lost()
 
     def _commit(self, connection: Connection, driver: Driver) -> None:
-        """Commit; where that fails, or may not have come as far as it should, only the database knows what is true.
+        """Commit; if that fails, or may be incomplete, only the database knows what is true.
 
         Raises:
             UnavailableError: STATE_UNAVAILABLE, the server warns. So it does where somebody cancels a commit that waits for
@@ -270,7 +270,7 @@ class Postgres:
     def _lead_lost(self) -> UnavailableError:
         """Not NOT_LEADER, which says that nothing was done: the call may have written before."""
         return UnavailableError(
-            f"this process leads the service {self.service} no more; the call may have been done",
+            f"this process no longer leads the service {self.service}; the call may have been executed",
             reason="LEAD_LOST",
             retry_after=0.2,
         )

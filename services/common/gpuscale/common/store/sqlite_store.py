@@ -52,10 +52,10 @@ _log = get_logger(__name__)
 
 
 class Guard(Protocol):
-    """Watches over a file for its service; called by the thread that writes."""
+    """Checks a file for its service; called by the thread that writes."""
 
     def inspect(self, connection: sqlite3.Connection, version: int) -> None:
-        """Look at a file before anything is changed, over a connection that cannot; 0 is the version of one without tables.
+        """Check a file before anything changes it, over a read-only connection; version 0 has no tables.
 
         Raises:
             FailedPreconditionError: it is not to be used; it stays as it is.
@@ -164,7 +164,7 @@ class Sqlite:
         return raw(connection).in_transaction
 
     def failure(self, error: Exception) -> Exception:
-        """What to tell the callers whose work ended with `error`; errors that are not the storage's stay what they are."""
+        """The error for the callers whose work ended with `error`; errors other than the storage's stay as they are."""
         cause = error.orig if isinstance(error, DBAPIError) else error
         code = getattr(cause, "sqlite_errorcode", None) if isinstance(cause, sqlite3.Error) else None
         if code is None:
@@ -184,7 +184,7 @@ class Sqlite:
             self.guard.ended(committed=committed)
 
     def _check(self) -> int:
-        """Look at the file without changing it; its version, 0 while it is without tables, as after a crash at its making."""
+        """Check the file without changing it; returns its version, 0 if it has no tables, as after a crash at its making."""
         uri = f"file:{quote(str(self.path))}?mode=ro"
         with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_SECONDS)) as connection:
             check(connection, "quick_check", self.unchecked)
@@ -229,7 +229,7 @@ def raw(connection: Connection) -> sqlite3.Connection:
 
 
 def give_back(connection: Connection) -> None:
-    """Give pages of the file that are free back to the disk, a few at a time; in PostgreSQL the server sees to that."""
+    """Return free pages of the file to the disk, a few at a time; PostgreSQL does so by itself."""
     driver = connection.connection.driver_connection
     if isinstance(driver, sqlite3.Connection):
         free: int = driver.execute("PRAGMA freelist_count").fetchone()[0]
@@ -239,7 +239,7 @@ def give_back(connection: Connection) -> None:
 
 
 def check(connection: sqlite3.Connection, pragma: str, unchecked: frozenset[str]) -> None:
-    """Have SQLite look at a file; without the tables that are not checked where it is a large one.
+    """Have SQLite check a file; of a large one, without the `unchecked` tables.
 
     Raises:
         sqlite3.DatabaseError: it is damaged.

@@ -70,7 +70,7 @@ class Backend(Protocol):
         ...
 
     def failure(self, error: Exception) -> Exception:
-        """What to tell the callers whose work ended with `error`; errors that are not the storage's stay what they are."""
+        """The error for the callers whose work ended with `error`; errors other than the storage's stay as they are."""
         ...
 
     def ended(self, *, committed: bool) -> None:
@@ -199,7 +199,7 @@ def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]", *, sh
         job.error = failure
         raise failure
     if not backend.in_transaction(connection):
-        raise InternalError("a work ended the transaction of its group")
+        raise InternalError("work ended the transaction of its group")
     driver.execute("ROLLBACK TO job")
     driver.execute("RELEASE job")
 
@@ -223,7 +223,7 @@ def _query(backend: Backend, connection: Connection, group: Sequence["_Job[Any]"
 
 
 class _Job(Generic[T]):
-    """A work, what it came to, and the future that waits for it.
+    """A unit of work, its result, and the future that waits for it.
 
     As a context it keeps the error of the work, whatever it is, for the one who waits.
     """
@@ -235,7 +235,7 @@ class _Job(Generic[T]):
         self._values: list[T] = []
 
     def run(self, connection: Connection) -> None:
-        """Do the work and keep what it came to; in the worker's thread."""
+        """Do the work and keep its result; in the worker's thread."""
         with self:
             self._values.append(self._work(connection))
 
@@ -295,12 +295,12 @@ class _Worker:
         self._thread.join()
 
     async def submit(self, work: Callable[[Connection], T]) -> T:
-        """Queue a work and wait for what it comes to."""
+        """Queue work and wait for its result."""
         if self._closed:
             raise UnavailableError("the state is closed", reason="STORE_CLOSED")
         if self._queue.qsize() >= MAX_WAITING:
             raise ResourceExhaustedError(
-                "too many writes and reads of the state wait", reason="STORE_BUSY", retry_after=1.0
+                "too many reads and writes of the state are waiting", reason="STORE_BUSY", retry_after=1.0
             )
         future: asyncio.Future[T] = self._loop.create_future()
         self._queue.put(_Job(work, future))
@@ -337,7 +337,7 @@ class _Worker:
             self._opened.set_result(None)
 
     def _end(self, failure: GpuscaleError | None) -> None:
-        """Answer whoever still waits; on the event loop."""
+        """Answer all who still wait; on the event loop."""
         failure = failure or UnavailableError("the state is closed", reason="STORE_CLOSED")
         self._closed = True
         if not self._opened.done():

@@ -33,7 +33,7 @@ class Term:
         self._loop = asyncio.get_running_loop()
 
     def leads(self) -> bool:
-        """Whether this process still leads: it was not told otherwise, and the connection stands."""
+        """Whether this process still leads: nothing says otherwise, and the connection is up."""
         return not self._ended and now() < self._trusted_until and not self._hung_up()
 
     def confirm(self, asked: float) -> None:
@@ -41,7 +41,7 @@ class Term:
         self._trusted_until = asked + self._lease
 
     def resign(self) -> None:
-        """The term is over; nothing that is still under way may count on it."""
+        """The term is over; nothing under way may rely on it any more."""
         self._ended = True
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.over.set)
