@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
 from uuid import uuid4
 
 from gpuscale.allocator.domain.model import (
@@ -17,11 +16,12 @@ from gpuscale.allocator.domain.model import (
     ReservedGpu,
     Score,
     State,
+    Weights,
 )
 from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.obstacles import Obstacle
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.placing.policies import spread
+from gpuscale.allocator.placing.policies import scored
 from gpuscale.allocator.placing.refusal import Refusal
 from tests.support.allocator_values import WALL
 
@@ -165,7 +165,7 @@ def _value(node: Node, fitting: list[Gpu], use: Use, ask: Ask, cordons: frozense
 
 
 def _spread(gpu: Gpu, use: Use, ask: Ask) -> float:
-    return spread(replace(gpu, memory_free_bytes=free_memory(gpu, use)), ask.weights)
+    return scored(gpu, ask.weights, free_memory(gpu, use)).total
 
 
 def _by_readings(gpu: Gpu, use: Use, ask: Ask) -> Obstacle | None:
@@ -184,6 +184,11 @@ def _by_readings(gpu: Gpu, use: Use, ask: Ask) -> Obstacle | None:
         return None if ask.allow_unknown_utilization else Obstacle.UTILIZATION_UNKNOWN
     limit = ask.max_utilization_percent
     return Obstacle.UTILIZATION_TOO_HIGH if limit < 100 and gpu.utilization_percent >= limit else None
+
+
+def explained(gpu: Gpu, weights: Weights) -> Score:
+    """The spread score of a GPU that nobody shares."""
+    return scored(gpu, weights, gpu.memory_free_bytes)
 
 
 def _beside(node: Node, use: Use, ask: Ask) -> bool:

@@ -1,6 +1,5 @@
 """The arrays answer what a plain look at every GPU answers, whatever happened before and in whatever order."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -20,16 +19,14 @@ from gpuscale.allocator.domain.model import (
     Policy,
     ReservedGpu,
     Score,
+    Weights,
 )
 from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import Columns
 from gpuscale.allocator.placing.constraints import ABSENT, Constraints
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.placing.policies import Demand, Tariff, typical, value
-from gpuscale.allocator.placing.row import Row
-from gpuscale.allocator.placing.rows import gpu_codes, node_code
-from gpuscale.allocator.placing.rows import value as row_value
+from gpuscale.allocator.placing.policies import Demand, Tariff, typical, value, value_of
 from tests.support.allocator_values import MIB, NOW, gpu
 from tests.support.placing import best_node, obstacle, placer, reservation
 
@@ -303,16 +300,18 @@ def test_a_row_alone_is_worth_what_it_is_worth_among_many(
     tariff = Tariff(cpu_per_gpu, {1: price})
     node_codes_then, gpu_codes_then = constraints.codes(every, NOW)
     free = gpu_codes_then == 0
-    values = value(wish, columns, every, free, constraints.kind, tariff, NO_TYPICAL)
+    values = value(wish, columns, every, free, constraints, tariff, lambda: NO_TYPICAL)
     fits = free.sum(1) >= count if count else node_codes_then == 0
     for at in range(len(columns)):
         row = columns.row(at)
-        node, codes = node_code(wish, row), gpu_codes(wish, row, constraints, NOW, range(len(row.held)))
+        node, codes = constraints.codes_of(row, NOW)
         assert node == node_codes_then[at]
         assert codes == gpu_codes_then[at, : len(codes)].tolist()
         assert set(gpu_codes_then[at, len(codes) :].tolist()) <= {ABSENT}
-        expected = float(values[at]) if fits[at] else -math.inf
-        assert row_value(wish, row, node, codes, constraints, tariff) == expected
+        for column, code in enumerate(codes):  # one that was held for a moment
+            assert constraints.code_after_use(row, column, node, code) == code
+        if fits[at]:
+            assert value_of(wish, row, codes, constraints, tariff) == float(values[at])
 
 
 @given(data=st.data(), cordons=st.frozensets(st.sampled_from(CORDONS), max_size=2))
@@ -352,14 +351,14 @@ def test_following_what_is_held_leads_to_what_a_fresh_look_finds(
             known[at] = replace(known[at], gpus=tuple(reported(one) for one in known[at].gpus))
             index.columns.write(at, known[at])
         for at in range(len(known)):
-            index.columns.row(at)  # kept from now on, until it changes
+            index.columns.row(at).scores(Weights())  # kept from now on, until it changes
     fresh = Columns(known, use, cordons)
     for name in ("held", "available", "utilization", "cpu_free", "memory_free", "free_milli"):
         np.testing.assert_array_equal(getattr(index.columns, name), getattr(fresh, name), name)
     for at in range(len(known)):
         followed, looked = index.columns.row(at), fresh.row(at)
-        for name in Row.__slots__:
-            np.testing.assert_array_equal(getattr(followed, name), getattr(looked, name), name)
+        assert (followed.node, followed.gpus, followed.places) == (looked.node, looked.gpus, looked.places)
+        assert followed.scores(Weights()) == looked.scores(Weights())
     before, old = index.columns.changed.copy(), NOW + 20
     index.follow(old)
     for at, node in enumerate(known):

@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.allocator.domain.model import Ask, Node, NodeState, Pick, Weights
-from gpuscale.allocator.placing.policies import explained, spread
 from tests.support.allocator_values import NOW, gpu
-from tests.support.placing import obstacle, place
+from tests.support.placing import explained, obstacle, place
 
 totals = st.integers(1, 200_000)
 percents = st.floats(0, 100)
@@ -29,10 +28,10 @@ def test_more_free_memory_and_less_use_never_score_less(
     free = data.draw(st.integers(0, total))
     more = data.draw(st.integers(free, total))
     less_used = data.draw(st.floats(0, utilization))
-    base = spread(gpu(free=free, total=total, utilization=utilization), Weights())
-    assert spread(gpu(free=more, total=total, utilization=utilization), Weights()) >= base
-    assert spread(gpu(free=free, total=total, utilization=less_used), Weights()) >= base
-    assert spread(gpu(free=free, total=total, utilization=None), Weights()) <= base
+    base = explained(gpu(free=free, total=total, utilization=utilization), Weights()).total
+    assert explained(gpu(free=more, total=total, utilization=utilization), Weights()).total >= base
+    assert explained(gpu(free=free, total=total, utilization=less_used), Weights()).total >= base
+    assert explained(gpu(free=free, total=total, utilization=None), Weights()).total <= base
 
 
 @st.composite

@@ -9,10 +9,10 @@ from gpuscale.allocator.domain.model import Ask, Node, Pick, Policy, Weights
 from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing import index as members
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.placing.policies import Demand, gradients, integer_scores, spread, typical
+from gpuscale.allocator.placing.policies import Demand, gradients, integer_scores, typical
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
-from tests.support.placing import placer, reservation
+from tests.support.placing import explained, placer, reservation
 
 
 def roomy(name: str, count: int, *, rank: int, cores: int) -> Node:
@@ -38,7 +38,7 @@ def test_spread_is_the_seeds_score_to_the_last_bit() -> None:
     weights = Weights(0.37, 0.61)
     answer = picked(placer([node("n0", *gpus)]), wish(Policy.SPREAD, gpu_count=9, weights=weights))
     assert {one.uuid: one.score.total for one in answer.gpus} == {
-        one.uuid: spread(one, weights) for one in gpus
+        one.uuid: explained(one, weights).total for one in gpus
     }
 
 

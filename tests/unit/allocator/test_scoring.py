@@ -3,8 +3,9 @@
 import pytest
 
 from gpuscale.allocator.domain.model import ScorePart, Weights
-from gpuscale.allocator.placing.policies import UNKNOWN_UTILIZATION, explained, spread
+from gpuscale.allocator.placing.policies import UNKNOWN_UTILIZATION
 from tests.support.allocator_values import gpu
+from tests.support.placing import explained
 
 
 @pytest.mark.parametrize(
@@ -50,4 +51,4 @@ def test_unknown_utilization_earns_nothing_and_is_said() -> None:
 
 def test_a_gpu_of_unknown_memory_has_no_score() -> None:
     with pytest.raises(ValueError, match="GPU-a"):
-        spread(gpu(free=None), Weights())
+        explained(gpu(free=None), Weights())

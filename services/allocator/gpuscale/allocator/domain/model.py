@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from datetime import datetime
 from enum import Enum, StrEnum
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from gpuscale.allocator.domain.values import value
 
@@ -120,6 +120,10 @@ class Weights:
 
     memory: float = 0.6
     utilization: float = 0.4
+
+    def score(self, free: Any, idle: Any) -> Any:
+        """The spread score of a GPU, or of each in arrays, of whose memory this share is free, and that is so idle (0-1)."""
+        return self.memory * free + self.utilization * idle
 
 
 @value(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""Constraints: what an ask takes of a GPU, which GPUs it cannot have, for each obstacle on its own, and how many members fit. Pure.
+"""Constraints: what an ask needs of a GPU, what keeps a GPU from it, and how many members fit on a node. Pure.
+
+Each rule is written once, for numbers and arrays alike (`columns.GpuFacts`): arrays look at many rows at once, numbers at
+the few that have changed. An operation on an array costs a microsecond however small the array is: by arrays alone, an ask
+of one GPU after a grant took 100 us longer, a tenth of a Reserve and its Release. A property test compares the two.
 
 A share without a memory of its own takes the same part of the memory as of the GPU. What the driver keeps for itself
 must not make the last share impossible, so such a share is content with SHARE_FLOOR of that, and is given what is
@@ -6,45 +10,56 @@ left where that is less.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Node
 from gpuscale.allocator.domain.use import Use
-from gpuscale.allocator.placing.columns import NO_GPU, UNKNOWN, Bools, Columns, Ints, listed
+from gpuscale.allocator.placing.columns import (
+    IS_OFFLINE,
+    IS_STALE,
+    NO_GPU,
+    UNKNOWN,
+    Bools,
+    Columns,
+    GpuFacts,
+    Ints,
+    NodeFacts,
+    Row,
+    listed,
+)
 from gpuscale.allocator.placing.obstacles import ADMITS_ALL_PERCENT, ORDER, Obstacle
 
 SHARE_FLOOR = (9, 10)
 """The least part of its nominal memory that a share without a memory of its own accepts, as a fraction."""
-
-MOST_MEMORY = (2**63 - 1) // WHOLE
-"""More than any GPU has, in bytes, of which thousandths can be reckoned without running over."""
-
-
-def milli_of(ask: Ask, total: Ints) -> Ints | int:
-    """Thousandths of each GPU of these sizes that the ask takes; an array only where the size decides."""
-    if ask.gpu_memory_bytes is None or ask.gpu_milli < WHOLE:
-        return ask.gpu_milli
-    wanted = min(ask.gpu_memory_bytes, MOST_MEMORY) * WHOLE
-    milli: Ints = np.clip(wanted // np.maximum(total, 1), 1, WHOLE)
-    return milli
-
-
-def memory_floor(ask: Ask, total: Ints) -> Ints | int:
-    """Bytes of each GPU of these sizes that must be available."""
-    if ask.exclusive:
-        return ask.min_memory_bytes
-    if ask.gpu_memory_bytes is not None:
-        return max(ask.min_memory_bytes, ask.gpu_memory_bytes)
-    numerator, denominator = SHARE_FLOOR
-    nominal = total * ask.gpu_milli // WHOLE
-    floor: Ints = np.maximum(ask.min_memory_bytes, nominal * numerator // denominator)
-    return floor
+CODES = {obstacle: code for code, obstacle in enumerate(ORDER, start=1)}
+"""The number that stands for an obstacle in an array; 0 is none."""
+_HELD: Final = CODES[Obstacle.HELD]
+Codes = NDArray[np.int8]
+_MOST: Final = int(np.iinfo(np.int64).max)
+ABSENT = -1
+"""Stands for no GPU at all."""
+NODE_OBSTACLES = frozenset(
+    {
+        Obstacle.NODE_NOT_SELECTED,
+        Obstacle.LABELS_DIFFER,
+        Obstacle.NODE_NOT_ONLINE,
+        Obstacle.NOT_APART,
+        Obstacle.CPU_BELOW_MIN,
+        Obstacle.HOST_MEMORY_BELOW_MIN,
+    }
+)
+"""Obstacles of whole nodes."""
+Hits = Iterator[tuple[Obstacle, Any]]
+"""Obstacles, and whether each is there: of one GPU, or of each in an array."""
 
 
 def floor_on(ask: Ask, total: int) -> int:
-    """Bytes that must be available of one GPU of this size."""
+    """Bytes that must be available of a GPU of this size."""
     if ask.gpu_memory_bytes is not None:
         return max(ask.min_memory_bytes, ask.gpu_memory_bytes)
     if ask.gpu_milli >= WHOLE:
@@ -54,7 +69,7 @@ def floor_on(ask: Ask, total: int) -> int:
 
 
 def milli_on(ask: Ask, total: int | None) -> int:
-    """Thousandths of one GPU that the ask takes."""
+    """Thousandths of a GPU of this size that the ask takes."""
     if ask.gpu_memory_bytes is None or ask.gpu_milli < WHOLE:
         return ask.gpu_milli
     return min(max(ask.gpu_memory_bytes * WHOLE // max(total or 0, 1), 1), WHOLE)
@@ -74,22 +89,72 @@ def memory_on(ask: Ask, total: int | None, available: int | None, free_milli: in
     return max(floor_on(ask, total), min(nominal, available * ask.gpu_milli // max(free_milli, 1)))
 
 
-CODES = {obstacle: code for code, obstacle in enumerate(ORDER, start=1)}
-"""The number that stands for an obstacle in an array; 0 is none."""
-Codes = NDArray[np.int8]
-ABSENT = -1
-"""Stands for no GPU at all."""
-NODE_OBSTACLES = frozenset(
-    {
-        Obstacle.NODE_NOT_SELECTED,
-        Obstacle.LABELS_DIFFER,
-        Obstacle.NODE_NOT_ONLINE,
-        Obstacle.NOT_APART,
-        Obstacle.CPU_BELOW_MIN,
-        Obstacle.HOST_MEMORY_BELOW_MIN,
-    }
-)
-"""Obstacles of whole nodes."""
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an ask needs, by the numbers that columns give to models and to sizes: in lists for one GPU, in arrays for many.
+
+    `kind` is the number of the MIG profile; `barred` says of each model whether the ask does not admit it; `milli` and
+    `floor` are the thousandths that it takes of a GPU of each size, and the bytes that must be available there.
+    """
+
+    kind: int
+    barred: Any
+    milli: Any
+    floor: Any
+
+
+def of_the_model(ask: Ask, gpu: GpuFacts, needs: Needs) -> Hits:
+    """What no end of a reservation cures."""
+    if ask.models:
+        yield Obstacle.MODEL_DIFFERS, needs.barred[gpu.model]
+    yield Obstacle.MIG_PROFILE_DIFFERS, gpu.kind != needs.kind
+
+
+def of_the_node(ask: Ask, node: NodeFacts) -> Hits:
+    """What keeps out all GPUs of a node."""
+    yield Obstacle.NODE_NOT_ONLINE, node.state == IS_OFFLINE
+    yield Obstacle.STALE, node.state == IS_STALE
+    yield Obstacle.CORDONED, node.cordoned
+    if ask.cpu_milli:
+        yield Obstacle.CPU_BELOW_MIN, node.cpu_free < ask.cpu_milli
+    if ask.host_memory_bytes:
+        yield Obstacle.HOST_MEMORY_BELOW_MIN, node.memory_free < ask.host_memory_bytes
+
+
+def of_the_gpu(gpu: GpuFacts, now: float) -> Hits:
+    """What keeps everybody from a GPU."""
+    yield Obstacle.STALE, gpu.fresh_until < now
+    yield Obstacle.GPU_NOT_OK, gpu.trouble
+    yield Obstacle.QUARANTINED, gpu.quarantined
+    yield Obstacle.CORDONED, gpu.cordoned
+
+
+def of_use(ask: Ask, gpu: GpuFacts, needs: Needs) -> Hits:
+    """What is held and used; the limit of utilization does not count where others share the GPU already."""
+    yield Obstacle.HELD, gpu.held + needs.milli[gpu.size] > WHOLE
+    yield Obstacle.MEMORY_UNKNOWN, gpu.available == UNKNOWN
+    yield Obstacle.MEMORY_BELOW_MIN, (gpu.available != UNKNOWN) & (gpu.available < needs.floor[gpu.size])
+    if not ask.allow_unknown_utilization:
+        yield Obstacle.UTILIZATION_UNKNOWN, (gpu.held == 0) & (gpu.utilization < 0)
+    if ask.max_utilization_percent < ADMITS_ALL_PERCENT:
+        yield (
+            Obstacle.UTILIZATION_TOO_HIGH,
+            (gpu.held == 0) & (gpu.utilization >= ask.max_utilization_percent),
+        )
+
+
+def first_of(hits: Hits) -> int:
+    """The first obstacle that is there, as a number; 0 for none."""
+    found = 0
+    for obstacle, hit in hits:
+        if hit:
+            found = _before(found, CODES[obstacle])
+    return found
+
+
+def _before(one: int, other: int) -> int:
+    """The first of two obstacles, 0 being none."""
+    return min(one, other) if one and other else one or other
 
 
 class Constraints:
@@ -100,42 +165,110 @@ class Constraints:
         self._use = use
         self._ask = ask
         self._profile = ask.mig_profile.lower()
-        self._admitted = np.zeros(0, np.bool_)
+        self._drawn = (0, 0, 0)
+        self._plain = self._arrays = Needs(0, [], [], [])
+
+    @property
+    def kind(self) -> int:
+        """The number of the MIG profile that is asked for; one that nothing bears if there is none yet."""
+        return self._needs()[0].kind
 
     def masks(self, rows: Ints, now: float) -> Iterator[tuple[Obstacle, Bools]]:
         """The GPUs (or, in one column, the nodes) that each obstacle keeps out alone, in the order of obstacles."""
-        yield from self._lasting(rows)
-        yield from self._of_the_fleet(rows, now)
-        yield from self._of_use(rows)
-        yield from self._of_readings(rows)
+        ask, gpu, (_, needs) = self._ask, self._columns.facts(rows), self._needs()
+        found: dict[Obstacle, Bools] = {}
+        for obstacle, mask in chain(
+            self._lasting(rows, gpu),
+            self._apart(rows),
+            of_the_node(ask, gpu.node),
+            of_the_gpu(gpu, now),
+            of_use(ask, gpu, needs),
+        ):
+            found[obstacle] = found[obstacle] | mask if obstacle in found else mask
+        return ((one, found[one]) for one in ORDER if one in found)
 
     def codes(self, rows: Ints, now: float) -> tuple[Codes, Codes]:
         """The first obstacle of each node as such, and of each GPU, as numbers; GPUs that do not exist are ABSENT."""
-        nodes = np.where(self._columns.node_cordoned[rows], np.int8(CODES[Obstacle.CORDONED]), np.int8(0))
-        np.copyto(nodes, CODES[Obstacle.STALE], where=self._columns.state[rows] == 1)
+        masks = list(self.masks(rows, now))
         gpus = np.zeros((len(rows), self._columns.width), np.int8)
-        for obstacle, mask in reversed(list(self.masks(rows, now))):
+        for obstacle, mask in reversed(masks):
             np.copyto(gpus, CODES[obstacle], where=mask)
-            if obstacle in NODE_OBSTACLES:
-                np.copyto(nodes, CODES[obstacle], where=mask[:, 0])
         np.copyto(gpus, ABSENT, where=self._columns.kind[rows] == NO_GPU)
+        nodes = np.zeros(len(rows), np.int8)
+        of_nodes = dict(of_the_node(self._ask, self._columns.facts(rows).node))
+        of_nodes |= {one: mask for one, mask in masks if one in NODE_OBSTACLES}
+        for obstacle in reversed(ORDER):
+            if obstacle in of_nodes:
+                np.copyto(nodes, CODES[obstacle], where=of_nodes[obstacle][:, 0])
         return nodes, gpus
+
+    def codes_of(self, row: Row, now: float) -> tuple[int, list[int]]:
+        """As `codes`, of one row, for an ask that `is_plain`."""
+        ask, (needs, _) = self._ask, self._needs()
+        node = first_of(of_the_node(ask, row.node))
+        found = (
+            first_of(chain(of_the_model(ask, gpu, needs), of_the_gpu(gpu, now), of_use(ask, gpu, needs)))
+            for gpu in row.gpus
+        )
+        return node, [_before(node, code) for code in found]
+
+    def code_after_use(self, row: Row, column: int, node: int, known: int) -> int:
+        """The first obstacle of a GPU of which only what is held has changed; `node` and `known` are what was found before."""
+        if 0 < known < _HELD:
+            return known
+        return _before(node, first_of(of_use(self._ask, row.gpus[column], self._needs()[0])))
+
+    def is_plain(self) -> bool:
+        """Whether the ask chooses no names or labels, so that `codes_of` knows all that keeps GPUs from it."""
+        ask = self._ask
+        chosen = ask.nodes or ask.excluded_nodes or ask.node_labels or ask.gpus or ask.excluded_gpus
+        return not (chosen or ask.apart_from)
 
     def suited(self, rows: Ints) -> Bools:
         """The GPUs that could serve if everything were free, known and online, and memory did not matter."""
         fit: Bools = self._columns.kind[rows] != NO_GPU
-        for _, mask in self._lasting(rows):
+        for _, mask in self._lasting(rows, self._columns.facts(rows)):
             fit = fit & ~mask
         return fit
 
     def ever(self, rows: Ints) -> Bools:
         """Those of the suited ones whose memory would do if all of it were free; unknown sizes count as enough."""
         total = self._columns.total[rows]
-        enough: Bools = (total == UNKNOWN) | (total >= memory_floor(self._ask, total))
+        enough: Bools = (total == UNKNOWN) | (total >= self.floor(rows))
         return self.suited(rows) & enough
 
-    def _lasting(self, rows: Ints) -> Iterator[tuple[Obstacle, Bools]]:
-        ask, columns = self._ask, self._columns
+    def milli(self, rows: Ints) -> Ints:
+        """Thousandths that the ask takes of each GPU."""
+        found: Ints = self._needs()[1].milli[self._columns.size[rows]]
+        return found
+
+    def milli_of(self, gpu: GpuFacts | None) -> int:
+        """Thousandths that the ask takes of a GPU; of None as of one whose size is not known."""
+        found: int = self._needs()[0].milli[gpu.size if gpu else 0]
+        return found
+
+    def floor(self, rows: Ints) -> Ints:
+        """Bytes that must be available of each GPU."""
+        found: Ints = self._needs()[1].floor[self._columns.size[rows]]
+        return found
+
+    def _needs(self) -> tuple[Needs, Needs]:
+        """In lists, and in arrays; drawn up anew when columns know more models, profiles or sizes."""
+        columns, ask = self._columns, self._ask
+        drawn = len(columns.models), len(columns.profiles), len(columns.sizes)
+        if drawn != self._drawn:
+            self._drawn = drawn
+            sizes = [None if one == UNKNOWN else one for one in columns.sizes]
+            barred = ~admitted(columns.models, ask.models)
+            milli = [milli_on(ask, one) for one in sizes]
+            floor = [min(floor_on(ask, one or 0), _MOST) for one in sizes]
+            kind = columns.profiles.get(self._profile, len(columns.profiles))
+            self._plain = Needs(kind, barred.tolist(), milli, floor)
+            self._arrays = Needs(kind, barred, np.array(milli, np.int64), np.array(floor, np.int64))
+        return self._plain, self._arrays
+
+    def _lasting(self, rows: Ints, gpu: GpuFacts) -> Hits:
+        ask = self._ask
         if ask.nodes or ask.excluded_nodes:
             yield Obstacle.NODE_NOT_SELECTED, self._nodes(rows, lambda node: not selected(node, ask))
         if ask.node_labels:
@@ -145,60 +278,20 @@ class Constraints:
             )
         if ask.gpus or ask.excluded_gpus:
             yield Obstacle.GPU_NOT_SELECTED, self._gpus(rows, lambda gpu: not _named(gpu, ask))
-        if ask.models:
-            yield Obstacle.MODEL_DIFFERS, ~self.admitted()[columns.model[rows]]
-        yield Obstacle.MIG_PROFILE_DIFFERS, columns.kind[rows] != self.kind
+        yield from of_the_model(ask, gpu, self._needs()[1])
 
-    @property
-    def kind(self) -> int:
-        """The number of the MIG profile that is asked for; one that nothing bears if there is none yet."""
-        return self._columns.profiles.get(self._profile, len(self._columns.profiles))
-
-    def admitted(self) -> Bools:
-        """Whether the ask admits each model, by its number."""
-        if len(self._admitted) < len(self._columns.models):
-            self._admitted = admitted(self._columns.models, self._ask.models)
-        return self._admitted
-
-    def _of_the_fleet(self, rows: Ints, now: float) -> Iterator[tuple[Obstacle, Bools]]:
-        columns = self._columns
-        state = columns.state[rows][:, None]
-        yield Obstacle.NODE_NOT_ONLINE, state == 2
-        yield Obstacle.STALE, (state == 1) | (columns.fresh_until[rows] < now)
-        yield Obstacle.GPU_NOT_OK, columns.trouble[rows]
-        yield Obstacle.QUARANTINED, columns.quarantined[rows]
-        yield Obstacle.CORDONED, columns.node_cordoned[rows][:, None] | columns.cordoned[rows]
-
-    def _of_use(self, rows: Ints) -> Iterator[tuple[Obstacle, Bools]]:
-        ask, columns = self._ask, self._columns
-        if ask.apart_from:
-            yield Obstacle.NOT_APART, self._nodes(rows, self._is_beside)
-        held = columns.held[rows]
-        if ask.exclusive:
-            yield Obstacle.HELD, held > 0
-        else:
-            yield Obstacle.HELD, held + milli_of(ask, columns.total[rows]) > WHOLE
-        if ask.cpu_milli:
-            yield Obstacle.CPU_BELOW_MIN, (columns.cpu_free[rows] < ask.cpu_milli)[:, None]
-        if ask.host_memory_bytes:
-            yield Obstacle.HOST_MEMORY_BELOW_MIN, (columns.memory_free[rows] < ask.host_memory_bytes)[:, None]
-
-    def _of_readings(self, rows: Ints) -> Iterator[tuple[Obstacle, Bools]]:
-        """The limit of utilization does not count where other reservations share the GPU already."""
-        ask, columns = self._ask, self._columns
-        free = columns.available[rows]
-        unknown = free == UNKNOWN
-        yield Obstacle.MEMORY_UNKNOWN, unknown
-        yield Obstacle.MEMORY_BELOW_MIN, ~unknown & (free < memory_floor(ask, columns.total[rows]))
-        used, alone = columns.utilization[rows], columns.held[rows] == 0
-        if not ask.allow_unknown_utilization:
-            yield Obstacle.UTILIZATION_UNKNOWN, np.isnan(used) & alone
-        if ask.max_utilization_percent < ADMITS_ALL_PERCENT:
-            yield Obstacle.UTILIZATION_TOO_HIGH, (used >= ask.max_utilization_percent) & alone
-
-    def _is_beside(self, node: Node) -> bool:
+    def _apart(self, rows: Ints) -> Hits:
         wanted = self._ask.apart_from
-        return any(_bears(one.labels.get, wanted) for one in self._use.reservations(node.id))
+        if wanted:
+            yield (
+                Obstacle.NOT_APART,
+                self._nodes(
+                    rows,
+                    lambda node: any(
+                        _bears(one.labels.get, wanted) for one in self._use.reservations(node.id)
+                    ),
+                ),
+            )
 
     def _nodes(self, rows: Ints, excluded: Callable[[Node], bool]) -> Bools:
         nodes = self._columns.nodes
@@ -232,55 +325,45 @@ def _bears(label: Callable[[str], str | None], wanted: tuple[tuple[str, str], ..
     return all(label(key) == value for key, value in wanted)
 
 
-def capacities(ask: Ask, columns: Columns, free: Bools) -> Ints:
+def capacities(ask: Ask, columns: Columns, constraints: Constraints, free: Bools) -> Ints:
     """How many members fit on each node at most; `free` says which GPUs can serve."""
     rows = np.arange(len(free))
-    total = columns.total[rows]
-    milli = np.broadcast_to(milli_of(ask, total), total.shape)
-    each = np.where(free, (WHOLE - columns.held[rows]) // np.maximum(milli, 1), 0)
+    each = np.where(free, (WHOLE - columns.held[rows]) // np.maximum(constraints.milli(rows), 1), 0)
     if not ask.exclusive:
-        each = np.minimum(each, columns.available[rows] // np.maximum(memory_floor(ask, total), 1))
-    room = _members(ask, np.maximum(each, 0))
-    room = np.minimum(room, _times(columns.cpu_free[rows], ask.cpu_milli, ask.member_count))
-    return np.minimum(room, _times(columns.memory_free[rows], ask.host_memory_bytes, ask.member_count))
+        each = np.minimum(each, columns.available[rows] // np.maximum(constraints.floor(rows), 1))
+    return _members(ask, np.maximum(each, 0), columns.cpu_free[rows], columns.memory_free[rows])
 
 
-def could_ever(ask: Ask, columns: Columns, fit: Bools) -> Ints:
-    """How many members each node would take if all of it were free; `fit` are the GPUs that could serve then.
-
-    What a node does not tell might be enough.
-    """
-    rows = np.arange(len(fit))
+def could_ever(ask: Ask, columns: Columns, constraints: Constraints) -> Ints:
+    """How many members each node would take if all of it were free. What a node does not tell might be enough."""
+    rows = np.arange(len(columns))
     total = columns.total[rows]
-    milli = np.broadcast_to(milli_of(ask, _or_enough(total)), total.shape)
-    each = np.where(fit, WHOLE // np.maximum(milli, 1), 0)
+    by_size = ask.gpu_memory_bytes is not None and ask.gpu_milli >= WHOLE
+    milli = np.where(by_size & (total == UNKNOWN), 1, constraints.milli(rows))
+    each = np.where(constraints.ever(rows), WHOLE // np.maximum(milli, 1), 0)
     if not ask.exclusive:
-        by_memory = total // np.maximum(memory_floor(ask, total), 1)
+        by_memory = total // np.maximum(constraints.floor(rows), 1)
         each = np.where(total == UNKNOWN, each, np.minimum(each, by_memory))
-    room = _members(ask, each)
-    cpu, memory = _or_enough(columns.cpu[rows]), _or_enough(columns.memory[rows])
-    room = np.minimum(room, _times(cpu, ask.cpu_milli, ask.member_count))
-    return np.minimum(room, _times(memory, ask.host_memory_bytes, ask.member_count))
+    return _members(ask, each, _or_enough(columns.cpu[rows]), _or_enough(columns.memory[rows]))
 
 
 def _or_enough(amount: Ints) -> Ints:
     return np.where(amount == UNKNOWN, np.iinfo(np.int64).max, amount)
 
 
-def _members(ask: Ask, each: Ints) -> Ints:
-    """Members of a node whose GPUs take so many each: no member takes a GPU twice."""
-    if ask.gpu_count <= 1:
-        return each.sum(1) if ask.gpu_count else np.full(len(each), ask.member_count)
-    room = np.zeros(len(each), np.int64)
-    for members in range(1, ask.member_count + 1):
-        fits = np.minimum(each, members).sum(1) >= members * ask.gpu_count
-        if not fits.any():
-            break
-        room[fits] = members
+def _members(ask: Ask, each: Ints, cpu: Ints, memory: Ints) -> Ints:
+    """Members of a node whose GPUs take so many each, and that has so much CPU and memory: no member takes a GPU twice."""
+    room = np.full(len(each), ask.member_count, np.int64)
+    if ask.gpu_count == 1:
+        room = np.minimum(each.sum(1), ask.member_count)
+    elif ask.gpu_count:
+        room = np.zeros(len(each), np.int64)
+        for members in range(1, ask.member_count + 1):
+            fits = np.minimum(each, members).sum(1) >= members * ask.gpu_count
+            if not fits.any():
+                break
+            room[fits] = members
+    for free, wanted in ((cpu, ask.cpu_milli), (memory, ask.host_memory_bytes)):
+        if wanted:
+            room = np.minimum(room, np.maximum(free, 0) // wanted)
     return room
-
-
-def _times(free: Ints, each: int, members: int) -> Ints:
-    if not each:
-        return np.full(len(free), members, np.int64)
-    return np.maximum(free, 0) // each

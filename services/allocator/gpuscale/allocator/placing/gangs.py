@@ -116,7 +116,7 @@ class _Scratch:
         value = index.value(shape).copy()
         if ask.gang_strategy in (GangStrategy.SPREAD, GangStrategy.STRICT_SPREAD):
             return self._spread(value)
-        room = capacities(ask, index.columns, index.free(shape))
+        room = capacities(ask, index.columns, shape.constraints, index.free(shape))
         room[~np.isfinite(value)] = 0
         if ask.gang_strategy is GangStrategy.PACK:
             packed(room, value, ask.member_count, self._fill)

@@ -24,7 +24,7 @@ from gpuscale.allocator.domain.model import (
     ScorePart,
 )
 from gpuscale.allocator.domain.use import Use
-from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints, listed
+from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints, Row, listed
 from gpuscale.allocator.placing.constraints import admitted, floor_on, memory_on, milli_on
 from gpuscale.allocator.placing.policies import (
     AskClass,
@@ -39,7 +39,6 @@ from gpuscale.allocator.placing.policies import (
     spread_scores,
     typical,
 )
-from gpuscale.allocator.placing.row import Row
 from gpuscale.allocator.placing.shapes import Shape, Shapes
 
 MOST_SETS = 20_000
@@ -187,7 +186,7 @@ class Members:
             fits = shape.gpu_codes[nodes] == 0
             return fragmentation_scores(ask, where, nodes, fits, self._typical())[back, columns]
         tariff = self._tariff()
-        known = facts(where, nodes, shape.constraints.kind, ask, tariff)
+        known = facts(where, nodes, shape.constraints, ask, tariff)
         total: Floats = np.sum([value * weight for _, value, weight in parts(ask, known, tariff)], axis=0)
         return total[back]
 
@@ -200,7 +199,7 @@ class Members:
             scores = [values[column] for column in fitting]
             first = fitting[scores.index(max(scores))]
         else:
-            first = min(fitting, key=lambda column: (-row.held[column], row.available[column]))
+            first = min(fitting, key=lambda column: (-row.gpus[column].held, row.gpus[column].available))
         return self._candidate(at, row, first, values[first])
 
     def _candidates(self, shape: Shape, at: int) -> list[Candidate]:
@@ -211,13 +210,14 @@ class Members:
 
     def _candidate(self, at: int, row: Row, column: int, value: float) -> Candidate:
         gpu = self._columns.gpus[at][column]
-        return Candidate(gpu, column, WHOLE - row.held[column], row.available[column], value)
+        known = row.gpus[column]
+        return Candidate(gpu, column, WHOLE - known.held, known.available, value)
 
     def _values(self, shape: Shape, at: int, row: Row) -> list[float]:
         """How good the GPUs of a row are that fit, where that differs between them."""
         ask = shape.ask
         if ask.policy is _SPREAD:
-            return row.spread(ask.weights)
+            return row.scores(ask.weights)
         if ask.policy is Policy.FGD:
             rows = np.array([at])
             fits = shape.gpu_codes[rows] == 0
@@ -225,7 +225,7 @@ class Members:
                 ask, self._columns, rows, fits, self._typical()
             ).tolist()[0]
             return values
-        return [0.0] * len(row.held)
+        return [0.0] * len(row.gpus)
 
     def _reserved(self, ask: Ask, row: int, one: Candidate, score: Score, member: int) -> ReservedGpu:
         gpu = one.gpu
@@ -253,7 +253,7 @@ class Members:
             score = summed((ScorePart("rank", float(columns.nodes[row].rank), -1.0),))
         else:
             tariff = self._tariff()
-            known = facts(columns, np.array([row]), shape.constraints.kind, ask, tariff)
+            known = facts(columns, np.array([row]), shape.constraints, ask, tariff)
             score = summed(
                 tuple(
                     ScorePart(name, float(value[0]), weight)

@@ -16,45 +16,42 @@ changes. Ties are settled by the rank of the node, by whoever compares.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
+from typing import Any, Final
 
 import numpy as np
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Policy, Score, ScorePart, Weights
-from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU, Bools, Columns, Floats, Ints
-from gpuscale.allocator.placing.constraints import milli_of
+from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU, Bools, Columns, Floats, Ints, Row
+from gpuscale.allocator.placing.constraints import Constraints
 
+_SPREAD: Final = Policy.SPREAD  # looked up in an enum, a member takes as long as a call
 UNKNOWN_UTILIZATION = "utilization is not reported: scored by memory alone"
 
 
-def spread(gpu: Gpu, weights: Weights) -> float:
-    """Score a GPU: the freer its memory and the idler it is, the higher; 0-1 with the default weights.
+def scored(gpu: Gpu, weights: Weights, free_bytes: int | None, note: str = "") -> Score:
+    """The score of a GPU by `spread` with its parts: the freer its memory and the idler it is, the higher.
 
-    A GPU that does not report its utilization gets no credit for being idle.
+    It is 0-1 with the default weights. A GPU that does not report its utilization gets no credit for being idle.
+
+    Args:
+        gpu: the GPU.
+        weights: of its parts.
+        free_bytes: what is free of its memory.
+        note: said of the score, unless the GPU was scored by memory alone.
 
     Raises:
         ValueError: the GPU does not report its memory; placement lets no such GPU through.
     """
-    return explained(gpu, weights).total
-
-
-def explained(gpu: Gpu, weights: Weights) -> Score:
-    """The score of a GPU with its parts, and a note where it was scored by memory alone. Raises as `spread` does."""
-    return scored(gpu, weights, gpu.memory_free_bytes)
-
-
-def scored(gpu: Gpu, weights: Weights, free_bytes: int | None, note: str = "") -> Score:
-    """As `explained`, of a GPU of whose memory so much is free. Raises as `spread` does."""
     if free_bytes is None or gpu.memory_total_bytes is None:
         raise ValueError(f"GPU {gpu.uuid} does not report its memory")
     free, used = free_bytes / gpu.memory_total_bytes, gpu.utilization_percent
-    total, idle = weights.memory * free, None
-    if used is None:
-        note = UNKNOWN_UTILIZATION
-    else:
-        idle = (100 - used) / 100
-        total += weights.utilization * idle
+    idle = None if used is None else (100 - used) / 100
+    note = UNKNOWN_UTILIZATION if idle is None else note
+    total = weights.score(free, idle or 0.0)
     parts = ScorePart("memory", free, weights.memory), ScorePart("utilization", idle, weights.utilization)
     return Score(total, parts, note)
 
@@ -295,52 +292,84 @@ BESTFIT_CPU, BESTFIT_GPU = 128_000.0, 8_000.0
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What policies look at, a row per node: free CPU (known or not), free GPU, what is asked of it, the price."""
+    """What `pack` and `bestfit` look at, of one node or, in arrays, of several.
 
-    cpu: Floats
-    cpu_known: Bools
-    gpu: Floats
-    taken: Floats
-    price: Floats
+    Its free CPU (0 where that is not `cpu_known`), its free GPU, what is asked of it, and the price of its model.
+    """
+
+    cpu: Any
+    cpu_known: Any
+    gpu: Any
+    taken: Any
+    price: Any
 
 
-def facts(columns: Columns, rows: Ints, kind: int, ask: Ask, tariff: Tariff) -> Facts:
-    """Gather the facts of some rows; `kind` is the sort of GPU that is asked for."""
-    cpu = columns.cpu_free[rows]
-    known = cpu != UNKNOWN
+def facts(columns: Columns, rows: Ints, constraints: Constraints, ask: Ask, tariff: Tariff) -> Facts:
+    """Gather the facts of some rows."""
     price = np.zeros(len(rows))
     if tariff.prices and not ask.models:
         listed = np.array([tariff.prices.get(model, 0.0) for model in range(len(columns.models))])
         price = listed[columns.model[rows, 0]]
-    return Facts(
-        np.where(known, cpu, 0).astype(np.float64),
-        known,
-        _free(columns, rows, kind),
-        _taken(columns, rows, ask),
-        price,
-    )
+    free = columns.free_milli[rows]
+    if constraints.kind != WHOLE_GPU:
+        working = (columns.kind[rows] == constraints.kind) & ~columns.out_of_use(rows)
+        free = np.where(working, WHOLE - columns.held[rows], 0).sum(1)
+    taken = ask.gpu_count * constraints.milli(rows)[:, 0]  # where the size decides, that of the first GPU
+    cpu = columns.cpu_free[rows].astype(np.float64)
+    return Facts(cpu, cpu != UNKNOWN, free.astype(np.float64), taken.astype(np.float64), price)
+
+
+def facts_of(row: Row, constraints: Constraints, ask: Ask, tariff: Tariff) -> Facts:
+    """As `facts`, of one row."""
+    kind, model = constraints.kind, row.gpus[0].model if row.gpus else 0
+    free = row.node.free_milli
+    if kind != WHOLE_GPU:
+        free = sum(WHOLE - gpu.held for gpu in row.gpus if gpu.kind == kind and not gpu.out_of_use)
+    taken = ask.gpu_count * constraints.milli_of(row.gpus[0] if row.gpus else None)
+    price = 0.0 if ask.models else tariff.prices.get(model, 0.0)
+    return Facts(float(row.node.cpu_free), row.node.cpu_free != UNKNOWN, float(free), float(taken), price)
 
 
 def value(
-    ask: Ask, columns: Columns, rows: Ints, fits: Bools, kind: int, tariff: Tariff, now: Typical
+    ask: Ask,
+    columns: Columns,
+    rows: Ints,
+    fits: Bools,
+    constraints: Constraints,
+    tariff: Tariff,
+    typical: Callable[[], Typical],
 ) -> Floats:
-    """How good each row is, where it fits; `fits` says which of its GPUs do, `kind` is the sort that is asked for."""
+    """How good each row is, where it fits; `fits` says which of its GPUs do."""
     if ask.policy is Policy.SPREAD:
         return _spread(ask, columns, rows, fits)
     if ask.policy is Policy.FIRSTFIT:
         return np.zeros(len(rows))
     if ask.policy is Policy.FGD:
-        best: Floats = fragmentation_scores(ask, columns, rows, fits, now).max(1)
+        best: Floats = fragmentation_scores(ask, columns, rows, fits, typical()).max(1)
         return best
-    known = facts(columns, rows, kind, ask, tariff)
-    if ask.policy is Policy.PACK:
-        return _pack(ask, known, tariff)
-    cpu, gpu = _left(ask, known)
-    return np.floor(100.0 * (1.0 - 0.5 * (cpu + gpu)))
+    found: Floats = _rounded(ask, facts(columns, rows, constraints, ask, tariff), tariff)
+    return found
 
 
-def parts(ask: Ask, known: Facts, tariff: Tariff) -> tuple[tuple[str, Floats, float], ...]:
-    """The value of `pack` and `bestfit` in parts, as compared but for the rounding: names, values by row, and weights."""
+def value_of(ask: Ask, row: Row, codes: Sequence[int], constraints: Constraints, tariff: Tariff) -> float:
+    """As `value`, of one row that fits, but not for FGD; `codes` are those of its GPUs, 0 for one that fits."""
+    if ask.policy is _SPREAD:
+        if not ask.gpu_count:
+            return float(row.node.cpu_free)
+        scores = compress(row.scores(ask.weights), map(not_, codes))
+        if ask.gpu_count == 1:
+            return max(scores)
+        total = 0.0
+        for score in sorted(scores, reverse=True)[: ask.gpu_count]:
+            total += score  # from the best on, as arrays do
+        return total / ask.gpu_count
+    if ask.policy is Policy.FIRSTFIT:
+        return 0.0
+    return float(_rounded(ask, facts_of(row, constraints, ask, tariff), tariff))
+
+
+def parts(ask: Ask, known: Facts, tariff: Tariff) -> tuple[tuple[str, Any, float], ...]:
+    """The value of `pack` and `bestfit` in parts, as compared but for the rounding: names, values and weights."""
     if ask.policy is Policy.PACK:
         drop = _drop(ask, known, tariff)
         if not ask.gpu_count:
@@ -355,11 +384,10 @@ def parts(ask: Ask, known: Facts, tariff: Tariff) -> tuple[tuple[str, Floats, fl
 
 
 def spread_scores(ask: Ask, columns: Columns, rows: Ints) -> Floats:
-    """The seed's score of each GPU of the rows, as `scoring.spread` says; nonsense where memory is not reported."""
-    total = np.maximum(columns.total[rows], 1)
-    memory = ask.weights.memory * (columns.available[rows] / total)
-    used = columns.utilization[rows]
-    return np.where(np.isnan(used), memory, memory + ask.weights.utilization * ((100 - used) / 100))
+    """The seed's score of each GPU of the rows; nonsense where memory is not reported."""
+    gpu = columns.facts(rows)
+    scores: Floats = ask.weights.score(gpu.free_memory, gpu.idle)
+    return scores
 
 
 def fragmentation_scores(ask: Ask, columns: Columns, rows: Ints, fits: Bools, now: Typical) -> Floats:
@@ -388,40 +416,27 @@ def _spread(ask: Ask, columns: Columns, rows: Ints, fits: Bools) -> Floats:
     return total / ask.gpu_count
 
 
-def _pack(ask: Ask, known: Facts, tariff: Tariff) -> Floats:
+def _rounded(ask: Ask, known: Facts, tariff: Tariff) -> Any:
+    """The value of `pack` and `bestfit`, rounded down; as all below of numbers or arrays."""
+    if ask.policy is Policy.BESTFIT:
+        cpu, gpu = _left(ask, known)
+        return 100.0 * (1.0 - 0.5 * (cpu + gpu)) // 1.0
     drop = _drop(ask, known, tariff)
     if not ask.gpu_count:
-        return np.floor(drop / CPU_BUCKET)
-    return np.floor((drop - TIGHTNESS * known.gpu - PRICE_WEIGHT * (known.price * known.taken)) / BUCKET)
+        return drop / CPU_BUCKET // 1.0
+    return (drop - TIGHTNESS * known.gpu - PRICE_WEIGHT * (known.price * known.taken)) / BUCKET // 1.0
 
 
-def _drop(ask: Ask, known: Facts, tariff: Tariff) -> Floats:
+def _drop(ask: Ask, known: Facts, tariff: Tariff) -> Any:
     """How much less GPU of the node will be without CPU to feed it; 0 for an ask that says nothing of CPU."""
     if not ask.cpu_milli or not tariff.cpu_per_gpu:
-        return np.zeros(len(known.gpu))
-    before = np.maximum(known.gpu - known.cpu / tariff.cpu_per_gpu, 0.0)
-    fed = (known.cpu - ask.cpu_milli) / tariff.cpu_per_gpu
-    after = np.maximum((known.gpu - known.taken) - fed, 0.0)
-    return np.where(known.cpu_known, before - after, 0.0)
+        return 0.0 * known.gpu
+    before = known.gpu - known.cpu / tariff.cpu_per_gpu
+    after = (known.gpu - known.taken) - (known.cpu - ask.cpu_milli) / tariff.cpu_per_gpu
+    return known.cpu_known * (before * (before > 0) - after * (after > 0))
 
 
-def _left(ask: Ask, known: Facts) -> tuple[Floats, Floats]:
+def _left(ask: Ask, known: Facts) -> tuple[Any, Any]:
     """What is left of a node for `bestfit`: CPU and GPU, against its measure; unknown CPU is none."""
-    cpu = np.where(known.cpu_known, (known.cpu - ask.cpu_milli) / BESTFIT_CPU, 0.0)
+    cpu = known.cpu_known * (known.cpu - ask.cpu_milli) / BESTFIT_CPU
     return cpu, (known.gpu - known.taken) / BESTFIT_GPU
-
-
-def _free(columns: Columns, rows: Ints, kind: int) -> Floats:
-    free = columns.free_milli[rows]
-    if kind != WHOLE_GPU:
-        working = (columns.kind[rows] == kind) & ~columns.out_of_use(rows)
-        free = np.where(working, WHOLE - columns.held[rows], 0).sum(1)
-    return free.astype(np.float64)
-
-
-def _taken(columns: Columns, rows: Ints, ask: Ask) -> Floats:
-    """What the ask takes of each node; where the size of a GPU decides, as of its first GPU."""
-    milli = milli_of(ask, columns.total[rows, :1])
-    if isinstance(milli, int):
-        return np.full(len(rows), float(ask.gpu_count * milli))
-    return ask.gpu_count * milli[:, 0].astype(np.float64)

@@ -13,11 +13,11 @@ from gpuscale.allocator.domain.model import Ask, Policy
 from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints, listed
 from gpuscale.allocator.placing.constraints import ABSENT, Constraints, could_ever
-from gpuscale.allocator.placing.policies import Tariff, Typical, value
-from gpuscale.allocator.placing.rows import MOST, gpu_codes, node_code, plain
-from gpuscale.allocator.placing.rows import value as row_value
+from gpuscale.allocator.placing.policies import Tariff, Typical, value, value_of
 
 _PACK, _FGD = Policy.PACK, Policy.FGD
+MOST_GPUS = 128
+"""Up to so many GPUs are looked at one by one; for more of them arrays are quicker."""
 MOST_SHAPES = 256
 MOST_BYTES = 64 * 1024 * 1024
 """Bounds on what is kept: the shapes used last."""
@@ -37,7 +37,7 @@ class Shape:
         self.node_codes: NDArray[np.int8] = np.zeros(rows, np.int8)
         self.value: Floats = np.full(rows, -np.inf)
         self._columns = columns
-        self._plain = plain(ask)
+        self._by_row = ask.policy is not _FGD and self.constraints.is_plain()
         self._seen = 0
         self._ever: tuple[int, Ints] | None = None
         self._reckoned_with: Tariff | Typical | None = None
@@ -56,9 +56,9 @@ class Shape:
         if columns.sequence == self._seen and not moved:
             return
         seen, self._seen = self._seen, columns.sequence
-        few = columns.changed_since(seen) if self._plain and not moved else None
+        few = columns.changed_since(seen) if self._by_row and not moved else None
         if few is not None and (
-            len(few) * columns.width <= MOST or sum(map(self._width, few.values())) <= MOST
+            len(few) * columns.width <= MOST_GPUS or sum(map(self._width, few.values())) <= MOST_GPUS
         ):
             for row, gpus in few.items():
                 self._look(row, gpus, now, tariff)
@@ -69,7 +69,7 @@ class Shape:
         if moved:
             rows = np.arange(len(columns))
         if len(rows):
-            self.value[rows] = self._values(rows, tariff, typical())
+            self.value[rows] = self._values(rows, tariff, typical)
 
     def fits(self, rows: Ints) -> Bools:
         """Which of the rows serve the ask."""
@@ -80,8 +80,7 @@ class Shape:
     def room_ever(self) -> Ints:
         """How many members each node would take if all of it were free."""
         if self._ever is None or self._ever[0] != self._columns.layout:
-            fit = self.constraints.ever(np.arange(len(self._columns)))
-            self._ever = (self._columns.layout, could_ever(self.ask, self._columns, fit))
+            self._ever = (self._columns.layout, could_ever(self.ask, self._columns, self.constraints))
         return self._ever[1]
 
     def _width(self, gpus: Collection[int] | None) -> int:
@@ -92,26 +91,25 @@ class Shape:
         ask, constraints = self.ask, self.constraints
         row = self._columns.row(at)
         if gpus is None:
-            node, codes = node_code(ask, row), gpu_codes(ask, row, constraints, now, range(len(row.held)))
+            node, codes = constraints.codes_of(row, now)
             self.node_codes[at] = node
             self.gpu_codes[at] = codes + [ABSENT] * (self._columns.width - len(codes))
         else:
-            known, found = self.gpu_codes[at], gpu_codes(ask, row, constraints, now, gpus)
+            node, codes = int(self.node_codes[at]), listed(self.gpu_codes[at])
             for column in gpus:
-                known[column] = found.pop(0)
-            node, codes = 0 if ask.gpu_count else int(self.node_codes[at]), listed(known)
-        self.value[at] = row_value(ask, row, node, codes, constraints, tariff)
+                codes[column] = constraints.code_after_use(row, column, node, codes[column])
+                self.gpu_codes[at, column] = codes[column]
+        fits = codes.count(0) >= ask.gpu_count if ask.gpu_count else not node
+        self.value[at] = value_of(ask, row, codes, constraints, tariff) if fits else -np.inf
 
-    def _values(self, rows: Ints, tariff: Tariff, typical: Typical) -> Floats:
+    def _values(self, rows: Ints, tariff: Tariff, typical: Callable[[], Typical]) -> Floats:
         """How good rows are; only those that fit are reckoned."""
         found: Floats = np.full(len(rows), -np.inf)
         fits = self.fits(rows)
         fitting = rows[fits]
         if len(fitting):
             free = self.gpu_codes[fitting] == 0
-            found[fits] = value(
-                self.ask, self._columns, fitting, free, self.constraints.kind, tariff, typical
-            )
+            found[fits] = value(self.ask, self._columns, fitting, free, self.constraints, tariff, typical)
         return found
 
 
