@@ -308,8 +308,9 @@ def test_a_row_alone_is_worth_what_it_is_worth_among_many(
         assert node == node_codes_then[at]
         assert codes == gpu_codes_then[at, : len(codes)].tolist()
         assert set(gpu_codes_then[at, len(codes) :].tolist()) <= {ABSENT}
-        for column, code in enumerate(codes):  # one that was held for a moment
-            assert constraints.code_after_use(row, column, node, code) == code
+        again = list(codes)
+        constraints.codes_after_use(row, range(len(codes)), node, again)
+        assert again == codes
         if fits[at]:
             assert value_of(wish, row, codes, constraints, tariff) == float(values[at])
 

@@ -141,6 +141,7 @@ class Columns:
         self.gpus: list[tuple[Gpu, ...]] = []
         self.row_of: dict[str, int] = {}
         self.sequence = 0
+        self.numbered = 0
         self._touched: list[tuple[int, Sequence[int] | None]] = []
         self.layout = 0
         self._aged = -np.inf
@@ -176,7 +177,7 @@ class Columns:
     def changed_since(self, sequence: int) -> dict[int, set[int] | None] | None:
         """The rows that changed after the change of that number; None where those were too many to tell.
 
-        Each with the columns of the GPUs of which that is true, or None where it is true of the whole node.
+        Each with the columns of the GPUs of which what is held changed, or None where anything else changed too.
         """
         first = len(self._touched) - (self.sequence - sequence)
         if first < 0:
@@ -230,6 +231,7 @@ class Columns:
         self.quarantined[row, :count] = [bool(gpu.quarantine) for gpu in gpus]
         self.total[row, :count] = sizes = [_number(gpu.memory_total_bytes) for gpu in gpus]
         self.size[row, :count] = [self.sizes.setdefault(size, len(self.sizes)) for size in sizes]
+        self.numbered = len(self.models) + len(self.profiles) + len(self.sizes)
         self._write_cordons(row)
         self._write_freshness(row)
         self.write_use(row)
@@ -262,11 +264,9 @@ class Columns:
             if known.kind == WHOLE_GPU and not known.out_of_use:
                 row.node.free_milli += before - use.milli
         self.free_milli[at] = row.node.free_milli
-        if (left := self._left(at)) == (row.node.cpu_free, row.node.memory_free):
-            self._touch(at, columns)
-        else:
+        if (left := self._left(at)) != (row.node.cpu_free, row.node.memory_free):
             row.node.cpu_free, row.node.memory_free = self.cpu_free[at], self.memory_free[at] = left
-            self._touch(at)
+        self._touch(at, columns)
 
     def _plain(self, at: int) -> Row:
         count = int(self.gpu_count[at])

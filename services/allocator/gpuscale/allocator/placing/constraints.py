@@ -165,7 +165,7 @@ class Constraints:
         self._use = use
         self._ask = ask
         self._profile = ask.mig_profile.lower()
-        self._drawn = (0, 0, 0)
+        self._drawn = -1
         self._plain = self._arrays = Needs(0, [], [], [])
 
     @property
@@ -205,18 +205,31 @@ class Constraints:
     def codes_of(self, row: Row, now: float) -> tuple[int, list[int]]:
         """As `codes`, of one row, for an ask that `is_plain`."""
         ask, (needs, _) = self._ask, self._needs()
-        node = first_of(of_the_node(ask, row.node))
+        node = self.node_code_of(row)
         found = (
             first_of(chain(of_the_model(ask, gpu, needs), of_the_gpu(gpu, now), of_use(ask, gpu, needs)))
             for gpu in row.gpus
         )
         return node, [_before(node, code) for code in found]
 
-    def code_after_use(self, row: Row, column: int, node: int, known: int) -> int:
-        """The first obstacle of a GPU of which only what is held has changed; `node` and `known` are what was found before."""
-        if 0 < known < _HELD:
-            return known
-        return _before(node, first_of(of_use(self._ask, row.gpus[column], self._needs()[0])))
+    def node_code_of(self, row: Row) -> int:
+        """The first obstacle of a node as such."""
+        return first_of(of_the_node(self._ask, row.node))
+
+    def codes_after_use(self, row: Row, columns: Iterable[int], node: int, codes: list[int]) -> None:
+        """Bring the first obstacles of GPUs up to date of which only what is held has changed.
+
+        `node` is the first obstacle of their node, which has not changed by that.
+        """
+        ask, (needs, _) = self._ask, self._needs()
+        for column in columns:
+            if 0 < codes[column] < _HELD:
+                continue
+            codes[column] = node
+            for obstacle, hit in of_use(ask, row.gpus[column], needs):  # in their order
+                if hit:
+                    codes[column] = _before(node, CODES[obstacle])
+                    break
 
     def is_plain(self) -> bool:
         """Whether the ask chooses no names or labels, so that `codes_of` knows all that keeps GPUs from it."""
@@ -255,9 +268,8 @@ class Constraints:
     def _needs(self) -> tuple[Needs, Needs]:
         """In lists, and in arrays; drawn up anew when columns know more models, profiles or sizes."""
         columns, ask = self._columns, self._ask
-        drawn = len(columns.models), len(columns.profiles), len(columns.sizes)
-        if drawn != self._drawn:
-            self._drawn = drawn
+        if columns.numbered != self._drawn:
+            self._drawn = columns.numbered
             sizes = [None if one == UNKNOWN else one for one in columns.sizes]
             barred = ~admitted(columns.models, ask.models)
             milli = [milli_on(ask, one) for one in sizes]

@@ -38,6 +38,7 @@ class Shape:
         self.value: Floats = np.full(rows, -np.inf)
         self._columns = columns
         self._by_row = ask.policy is not _FGD and self.constraints.is_plain()
+        self._takes_of_node = bool(ask.cpu_milli or ask.host_memory_bytes)
         self._seen = 0
         self._ever: tuple[int, Ints] | None = None
         self._reckoned_with: Tariff | Typical | None = None
@@ -89,15 +90,15 @@ class Shape:
     def _look(self, at: int, gpus: Collection[int] | None, now: float, tariff: Tariff) -> None:
         """Bring one row up to date: the GPUs in some columns, or all of it."""
         ask, constraints = self.ask, self.constraints
-        row = self._columns.row(at)
-        if gpus is None:
+        row, node = self._columns.row(at), int(self.node_codes[at])
+        if gpus is None or (self._takes_of_node and constraints.node_code_of(row) != node):
             node, codes = constraints.codes_of(row, now)
             self.node_codes[at] = node
             self.gpu_codes[at] = codes + [ABSENT] * (self._columns.width - len(codes))
         else:
-            node, codes = int(self.node_codes[at]), listed(self.gpu_codes[at])
+            codes = listed(self.gpu_codes[at])
+            constraints.codes_after_use(row, gpus, node, codes)
             for column in gpus:
-                codes[column] = constraints.code_after_use(row, column, node, codes[column])
                 self.gpu_codes[at, column] = codes[column]
         fits = codes.count(0) >= ask.gpu_count if ask.gpu_count else not node
         self.value[at] = value_of(ask, row, codes, constraints, tariff) if fits else -np.inf
