@@ -5,6 +5,7 @@ containers, hide, and outsiders that pretend. Of each it is known whose it is. W
 no missed outsider, no byte counted twice, and unknown where it cannot be known.
 """
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -253,7 +254,8 @@ def true_bytes(one: Process) -> int:
 
 
 def granted(host: Host) -> Ledger:
-    ledger = Ledger()
+    names = map(reservation, itertools.count())
+    ledger = Ledger(new_id=lambda: next(names).partition("/")[2])
     for claim in host.claims:
         memory = None if host.whole else claim // MIB
         gpu = reserved(GPU, node=NODE, milli=1000 if host.whole else 250, memory=memory)

@@ -12,7 +12,7 @@ from gpuscale.allocator.queueing.model import Quota, Rules
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.usecases.endings import Sweeper
-from gpuscale.allocator.usecases.waiting import AllocatorWorld, Holding, Waiting
+from gpuscale.allocator.usecases.waiting import AllocatorWorld, Waiting
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, plain_node, reserved
@@ -83,7 +83,6 @@ class QueueSite:
         self.commits = Commits(self.ledger, self.disk, self.changes)
         self.placer = FirstFit(self.ledger, sizes)
         self.quotas: dict[str, Quota] = {}
-        self.hold = Holding(self.ledger, self.clock)
         world = AllocatorWorld(
             ledger=self.ledger,
             placer=self.placer,
@@ -95,7 +94,6 @@ class QueueSite:
             self.queue,
             ledger=self.ledger,
             commits=self.commits,
-            hold=self.hold,
             grace=rules.grace,
             clock=self.clock,
         )
@@ -105,7 +103,7 @@ class QueueSite:
         """Grant at once."""
         pick = self.waiting.look(order, self.clock.now())
         assert isinstance(pick, Pick)
-        granted = self.hold(order, pick)
+        granted = self.ledger.grant(order, pick.gpus, now=self.clock.now(), wall=self.clock.wall())
         assert await self.commits.grant([granted]) is None
         return self.ledger.get(granted.id)
 

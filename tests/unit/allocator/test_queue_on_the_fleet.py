@@ -10,7 +10,7 @@ from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, Pi
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.model import Grant, Obstacle, Quota, Reason, Revoke, Rules
 from gpuscale.allocator.queueing.queue import BEHIND_OTHERS, Queue
-from gpuscale.allocator.usecases.waiting import AllocatorWorld, Holding
+from gpuscale.allocator.usecases.waiting import AllocatorWorld
 from tests.support.allocator_values import MIB, WALL, ask, gpu
 from tests.support.clock import ManualClock
 from tests.support.queue_world import wish
@@ -35,7 +35,6 @@ class Site:
             clock=self.clock,
         )
         self.queue = Queue(world, rules or Rules())
-        self._hold = Holding(self.ledger, self.clock)
 
     def look(self, order: Order) -> str:
         """Look once and take what is found: its id, or the reason why there is none."""
@@ -87,8 +86,12 @@ class Site:
         assert waiter.place is not None
         return waiter.place.start
 
+    def hold(self, order: Order, pick: Pick) -> Reservation:
+        """A grant that is not on disk yet."""
+        return self.ledger.grant(order, pick.gpus, now=self.clock.now(), wall=self.clock.wall())
+
     def _granted(self, order: Order, pick: Pick) -> Reservation:
-        return self.ledger.confirm(self._hold(order, pick))
+        return self.ledger.confirm(self.hold(order, pick))
 
 
 def host(name: str, count: int, *, rank: int = 0) -> Node:
@@ -184,7 +187,7 @@ def test_what_is_ending_is_no_victim_and_what_is_not_on_disk_cannot_be_one() -> 
     order = wish("new", preemptible=True)
     found = site.queue.look(order, site.clock.now())
     assert isinstance(found, Pick)
-    new = site._hold(order, found)
+    new = site.hold(order, found)
     closed = site.ledger.close(ending, State.RELEASED, now=site.clock.now(), wall=WALL)
     assert site.waits(wish("urgent", 2, priority=1, may_preempt=True)) == []
     site.ledger.confirm(new)

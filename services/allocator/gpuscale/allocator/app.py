@@ -28,8 +28,8 @@ from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.quotas import Quotas
 from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import Reserving
-from gpuscale.allocator.usecases.waiting import AllocatorWorld, Holding, Waiting
-from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.allocator.usecases.waiting import AllocatorWorld, Waiting
+from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.clock import Clock
@@ -59,15 +59,7 @@ class Allocator:
 async def open_allocator(
     settings: AllocatorSettings, *, fleet: grpc.aio.Channel, clock: Clock, term: Term | None = None
 ) -> AsyncGenerator[tuple[Registration, ...]]:
-    """Run the allocator and yield what a server is to serve.
-
-    The caller holds the lock on `settings.data_dir` and owns the channel to the fleet. With `term`, in which this process
-    leads, the state is in `settings.database`; else it is a file in the directory.
-
-    Raises:
-        FailedPreconditionError: the stored state is damaged, inconsistent, or of another version.
-        UnavailableError: the stored state cannot be used now, or the term is over.
-    """
+    """As `open_parts`, and yield what a server is to serve. Raises as that does."""
     async with open_parts(settings, fleet=fleet, clock=clock, term=term) as allocator:
         yield allocator.registrations
 
@@ -76,31 +68,53 @@ async def open_allocator(
 async def open_parts(
     settings: AllocatorSettings, *, fleet: grpc.aio.Channel, clock: Clock, term: Term | None = None
 ) -> AsyncGenerator[Allocator]:
-    """`open_allocator`, for whoever ends leases too.
+    """Run the allocator.
+
+    The caller holds the lock on `settings.data_dir` and owns the channel to the fleet. With `term`, in which this process
+    leads, the state is in `settings.database`; else it is a file in the directory.
 
     Raises:
-        FailedPreconditionError: as `open_allocator`.
-        UnavailableError: as `open_allocator`.
+        FailedPreconditionError: the stored state is damaged, inconsistent, or of another version.
+        UnavailableError: the stored state cannot be used now, or the term is over.
     """
     async with _open_state(settings, clock, term) as store, TaskScope() as tasks:
+        # What is known: reservations, what became of earlier ones, the fleet.
         saved = await store.load()
         ledger = await _restore(saved, store, clock, tasks, settings.fences_above)
-        view = FleetView(saved.ranks)
-        placer = Placer(ledger.use)
-        changes = Changes()
-        commits = Commits(ledger, store, changes)
         tokens = Tokens(await store.lease_key())
         limits = Limits(settings.ended_max_records, settings.ended_max_mib << 20)
         archive = Archive(ledger, EndedStore(store, clock.boot_id, clock.now()), limits, clock)
         await archive.open()
+        view, placer, changes = FleetView(saved.ranks), Placer(ledger.use), Changes()
+        commits = Commits(ledger, store, changes)
+
+        # Who waits, and what quotas admit; the queue is empty at first: who waits asks again.
+        quotas = Quotas(QuotaStore(store), changes, held=lambda: ledger.use.tenants)
+        await quotas.load()
+        rules = Rules(
+            max_waiting=settings.max_waiting,
+            min_runtime=settings.preemption_min_runtime_seconds,
+            grace=settings.preemption_grace_seconds,
+        )
+        queue = Queue(AllocatorWorld(ledger=ledger, placer=placer, quota=quotas.get, clock=clock), rules)
+        waiting = Waiting(queue, ledger=ledger, commits=commits, grace=rules.grace, clock=clock)
+        quotas.count_waiting(queue.waiting)
+        changes.on_room(waiting.changed)
+
+        # What ends by itself, and the one place from which all who follow the fleet learn of it.
         leases = Leases(ledger=ledger, commits=commits, archive=archive, clock=clock, tokens=tokens)
-        hold = Holding(ledger, clock)
-        quotas, waiting = await _open_queue(settings, store, ledger, placer, changes, commits, hold, clock)
         losses = Losses(ledger, leases, changes, clock, settings.lost_after_seconds)
         forgetting = Forgetting(ledger=ledger, view=view, placer=placer, store=store, clock=clock)
-        seen = partial(_seen, placer, losses, forgetting)
+
+        def seen(nodes: Sequence[Node]) -> None:
+            for node in nodes:
+                placer.apply_node(node)
+            forgetting.seen(nodes)
+            losses.seen(nodes)
+
         follower = FleetFollower(fleet, view, clock, store.save_ranks, seen)
         seen(view.nodes)
+
         tasks.spawn("write changes", commits.run())
         tasks.spawn("serve who waits", waiting.run())
         tasks.spawn("follow the fleet", follower.run())
@@ -108,33 +122,57 @@ async def open_parts(
         tasks.spawn("archive what ended", archive.run())
         tasks.spawn("end what vanished", losses.run(lambda: not follower.problem))
         tasks.spawn("forget nodes", forgetting.run())
-        maintenance, capacity = await _open_operations(
-            store, ledger, view, follower, placer, waiting, commits, leases, changes, clock
-        )
-        servicer = AllocatorServicer(
-            reserving=Reserving(
-                ledger=ledger,
-                waiting=waiting,
-                hold=hold,
-                view=view,
-                follower=follower,
-                commits=commits,
-                archive=archive,
-                clock=clock,
-            ),
+
+        # What callers ask for.
+        maintenance = Maintenance(
+            ledger=ledger,
+            view=view,
+            placer=placer,
+            store=CordonStore(store, clock.boot_id),
+            commits=commits,
             leases=leases,
-            records=Records(
-                ledger=ledger, archive=archive, view=view, changes=changes, clock=clock, tokens=tokens
-            ),
-            settings=settings,
+            changes=changes,
             clock=clock,
-            tokens=tokens,
         )
-        registrations = _registrations(
-            servicer,
-            QuotaServicer(quotas),
-            NodeServicer(maintenance, clock),
-            CapacityServicer(capacity, settings),
+        await maintenance.resume()
+        reserving = Reserving(
+            ledger=ledger,
+            waiting=waiting,
+            view=view,
+            follower=follower,
+            commits=commits,
+            archive=archive,
+            clock=clock,
+        )
+        records = Records(
+            ledger=ledger, archive=archive, view=view, changes=changes, clock=clock, tokens=tokens
+        )
+        capacity = Capacity(
+            placer=placer,
+            waiting=waiting,
+            view=view,
+            follower=follower,
+            ledger=ledger,
+            maintenance=maintenance,
+            changes=changes,
+            clock=clock,
+        )
+        reservations = AllocatorServicer(
+            reserving=reserving, leases=leases, records=records, settings=settings, clock=clock, tokens=tokens
+        )
+        registrations = (
+            Registration(SERVICE, partial(api.add_AllocatorServiceServicer_to_server, reservations)),
+            Registration(
+                QUOTA_SERVICE, partial(api.add_QuotaServiceServicer_to_server, QuotaServicer(quotas))
+            ),
+            Registration(
+                NODE_SERVICE,
+                partial(api.add_NodeServiceServicer_to_server, NodeServicer(maintenance, clock)),
+            ),
+            Registration(
+                CAPACITY_SERVICE,
+                partial(api.add_CapacityServiceServicer_to_server, CapacityServicer(capacity, settings)),
+            ),
         )
         yield Allocator(registrations, leases)
 
@@ -152,90 +190,6 @@ def _open_state(
     return open_shared_store(settings.database, term, clock.boot_id)
 
 
-def _registrations(
-    allocator: AllocatorServicer, quotas: QuotaServicer, nodes: NodeServicer, capacity: CapacityServicer
-) -> tuple[Registration, ...]:
-    """What a server is to serve."""
-    return (
-        Registration(SERVICE, partial(allocator_api.add_AllocatorServiceServicer_to_server, allocator)),
-        Registration(QUOTA_SERVICE, partial(allocator_api.add_QuotaServiceServicer_to_server, quotas)),
-        Registration(NODE_SERVICE, partial(allocator_api.add_NodeServiceServicer_to_server, nodes)),
-        Registration(
-            CAPACITY_SERVICE, partial(allocator_api.add_CapacityServiceServicer_to_server, capacity)
-        ),
-    )
-
-
-async def _open_operations(
-    store: AllocatorStore,
-    ledger: Ledger,
-    view: FleetView,
-    follower: FleetFollower,
-    placer: Placer,
-    waiting: Waiting,
-    commits: Commits,
-    leases: Leases,
-    changes: Changes,
-    clock: Clock,
-) -> tuple[Maintenance, Capacity]:
-    """Cordons as they are on disk, and what looks without reserving."""
-    maintenance = Maintenance(
-        ledger=ledger,
-        view=view,
-        placer=placer,
-        store=CordonStore(store, clock.boot_id),
-        commits=commits,
-        leases=leases,
-        changes=changes,
-        clock=clock,
-    )
-    await maintenance.resume()
-    capacity = Capacity(
-        placer=placer,
-        waiting=waiting,
-        view=view,
-        follower=follower,
-        ledger=ledger,
-        maintenance=maintenance,
-        changes=changes,
-        clock=clock,
-    )
-    return maintenance, capacity
-
-
-async def _open_queue(
-    settings: AllocatorSettings,
-    store: AllocatorStore,
-    ledger: Ledger,
-    placer: Placer,
-    changes: Changes,
-    commits: Commits,
-    hold: Holding,
-    clock: Clock,
-) -> tuple[Quotas, Waiting]:
-    """The quotas as they are on disk, and the queue, which is empty at first: who waits asks again."""
-    quotas = Quotas(QuotaStore(store), changes, held=lambda: ledger.use.tenants)
-    await quotas.load()
-    rules = Rules(
-        max_waiting=settings.max_waiting,
-        min_runtime=settings.preemption_min_runtime_seconds,
-        grace=settings.preemption_grace_seconds,
-    )
-    queue = Queue(AllocatorWorld(ledger=ledger, placer=placer, quota=quotas.get, clock=clock), rules)
-    waiting = Waiting(queue, ledger=ledger, commits=commits, hold=hold, grace=rules.grace, clock=clock)
-    quotas.count_waiting(queue.waiting)
-    changes.on_room(waiting.changed)
-    return quotas, waiting
-
-
-def _seen(placer: Placer, losses: Losses, forgetting: Forgetting, nodes: Sequence[Node]) -> None:
-    """Nodes have been taken into the view: the one place from which all who follow the fleet learn of it."""
-    for node in nodes:
-        placer.apply_node(node)
-    forgetting.seen(nodes)
-    losses.seen(nodes)
-
-
 async def _restore(
     saved: Saved, store: AllocatorStore, clock: Clock, tasks: TaskScope, fences_above: int
 ) -> Ledger:
@@ -244,14 +198,14 @@ async def _restore(
     Those of ended reservations, of which there are many, are written while others are served.
     """
     now = clock.now()
-    of_this_boot = [one if boot == clock.boot_id else rebased(one, now) for one, boot in saved.reservations]
-    moved = [one for one, (old, _) in zip(of_this_boot, saved.reservations, strict=True) if one is not old]
+    current = [one if boot == clock.boot_id else rebased(one, now) for one, boot in saved.reservations]
+    moved = [one for one, (old, _) in zip(current, saved.reservations, strict=True) if one is not old]
     if live := [one for one in moved if one.live]:
         await store.save([], live)
     if ended := [one for one in moved if not one.live]:
         tasks.start("write when records are forgotten", _write_anew(store, ended))
     ledger = Ledger(max(saved.fence, fences_above))
-    ledger.restore(of_this_boot)
+    ledger.restore(current)
     return ledger
 
 

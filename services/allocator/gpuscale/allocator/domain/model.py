@@ -2,15 +2,16 @@
 
 Pure: no wire types, no clock. Times named `*_until`, `deadline` or `now` are seconds of CLOCK_BOOTTIME; memory is
 in bytes, utilization in percent (0-100). None is a reading that was not obtained, never zero.
+
+Values are replaced, never changed. What is made for each grant or reading is a plain dataclass all the same: to make a frozen
+reservation, with its 22 fields, takes 3.3 us instead of 0.5, and a grant makes two of them. What serves as a key is frozen.
 """
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum, StrEnum
 from typing import Any, TypedDict, Unpack
-
-from gpuscale.allocator.domain.values import value
 
 
 class NodeState(Enum):
@@ -25,7 +26,7 @@ WHOLE = 1000
 """A whole GPU, in thousandths; also a whole core."""
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class GpuProcess:
     """A process on a GPU. `reservation` is the id of the one that it works for; None of an outsider, or where `unknown`."""
 
@@ -36,7 +37,7 @@ class GpuProcess:
     unknown: bool = False
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gpu:
     """A GPU as last reported.
 
@@ -65,7 +66,7 @@ class Gpu:
     processes_known: bool = True
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class Node:
     """A node and its GPUs.
 
@@ -114,7 +115,7 @@ class GpuSet(StrEnum):
     MEMORY_BALANCED = "memory_balanced"
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Weights:
     """Weights of the spread score; the seeds' values by default."""
 
@@ -126,7 +127,7 @@ class Weights:
         return self.memory * free + self.utilization * idle
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Ask:
     """What GPUs are wanted: `member_count` members, each of `gpu_count` GPUs of one node, all or none.
 
@@ -164,7 +165,7 @@ class Ask:
         return self.gpu_milli >= WHOLE and self.gpu_memory_bytes is None
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class Order:
     """Who wants GPUs, for how long (`ttl` in seconds), and under which request id.
 
@@ -184,7 +185,7 @@ class Order:
     may_preempt: bool = False
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScorePart:
     """One part of a score: its `value` (of spread 0-1), None where the GPU does not report what it needs."""
 
@@ -193,7 +194,7 @@ class ScorePart:
     weight: float
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class Score:
     """Why a GPU was preferred: `total` is the sum of value x weight over the parts that have a value."""
 
@@ -202,7 +203,7 @@ class Score:
     note: str = ""
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReservedGpu:
     """A GPU of a reservation, as it was when it was chosen.
 
@@ -239,7 +240,7 @@ LIVE = frozenset({State.PENDING, State.ACTIVE})
 """States in which a reservation holds its GPUs."""
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reservation:
     """GPUs held by a holder under a lease.
 
@@ -317,7 +318,7 @@ def moved(one: Reservation, **life: Unpack[Life]) -> Reservation:
     )
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pick:
     """The GPUs that serve an ask, member by member, best first, and the mean of their scores.
 

@@ -6,13 +6,13 @@ memory held add up.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from gpuscale.allocator.domain.model import WHOLE, Gpu, Reservation, ReservedGpu
-from gpuscale.allocator.domain.values import value
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class GpuUse:
     """What is held of a GPU: thousandths of it, bytes of its memory, and by which reservations.
 
@@ -26,7 +26,7 @@ class GpuUse:
     reservations: tuple[str, ...] = ()
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class NodeUse:
     """What is held of a node: CPU in thousandths of a core, bytes of main memory, and by which reservations."""
 

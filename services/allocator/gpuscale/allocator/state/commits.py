@@ -10,12 +10,12 @@ of a node, a cordon that is lifted.
 import asyncio
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, NoReturn
 
 from gpuscale.allocator.domain.ledger import Ledger, activated
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.domain.values import value
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime import failpoints
@@ -180,7 +180,7 @@ class _Kind(Enum):
     CHANGE = "allocator.change.before_commit"
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Unit:
     """What is written wholly or not at all. `before` are the reservations as they were, of a CHANGE only."""
 

@@ -1,11 +1,11 @@
 """Use cases of whoever holds a reservation: renew, keep alive, release; and what is done to it: revoke, lose."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.domain.tokens import Tokens
-from gpuscale.allocator.domain.values import value
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Commits, Outcome
 from gpuscale.common.errors import (
@@ -18,7 +18,7 @@ from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.auth import Principal, Role
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Lease:
     """A reservation by its id, with the fence that proves who speaks."""
 
@@ -26,7 +26,7 @@ class Lease:
     fence: int
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True)
 class Renewal:
     """How a lease stands after it was to be renewed: as it is now, if it is known, and why it was not renewed."""
 

@@ -14,7 +14,7 @@ from gpuscale.allocator.queueing.model import Obstacle, Place, Reason
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
-from gpuscale.allocator.usecases.waiting import Holding, Waiting
+from gpuscale.allocator.usecases.waiting import Waiting
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
@@ -38,7 +38,6 @@ class Reserving:
         *,
         ledger: Ledger,
         waiting: Waiting,
-        hold: Holding,
         view: FleetView,
         follower: FleetFollower,
         commits: Commits,
@@ -47,7 +46,6 @@ class Reserving:
     ) -> None:
         self._ledger = ledger
         self._waiting = waiting
-        self._hold = hold
         self._view = view
         self._follower = follower
         self._commits = commits
@@ -149,6 +147,10 @@ class Reserving:
         if wait > 0 and _may_pass(found):
             return None
         raise self._refused(found)
+
+    def _hold(self, order: Order, pick: Pick) -> Reservation:
+        """Hold what was picked in this turn of the event loop, PENDING until `Commits.grant` has brought it to disk."""
+        return self._ledger.grant(order, pick.gpus, now=self._clock.now(), wall=self._clock.wall())
 
     def _look(self, order: Order) -> Pick | Refusal | Obstacle:
         """Look once, now.

@@ -21,23 +21,6 @@ from gpuscale.common.errors import AlreadyExistsError, GpuscaleError, NotFoundEr
 from gpuscale.common.runtime.clock import Clock
 
 
-class Holding:
-    """Holds what was picked."""
-
-    def __init__(self, ledger: Ledger, clock: Clock) -> None:
-        self._ledger = ledger
-        self._clock = clock
-
-    def __call__(self, order: Order, pick: Pick) -> Reservation:
-        """Hold the GPUs of a pick that was made in this turn of the event loop.
-
-        Raises:
-            ValueError: they are not free; placement offers no such GPU.
-        """
-        now, wall = self._clock.now(), self._clock.wall()
-        return self._ledger.grant(order, pick.gpus, now=now, wall=wall)
-
-
 class AllocatorWorld:
     """Answers the queue's questions.
 
@@ -145,13 +128,10 @@ class _Entry:
 class Waiting:
     """Carries out what the queue decides and tells those who wait. `run` must run."""
 
-    def __init__(
-        self, queue: Queue, *, ledger: Ledger, commits: Commits, hold: Holding, grace: float, clock: Clock
-    ) -> None:
+    def __init__(self, queue: Queue, *, ledger: Ledger, commits: Commits, grace: float, clock: Clock) -> None:
         self._queue = queue
         self._ledger = ledger
         self._commits = commits
-        self._hold = hold
         self._grace = grace
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
@@ -300,7 +280,7 @@ class Waiting:
         return True
 
     def _grant(self, waiter: Waiter, pick: Pick) -> None:
-        granted = self._hold(waiter.order, pick)
+        granted = self._ledger.grant(waiter.order, pick.gpus, now=self._clock.now(), wall=self._clock.wall())
         self._commits.grant([granted])
         entry = self._entries.pop(waiter.order.request_id)
         entry.granted.set_result(granted.id)
