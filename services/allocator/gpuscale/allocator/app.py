@@ -11,7 +11,6 @@ from gpuscale.allocator.domain.ledger import Ledger, rebased
 from gpuscale.allocator.domain.model import Node, Reservation
 from gpuscale.allocator.domain.tokens import Tokens
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.queueing.model import Rules
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, NodeServicer, QuotaServicer
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
@@ -91,20 +90,17 @@ async def open_parts(
         # Who waits, and what quotas admit; the queue is empty at first: who waits asks again.
         quotas = Quotas(QuotaStore(store), changes, held=lambda: ledger.use.tenants)
         await quotas.load()
-        rules = Rules(
-            max_waiting=settings.max_waiting,
-            min_runtime=settings.preemption_min_runtime_seconds,
-            grace=settings.preemption_grace_seconds,
-        )
-        queue = Queue(AllocatorWorld(ledger=ledger, placer=placer, quota=quotas.get, clock=clock), rules)
-        waiting = Waiting(queue, ledger=ledger, commits=commits, grace=rules.grace, clock=clock)
+        world = AllocatorWorld(ledger, placer, quotas.get, clock)
+        queue = Queue(world, settings.queue_rules())
+        grace = settings.preemption_grace_seconds
+        waiting = Waiting(queue, ledger=ledger, commits=commits, grace=grace, clock=clock)
         quotas.count_waiting(queue.waiting)
         changes.on_room(waiting.changed)
 
         # What ends by itself, and the one place from which all who follow the fleet learn of it.
-        leases = Leases(ledger=ledger, commits=commits, archive=archive, clock=clock, tokens=tokens)
+        leases = Leases(ledger, commits, archive, clock, tokens)
         losses = Losses(ledger, leases, changes, clock, settings.lost_after_seconds)
-        forgetting = Forgetting(ledger=ledger, view=view, placer=placer, store=store, clock=clock)
+        forgetting = Forgetting(ledger, view, placer, store, clock)
 
         def seen(nodes: Sequence[Node]) -> None:
             for node in nodes:
@@ -125,56 +121,31 @@ async def open_parts(
 
         # What callers ask for.
         maintenance = Maintenance(
-            ledger=ledger,
-            view=view,
-            placer=placer,
-            store=CordonStore(store, clock.boot_id),
-            commits=commits,
-            leases=leases,
-            changes=changes,
-            clock=clock,
+            ledger, view, placer, CordonStore(store, clock.boot_id), commits, leases, changes, clock
         )
         await maintenance.resume()
-        reserving = Reserving(
-            ledger=ledger,
-            waiting=waiting,
-            view=view,
-            follower=follower,
-            commits=commits,
-            archive=archive,
-            clock=clock,
-        )
-        records = Records(
-            ledger=ledger, archive=archive, view=view, changes=changes, clock=clock, tokens=tokens
-        )
-        capacity = Capacity(
-            placer=placer,
-            waiting=waiting,
-            view=view,
-            follower=follower,
-            ledger=ledger,
-            maintenance=maintenance,
-            changes=changes,
-            clock=clock,
-        )
-        reservations = AllocatorServicer(
-            reserving=reserving, leases=leases, records=records, settings=settings, clock=clock, tokens=tokens
-        )
-        registrations = (
-            Registration(SERVICE, partial(api.add_AllocatorServiceServicer_to_server, reservations)),
-            Registration(
-                QUOTA_SERVICE, partial(api.add_QuotaServiceServicer_to_server, QuotaServicer(quotas))
-            ),
-            Registration(
-                NODE_SERVICE,
-                partial(api.add_NodeServiceServicer_to_server, NodeServicer(maintenance, clock)),
-            ),
-            Registration(
-                CAPACITY_SERVICE,
-                partial(api.add_CapacityServiceServicer_to_server, CapacityServicer(capacity, settings)),
-            ),
+        reserving = Reserving(ledger, waiting, view, follower, commits, archive, clock)
+        records = Records(ledger, archive, view, changes, clock, tokens)
+        capacity = Capacity(placer, waiting, view, follower, ledger, maintenance, changes, clock)
+        registrations = _registrations(
+            AllocatorServicer(reserving, leases, records, settings, clock, tokens),
+            QuotaServicer(quotas),
+            NodeServicer(maintenance, clock),
+            CapacityServicer(capacity, settings),
         )
         yield Allocator(registrations, leases)
+
+
+def _registrations(
+    reservations: AllocatorServicer, quotas: QuotaServicer, nodes: NodeServicer, capacity: CapacityServicer
+) -> tuple[Registration, ...]:
+    """What a server is to serve."""
+    return (
+        Registration(SERVICE, partial(api.add_AllocatorServiceServicer_to_server, reservations)),
+        Registration(QUOTA_SERVICE, partial(api.add_QuotaServiceServicer_to_server, quotas)),
+        Registration(NODE_SERVICE, partial(api.add_NodeServiceServicer_to_server, nodes)),
+        Registration(CAPACITY_SERVICE, partial(api.add_CapacityServiceServicer_to_server, capacity)),
+    )
 
 
 def _open_state(

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from gpuscale.allocator.queueing.model import Rules
 from gpuscale.common.config.settings import StatefulSettings, UpstreamSettings
 
 
@@ -61,3 +62,11 @@ class AllocatorSettings(StatefulSettings, UpstreamSettings):
     utilization_weight: float = Field(
         0.4, ge=0, le=1000, description="weight of idleness in the spread score"
     )
+
+    def queue_rules(self) -> Rules:
+        """The settings of the queue."""
+        return Rules(
+            max_waiting=self.max_waiting,
+            min_runtime=self.preemption_min_runtime_seconds,
+            grace=self.preemption_grace_seconds,
+        )

@@ -1,5 +1,6 @@
 """CapacityService, NodeService and QuotaService on the wire: messages to values, one use case, values to messages."""
 
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from google.protobuf.json_format import MessageToDict
@@ -29,18 +30,18 @@ MOST_FREE = 100
 """Free GPUs in an answer where the request does not say."""
 
 
+@dataclass(frozen=True, slots=True)
 class CapacityServicer(api.CapacityServiceServicer):
     """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
 
-    def __init__(self, capacity: Capacity, settings: AllocatorSettings) -> None:
-        self._capacity = capacity
-        self._settings = settings
+    capacity: Capacity
+    settings: AllocatorSettings
 
     async def CheckAvailability(
         self, request: api.CheckAvailabilityRequest, context: Context
     ) -> api.CheckAvailabilityResponse:
         """Say whether there is room."""
-        found = self._capacity.check(to_ask(request.ask, self._settings), current_principal().tenants[0])
+        found = self.capacity.check(to_ask(request.ask, self.settings), current_principal().tenants[0])
         return api.CheckAvailabilityResponse(
             available=found.available,
             message=found.message,
@@ -53,8 +54,8 @@ class CapacityServicer(api.CapacityServiceServicer):
     ) -> api.WaitForAvailabilityResponse:
         """Say when there is room."""
         timeout = wire.optional_seconds(request, "timeout")
-        found, waited = await self._capacity.wait(
-            to_ask(request.ask, self._settings),
+        found, waited = await self.capacity.wait(
+            to_ask(request.ask, self.settings),
             current_principal().tenants[0],
             DEFAULT_TIMEOUT if timeout is None else timeout,
         )
@@ -69,7 +70,7 @@ class CapacityServicer(api.CapacityServiceServicer):
         self, request: api.ExplainPlacementRequest, context: Context
     ) -> api.ExplainPlacementResponse:
         """Say what an ask would find."""
-        found = self._capacity.explain(to_ask(request.ask, self._settings), current_principal().tenants[0])
+        found = self.capacity.explain(to_ask(request.ask, self.settings), current_principal().tenants[0])
         return api.ExplainPlacementResponse(
             available=found.answer.available,
             message=found.answer.message,
@@ -111,7 +112,7 @@ class CapacityServicer(api.CapacityServiceServicer):
             request.max_memory_percent if request.HasField("max_memory_percent") else IDLE_MEMORY_PERCENT,
             request.gpu_count,
         )
-        found = await self._capacity.rank(idleness)
+        found = await self.capacity.rank(idleness)
         return api.RankNodesResponse(
             nodes=[_from_ranked(one) for one in found],
             fallback=not any(one.sufficient for one in found),
@@ -124,7 +125,7 @@ class CapacityServicer(api.CapacityServiceServicer):
             asked.CopyFrom(request.ask)
         asked.gpu_count = 1
         asked.ClearField("member_count")
-        found, count = self._capacity.free(to_ask(asked, self._settings), request.max_count or MOST_FREE)
+        found, count = self.capacity.free(to_ask(asked, self.settings), request.max_count or MOST_FREE)
         return api.RankGpusResponse(gpus=map(translate.from_gpu, found), free_count=count)
 
 
@@ -174,45 +175,45 @@ def _from_ranked(one: RankedNode) -> api.RankedNode:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class NodeServicer(api.NodeServiceServicer):
     """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
 
-    def __init__(self, maintenance: Maintenance, clock: Clock) -> None:
-        self._maintenance = maintenance
-        self._clock = clock
+    maintenance: Maintenance
+    clock: Clock
 
     async def CordonNode(self, request: api.CordonNodeRequest, context: Context) -> api.CordonNodeResponse:
         """Let nothing new onto a node or GPU."""
         if request.validate_only:
-            self._maintenance.expect_known(spot_of(request.name))
+            self.maintenance.expect_known(spot_of(request.name))
             return api.CordonNodeResponse(cordon=self._existing(request.name))
-        cordon = await self._maintenance.cordon(
+        cordon = await self.maintenance.cordon(
             spot_of(request.name), reason=request.reason, author=current_principal().name
         )
-        return api.CordonNodeResponse(cordon=self._message(cordon, self._clock.now(), self._clock.wall()))
+        return api.CordonNodeResponse(cordon=self._message(cordon, self.clock.now(), self.clock.wall()))
 
     async def UncordonNode(
         self, request: api.UncordonNodeRequest, context: Context
     ) -> api.UncordonNodeResponse:
         """Lift a cordon."""
         if request.validate_only:
-            self._maintenance.expect_liftable(spot_of(request.name), current_principal())
+            self.maintenance.expect_liftable(spot_of(request.name), current_principal())
             return api.UncordonNodeResponse()
-        await self._maintenance.uncordon(spot_of(request.name), current_principal())
+        await self.maintenance.uncordon(spot_of(request.name), current_principal())
         return api.UncordonNodeResponse()
 
     async def DrainNode(self, request: api.DrainNodeRequest, context: Context) -> api.DrainNodeResponse:
         """Have everything leave a node or GPU."""
         if request.validate_only:
-            self._maintenance.expect_known(spot_of(request.name))
+            self.maintenance.expect_known(spot_of(request.name))
             return api.DrainNodeResponse(cordon=self._existing(request.name))
-        cordon, leaving = await self._maintenance.drain(
+        cordon, leaving = await self.maintenance.drain(
             spot_of(request.name),
             reason=request.reason,
             author=current_principal().name,
             grace=wire.optional_seconds(request, "grace"),
         )
-        now, wall = self._clock.now(), self._clock.wall()
+        now, wall = self.clock.now(), self.clock.wall()
         return api.DrainNodeResponse(
             cordon=self._message(cordon, now, wall),
             reservations=[translate.from_reservation(one, now, wall) for one in leaving],
@@ -220,20 +221,20 @@ class NodeServicer(api.NodeServiceServicer):
 
     async def ListCordons(self, request: api.ListCordonsRequest, context: Context) -> api.ListCordonsResponse:
         """List a page of them."""
-        cordons, token = self._maintenance.list_cordons(
+        cordons, token = self.maintenance.list_cordons(
             page_size=request.page_size, page_token=request.page_token
         )
-        now, wall = self._clock.now(), self._clock.wall()
+        now, wall = self.clock.now(), self.clock.wall()
         return api.ListCordonsResponse(
             cordons=[self._message(one, now, wall) for one in cordons], next_page_token=token
         )
 
     def _existing(self, name: str) -> api.Cordon | None:
-        found = self._maintenance.cordons.get(spot_of(name))
-        return None if found is None else self._message(found, self._clock.now(), self._clock.wall())
+        found = self.maintenance.cordons.get(spot_of(name))
+        return None if found is None else self._message(found, self.clock.now(), self.clock.wall())
 
     def _message(self, cordon: Cordon, now: float, wall: datetime) -> api.Cordon:
-        there = self._maintenance.reservations(cordon.spot)
+        there = self.maintenance.reservations(cordon.spot)
         message = api.Cordon(
             name=cordon.spot.name,
             reason=cordon.reason,
@@ -247,24 +248,24 @@ class NodeServicer(api.NodeServiceServicer):
         return message
 
 
+@dataclass(frozen=True, slots=True)
 class QuotaServicer(api.QuotaServiceServicer):
     """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
 
-    def __init__(self, quotas: Quotas) -> None:
-        self._quotas = quotas
+    quotas: Quotas
 
     async def SetQuota(self, request: api.SetQuotaRequest, context: Context) -> api.SetQuotaResponse:
         """Set a tenant's quota."""
-        return api.SetQuotaResponse(quota=_from_standing(await self._quotas.set(_to_quota(request.quota))))
+        return api.SetQuotaResponse(quota=_from_standing(await self.quotas.set(_to_quota(request.quota))))
 
     async def DeleteQuota(self, request: api.DeleteQuotaRequest, context: Context) -> api.DeleteQuotaResponse:
         """Remove a tenant's quota."""
-        await self._quotas.delete(request.tenant)
+        await self.quotas.delete(request.tenant)
         return api.DeleteQuotaResponse()
 
     async def ListQuotas(self, request: api.ListQuotasRequest, context: Context) -> api.ListQuotasResponse:
         """List a page of tenants."""
-        found, token = self._quotas.list_quotas(page_size=request.page_size, page_token=request.page_token)
+        found, token = self.quotas.list_quotas(page_size=request.page_size, page_token=request.page_token)
         return api.ListQuotasResponse(quotas=[_from_standing(one) for one in found], next_page_token=token)
 
 

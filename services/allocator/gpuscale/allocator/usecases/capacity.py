@@ -64,7 +64,6 @@ class Capacity:
 
     def __init__(
         self,
-        *,
         placer: Placer,
         waiting: Waiting,
         view: FleetView,

@@ -38,7 +38,6 @@ class Maintenance:
 
     def __init__(
         self,
-        *,
         ledger: Ledger,
         view: FleetView,
         placer: Placer,

@@ -198,7 +198,7 @@ class Forgetting:
     """Drops forgotten nodes. `run` must run."""
 
     def __init__(
-        self, *, ledger: Ledger, view: FleetView, placer: Placer, store: AllocatorStore, clock: Clock
+        self, ledger: Ledger, view: FleetView, placer: Placer, store: AllocatorStore, clock: Clock
     ) -> None:
         self._ledger = ledger
         self._view = view

@@ -35,17 +35,15 @@ class Renewal:
     error: GpuscaleError | None
 
 
+@dataclass(frozen=True, slots=True)
 class Leases:
     """Every method raises errors of `gpuscale.common.errors`, as the contract says."""
 
-    def __init__(
-        self, *, ledger: Ledger, commits: Commits, archive: Archive, clock: Clock, tokens: Tokens
-    ) -> None:
-        self._ledger = ledger
-        self._tokens = tokens
-        self._commits = commits
-        self._archive = archive
-        self._clock = clock
+    ledger: Ledger
+    commits: Commits
+    archive: Archive
+    clock: Clock
+    tokens: Tokens
 
     async def renew(self, lease: Lease, ttl: float | None, caller: Principal) -> Reservation:
         """Start a lease anew, with another ttl if one is given.
@@ -56,10 +54,10 @@ class Leases:
             FailedPreconditionError: it has ended, or the fence is not its own.
             UnavailableError: the state cannot be written; the lease runs on as before.
         """
-        await self._archive.recall(ids=[lease.id])
+        await self.archive.recall(ids=[lease.id])
         before = self._owned(lease.id, caller)
-        after = self._ledger.renew(lease.id, lease.fence, ttl, self._clock.now())
-        await _written(self._commits.change([before], [after]))
+        after = self.ledger.renew(lease.id, lease.fence, ttl, self.clock.now())
+        await _written(self.commits.change([before], [after]))
         return after
 
     async def keep_alive(self, leases: Iterable[Lease], holder: str, caller: Principal) -> Sequence[Renewal]:
@@ -68,19 +66,19 @@ class Leases:
         One that cannot be renewed does not keep the others from it.
         """
         wanted = dict.fromkeys((*leases, *self._of_holder(holder, caller)))
-        await self._archive.recall(ids=[lease.id for lease in wanted])
+        await self.archive.recall(ids=[lease.id for lease in wanted])
         before: list[Reservation] = []
         after: list[Reservation] = []
         refused: dict[Lease, GpuscaleError] = {}
-        now = self._clock.now()
+        now = self.clock.now()
         for lease in wanted:
             try:
                 found = self._owned(lease.id, caller)
-                after.append(self._ledger.renew(lease.id, lease.fence, None, now))
+                after.append(self.ledger.renew(lease.id, lease.fence, None, now))
                 before.append(found)
             except (NotFoundError, PermissionDeniedError, FailedPreconditionError) as error:
                 refused[lease] = error
-        failure = await self._commits.change(before, after) if after else None
+        failure = await self.commits.change(before, after) if after else None
         return [self._renewal(lease, refused.get(lease) or failure) for lease in wanted]
 
     def check(
@@ -101,8 +99,8 @@ class Leases:
                 f"agent {caller.name} may only ask about the node of that name, not {node}",
                 reason="OTHER_NODE",
             )
-        found = self._ledger.expect_open(self._ledger.expect(lease.id, lease.fence))
-        if token and not self._tokens.proves(token, found):
+        found = self.ledger.expect_open(self.ledger.expect(lease.id, lease.fence))
+        if token and not self.tokens.proves(token, found):
             raise PermissionDeniedError(
                 f"that is not the lease token of reservation {lease.id}",
                 reason="LEASE_TOKEN_INVALID",
@@ -117,7 +115,7 @@ class Leases:
                     reason="GPU_NOT_HELD",
                     metadata={"reservation": lease.id, "gpu": uuid},
                 )
-            fences = (self._ledger.use.fence(name) for name in self._ledger.use.gpu(uuid).reservations)
+            fences = (self.ledger.use.fence(name) for name in self.ledger.use.gpu(uuid).reservations)
             lowest.append(min((fence for fence in fences if fence is not None), default=lease.fence))
         return lowest
 
@@ -130,18 +128,18 @@ class Leases:
             FailedPreconditionError: the fence is not its own.
             UnavailableError: the state cannot be written; the reservations live on.
         """
-        await self._archive.recall(ids=[lease.id for lease in leases])
+        await self.archive.recall(ids=[lease.id for lease in leases])
         for lease in leases:
             self._owned(lease.id, caller)
-        await self._commits.wait(*(lease.id for lease in leases))
-        live = [lease for lease in leases if self._ledger.expect(lease.id, lease.fence).live]
-        now, wall = self._clock.now(), self._clock.wall()
+        await self.commits.wait(*(lease.id for lease in leases))
+        live = [lease for lease in leases if self.ledger.expect(lease.id, lease.fence).live]
+        now, wall = self.clock.now(), self.clock.wall()
         closed = [
-            self._ledger.release(lease.id, lease.fence, now=now, wall=wall) for lease in dict.fromkeys(live)
+            self.ledger.release(lease.id, lease.fence, now=now, wall=wall) for lease in dict.fromkeys(live)
         ]
         if closed:
-            await _written(self._commits.end(closed))
-        return [self._ledger.get(lease.id) for lease in leases]
+            await _written(self.commits.end(closed))
+        return [self.ledger.get(lease.id) for lease in leases]
 
     async def revoke(self, reservation_ids: Iterable[str], at: float | None, reason: str) -> None:
         """Say when reservations will be taken away, and why; None takes that back. Those that have ended are left out.
@@ -153,13 +151,13 @@ class Leases:
         after: list[Reservation] = []
         for reservation_id in reservation_ids:
             try:
-                found = self._ledger.get(reservation_id)
-                after.append(self._ledger.revoke(reservation_id, at, reason))
+                found = self.ledger.get(reservation_id)
+                after.append(self.ledger.revoke(reservation_id, at, reason))
                 before.append(found)
             except (NotFoundError, FailedPreconditionError):
                 continue
         if after:
-            await _written(self._commits.change(before, after))
+            await _written(self.commits.change(before, after))
 
     async def lose(self, lost: Mapping[str, Iterable[str]]) -> None:
         """End reservations as LOST, of which these GPUs have vanished; the others of them are free again.
@@ -168,19 +166,19 @@ class Leases:
             UnavailableError: the state cannot be written; the reservations live on.
         """
         closed: list[Reservation] = []
-        now, wall = self._clock.now(), self._clock.wall()
+        now, wall = self.clock.now(), self.clock.wall()
         for reservation_id, gpus in lost.items():
             try:
-                found = self._ledger.get(reservation_id)
+                found = self.ledger.get(reservation_id)
             except NotFoundError:
                 continue
-            if not found.live or self._ledger.closing(found.id):
+            if not found.live or self.ledger.closing(found.id):
                 continue
             gone = frozenset(gpus)
             reason = f"GPU {', '.join(sorted(gone))} vanished from its node"
-            closed.append(self._ledger.close(found, State.LOST, now=now, wall=wall, reason=reason, lost=gone))
+            closed.append(self.ledger.close(found, State.LOST, now=now, wall=wall, reason=reason, lost=gone))
         if closed:
-            await _written(self._commits.end(closed))
+            await _written(self.commits.end(closed))
 
     async def end(self, reservation_id: str, state: State, reason: str) -> None:
         """End a reservation now, whatever its lease says; one that has ended is left as it is.
@@ -189,26 +187,26 @@ class Leases:
             NotFoundError: no such reservation.
             UnavailableError: the state cannot be written; it lives on.
         """
-        found = self._ledger.get(reservation_id)
-        if not found.live or self._ledger.closing(reservation_id):
+        found = self.ledger.get(reservation_id)
+        if not found.live or self.ledger.closing(reservation_id):
             return
-        now, wall = self._clock.now(), self._clock.wall()
-        closed = self._ledger.close(found, state, now=now, wall=wall, reason=reason)
-        await _written(self._commits.end([closed]))
+        now, wall = self.clock.now(), self.clock.wall()
+        closed = self.ledger.close(found, state, now=now, wall=wall, reason=reason)
+        await _written(self.commits.end([closed]))
 
     def _of_holder(self, holder: str, caller: Principal) -> Iterable[Lease]:
         if not holder:
             return ()
-        live = self._ledger.reservations(ended=False)
+        live = self.ledger.reservations(ended=False)
         return [Lease(one.id, one.fence) for one in live if one.holder == holder and one.owner == caller.name]
 
     def _renewal(self, lease: Lease, error: GpuscaleError | None) -> Renewal:
         if isinstance(error, (NotFoundError, PermissionDeniedError)):
             return Renewal(lease, None, error)
-        return Renewal(lease, self._ledger.get(lease.id), error)
+        return Renewal(lease, self.ledger.get(lease.id), error)
 
     def _owned(self, reservation_id: str, caller: Principal) -> Reservation:
-        found = self._ledger.get(reservation_id)
+        found = self.ledger.get(reservation_id)
         if found.owner != caller.name and caller.role < Role.ADMIN:
             raise PermissionDeniedError(
                 f"reservation {reservation_id} belongs to {found.owner}, and only its owner or an admin may change it:"

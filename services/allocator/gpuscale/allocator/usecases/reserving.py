@@ -6,6 +6,7 @@ get one GPU. The answer leaves only when the change is on disk.
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Order, Pick, Reservation
@@ -30,27 +31,17 @@ _RETRY_EMPTY = 5.0
 _RETRY_LIMITS = (1.0, 30.0)
 
 
+@dataclass(frozen=True, slots=True)
 class Reserving:
     """Grants. Every method raises errors of `gpuscale.common.errors`, as the contract says."""
 
-    def __init__(
-        self,
-        *,
-        ledger: Ledger,
-        waiting: Waiting,
-        view: FleetView,
-        follower: FleetFollower,
-        commits: Commits,
-        archive: Archive,
-        clock: Clock,
-    ) -> None:
-        self._ledger = ledger
-        self._waiting = waiting
-        self._view = view
-        self._follower = follower
-        self._commits = commits
-        self._archive = archive
-        self._clock = clock
+    ledger: Ledger
+    waiting: Waiting
+    view: FleetView
+    follower: FleetFollower
+    commits: Commits
+    archive: Archive
+    clock: Clock
 
     async def reserve(self, order: Order, wait: float = 0.0) -> Reservation:
         """Grant GPUs, waiting for so many seconds, or return what the same request was granted before.
@@ -65,7 +56,7 @@ class Reserving:
         """
         granted = await self._begin(order, wait)
         if granted is None:
-            granted = await self._waiting.wait(order, wait)
+            granted = await self.waiting.wait(order, wait)
         return (await self._answers([granted], [order]))[0]
 
     async def reserve_and_watch(self, order: Order, wait: float) -> AsyncGenerator[Place | Reservation]:
@@ -76,7 +67,7 @@ class Reserving:
         """
         granted = await self._begin(order, wait)
         if granted is None:
-            async with aclosing(self._waiting.watch(order, wait)) as news:
+            async with aclosing(self.waiting.watch(order, wait)) as news:
                 async for one in news:
                     if isinstance(one, Place):
                         yield one
@@ -91,22 +82,22 @@ class Reserving:
         Raises:
             GpuscaleError: as `reserve`, for the first order that is refused; nothing was granted then.
         """
-        await self._archive.recall(requests=[order.request_id for order in orders])
+        await self.archive.recall(requests=[order.request_id for order in orders])
         found: list[Reservation] = []
         granted: list[Reservation] = []
         try:
             for order in orders:
-                known = self._ledger.replay(order.request_id, order.fingerprint)
+                known = self.ledger.replay(order.request_id, order.fingerprint)
                 if known is None:
                     known = self.grant(order)
                     granted.append(known)
                 found.append(known)
         except GpuscaleError:
             for one in reversed(granted):
-                self._ledger.withdraw(one)
+                self.ledger.withdraw(one)
             raise
         if granted:
-            self._commits.grant(granted)
+            self.commits.grant(granted)
         return await self._answers([one.id for one in found], orders)
 
     def grant(self, order: Order) -> Reservation:
@@ -115,7 +106,7 @@ class Reserving:
         Raises:
             GpuscaleError: as `reserve`; nothing is held then.
         """
-        self._waiting.knows(order)
+        self.waiting.knows(order)
         found = self._look(order)
         if not isinstance(found, Pick):
             raise self._refused(found)
@@ -130,18 +121,18 @@ class Reserving:
         Raises:
             GpuscaleError: as `reserve`.
         """
-        known = self._ledger.replay(order.request_id, order.fingerprint)
+        known = self.ledger.replay(order.request_id, order.fingerprint)
         if known is not None:
             return known.id
-        if self._waiting.knows(order):
+        if self.waiting.knows(order):
             return None
         found = self._look(order)
         if isinstance(found, Pick):
             granted = self._hold(order, found)
-            self._commits.grant([granted])
+            self.commits.grant([granted])
             return granted.id
-        await self._archive.recall(requests=[order.request_id])
-        known = self._ledger.replay(order.request_id, order.fingerprint)
+        await self.archive.recall(requests=[order.request_id])
+        known = self.ledger.replay(order.request_id, order.fingerprint)
         if known is not None:
             return known.id
         if wait > 0 and _may_pass(found):
@@ -150,7 +141,7 @@ class Reserving:
 
     def _hold(self, order: Order, pick: Pick) -> Reservation:
         """Hold what was picked in this turn of the event loop, PENDING until `Commits.grant` has brought it to disk."""
-        return self._ledger.grant(order, pick.gpus, now=self._clock.now(), wall=self._clock.wall())
+        return self.ledger.grant(order, pick.gpus, now=self.clock.now(), wall=self.clock.wall())
 
     def _look(self, order: Order) -> Pick | Refusal | Obstacle:
         """Look once, now.
@@ -158,9 +149,9 @@ class Reserving:
         Raises:
             UnavailableError: NO_TELEMETRY.
         """
-        if not self._view.complete:
+        if not self.view.complete:
             raise self._no_telemetry()
-        return self._waiting.look(order, self._clock.now())
+        return self.waiting.look(order, self.clock.now())
 
     async def _answers(self, ids: Sequence[str], orders: Sequence[Order]) -> Sequence[Reservation]:
         """The reservations, once they are on disk; where what was granted for a request has ended, that.
@@ -169,19 +160,19 @@ class Reserving:
             AlreadyExistsError: the request id was used with other arguments.
             UnavailableError: the state cannot be written; nothing was granted then.
         """
-        error = await self._commits.wait(*ids)
+        error = await self.commits.wait(*ids)
         if error is not None and error.reason == "REQUEST_ENDED":
-            await self._archive.recall(requests=[order.request_id for order in orders])
-            known = [self._ledger.replay(order.request_id, order.fingerprint) for order in orders]
+            await self.archive.recall(requests=[order.request_id for order in orders])
+            known = [self.ledger.replay(order.request_id, order.fingerprint) for order in orders]
             ids = [one.id for one in known if one is not None]
             error = error if len(ids) < len(orders) else None
         if error is not None:
             raise error
         await failpoints.hit_async("allocator.reserve.before_reply")
-        return [self._ledger.get(one) for one in ids]
+        return [self.ledger.get(one) for one in ids]
 
     def _no_telemetry(self) -> UnavailableError:
-        problem = self._follower.problem or "no agent has reported to the fleet yet"
+        problem = self.follower.problem or "no agent has reported to the fleet yet"
         return UnavailableError(
             f"it is not known yet which GPUs there are: {problem}",
             reason="NO_TELEMETRY",
@@ -192,8 +183,8 @@ class Reserving:
         if isinstance(found, Obstacle):
             return self._held_up(found)
         message = found.message
-        if self._follower.problem:
-            message += f" The fleet cannot be followed at the moment: {self._follower.problem}."
+        if self.follower.problem:
+            message += f" The fleet cannot be followed at the moment: {self.follower.problem}."
         if found.kind in NOT_FOUND:
             return NotFoundError(message, reason=found.kind, metadata=found.metadata)
         if found.kind is RefusalKind.NO_CAPACITY:
@@ -214,9 +205,9 @@ class Reserving:
 
     def _retry_after(self) -> float:
         """Seconds until a lease may run out, within reason."""
-        due = self._ledger.next_deadline()
+        due = self.ledger.next_deadline()
         least, most = _RETRY_LIMITS
-        return _RETRY_EMPTY if due is None else min(max(due - self._clock.now(), least), most)
+        return _RETRY_EMPTY if due is None else min(max(due - self.clock.now(), least), most)
 
 
 def _may_pass(found: Refusal | Obstacle) -> bool:

@@ -28,9 +28,7 @@ class AllocatorWorld:
         quota: looks up the quota of a tenant.
     """
 
-    def __init__(
-        self, *, ledger: Ledger, placer: Placer, quota: Callable[[str], Quota], clock: Clock
-    ) -> None:
+    def __init__(self, ledger: Ledger, placer: Placer, quota: Callable[[str], Quota], clock: Clock) -> None:
         self._ledger = ledger
         self._placer = placer
         self._quota = quota
