@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.monitor.agent.device import Deadlines
+from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.model.readings import GpuState, GpuView
 from tests.support.monitor import FakeGpus
@@ -30,7 +30,7 @@ class Rig:
     def __init__(self, source: FakeGpus) -> None:
         self.source = source
         self.clock = Clock()
-        self.gpus = Gpus(source, self.clock, Deadlines(soft=2.0, hard=10.0), event_wait=0.1)
+        self.gpus = Gpus(source, self.clock, ReadDeadlines(soft=2.0, hard=10.0), event_wait=0.1)
 
     async def refresh(self, wait: float = 5.0) -> float:
         """One round; returns the seconds that it took."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.monitor.agent.device import Deadlines
+from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.model.readings import DriverEvent, GpuEventKind, GpuState, MissingGpu, ReadingStatus
@@ -199,7 +199,7 @@ def test_a_driver_whose_wait_for_events_fails_is_not_asked_without_a_pause(rig: 
 
 async def test_an_xid_reaches_a_subscriber_within_a_second(nvml_double: NvmlDouble) -> None:
     clock = SystemClock()
-    gpus = Gpus(NvmlSource(clock.now), clock, Deadlines())
+    gpus = Gpus(NvmlSource(clock.now), clock, ReadDeadlines())
     try:
         with gpus.events.subscribe() as events:
             await gpus.refresh(asyncio.get_running_loop().time() + 5.0)
@@ -216,7 +216,7 @@ async def test_an_xid_reaches_a_subscriber_within_a_second(nvml_double: NvmlDoub
 
 async def test_events_go_on_after_a_driver_reload(nvml_double: NvmlDouble) -> None:
     clock = SystemClock()
-    gpus = Gpus(NvmlSource(clock.now), clock, Deadlines())
+    gpus = Gpus(NvmlSource(clock.now), clock, ReadDeadlines())
     loop = asyncio.get_running_loop()
     try:
         with gpus.events.subscribe() as events:

@@ -17,7 +17,7 @@ from gpuscale.monitor.health.xids import xid_finding
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.model.health import Event, HealthCheck
-from gpuscale.monitor.model.recordings import Order, RecordingState, Target
+from gpuscale.monitor.model.recordings import RecordingOrder, RecordingState, Target
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.state.encoding import CHUNK
 from gpuscale.monitor.state.saver import Saver, open_saver
@@ -78,9 +78,9 @@ async def run(
                 raise _EndError
 
 
-def order(key: str = "r1") -> Order:
+def order(key: str = "r1") -> RecordingOrder:
     target = Target("nodes/alpha/gpus/gpu-1", "GPU-1", 0, "H100", 1.0)
-    return Order(key, f"request-{key}", "print", 1.0, 10 * DAY, (target,))
+    return RecordingOrder(key, f"request-{key}", "print", 1.0, 10 * DAY, (target,))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.failpoints import VARIABLE
 from gpuscale.monitor.agent.admission import Admissions
 from gpuscale.monitor.agent.collector import Collector
-from gpuscale.monitor.agent.device import Deadlines
+from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.agent.work import FILE_NAME, AdmissionFile
@@ -142,9 +142,9 @@ async def test_processes_of_admitted_work_are_shown_with_its_reservation_and_out
     admissions = Admissions().admit([identity(0).uuid], "reservations/r7", 7, worker)
     assert isinstance(admissions, Admissions)
     clock, host = SystemClock(), FakeHost()
-    gpus = Gpus(source, clock, Deadlines())
+    gpus = Gpus(source, clock, ReadDeadlines())
     collector = Collector(
-        "alpha", 1.0, gpus, host, host.identity(), clock, Deadlines(), admitted=lambda: admissions
+        "alpha", 1.0, gpus, host, host.identity(), clock, ReadDeadlines(), admitted=lambda: admissions
     )
     quarantine = Quarantine("XID 79", clock.wall())
     collector.quarantines = {identity(1).uuid.lower(): quarantine}

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from gpuscale.monitor.history.ring import Rows
-from gpuscale.monitor.history.series import Series, Tier
+from gpuscale.monitor.history.series import HistorySeries, Tier
 from gpuscale.monitor.model.metrics import ABSENT
 from gpuscale.monitor.state.encoding import chunks, unpack
 
@@ -26,7 +26,7 @@ class Told:
     def __init__(self, source: Random) -> None:
         self.source = source
         self.tiers = source.choice(TIERS)
-        self.series = Series(WIDTH, self.tiers)
+        self.series = HistorySeries(WIDTH, self.tiers)
         self.now = source.choice((0.0, 59.9, 1e5 + source.random() * 100))
         self.samples: list[tuple[float, tuple[float, ...]]] = []
         self.restored_until: float | None = None
@@ -62,7 +62,7 @@ class Told:
             return
         self._saved_until = max(self._saved_until, (finer.numbers[-1] + 1) * 10.0)
         self.samples = [one for one in self.samples if one[0] < self._saved_until]
-        self.series = Series(WIDTH, self.tiers)
+        self.series = HistorySeries(WIDTH, self.tiers)
         self.series.restore(coarsest)
         self.series.restore_finer(finer)
         self.restored_until = coarsest.numbers[-1] * MINUTE

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gpuscale.common.errors import AbortedError
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import Stream
+from gpuscale.monitor.fleet.record import AgentStream
 from gpuscale.monitor.model.nodes import NodeState
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import epoch_id, gpu, hello, snapshot, telemetry
@@ -26,8 +26,8 @@ class Agents(RuleBasedStateMachine):
         super().__init__()
         self.clock = ManualClock()
         self.nodes = Nodes(self.clock, max_nodes=10)
-        self.open: list[tuple[Stream, ExitStack, int]] = []
-        self.superseded: list[Stream] = []
+        self.open: list[tuple[AgentStream, ExitStack, int]] = []
+        self.superseded: list[AgentStream] = []
         self.reporting: dict[str, int] = {}  # epoch of the last stream that was let in
         self.taken: dict[str, tuple[int, int, float]] = {}  # epoch, seq and time of the last one taken in
 

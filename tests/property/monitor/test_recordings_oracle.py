@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Sample
-from gpuscale.monitor.model.recordings import Figures, Order, Recording, RecordingState, Target
+from gpuscale.monitor.model.recordings import Figures, Recording, RecordingOrder, RecordingState, Target
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.state.encoding import recording_from_text
 from tests.support.monitor_values import recorded_text
@@ -15,16 +15,18 @@ from tests.support.monitor_values import recorded_text
 GPUS = ("GPU-A", "GPU-B", "GPU-C")
 
 
-def order(key: str, interval: float, most: float, uuids: tuple[str, ...], period: float = 1.0) -> Order:
+def order(
+    key: str, interval: float, most: float, uuids: tuple[str, ...], period: float = 1.0
+) -> RecordingOrder:
     targets = [Target(f"nodes/n{uuid}/gpus/{uuid.lower()}", uuid, 0, "H100", period) for uuid in uuids]
-    return Order(key, f"request of {key}", "same", interval, most, targets)
+    return RecordingOrder(key, f"request of {key}", "same", interval, most, targets)
 
 
 @dataclass
 class Alone:
     """A recording, and the samples that it should have taken in."""
 
-    order: Order
+    order: RecordingOrder
     started_at: float
     taken: dict[str, list[tuple[float, Sample]]] = field(default_factory=lambda: {uuid: [] for uuid in GPUS})
     ended_at: float = float("inf")

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.monitor.agent.device import Deadlines, view
-from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, is_gone, node_state
+from gpuscale.monitor.agent.device import ReadDeadlines, view
+from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, is_gone, node_state
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState, Timed
 from tests.support.monitor_values import identity, sample
 
@@ -23,7 +23,7 @@ def test_a_silent_gpu_only_gets_worse(
     last = Timed(sample(state=state), ordered_at=read_at - took, read_at=read_at)
     ordered_at = read_at + ordered
     shown = [
-        view(identity(), last, ordered_at=ordered_at, now=now, deadlines=Deadlines())
+        view(identity(), last, ordered_at=ordered_at, now=now, deadlines=ReadDeadlines())
         for now in (ordered_at + first, ordered_at + first + later)
     ]
     if all(one.state in WORSE for one in shown):
@@ -37,7 +37,7 @@ def test_readings_are_shown_only_of_a_gpu_that_is_not_hung(
     read_at: float, waiting: float, state: GpuState, ever: bool
 ) -> None:
     last = Timed(sample(state=state), ordered_at=read_at, read_at=read_at) if ever else None
-    shown = view(identity(), last, ordered_at=read_at, now=read_at + waiting, deadlines=Deadlines())
+    shown = view(identity(), last, ordered_at=read_at, now=read_at + waiting, deadlines=ReadDeadlines())
     known = [name for name in GPU_FIELDS if getattr(shown.reading, name) is not None]
     assert not known or (ever and shown.state is not GpuState.HUNG)
 
@@ -46,7 +46,7 @@ def test_readings_are_shown_only_of_a_gpu_that_is_not_hung(
 def test_a_node_that_says_nothing_only_gets_worse(
     sampled_at: float, period: float, now: float, later: float, streaming: bool
 ) -> None:
-    last = Sample(Epoch(0.0, "a"), 1, sampled_at, period)
+    last = NodeSample(Epoch(0.0, "a"), 1, sampled_at, period)
     before, after = (node_state(last, streaming=streaming, now=at) for at in (now, now + later))
     assert NODE_ORDER.index(before) <= NODE_ORDER.index(after)
     assert is_gone(last, streaming=streaming, now=now) <= is_gone(last, streaming=streaming, now=now + later)

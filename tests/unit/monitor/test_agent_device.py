@@ -3,11 +3,11 @@
 import pytest
 
 from gpuscale.common.runtime.tasks import Backoff
-from gpuscale.monitor.agent.device import Breaker, Deadlines, view
+from gpuscale.monitor.agent.device import Breaker, ReadDeadlines, view
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState, ReadingStatus, Timed
 from tests.support.monitor_values import identity, sample
 
-DEADLINES = Deadlines(soft=2.0, hard=10.0)
+DEADLINES = ReadDeadlines(soft=2.0, hard=10.0)
 READ = Timed(sample(), ordered_at=100.0, read_at=100.1)
 
 
@@ -65,7 +65,7 @@ def test_a_gpu_that_is_gone_does_not_become_merely_slow(state: GpuState) -> None
 
 
 def breaker() -> Breaker:
-    return Breaker(Deadlines(soft=2.0, hard=10.0), Backoff(0.5, 30.0))
+    return Breaker(ReadDeadlines(soft=2.0, hard=10.0), Backoff(0.5, 30.0))
 
 
 def test_a_slow_answer_leaves_it_closed() -> None:

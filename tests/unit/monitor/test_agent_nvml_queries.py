@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.monitor.agent.nvml.queries import Failure, Kept, Queries
+from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries
 from gpuscale.monitor.model.readings import Absent, GpuState, ReadingStatus
 
 NOT_SUPPORTED = Failure(ReadingStatus.NOT_SUPPORTED, "Not Supported")
@@ -96,8 +96,8 @@ def test_zero_is_a_value() -> None:
 
 
 def keep(
-    kept: Kept[float] | None, question: Question, now: float
-) -> tuple[Kept[float], Queries[RefusedError]]:
+    kept: KeptAnswer[float] | None, question: Question, now: float
+) -> tuple[KeptAnswer[float], Queries[RefusedError]]:
     one = asking(now=now)
     return one.kept(kept, 30.0, lambda: one.number("power_limit_watts", question, high=1000)), one
 

@@ -12,7 +12,7 @@ from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids
 from gpuscale.monitor.exposition.fleet import FleetPage
 from gpuscale.monitor.exposition.series import Style
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.model.health import Action, Event, Finding, HealthCheck, HealthSeverity
+from gpuscale.monitor.model.health import Event, Finding, HealthAction, HealthCheck, HealthSeverity
 from gpuscale.monitor.model.readings import (
     Absent,
     GpuEvent,
@@ -332,7 +332,7 @@ async def test_a_quarantine_that_health_found_is_shown() -> None:
 
 async def test_a_health_event_that_lasts_is_one_series_however_often_it_is_there() -> None:
     fleet = Fleet()
-    finding = Finding(HealthSeverity.CRITICAL, Action.RESET_GPU, "fallen off the bus", fatal=True)
+    finding = Finding(HealthSeverity.CRITICAL, HealthAction.RESET_GPU, "fallen off the bus", fatal=True)
     fleet.events = [Event(f"{n}", HealthCheck.XID, "alpha", "GPU-A", finding, 1.0, 1.0, 79) for n in "ab"]
     [shown] = named(await fleet.text(), "gpuscale_health_event")
     assert shown.labels == {

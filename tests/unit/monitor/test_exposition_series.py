@@ -7,7 +7,7 @@ import pytest
 from google.protobuf.message import Message
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.monitor.exposition.series import DCGM, GPU, HOST, Series
+from gpuscale.monitor.exposition.series import DCGM, GPU, HOST, ReadingSeries
 
 ELSEWHERE = {"throttle_reason_mask", "recovery_action", "age"}
 """Readings that are shown with a label of their own, by exposition/snapshots.py."""
@@ -22,7 +22,7 @@ def readings(message: type[Message]) -> set[str]:
     ("table", "message"), [(GPU, types_api.GpuReading), (HOST, types_api.HostReading)], ids=["gpu", "host"]
 )
 def test_every_reading_of_the_contract_has_a_series(
-    table: tuple[Series, ...], message: type[Message]
+    table: tuple[ReadingSeries, ...], message: type[Message]
 ) -> None:
     assert {series.field for series in table} == readings(message)
 
@@ -40,7 +40,7 @@ def test_no_name_is_used_twice_and_each_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("series", [*GPU, *HOST], ids=lambda series: series.family.name)
-def test_our_own_names_are_in_base_units_and_counters_end_in_total(series: Series) -> None:
+def test_our_own_names_are_in_base_units_and_counters_end_in_total(series: ReadingSeries) -> None:
     name = series.family.name
     assert not re.search(r"mhz|percent|mib|_mw|milli", name)
     counter = name.endswith("_total")

@@ -9,7 +9,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import AbortedError, NotFoundError, ResourceExhaustedError
 from gpuscale.common.wire import seconds, to_datetime
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import Stream
+from gpuscale.monitor.fleet.record import AgentStream
 from gpuscale.monitor.fleet.servicer import to_node
 from gpuscale.monitor.model.nodes import NodeState
 from tests.support.clock import WALL_START, ManualClock
@@ -23,9 +23,9 @@ class Fleet:
         self.clock = ManualClock()
         self.nodes = Nodes(self.clock, max_nodes)
         self.ended: list[str] = []
-        self._stacks: dict[Stream, ExitStack] = {}
+        self._stacks: dict[AgentStream, ExitStack] = {}
 
-    def connect(self, node: str = "alpha", epoch: int = 1, started_at: int | None = None) -> Stream:
+    def connect(self, node: str = "alpha", epoch: int = 1, started_at: int | None = None) -> AgentStream:
         stack = ExitStack()
         message = hello(node, epoch=epoch, started_at=started_at)
         stream = stack.enter_context(
@@ -34,10 +34,10 @@ class Fleet:
         self._stacks[stream] = stack
         return stream
 
-    def close(self, stream: Stream) -> None:
+    def close(self, stream: AgentStream) -> None:
         self._stacks[stream].close()
 
-    def send(self, stream: Stream, message: types_api.Snapshot) -> bool:
+    def send(self, stream: AgentStream, message: types_api.Snapshot) -> bool:
         return self.nodes.take(stream, telemetry(message))
 
     def state(self, node: str = "alpha") -> NodeState:

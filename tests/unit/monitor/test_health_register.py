@@ -9,17 +9,17 @@ from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.register import GONE_SECONDS, HealthRegister
 from gpuscale.monitor.health.xids import XIDS, xid_finding
 from gpuscale.monitor.model.health import (
-    Action,
     Event,
     Finding,
-    GpuFacts,
+    HealthAction,
     HealthCheck,
+    HealthFacts,
     HealthSeverity,
-    Quarantine,
+    QuarantinedGpu,
 )
 from gpuscale.monitor.state.encoding import event_from_text, event_to_text
 
-OK = GpuFacts("OK", 0, False, False, False, "NONE", 0, 0, 18)  # noqa: FBT003
+OK = HealthFacts("OK", 0, False, False, False, "NONE", 0, 0, 18)  # noqa: FBT003
 
 
 class Site:
@@ -30,7 +30,7 @@ class Site:
         self.now = 0.0
         self.boot = "boot 1"
 
-    def see(self, facts: GpuFacts = OK, seconds: float = 1.0) -> None:
+    def see(self, facts: HealthFacts = OK, seconds: float = 1.0) -> None:
         """Let time pass with snapshots that show these facts."""
         end = self.now + seconds
         while self.now < end:
@@ -71,9 +71,9 @@ BAD = {
     HealthCheck.ECC_UNCORRECTED: (replace(OK, ecc_uncorrected=1), True),
     HealthCheck.ROW_REMAP_FAILURE: (replace(OK, remap_failed=True), True),
     HealthCheck.MEMORY_REPAIR_PENDING: (replace(OK, retired_pending=True), False),
-    HealthCheck.GPU_LOST: (GpuFacts("LOST"), True),
-    HealthCheck.RESET_REQUIRED: (GpuFacts("RESET_REQUIRED"), True),
-    HealthCheck.GPU_HUNG: (GpuFacts("HUNG"), True),
+    HealthCheck.GPU_LOST: (HealthFacts("LOST"), True),
+    HealthCheck.RESET_REQUIRED: (HealthFacts("RESET_REQUIRED"), True),
+    HealthCheck.GPU_HUNG: (HealthFacts("HUNG"), True),
     HealthCheck.RECOVERY_ACTION: (replace(OK, recovery_action="NODE_REBOOT"), True),
     HealthCheck.THERMAL_SLOWDOWN: (replace(OK, throttle_reason_mask=0x40), False),
     HealthCheck.NVLINK_DOWN: (replace(OK, nvlinks_active=17), False),
@@ -123,10 +123,10 @@ def test_a_short_slowdown_is_no_event(site: Site) -> None:
 
 def test_what_was_not_read_changes_nothing(site: Site) -> None:
     site.see(replace(OK, remap_failed=True), 2)
-    site.see(GpuFacts("OK"), 500)
+    site.see(HealthFacts("OK"), 500)
     assert [event.check for event in site.lasting] == [HealthCheck.ROW_REMAP_FAILURE]
-    assert results(GpuFacts("RELEASED")) == {}
-    assert results(GpuFacts("")) == {}
+    assert results(HealthFacts("RELEASED")) == {}
+    assert results(HealthFacts("")) == {}
 
 
 def test_time_alone_resolves_what_the_last_snapshot_showed_well(site: Site) -> None:
@@ -164,7 +164,7 @@ def test_gpus_that_cannot_be_read_are_an_event_of_their_node(site: Site) -> None
 def test_a_quarantine_has_a_reason_and_a_begin(site: Site) -> None:
     site.see(OK, 3)
     site.see(replace(OK, ecc_uncorrected=1), 5)
-    assert site.register.quarantines("alpha")["gpu-1"] == Quarantine(
+    assert site.register.quarantines("alpha")["gpu-1"] == QuarantinedGpu(
         "memory errors could not be corrected", since=4.0
     )
 
@@ -198,7 +198,7 @@ def test_a_fatal_fault_quarantines_until_the_gpu_was_away_and_answers_again(site
     assert "XID 119" in site.quarantine
     site.see(OK, 1000)
     assert "XID 119" in site.quarantine, "answering alone proves nothing"
-    site.see(GpuFacts("RELEASED"), 3)
+    site.see(HealthFacts("RELEASED"), 3)
     site.see(OK, HOLDS[HealthCheck.XID].resolve_after - 1)
     assert "XID 119" in site.quarantine
     site.see(OK, 3)
@@ -235,7 +235,7 @@ def test_what_a_snapshot_no_longer_shows_is_not_over_by_time_alone(site: Site) -
 
 
 def test_a_gpu_that_is_left_out_as_soon_as_it_is_lost_is_an_event(site: Site) -> None:
-    site.see(GpuFacts("LOST"))
+    site.see(HealthFacts("LOST"))
     site.register.shown("alpha", site.boot, set(), site.now)
     site.tick(HOLDS[HealthCheck.GPU_LOST].raise_after + 1)
     assert [event.check for event in site.lasting] == [HealthCheck.GPU_LOST]
@@ -292,7 +292,7 @@ def test_replays_are_judged_by_how_fast_they_grow(site: Site) -> None:
 
 def test_links_are_counted_anew_after_the_gpu_was_away(site: Site) -> None:
     site.see(OK, 2)
-    site.see(GpuFacts("RELEASED"), 2)
+    site.see(HealthFacts("RELEASED"), 2)
     site.see(replace(OK, nvlinks_active=12), 30)
     assert site.all == []
 
@@ -318,7 +318,7 @@ def test_a_gpu_that_a_snapshot_leaves_out_takes_no_memory_unless_something_is_ab
 
 def test_the_newest_events_that_are_over_are_kept_and_all_that_last() -> None:
     events = Events("run", most_resolved=3)
-    finding = Finding(HealthSeverity.INFO, Action.NONE, "text")
+    finding = Finding(HealthSeverity.INFO, HealthAction.NONE, "text")
     lasting = events.begin(HealthCheck.GPU_LOST, "alpha", "GPU-0", finding, 0.0)
     for number in range(10):
         events.resolve(events.begin(HealthCheck.XID, "alpha", "GPU-1", finding, float(number)), float(number))
@@ -336,7 +336,11 @@ def test_every_number_of_the_table_makes_sense() -> None:
         assert finding.message == f"XID {xid}: {known.name}"
         assert finding.fatal == known.fatal
         assert not known.fatal or known.severity is HealthSeverity.CRITICAL
-        assert not known.fatal or known.action not in {Action.NONE, Action.RESTART_WORKLOAD, Action.DRAIN}
+        assert not known.fatal or known.action not in {
+            HealthAction.NONE,
+            HealthAction.RESTART_WORKLOAD,
+            HealthAction.DRAIN,
+        }
     unknown = xid_finding(9999)
     assert (unknown.fatal, unknown.severity) == (False, HealthSeverity.WARNING)
 
@@ -403,7 +407,7 @@ def test_a_fatal_fault_lasts_over_a_restart_until_the_gpu_was_away(first_run: Si
         after.boot = "boot 2"
     if away == "seen":
         after.see(OK, 100)
-        after.see(GpuFacts("LOST"), 1)
+        after.see(HealthFacts("LOST"), 1)
     after.see(OK, HOLDS[HealthCheck.XID].resolve_after - 1)
     assert "79" in after.quarantine
     after.see(OK, 100)

@@ -6,10 +6,10 @@ import pytest
 
 from gpuscale.monitor.history.history import History, metrics_of
 from gpuscale.monitor.history.ring import Bucket, Point, Rows
-from gpuscale.monitor.history.series import Series, Tier
+from gpuscale.monitor.history.series import HistorySeries, Tier
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Sample
 from gpuscale.monitor.state.encoding import CHUNK, chunks, unpack
-from gpuscale.monitor.state.store import Timeline, continued
+from gpuscale.monitor.state.store import BootTimeline, continued
 
 TIERS = (Tier(1.0, 120.0), Tier(10.0, 600.0), Tier(60.0, 30 * 60.0))
 WIDTH = len(GPU_METRICS)
@@ -20,7 +20,7 @@ def sample(source: random.Random) -> Sample:
     return tuple(source.choice((ABSENT, source.uniform(0.0, 100.0))) for _ in range(WIDTH))
 
 
-def stored(series: Series, shift: int) -> Rows:
+def stored(series: HistorySeries, shift: int) -> Rows:
     """What comes back of a series that was written in chunks."""
     found = Rows.empty()
     for _, body in chunks(series.coarsest(-(2**31)), WIDTH, shift):
@@ -28,7 +28,7 @@ def stored(series: Series, shift: int) -> Rows:
     return found
 
 
-def minutes(series: Series) -> list[tuple[float, float, float, int]]:
+def minutes(series: HistorySeries) -> list[tuple[float, float, float, int]]:
     points: list[Point] = series.points(0, len(TIERS) - 1, -1e9, 1e9)
     by_minute: dict[float, list[Point]] = {}
     for point in points:
@@ -44,12 +44,12 @@ def minutes(series: Series) -> list[tuple[float, float, float, int]]:
 def test_a_series_that_was_stored_goes_on_as_if_the_process_had_not_ended(seconds: int, shift: int) -> None:
     """What the finest tiers had not passed on, fewer than 12 s, is lost to a crash."""
     source = random.Random(seconds)
-    whole, before = Series(WIDTH, TIERS), Series(WIDTH, TIERS)
+    whole, before = HistorySeries(WIDTH, TIERS), HistorySeries(WIDTH, TIERS)
     for second in range(seconds):
         one = sample(source)
         whole.add(float(second), one)
         before.add(float(second), one)
-    again = Series(WIDTH, TIERS)
+    again = HistorySeries(WIDTH, TIERS)
     again.restore(stored(before, shift))
     lost = sum(row[3] for row in minutes(before)) - sum(row[3] for row in minutes(again))
     assert 0 <= lost <= 12
@@ -67,7 +67,7 @@ def test_a_series_that_was_stored_goes_on_as_if_the_process_had_not_ended(second
 
 
 def test_the_finer_tiers_answer_for_the_run_before_by_the_coarsest() -> None:
-    before, again = Series(WIDTH, TIERS), Series(WIDTH, TIERS)
+    before, again = HistorySeries(WIDTH, TIERS), HistorySeries(WIDTH, TIERS)
     for second in range(600):
         before.add(float(second), (50.0,) * WIDTH)
     again.restore(stored(before, 0))
@@ -81,12 +81,12 @@ def test_the_finer_tiers_answer_for_the_run_before_by_the_coarsest() -> None:
 def test_the_tier_before_the_coarsest_comes_back_too(seconds: int) -> None:
     """But for the last minute, which is one bucket; and it goes on, in every tier, as if nothing had been."""
     source = random.Random(seconds)
-    whole, before = Series(WIDTH, TIERS), Series(WIDTH, TIERS)
+    whole, before = HistorySeries(WIDTH, TIERS), HistorySeries(WIDTH, TIERS)
     for second in range(seconds):
         one = sample(source)
         whole.add(float(second), one)
         before.add(float(second), one)
-    again = Series(WIDTH, TIERS)
+    again = HistorySeries(WIDTH, TIERS)
     again.restore(stored(before, 0))
     finer = Rows.empty()
     for _, body in chunks(before.finer(-(2**31)), WIDTH, 6):
@@ -115,7 +115,7 @@ def test_the_tier_before_the_coarsest_comes_back_too(seconds: int) -> None:
 @pytest.mark.parametrize("tier", range(3))
 def test_no_tier_leaves_out_the_last_minute_before_a_restart(tier: int) -> None:
     """It is known as one step only, which stands in the finest tier too: that answers for the last 10 min."""
-    before, again = Series(WIDTH, TIERS), Series(WIDTH, TIERS)
+    before, again = HistorySeries(WIDTH, TIERS), HistorySeries(WIDTH, TIERS)
     for second in range(600):
         before.add(float(second), (50.0,) * WIDTH)
     again.restore(stored(before, 0))
@@ -132,7 +132,7 @@ def test_no_tier_leaves_out_the_last_minute_before_a_restart(tier: int) -> None:
 
 
 def test_numbers_before_this_boot_are_below_zero_and_in_order() -> None:
-    before, again = Series(WIDTH, TIERS), Series(WIDTH, TIERS)
+    before, again = HistorySeries(WIDTH, TIERS), HistorySeries(WIDTH, TIERS)
     for second in range(0, 1200, 5):
         before.add(float(second), (50.0,) * WIDTH)
     parts = [unpack(body, WIDTH, 100) for _, body in chunks(before.coarsest(-(2**31)), WIDTH, 0)]
@@ -147,17 +147,17 @@ def test_numbers_before_this_boot_are_below_zero_and_in_order() -> None:
 
 
 def test_only_the_newest_fit_where_the_retention_became_shorter() -> None:
-    before = Series(WIDTH, TIERS)
+    before = HistorySeries(WIDTH, TIERS)
     for second in range(0, 6000, 10):
         before.add(float(second), (50.0,) * WIDTH)
     short = (*TIERS[:2], Tier(60.0, 600.0))
-    again = Series(WIDTH, short)
+    again = HistorySeries(WIDTH, short)
     again.restore(stored(before, 0))
     assert next(point.start for point in again.points(0, 2, 0.0, 1e9)) == 6000.0 - 660.0
 
 
 def test_chunks_hold_at_most_their_steps_and_begin_at_multiples() -> None:
-    series = Series(WIDTH, TIERS)
+    series = HistorySeries(WIDTH, TIERS)
     for second in range(0, 6000, 60):
         series.add(float(second), (50.0,) * WIDTH)
     found = list(chunks(series.coarsest(75), WIDTH, 7))
@@ -187,7 +187,7 @@ def test_bytes_that_are_no_rows_are_refused(size: int) -> None:
 
 
 def test_what_there_is_no_memory_for_is_not_brought_back() -> None:
-    before = Series(WIDTH, TIERS)
+    before = HistorySeries(WIDTH, TIERS)
     for second in range(200):
         before.add(float(second), (50.0,) * WIDTH)
     rows = stored(before, 0)
@@ -210,7 +210,7 @@ def test_the_count_goes_on_through_a_boot_by_the_wall_clock() -> None:
 
 @pytest.mark.parametrize("wall", [0.0, 1_000_000.0 - HOUR])
 def test_the_count_never_goes_back_whatever_the_wall_clock_says(wall: float) -> None:
-    first = Timeline("a", 1_000_020.0)
+    first = BootTimeline("a", 1_000_020.0)
     newest = first.stored(500.0)
     second = continued(first, newest, "b", now=3.0, wall=wall)
     assert second.stored(3.0) >= newest

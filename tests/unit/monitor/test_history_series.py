@@ -8,16 +8,18 @@ import pytest
 
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History, plan, spread, trend
 from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring
-from gpuscale.monitor.history.series import Series, Tier, _together, most_bytes, shorter
-from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Tally
+from gpuscale.monitor.history.series import HistorySeries, Tier, _together, most_bytes, shorter
+from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, MetricTally
 
 TIERS = (Tier(1.0, 20.0), Tier(5.0, 100.0), Tier(20.0, 400.0))
 GPU = tuple(float(index) for index in range(len(GPU_METRICS)))
 
 
-def filled(seconds: int, *, tiers: tuple[Tier, ...] = TIERS, each: float = 1.0, width: int = 1) -> Series:
+def filled(
+    seconds: int, *, tiers: tuple[Tier, ...] = TIERS, each: float = 1.0, width: int = 1
+) -> HistorySeries:
     """A series with one sample each `each` seconds; every metric shows the second it was read in."""
-    series = Series(width, tiers)
+    series = HistorySeries(width, tiers)
     for number in range(int(seconds / each)):
         series.add(number * each, (number * each // 1,) * width)
     return series
@@ -47,11 +49,11 @@ def test_coarse_buckets_keep_minimum_mean_maximum_and_count() -> None:
 
 
 def test_several_samples_of_one_bucket_are_put_together() -> None:
-    series = Series(1, TIERS)
+    series = HistorySeries(1, TIERS)
     for at, value in ((0.2, 5.0), (0.4, 1.0), (0.6, 3.0), (1.2, 8.0)):
         series.add(at, (value,))
     assert series.points(0, 0, 0.0, 10.0) == [Point(0.0, 1.0, 3.0, 5.0, 3), Point(1.0, 8.0, 8.0, 8.0, 1)]
-    flood = Series(1, TIERS)
+    flood = HistorySeries(1, TIERS)
     for number in range(1000):
         flood.add(number / 1000, (float(number),))
     [point] = flood.points(0, 0, 0.0, 10.0)
@@ -63,7 +65,7 @@ def test_several_samples_of_one_bucket_are_put_together() -> None:
 def test_looking_changes_nothing(look_each: int) -> None:
     """Samples wait until somebody asks or enough have come together; what is told is the same whenever that is."""
     source = Random(look_each)
-    series, asked = Series(1, TIERS), dict[int, list[float]]()
+    series, asked = HistorySeries(1, TIERS), dict[int, list[float]]()
     at = 0.0
     for number in range(400):
         at += source.choice((0.1, 0.3, 1.0, 1.0, 1.0, 4.0))
@@ -86,14 +88,14 @@ def test_looking_changes_nothing(look_each: int) -> None:
 
 
 def test_what_is_absent_is_no_sample_and_no_zero() -> None:
-    series = Series(2, TIERS)
+    series = HistorySeries(2, TIERS)
     for second in range(50):
         series.add(float(second), (7.0, ABSENT if second % 2 else 4.0))
     assert all(point.samples == 5 for point in series.points(0, 1, 0.0, 40.0))
     second = series.points(1, 1, 0.0, 40.0)
     assert {point.samples for point in second} == {2, 3}
     assert all(point.min == point.mean == point.max == 4.0 for point in second)
-    never = Series(1, TIERS)
+    never = HistorySeries(1, TIERS)
     for at in range(50):
         never.add(float(at), (ABSENT,))
     assert never.points(0, 2, 0.0, 100.0) == []
@@ -126,7 +128,7 @@ def held_bytes(found: object) -> int:
 
 def test_more_samples_than_a_bucket_counts_are_counted_as_the_most() -> None:
     """A count has 16 bits: a flood must neither be refused nor begin again at 0."""
-    flood = Series(1, (Tier(1.0, 20.0), Tier(5.0, 100.0)))
+    flood = HistorySeries(1, (Tier(1.0, 20.0), Tier(5.0, 100.0)))
     whole = Bucket([1.0], [2.0], [3.0], [MOST_COUNTED - 5])
     for number in range(3):
         flood._append(0, number, whole)
@@ -152,8 +154,8 @@ def test_a_ring_tells_the_buckets_from_any_number_on_however_often_it_went_round
 
 
 def test_the_oldest_that_is_kept_is_that_of_the_tier_that_reaches_back_furthest() -> None:
-    assert Series(1, TIERS).oldest() is None
-    series = Series(1, TIERS)
+    assert HistorySeries(1, TIERS).oldest() is None
+    series = HistorySeries(1, TIERS)
     series.add(7.5, (1.0,))
     assert series.oldest() == 7.0
     assert filled(90).oldest() == 0.0
@@ -162,7 +164,7 @@ def test_the_oldest_that_is_kept_is_that_of_the_tier_that_reaches_back_furthest(
 
 def test_memory_stays_below_what_is_stated_however_long_it_runs() -> None:
     tiers = (Tier(1.0, 60.0), Tier(10.0, 600.0), Tier(60.0, 6000.0))
-    series = Series(len(GPU_METRICS), tiers)
+    series = HistorySeries(len(GPU_METRICS), tiers)
     for second in range(20_000):
         series.add(float(second), GPU)
     arrays = sum(held_bytes(ring) for ring in series._rings)
@@ -259,7 +261,7 @@ def test_a_trend_is_the_slope_in_an_hour() -> None:
 
 
 def test_a_mean_never_leaves_minimum_and_maximum() -> None:
-    tally = Tally()
+    tally = MetricTally()
     for _ in range(3):
         tally.add(0.1)
     stats = tally.stats()

@@ -4,8 +4,8 @@ import pytest
 
 from gpuscale.monitor.model.nodes import (
     Epoch,
+    NodeSample,
     NodeState,
-    Sample,
     is_gone,
     node_state,
     refuse_epoch,
@@ -15,8 +15,8 @@ from gpuscale.monitor.model.nodes import (
 OLD, NEW = Epoch(100.0, "a"), Epoch(200.0, "b")
 
 
-def sample(seq: int = 5, *, epoch: Epoch = OLD, sampled_at: float = 10.0, period: float = 2.0) -> Sample:
-    return Sample(epoch, seq, sampled_at, period)
+def sample(seq: int = 5, *, epoch: Epoch = OLD, sampled_at: float = 10.0, period: float = 2.0) -> NodeSample:
+    return NodeSample(epoch, seq, sampled_at, period)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from gpuscale.monitor.app.fleet import Observing
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.ring import Point
-from gpuscale.monitor.model.recordings import Order, Target
+from gpuscale.monitor.model.recordings import RecordingOrder, Target
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.recording.samples import SampleObserver, gpu_sample
 from gpuscale.monitor.wire.merging import Change, Picture
@@ -133,7 +133,7 @@ def test_without_memory_for_history_only_what_is_recorded_is_looked_at() -> None
     observer.observe("alpha", snapshot(30.0), 100.0, None)
     assert observer._gpus == {}
     target = Target("nodes/alpha/gpus/gpu-1", "GPU-1", 0, "", 1.0)
-    recording = recordings.start(Order("r", "q", "f", 1.0, 60.0, [target]), 100.5)
+    recording = recordings.start(RecordingOrder("r", "q", "f", 1.0, 60.0, [target]), 100.5)
     observer.observe("alpha", snapshot(30.0), 101.0, None)
     observer.observe("beta", snapshot(30.0), 101.0, None)
     assert (recording.sample_count, set(observer._gpus)) == (1, {"alpha"})

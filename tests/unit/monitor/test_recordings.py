@@ -12,7 +12,7 @@ from gpuscale.common.rpc.channel import MAX_MESSAGE_BYTES
 from gpuscale.monitor.fleet.directory import MOST_GPUS, Directory
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.model.metrics import ABSENT, Metric, Sample, Stats
-from gpuscale.monitor.model.recordings import Order, Recording, RecordingState, Target
+from gpuscale.monitor.model.recordings import Recording, RecordingOrder, RecordingState, Target
 from gpuscale.monitor.recording import servicer
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.recording.servicer import RecordingServicer, forget, to_recording
@@ -31,9 +31,9 @@ def order(
     fingerprint: str = "same",
     interval: float = 1.0,
     most: float = 100.0,
-) -> Order:
+) -> RecordingOrder:
     targets = [Target(f"nodes/alpha/gpus/gpu-{i}", f"GPU-{i}", i, "Test GPU", period=1.0) for i in range(2)]
-    return Order(key, request or f"request of {key}", fingerprint, interval, most, targets)
+    return RecordingOrder(key, request or f"request of {key}", fingerprint, interval, most, targets)
 
 
 def busy(percent: float) -> Sample:
@@ -192,7 +192,7 @@ async def test_a_large_recording_lets_other_work_have_its_turn() -> None:
 
 
 TARGETS = tuple(Target(f"nodes/a/gpus/gpu-{one}", f"GPU-{one}", one, "H100", 1.0) for one in (1, 2))
-ORDER = Order("r1", "id", "print", 1.0, 600.0, TARGETS)
+ORDER = RecordingOrder("r1", "id", "print", 1.0, 600.0, TARGETS)
 SAMPLE = (10.0, ABSENT, 5.0, 50.0, 40.0, 300.0, 900.0)
 
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.monitor.agent.admission import Admissions, Holders
-from gpuscale.monitor.agent.device import Deadlines
+from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.sources import HostSource
 from gpuscale.monitor.agent.threads import CallThread, Reader, wait_until
@@ -57,7 +57,7 @@ class Collector:
         host: HostSource,
         identity: HostIdentity,
         clock: Clock,
-        deadlines: Deadlines,
+        deadlines: ReadDeadlines,
         labels: Mapping[str, str] | None = None,
         admitted: Callable[[], Admissions] = Admissions,
         holders: Holders | None = None,

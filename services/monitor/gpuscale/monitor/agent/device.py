@@ -32,7 +32,7 @@ from gpuscale.monitor.model.readings import (
 
 
 @dataclass(frozen=True, slots=True)
-class Deadlines:
+class ReadDeadlines:
     """How long a tick of one GPU may take: SLOW beyond `soft`, HUNG from `hard` on."""
 
     soft: float = 2.0
@@ -45,7 +45,7 @@ def view(
     *,
     ordered_at: float | None,
     now: float,
-    deadlines: Deadlines,
+    deadlines: ReadDeadlines,
 ) -> GpuView:
     """How the GPU is shown at `now`; `ordered_at` is when the pending call was made, None for none."""
     waiting = 0.0 if ordered_at is None else now - ordered_at
@@ -79,7 +79,7 @@ _ANSWERS = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW})
 class Breaker:
     """Whether a GPU may be read. Opens after an answer beyond the hard deadline; a probe in time closes it."""
 
-    deadlines: Deadlines
+    deadlines: ReadDeadlines
     backoff: Backoff
     open: bool = False
     retry_at: float = 0.0
@@ -102,7 +102,9 @@ class Device:
         calls: how often the driver was called to read it, and `refusals`, how many of these calls gave an error.
     """
 
-    def __init__(self, identity: GpuIdentity, source: GpuSource, clock: Clock, deadlines: Deadlines) -> None:
+    def __init__(
+        self, identity: GpuIdentity, source: GpuSource, clock: Clock, deadlines: ReadDeadlines
+    ) -> None:
         self.identity = identity
         self.present = True
         self._clock = clock

@@ -16,7 +16,7 @@ from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff
-from gpuscale.monitor.agent.device import QUICK_SECONDS, Deadlines, Device
+from gpuscale.monitor.agent.device import QUICK_SECONDS, Device, ReadDeadlines
 from gpuscale.monitor.agent.events import GpuEvents, Listener
 from gpuscale.monitor.agent.pci import pci_address
 from gpuscale.monitor.agent.sources import GpuSource, GpuSourceError
@@ -152,7 +152,7 @@ class Gpus:
         self,
         source: GpuSource,
         clock: Clock,
-        deadlines: Deadlines,
+        deadlines: ReadDeadlines,
         event_wait: float = LONGEST_EVENT_WAIT_SECONDS,
         node: str = "",
     ) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from gpuscale.common.config.settings import MetricsSettings, UpstreamSettings
 from gpuscale.common.names import is_id, to_id
 from gpuscale.monitor.agent.deltas import DeadBands
-from gpuscale.monitor.agent.device import Deadlines
+from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.sources import SourceKind
 from gpuscale.monitor.exposition.series import HostLabel, Names, Style
 from gpuscale.monitor.history.series import Tier
@@ -120,9 +120,9 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
             watts=self.deadband_watts,
         )
 
-    def deadlines(self) -> Deadlines:
+    def deadlines(self) -> ReadDeadlines:
         """When a GPU counts as SLOW and as HUNG."""
-        return Deadlines(self.soft_deadline_seconds, self.hard_deadline_seconds)
+        return ReadDeadlines(self.soft_deadline_seconds, self.hard_deadline_seconds)
 
 
 def _by_name(labels: Iterable[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from gpuscale.common.runtime.metrics_text import Page, labels
 from gpuscale.monitor.exposition.series import Style, counter, gauge
 from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import Record
+from gpuscale.monitor.fleet.record import NodeRecord
 from gpuscale.monitor.model.health import Event
 from gpuscale.monitor.model.nodes import NodeState
 
@@ -68,7 +68,7 @@ class FleetPage:
         for chunk in page.chunks():
             yield chunk
 
-    def _add_fleet(self, page: Page, records: list[Record], left_out: int) -> None:
+    def _add_fleet(self, page: Page, records: list[NodeRecord], left_out: int) -> None:
         now = self._clock.now()
         states = Counter(record.state(now) for record in records)
         for state in NodeState:
@@ -97,7 +97,7 @@ class FleetPage:
         for kind in sorted(kinds):
             page.add(HEALTH, kind, 1)
 
-    def _add_node(self, page: Page, record: Record, *, gpus: bool) -> None:
+    def _add_node(self, page: Page, record: NodeRecord, *, gpus: bool) -> None:
         now = self._clock.now()
         state = record.state(now)
         node = labels({"node": record.node})

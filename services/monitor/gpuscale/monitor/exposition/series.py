@@ -43,7 +43,7 @@ def counter(name: str, text: str) -> Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class ReadingSeries:
     """One field of `GpuReading` or `HostReading` under one name, and how its unit is changed for that."""
 
     field: str
@@ -208,17 +208,17 @@ def _unit(field: str) -> str:
     return field.rpartition("_")[2]
 
 
-def _own(prefix: str, rows: Iterable[tuple[str, str, str]]) -> Iterable[Series]:
+def _own(prefix: str, rows: Iterable[tuple[str, str, str]]) -> Iterable[ReadingSeries]:
     for field, name, text in rows:
         family = counter if name.endswith("_total") else gauge
-        yield Series(field, family(prefix + name, text), _OWN_UNITS.get(_unit(field), _same))
+        yield ReadingSeries(field, family(prefix + name, text), _OWN_UNITS.get(_unit(field), _same))
 
 
 GPU = tuple(_own("gpuscale_gpu_", _GPU))
 HOST = tuple(_own("gpuscale_host_", _HOST))
 
 
-def _dcgm() -> Iterable[Series]:
+def _dcgm() -> Iterable[ReadingSeries]:
     own = {series.field: series.family for series in GPU}
     bits = gauge("", "Why clocks are held down, as bits.")
     for field, name in _DCGM.items():
@@ -226,7 +226,7 @@ def _dcgm() -> Iterable[Series]:
         text = (
             f"{family.help[:-1]}, in {_DCGM_UNIT_NAMES[unit]}." if unit in _DCGM_UNIT_NAMES else family.help
         )
-        yield Series(
+        yield ReadingSeries(
             field, replace(family, name=f"DCGM_FI_DEV_{name}", help=text), _DCGM_UNITS.get(unit, _same)
         )
 
@@ -234,7 +234,7 @@ def _dcgm() -> Iterable[Series]:
 DCGM = tuple(_dcgm())
 
 
-def _checked(series: Series) -> Series:
+def _checked(series: ReadingSeries) -> ReadingSeries:
     """As promtool passes it: a counter whose name has no `_total`, in lower case, has no type. rate() needs none."""
     if series.family.kind != "counter":
         return series

@@ -16,7 +16,7 @@ from gpuscale.monitor.exposition.series import (
     GPU,
     HOST,
     Names,
-    Series,
+    ReadingSeries,
     Style,
     counter,
     gauge,
@@ -53,7 +53,7 @@ GPUS = gauge("gpuscale_node_gpus", "GPUs of a node that were ever found.")
 GPUS_WORKING = gauge("gpuscale_node_gpus_working", "GPUs of a node that answer and need no reset.")
 GPU_PROBLEM = gauge("gpuscale_node_gpu_problem", "1 while GPUs of a node cannot be read or found.")
 
-_DCGM: Mapping[Names, tuple[Series, ...]] = {
+_DCGM: Mapping[Names, tuple[ReadingSeries, ...]] = {
     "checked": DCGM_CHECKED,
     "all": DCGM,
     "dcgm": DCGM,
@@ -142,7 +142,7 @@ def _add_reading(
     _add_readings(page, _DCGM[style.names], reading, dcgm)
 
 
-def _add_readings(page: Page, table: Iterable[Series], reading: Message, text: str) -> None:
+def _add_readings(page: Page, table: Iterable[ReadingSeries], reading: Message, text: str) -> None:
     for series in table:
         if reading.HasField(series.field):
             value: float = getattr(reading, series.field)

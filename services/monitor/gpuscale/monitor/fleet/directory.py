@@ -7,7 +7,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.names import GPU, NODE, gpu_name, match, node_name
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import Record
+from gpuscale.monitor.fleet.record import NodeRecord
 from gpuscale.monitor.model.recordings import Target
 
 MOST_GPUS = 1_024
@@ -73,23 +73,23 @@ class Directory:
                 raise _unknown(f"GPU {uuid}")
             yield _named(owner, gpu_name(owner.node, uuid))
 
-    def _record(self, name: str) -> Record:
+    def _record(self, name: str) -> NodeRecord:
         return self._nodes.get(name.partition("/")[2])
 
 
-def _named(record: Record, name: str) -> Target:
+def _named(record: NodeRecord, name: str) -> Target:
     for gpu in _gpus(record):
         if gpu.name == name:
             return _target(record, gpu)
     raise _unknown(name)
 
 
-def _gpus(record: Record) -> Sequence[types_api.Gpu]:
+def _gpus(record: NodeRecord) -> Sequence[types_api.Gpu]:
     snapshot = record.snapshot
     return snapshot.gpus if snapshot is not None else ()
 
 
-def _target(record: Record, gpu: types_api.Gpu) -> Target:
+def _target(record: NodeRecord, gpu: types_api.Gpu) -> Target:
     period = record.picture.period if record.picture is not None else 0.0
     return Target(gpu.name, gpu.uuid, gpu.index, gpu.model, period)
 

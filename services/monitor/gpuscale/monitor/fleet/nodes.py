@@ -20,9 +20,9 @@ from gpuscale.common.rpc.validation import violations
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.wire import seconds
-from gpuscale.monitor.fleet.record import Online, Owners, Record, Stream
+from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, Online, Owners
 from gpuscale.monitor.fleet.validation import refuse_change, refuse_snapshot
-from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, refuse_epoch, refuse_sample
+from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, refuse_epoch, refuse_sample
 from gpuscale.monitor.wire.merging import Change, Picture
 from gpuscale.monitor.wire.watch import Watchers
 
@@ -49,7 +49,7 @@ class Nodes:
     def __init__(self, clock: Clock, max_nodes: int) -> None:
         self._clock = clock
         self._max_nodes = max_nodes
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, NodeRecord] = {}
         self._owners = Owners()
         self._online = Online()
         self.watchers = Watchers()
@@ -58,11 +58,11 @@ class Nodes:
         self.awaited: set[str] = set()
         self.taken_count = 0
 
-    def find(self, node: str) -> Record | None:
+    def find(self, node: str) -> NodeRecord | None:
         """A node by its id, if it is known."""
         return self._records.get(node)
 
-    def get(self, node: str) -> Record:
+    def get(self, node: str) -> NodeRecord:
         """A node by its id.
 
         Raises:
@@ -73,7 +73,7 @@ class Nodes:
             raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})
         return record
 
-    def owner(self, uuid: str) -> Record | None:
+    def owner(self, uuid: str) -> NodeRecord | None:
         """The node that reports a GPU, if one does."""
         return self._owners.find(uuid)
 
@@ -89,7 +89,7 @@ class Nodes:
             record.quarantines = found
             self._changed(record, self._clock.now())
 
-    def all(self) -> list[Record]:
+    def all(self) -> list[NodeRecord]:
         """Every node, by id."""
         return [self._records[node] for node in sorted(self._records)]
 
@@ -113,7 +113,7 @@ class Nodes:
         _log.info("a node is forgotten", node=node)
 
     @contextmanager
-    def connected(self, hello: api.Hello, end: Callable[[], None]) -> Generator[Stream]:
+    def connected(self, hello: api.Hello, end: Callable[[], None]) -> Generator[AgentStream]:
         """The stream of an agent, which reports for its node until the block ends; `end` tells it to.
 
         Raises:
@@ -127,7 +127,7 @@ class Nodes:
         finally:
             self._disconnect(stream)
 
-    def take(self, stream: Stream, request: api.StreamTelemetryRequest) -> bool:
+    def take(self, stream: AgentStream, request: api.StreamTelemetryRequest) -> bool:
         """Take in a message after Hello, or refuse and count it; returns whether it was taken in."""
         now = self._clock.now()
         kind = request.WhichOneof("message")
@@ -152,7 +152,7 @@ class Nodes:
             if record.shown_state is NodeState.ONLINE:
                 self._changed(record, now)
 
-    def _connect(self, hello: api.Hello, end: Callable[[], None]) -> Stream:
+    def _connect(self, hello: api.Hello, end: Callable[[], None]) -> AgentStream:
         now = self._clock.now()
         epoch = Epoch(hello.start_time.seconds + hello.start_time.nanos / 1e9, hello.epoch)
         record = self._records.get(hello.node)
@@ -168,30 +168,30 @@ class Nodes:
             record.stream.end()
         record.epoch = epoch
         record.agent_version = hello.agent_version
-        record.stream = Stream(record, epoch, end)
+        record.stream = AgentStream(record, epoch, end)
         self._changed(record, now)
         return record.stream
 
-    def _add(self, node: str, epoch: Epoch) -> Record:
+    def _add(self, node: str, epoch: Epoch) -> NodeRecord:
         if len(self._records) >= self._max_nodes:
             raise ResourceExhaustedError(
                 f"the fleet has {self._max_nodes} nodes already", reason="TOO_MANY_NODES"
             )
         self.awaited.discard(node)
-        record = Record(node, self._clock.wall(), epoch, agent_version="")
+        record = NodeRecord(node, self._clock.wall(), epoch, agent_version="")
         self._records[node] = record
         return record
 
-    def _disconnect(self, stream: Stream) -> None:
+    def _disconnect(self, stream: AgentStream) -> None:
         record = stream.record
         if record.stream is stream:
             record.stream = None
             self._changed(record, self._clock.now())
             _log.info("a node's stream ended", node=stream.node)
 
-    def _take_snapshot(self, stream: Stream, snapshot: types_api.Snapshot, now: float) -> str:
+    def _take_snapshot(self, stream: AgentStream, snapshot: types_api.Snapshot, now: float) -> str:
         record = stream.record
-        sample = Sample(stream.epoch, snapshot.seq, now - seconds(snapshot.age), seconds(snapshot.period))
+        sample = NodeSample(stream.epoch, snapshot.seq, now - seconds(snapshot.age), seconds(snapshot.period))
         reason = refuse_snapshot(snapshot, stream.node, stream.epoch.id) or refuse_sample(
             record.sample, sample
         )
@@ -208,12 +208,12 @@ class Nodes:
             self._took(stream, sample, picture, now, None)
         return reason
 
-    def _take_delta(self, stream: Stream, delta: api.SnapshotDelta, now: float) -> str:
+    def _take_delta(self, stream: AgentStream, delta: api.SnapshotDelta, now: float) -> str:
         picture, last = stream.record.picture, stream.record.sample
         if stream.base_seq is None or delta.base_seq != stream.base_seq or picture is None or last is None:
             return "it changes another snapshot than the last one that was taken in"
         change = Change.of(delta)
-        sample = Sample(stream.epoch, change.stamp.seq, now - change.stamp.age, last.period)
+        sample = NodeSample(stream.epoch, change.stamp.seq, now - change.stamp.age, last.period)
         reason = refuse_sample(last, sample) or refuse_change(change, picture)
         if not reason:
             for gpu in change.gpus:
@@ -222,7 +222,7 @@ class Nodes:
             self._took(stream, sample, picture, now, change)
         return reason
 
-    def _take_faults(self, stream: Stream, faults: api.ReportedFaults, now: float) -> str:
+    def _take_faults(self, stream: AgentStream, faults: api.ReportedFaults, now: float) -> str:
         problems = violations(faults)
         if problems:
             return f"{problems[0].field} {problems[0].description}"
@@ -231,7 +231,7 @@ class Nodes:
         return ""
 
     def _took(
-        self, stream: Stream, sample: Sample, picture: Picture, now: float, change: Change | None
+        self, stream: AgentStream, sample: NodeSample, picture: Picture, now: float, change: Change | None
     ) -> None:
         record = stream.record
         record.sample, record.picture, record.received_at = sample, picture, now
@@ -242,7 +242,7 @@ class Nodes:
         picture.rest()
         self._changed(record, now)
 
-    def _reject(self, stream: Stream, reason: str) -> None:
+    def _reject(self, stream: AgentStream, reason: str) -> None:
         if reason != stream.rejected_reason:
             _log.warning("a snapshot is refused", node=stream.node, reason=reason)
         stream.base_seq = None
@@ -252,7 +252,7 @@ class Nodes:
         stream.record.encoded = None
         self.watchers.mark(stream.node)
 
-    def _changed(self, record: Record, now: float) -> None:
+    def _changed(self, record: NodeRecord, now: float) -> None:
         record.shown_state = state = record.state(now)
         if state is NodeState.ONLINE and not record.awaited:
             self._online.await_stale(record)

@@ -8,12 +8,12 @@ from heapq import heappop, heappush
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import node_name
-from gpuscale.monitor.model.nodes import Epoch, NodeState, Sample, is_gone, node_state, stale_at
+from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, is_gone, node_state, stale_at
 from gpuscale.monitor.wire.merging import Picture
 
 
 @dataclass(slots=True)
-class Record:
+class NodeRecord:
     """What is known of a node.
 
     Attributes:
@@ -28,8 +28,8 @@ class Record:
     first_seen: datetime
     epoch: Epoch
     agent_version: str
-    stream: "Stream | None" = None
-    sample: Sample | None = None
+    stream: "AgentStream | None" = None
+    sample: NodeSample | None = None
     picture: Picture | None = None
     received_at: float = 0.0
     rejected_count: int = 0
@@ -58,7 +58,7 @@ class Record:
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class AgentStream:
     """One agent's stream, as far as the index is concerned.
 
     Attributes:
@@ -70,7 +70,7 @@ class Stream:
         told: the quarantines that its agent was told of; None before the first acknowledgement.
     """
 
-    record: Record
+    record: NodeRecord
     epoch: Epoch
     end: Callable[[], None]
     acked_seq: int = -1
@@ -89,13 +89,13 @@ class Owners:
     """The nodes of all GPUs, by UUID in lower case."""
 
     def __init__(self) -> None:
-        self._owners: dict[str, Record] = {}
+        self._owners: dict[str, NodeRecord] = {}
 
-    def find(self, uuid: str) -> Record | None:
+    def find(self, uuid: str) -> NodeRecord | None:
         """The node of a GPU; None if no node reports it."""
         return self._owners.get(uuid.lower())
 
-    def refuse(self, record: Record, picture: Picture, now: float) -> str:
+    def refuse(self, record: NodeRecord, picture: Picture, now: float) -> str:
         """Why a node may not report the GPUs of a picture; empty if it may."""
         if record.uuids == picture.uuids:
             return ""
@@ -105,12 +105,12 @@ class Owners:
                 return f"GPU {picture.snapshot.gpus[place].uuid} is reported by {node_name(owner.node)}"
         return ""
 
-    def own(self, record: Record, picture: Picture) -> list[Record]:
+    def own(self, record: NodeRecord, picture: Picture) -> list[NodeRecord]:
         """Note the GPUs of a picture that is about to become the node's; the nodes that lost one to it."""
         if record.uuids == picture.uuids:
             return []
         self._release(record, set(record.uuids).difference(picture.uuids))
-        losers: list[Record] = []
+        losers: list[NodeRecord] = []
         for uuid in picture.uuids:
             owner = self._owners.get(uuid)
             if owner is not None and owner is not record:
@@ -119,17 +119,17 @@ class Owners:
             self._owners[uuid] = record
         return losers
 
-    def forget(self, record: Record) -> None:
+    def forget(self, record: NodeRecord) -> None:
         """Release all GPUs of a node."""
         self._release(record, record.uuids)
 
-    def _release(self, record: Record, uuids: Iterable[str]) -> None:
+    def _release(self, record: NodeRecord, uuids: Iterable[str]) -> None:
         for uuid in uuids:
             if self._owners.get(uuid) is record:
                 del self._owners[uuid]
 
 
-def _strike(record: Record, uuid: str) -> None:
+def _strike(record: NodeRecord, uuid: str) -> None:
     """Remove a GPU from what is known of a node that is gone."""
     if record.picture is not None:
         kept = types_api.Snapshot()
@@ -146,19 +146,19 @@ class Online:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Record]] = []
+        self._heap: list[tuple[float, int, NodeRecord]] = []
         self._count = 0
 
-    def await_stale(self, record: Record) -> None:
+    def await_stale(self, record: NodeRecord) -> None:
         """Begin to watch a node that has a snapshot."""
         if record.sample is not None:
             record.awaited = True
             self._count += 1
             heappush(self._heap, (stale_at(record.sample), self._count, record))
 
-    def due(self, now: float) -> list[Record]:
+    def due(self, now: float) -> list[NodeRecord]:
         """The nodes whose last snapshot has turned stale; they are no longer watched."""
-        found: list[Record] = []
+        found: list[NodeRecord] = []
         while self._heap and self._heap[0][0] < now:
             record = heappop(self._heap)[2]
             record.awaited = False

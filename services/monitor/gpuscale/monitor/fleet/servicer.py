@@ -21,7 +21,7 @@ from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.security.auth import Context, Role, current_principal
 from gpuscale.common.wire import page, seconds, to_timestamp
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import Record, Stream
+from gpuscale.monitor.fleet.record import AgentStream, NodeRecord
 from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.wire.merging import count_on
 from gpuscale.monitor.wire.watch import encoded_stream
@@ -94,7 +94,7 @@ def quarantine_of(gpu: types_api.Gpu, quarantines: Mapping[str, api.Quarantine])
     return found or (quarantines.get(gpu.parent_uuid.lower()) if gpu.parent_uuid else None)
 
 
-def to_node(record: Record, now: float) -> api.Node:
+def to_node(record: NodeRecord, now: float) -> api.Node:
     """The node as it is at `now`, in seconds of the fleet's clock: ages are counted on until then."""
     state = record.state(now)
     node = api.Node(
@@ -161,7 +161,7 @@ class NodeFeed:
         return b"".join(parts)
 
 
-def _encoded(record: Record, now: float) -> bytes:
+def _encoded(record: NodeRecord, now: float) -> bytes:
     """A WatchNodesResponse with this node alone."""
     if record.encoded is not None:
         encoding, made_at = record.encoded
@@ -264,7 +264,7 @@ def _hello(request: api.StreamTelemetryRequest | None) -> api.Hello:
     return request.hello
 
 
-def _acknowledgement(stream: Stream) -> api.StreamTelemetryResponse:
+def _acknowledgement(stream: AgentStream) -> api.StreamTelemetryResponse:
     stream.told = stream.record.quarantines
     return api.StreamTelemetryResponse(
         acked_seq=stream.acked_seq,

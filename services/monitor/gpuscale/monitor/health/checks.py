@@ -7,7 +7,7 @@ all: then its last result stands.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from gpuscale.monitor.model.health import Action, Finding, GpuFacts, HealthCheck, HealthSeverity
+from gpuscale.monitor.model.health import Finding, HealthAction, HealthCheck, HealthFacts, HealthSeverity
 
 ANSWERING = frozenset({"OK", "DEGRADED", "DIVIDED"})
 AWAY = frozenset({"LOST", "RESET_REQUIRED", "RELEASED"})
@@ -19,54 +19,60 @@ SOFTWARE_THERMAL, HARDWARE_THERMAL, POWER_BRAKE = 0x20, 0x40, 0x80
 Results = dict[HealthCheck, Finding | None]
 
 _WARNING, _CRITICAL = HealthSeverity.WARNING, HealthSeverity.CRITICAL
-_LOST = Finding(_CRITICAL, Action.REBOOT_NODE, "the GPU is gone from the bus", fatal=True)
-_RESET = Finding(_CRITICAL, Action.RESET_GPU, "the GPU asks for a reset", fatal=True)
-_HUNG = Finding(_CRITICAL, Action.RESET_GPU, "a call to the driver does not come back", fatal=True)
+_LOST = Finding(_CRITICAL, HealthAction.REBOOT_NODE, "the GPU is gone from the bus", fatal=True)
+_RESET = Finding(_CRITICAL, HealthAction.RESET_GPU, "the GPU asks for a reset", fatal=True)
+_HUNG = Finding(_CRITICAL, HealthAction.RESET_GPU, "a call to the driver does not come back", fatal=True)
 _REMAP_FAILED = Finding(
-    _CRITICAL, Action.CONTACT_SUPPORT, "a row of memory could not be replaced", fatal=True
+    _CRITICAL, HealthAction.CONTACT_SUPPORT, "a row of memory could not be replaced", fatal=True
 )
-_REPAIR = Finding(_WARNING, Action.RESET_GPU, "memory with errors waits for a reset to be replaced")
-_ECC = Finding(_CRITICAL, Action.RESET_GPU, "memory errors could not be corrected", fatal=True)
-_BRAKE = Finding(_WARNING, Action.CHECK_HARDWARE, "the power brake holds clocks down")
-_HOT = Finding(_WARNING, Action.CHECK_HARDWARE, "heat holds clocks down")
+_REPAIR = Finding(_WARNING, HealthAction.RESET_GPU, "memory with errors waits for a reset to be replaced")
+_ECC = Finding(_CRITICAL, HealthAction.RESET_GPU, "memory errors could not be corrected", fatal=True)
+_BRAKE = Finding(_WARNING, HealthAction.CHECK_HARDWARE, "the power brake holds clocks down")
+_HOT = Finding(_WARNING, HealthAction.CHECK_HARDWARE, "heat holds clocks down")
 _RECOVERY: Mapping[str, Finding] = {
-    "GPU_RESET": Finding(_CRITICAL, Action.RESET_GPU, "the driver asks for a reset of the GPU", fatal=True),
-    "NODE_REBOOT": Finding(_CRITICAL, Action.REBOOT_NODE, "the driver asks for a reboot", fatal=True),
-    "DRAIN_PEERS": Finding(_CRITICAL, Action.DRAIN, "the driver asks to drain work between GPUs", fatal=True),
-    "DRAIN_AND_RESET": Finding(_CRITICAL, Action.DRAIN, "the driver asks to drain, then reset", fatal=True),
+    "GPU_RESET": Finding(
+        _CRITICAL, HealthAction.RESET_GPU, "the driver asks for a reset of the GPU", fatal=True
+    ),
+    "NODE_REBOOT": Finding(_CRITICAL, HealthAction.REBOOT_NODE, "the driver asks for a reboot", fatal=True),
+    "DRAIN_PEERS": Finding(
+        _CRITICAL, HealthAction.DRAIN, "the driver asks to drain work between GPUs", fatal=True
+    ),
+    "DRAIN_AND_RESET": Finding(
+        _CRITICAL, HealthAction.DRAIN, "the driver asks to drain, then reset", fatal=True
+    ),
     "OTHER": Finding(
-        _WARNING, Action.CONTACT_SUPPORT, "the driver asks for an action that is not known here"
+        _WARNING, HealthAction.CONTACT_SUPPORT, "the driver asks for an action that is not known here"
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class HoldTimes:
     """How long a finding must last until it is an event, and how long it must be gone until that is resolved; seconds."""
 
     raise_after: float
     resolve_after: float
 
 
-HOLDS: Mapping[HealthCheck, Hold] = {
-    HealthCheck.XID: Hold(0.0, 30.0),
-    HealthCheck.ECC_UNCORRECTED: Hold(0.0, 30.0),
-    HealthCheck.ROW_REMAP_FAILURE: Hold(0.0, 30.0),
-    HealthCheck.MEMORY_REPAIR_PENDING: Hold(0.0, 30.0),
-    HealthCheck.GPU_LOST: Hold(2.0, 30.0),
-    HealthCheck.RESET_REQUIRED: Hold(0.0, 30.0),
-    HealthCheck.GPU_HUNG: Hold(0.0, 30.0),
-    HealthCheck.RECOVERY_ACTION: Hold(0.0, 30.0),
-    HealthCheck.THERMAL_SLOWDOWN: Hold(10.0, 60.0),
-    HealthCheck.PCIE_REPLAY: Hold(0.0, 120.0),
-    HealthCheck.NVLINK_DOWN: Hold(5.0, 30.0),
-    HealthCheck.COLLECTION_STALE: Hold(2.0, 5.0),
-    HealthCheck.GPUS_UNREADABLE: Hold(10.0, 5.0),
+HOLDS: Mapping[HealthCheck, HoldTimes] = {
+    HealthCheck.XID: HoldTimes(0.0, 30.0),
+    HealthCheck.ECC_UNCORRECTED: HoldTimes(0.0, 30.0),
+    HealthCheck.ROW_REMAP_FAILURE: HoldTimes(0.0, 30.0),
+    HealthCheck.MEMORY_REPAIR_PENDING: HoldTimes(0.0, 30.0),
+    HealthCheck.GPU_LOST: HoldTimes(2.0, 30.0),
+    HealthCheck.RESET_REQUIRED: HoldTimes(0.0, 30.0),
+    HealthCheck.GPU_HUNG: HoldTimes(0.0, 30.0),
+    HealthCheck.RECOVERY_ACTION: HoldTimes(0.0, 30.0),
+    HealthCheck.THERMAL_SLOWDOWN: HoldTimes(10.0, 60.0),
+    HealthCheck.PCIE_REPLAY: HoldTimes(0.0, 120.0),
+    HealthCheck.NVLINK_DOWN: HoldTimes(5.0, 30.0),
+    HealthCheck.COLLECTION_STALE: HoldTimes(2.0, 5.0),
+    HealthCheck.GPUS_UNREADABLE: HoldTimes(10.0, 5.0),
 }
 """What flickers is one event, and a GPU that comes back is trusted only after a while."""
 
 
-def state_results(facts: GpuFacts) -> Results:
+def state_results(facts: HealthFacts) -> Results:
     """LOST, RESET_REQUIRED and HUNG exclude each other; a released or slow GPU says nothing about them."""
     lost, reset, hung = HealthCheck.GPU_LOST, HealthCheck.RESET_REQUIRED, HealthCheck.GPU_HUNG
     if facts.state in ANSWERING:
@@ -78,7 +84,7 @@ def state_results(facts: GpuFacts) -> Results:
     return {hung: _HUNG} if facts.state == "HUNG" else {}
 
 
-def memory_results(facts: GpuFacts) -> Results:
+def memory_results(facts: HealthFacts) -> Results:
     """Errors that could not be corrected, and what the GPU does about them."""
     found: Results = {}
     if facts.ecc_uncorrected is not None:
@@ -91,14 +97,14 @@ def memory_results(facts: GpuFacts) -> Results:
     return found
 
 
-def recovery_results(facts: GpuFacts) -> Results:
+def recovery_results(facts: HealthFacts) -> Results:
     """What the driver wants done to the GPU."""
     if facts.recovery_action is None:
         return {}
     return {HealthCheck.RECOVERY_ACTION: _RECOVERY.get(facts.recovery_action)}
 
 
-def thermal_results(facts: GpuFacts) -> Results:
+def thermal_results(facts: HealthFacts) -> Results:
     """Whether clocks are held down by what cooling or power supply should have prevented."""
     mask = facts.throttle_reason_mask
     if mask is None:
@@ -107,7 +113,7 @@ def thermal_results(facts: GpuFacts) -> Results:
     return {HealthCheck.THERMAL_SLOWDOWN: _BRAKE if mask & POWER_BRAKE else hot}
 
 
-CHECKS: tuple[Callable[[GpuFacts], Results], ...] = (
+CHECKS: tuple[Callable[[HealthFacts], Results], ...] = (
     state_results,
     memory_results,
     recovery_results,
@@ -115,7 +121,7 @@ CHECKS: tuple[Callable[[GpuFacts], Results], ...] = (
 )
 
 
-def results(facts: GpuFacts) -> Results:
+def results(facts: HealthFacts) -> Results:
     """What all checks that need no memory say."""
     return {check: finding for look_at in CHECKS for check, finding in look_at(facts).items()}
 
@@ -133,7 +139,7 @@ class Past:
     most_links: int = 0
 
 
-def past_results(past: Past, facts: GpuFacts, now: float) -> Results:
+def past_results(past: Past, facts: HealthFacts, now: float) -> Results:
     """What the facts say compared with the past, which is updated.
 
     A GPU that was away begins anew: its counters do, and its links may have been wired in another way.
@@ -148,7 +154,7 @@ def past_results(past: Past, facts: GpuFacts, now: float) -> Results:
         past.most_links = max(past.most_links, facts.nvlinks_active)
         down = past.most_links - facts.nvlinks_active
         message = f"{down} of {past.most_links} NVLinks that were up are down"
-        finding = Finding(HealthSeverity.WARNING, Action.RESET_GPU, message)
+        finding = Finding(HealthSeverity.WARNING, HealthAction.RESET_GPU, message)
         found[HealthCheck.NVLINK_DOWN] = finding if down else None
     return found
 
@@ -162,5 +168,5 @@ def _replays(past: Past, replays: int, now: float) -> Results:
     per_minute = (replays - past.replays) * 60.0 / (now - past.replays_at)
     past.replays, past.replays_at = replays, now
     message = f"{per_minute:.0f} PCIe packets a minute have to be sent again"
-    finding = Finding(HealthSeverity.WARNING, Action.CHECK_HARDWARE, message)
+    finding = Finding(HealthSeverity.WARNING, HealthAction.CHECK_HARDWARE, message)
     return {HealthCheck.PCIE_REPLAY: finding if per_minute > MOST_REPLAYS_PER_MINUTE else None}

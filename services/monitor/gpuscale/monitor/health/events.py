@@ -126,7 +126,7 @@ def _key(event: Event) -> _Key:
 
 
 @dataclass(slots=True)
-class Condition:
+class HealthCondition:
     """One check of one GPU or node that finds something, or did a moment ago."""
 
     bad_since: float
@@ -141,7 +141,7 @@ class Conditions:
         self._events = events
         self._node = node
         self._uuid = uuid
-        self._all: dict[HealthCheck, Condition] = {}
+        self._all: dict[HealthCheck, HealthCondition] = {}
 
     def __len__(self) -> int:
         return len(self._all)
@@ -153,7 +153,7 @@ class Conditions:
 
     def resume(self, event: Event) -> None:
         """An event of a run before goes on."""
-        self._all[event.check] = Condition(event.started_at, event)
+        self._all[event.check] = HealthCondition(event.started_at, event)
 
     def apply(self, results: Results, now: float) -> None:
         """Take in what the checks found at `now`."""
@@ -170,7 +170,7 @@ class Conditions:
         self._all.clear()
 
     def _bad(self, check: HealthCheck, finding: Finding, now: float) -> None:
-        condition = self._all.setdefault(check, Condition(now))
+        condition = self._all.setdefault(check, HealthCondition(now))
         condition.good_since = None
         if condition.event is None:
             if now - condition.bad_since >= HOLDS[check].raise_after:

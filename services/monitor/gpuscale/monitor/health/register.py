@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from gpuscale.monitor.health.checks import Past, Results, past_results, results
 from gpuscale.monitor.health.events import Conditions, Events, GpuFaults
 from gpuscale.monitor.model.health import (
-    Action,
     Event,
     Finding,
-    GpuFacts,
+    HealthAction,
     HealthCheck,
+    HealthFacts,
     HealthSeverity,
-    Quarantine,
+    QuarantinedGpu,
 )
 
 GONE_SECONDS = 3_600.0
@@ -21,8 +21,8 @@ GONE_SECONDS = 3_600.0
 MOST_GPUS_OF_A_NODE = 2_048
 """A fault of another GPU is not taken in where a node has so many with events, whatever its agent says."""
 
-_STALE = Finding(HealthSeverity.WARNING, Action.CHECK_AGENT, "no fresh snapshot comes in")
-_UNKNOWN = GpuFacts(state="")
+_STALE = Finding(HealthSeverity.WARNING, HealthAction.CHECK_AGENT, "no fresh snapshot comes in")
+_UNKNOWN = HealthFacts(state="")
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Gpu:
     """A GPU with conditions or faults. `missing_since`: no snapshot shows it since then."""
 
     uuid: str
-    facts: GpuFacts
+    facts: HealthFacts
     conditions: Conditions
     faults: GpuFaults
     missing_since: float | None = None
@@ -47,7 +47,7 @@ class _Node:
     conditions: Conditions
     gpus: dict[str, _Gpu]
     pasts: dict[str, Past]
-    quarantines: dict[str, Quarantine]
+    quarantines: dict[str, QuarantinedGpu]
     boot_id: str = ""
     stale: bool = False
     problem: str = ""
@@ -106,7 +106,7 @@ class HealthRegister:
         for uuid in known.pasts.keys() - uuids:
             del known.pasts[uuid]
 
-    def observe(self, node: str, facts: Mapping[str, GpuFacts], now: float) -> None:
+    def observe(self, node: str, facts: Mapping[str, HealthFacts], now: float) -> None:
         """Take in facts of GPUs by UUID: of those in `eventful`, that do not look well, or whose turn it is."""
         known = self._node(node)
         for uuid, one in facts.items():
@@ -149,7 +149,7 @@ class HealthRegister:
         """Apply the passing of time to conditions and faults."""
         for node, known in self._nodes.items():
             if not known.stale and (known.problem or known.conditions):
-                finding = Finding(HealthSeverity.CRITICAL, Action.CHECK_AGENT, known.problem)
+                finding = Finding(HealthSeverity.CRITICAL, HealthAction.CHECK_AGENT, known.problem)
                 unreadable = finding if known.problem else None
                 known.conditions.apply({HealthCheck.GPUS_UNREADABLE: unreadable}, now)
             for gpu in list(known.gpus.values()):
@@ -161,7 +161,7 @@ class HealthRegister:
                     found = self._check(known, gpu.uuid.lower(), gpu.facts, now)
                     self._judge(node, gpu, found, now)
 
-    def quarantines(self, node: str) -> Mapping[str, Quarantine]:
+    def quarantines(self, node: str) -> Mapping[str, QuarantinedGpu]:
         """Why no work should be placed on GPUs of a node, by UUID in lower case; no entry for the others."""
         return self._node(node).quarantines
 
@@ -184,13 +184,13 @@ class HealthRegister:
             found = self._nodes[node] = _Node(Conditions(self.events, node, ""), {}, {}, {})
         return found
 
-    def _begin(self, node: str, uuid: str, facts: GpuFacts) -> _Gpu:
+    def _begin(self, node: str, uuid: str, facts: HealthFacts) -> _Gpu:
         conditions, faults = Conditions(self.events, node, uuid), GpuFaults(self.events, node, uuid)
         gpu = self._node(node).gpus[uuid.lower()] = _Gpu(uuid, facts, conditions, faults)
         return gpu
 
     @staticmethod
-    def _check(known: _Node, uuid: str, facts: GpuFacts, now: float) -> Results:
+    def _check(known: _Node, uuid: str, facts: HealthFacts, now: float) -> Results:
         past = known.pasts.get(uuid)
         if past is None:
             past = known.pasts[uuid] = Past()
@@ -214,7 +214,7 @@ class HealthRegister:
         quarantine = None
         if events:
             why = "; ".join(sorted({event.finding.message for event in events}))
-            quarantine = Quarantine(why, min(event.started_at for event in events))
+            quarantine = QuarantinedGpu(why, min(event.started_at for event in events))
         if quarantine != known.quarantines.get(uuid):
             self.requarantined.add(node)
             if quarantine is None:

@@ -15,7 +15,7 @@ from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.health.checks import HARDWARE_THERMAL, POWER_BRAKE, SOFTWARE_THERMAL
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.register import HealthRegister
-from gpuscale.monitor.model.health import Event, GpuFacts, HealthSeverity, Quarantine
+from gpuscale.monitor.model.health import Event, HealthFacts, HealthSeverity, QuarantinedGpu
 from gpuscale.monitor.wire.merging import Change, Picture
 from gpuscale.monitor.wire.values import Dates
 from gpuscale.monitor.wire.watch import Watchers
@@ -36,7 +36,7 @@ _COMPARED = {"pcie_replays": "pcie_replay_count", "nvlinks_active": "nvlink_acti
 """Fields that are compared with earlier values."""
 
 
-def facts_of(gpu: types_api.Gpu) -> GpuFacts:
+def facts_of(gpu: types_api.Gpu) -> HealthFacts:
     """What the checks look at of a GPU."""
     reading: Message = gpu.reading
     facts = dict[str, Any]()
@@ -45,7 +45,7 @@ def facts_of(gpu: types_api.Gpu) -> GpuFacts:
             facts[fact] = getattr(reading, name)
     if gpu.reading.HasField("recovery_action"):
         facts["recovery_action"] = _ACTIONS.get(gpu.reading.recovery_action, "OTHER")
-    return GpuFacts(_STATES.get(gpu.state, ""), **facts)
+    return HealthFacts(_STATES.get(gpu.state, ""), **facts)
 
 
 _FINE = frozenset(
@@ -194,7 +194,7 @@ def _note(event: Event | None) -> None:
     )
 
 
-def to_quarantines(found: Mapping[str, Quarantine], dates: Dates) -> dict[str, api.Quarantine]:
+def to_quarantines(found: Mapping[str, QuarantinedGpu], dates: Dates) -> dict[str, api.Quarantine]:
     """Quarantines as messages, by UUID in lower case."""
     return {
         uuid: api.Quarantine(uuid=uuid, reason=one.reason, start_time=dates.timestamp(one.since))

@@ -7,8 +7,8 @@ from itertools import groupby
 from math import ceil
 
 from gpuscale.monitor.history.ring import Point, Rows
-from gpuscale.monitor.history.series import Series, Tier, most_bytes, shorter
-from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric, Sample, Stats, Tally
+from gpuscale.monitor.history.series import HistorySeries, Tier, most_bytes, shorter
+from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric, MetricTally, Sample, Stats
 
 LOOK_FOR_ENDED_SECONDS = 60.0
 DEFAULT_TIERS = (Tier(1.0, 600.0), Tier(10.0, 6 * 3600.0), Tier(60.0, 7 * 86400.0))
@@ -36,7 +36,7 @@ class History:
         self.tiers = self.kept = tiers
         self._shorter = shorter(tiers)
         self._budget = budget_bytes
-        self._series: dict[str, Series] = {}
+        self._series: dict[str, HistorySeries] = {}
         self._widths: Counter[int] = Counter()
         self._looked_at = float("-inf")
 
@@ -65,14 +65,14 @@ class History:
         """Take in what was read of a GPU, in the order of `GPU_METRICS`."""
         self._add(key, at, sample, GPU_METRICS)
 
-    def get(self, key: str) -> Series | None:
+    def get(self, key: str) -> HistorySeries | None:
         """The series of a key; None where none is kept."""
         found = self._series.get(key)
         if found is not None:
             found.shorten(self.kept)
         return found
 
-    def all(self) -> Iterator[tuple[str, Series]]:
+    def all(self) -> Iterator[tuple[str, HistorySeries]]:
         """Every key and its series, as of now."""
         return iter(list(self._series.items()))
 
@@ -96,12 +96,12 @@ class History:
             found.shorten(self.kept)
             found.add(at, sample)
 
-    def _begin(self, key: str, metrics: Sequence[Metric]) -> Series | None:
+    def _begin(self, key: str, metrics: Sequence[Metric]) -> HistorySeries | None:
         """A new series; None where there is no memory for one."""
         if not self.make_room(len(metrics)):
             return None
         self._widths[len(metrics)] += 1
-        found = self._series[key] = Series(len(metrics), self.kept)
+        found = self._series[key] = HistorySeries(len(metrics), self.kept)
         return found
 
     def forget_ended(self, now: float) -> None:
@@ -121,7 +121,7 @@ LEAST_TREND_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class QueryPlan:
     """Where points are taken from, and how far apart they are put: `step` is a multiple of the tier's."""
 
     tier: int
@@ -136,7 +136,7 @@ class Trend:
     slope_per_hour: float | None
 
 
-def plan(tiers: Sequence[Tier], span: float, age: float, step: float, most_points: int) -> Plan:
+def plan(tiers: Sequence[Tier], span: float, age: float, step: float, most_points: int) -> QueryPlan:
     """How to answer for `span` seconds that began `age` seconds ago, with at most `most_points` a metric.
 
     The tier reaches back to the begin of the span, or else as far back as there is one; of those that do, it is the
@@ -146,14 +146,14 @@ def plan(tiers: Sequence[Tier], span: float, age: float, step: float, most_point
     wanted = max(step, span / max(most_points - 1, 1), tiers[reaching[0]].step)
     chosen = max((index for index in reaching if tiers[index].step <= wanted), default=reaching[0])
     base = tiers[chosen].step
-    return Plan(chosen, base * ceil(wanted / base - 1e-9))
+    return QueryPlan(chosen, base * ceil(wanted / base - 1e-9))
 
 
 def spread(points: Sequence[Point], step: float) -> list[Point]:
     """Points by time, put together to one for each step."""
     found: list[Point] = []
     for number, group in groupby(points, key=lambda point: point.start // step):
-        tally = Tally()
+        tally = MetricTally()
         for point in group:
             tally.merge(point.min, point.mean, point.max, point.samples)
         stats = tally.stats()
@@ -164,7 +164,7 @@ def spread(points: Sequence[Point], step: float) -> list[Point]:
 
 def trend(points: Sequence[Point]) -> Trend | None:
     """Where one metric is going, by weighted least squares over its points; None without a sample."""
-    tally = Tally()
+    tally = MetricTally()
     for point in points:
         tally.merge(point.min, point.mean, point.max, point.samples)
     stats = tally.stats()

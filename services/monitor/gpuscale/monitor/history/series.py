@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import ceil, isnan
 
 from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, Rows
-from gpuscale.monitor.model.metrics import ABSENT, Sample, Stats, Tally
+from gpuscale.monitor.model.metrics import ABSENT, MetricTally, Sample, Stats
 
 BYTES_OF_NUMBER = 4
 BYTES_OF_METRIC = 3 * 4 + 2
@@ -68,7 +68,7 @@ def shorter(tiers: Sequence[Tier]) -> Iterator[Sequence[Tier]]:
         yield tuple(found)
 
 
-class Series:
+class HistorySeries:
     """Samples of `width` metrics over time, in tiers from the finest to the coarsest.
 
     Each tier's step is a whole multiple of the one before, and a tier keeps at least one step of the next.
@@ -259,7 +259,7 @@ class Series:
 
 def _together(before: Bucket | None, values: "array[float]", width: int) -> Bucket:
     """A bucket with more samples, whose values stand row by row."""
-    tallies = [Tally() for _ in range(width)]
+    tallies = [MetricTally() for _ in range(width)]
     for metric, tally in enumerate(tallies):
         if before is not None and before.counts[metric]:
             tally.merge(before.mins[metric], before.means[metric], before.maxs[metric], before.counts[metric])

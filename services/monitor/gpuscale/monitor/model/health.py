@@ -30,7 +30,7 @@ class HealthSeverity(Enum):
     CRITICAL = 3
 
 
-class Action(Enum):
+class HealthAction(Enum):
     """What to do about it."""
 
     NONE = 1
@@ -48,13 +48,13 @@ class Finding:
     """What a check found. `fatal`: the GPU cannot be trusted with new work."""
 
     severity: HealthSeverity
-    action: Action
+    action: HealthAction
     message: str
     fatal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class GpuFacts:
+class HealthFacts:
     """What the checks look at; None is what could not be read, and then a check keeps what it found last.
 
     `state` is the word of the GPU's state, such as LOST; `recovery_action` that of the driver's wish, such as NONE.
@@ -72,7 +72,7 @@ class GpuFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantine:
+class QuarantinedGpu:
     """Why no work should be placed on a GPU, and since when, in seconds of the fleet's clock."""
 
     reason: str

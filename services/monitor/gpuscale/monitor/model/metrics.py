@@ -49,7 +49,7 @@ class Stats:
 
 
 @dataclass(slots=True)
-class Tally:
+class MetricTally:
     """The samples of one metric so far, in a few numbers however many they are."""
 
     min: float = float("inf")
@@ -68,9 +68,9 @@ class Tally:
         self.total += mean * count
         self.count += count
 
-    def joined(self, other: "Tally") -> "Tally":
+    def joined(self, other: "MetricTally") -> "MetricTally":
         """The samples of both; neither changes."""
-        return Tally(
+        return MetricTally(
             min(self.min, other.min),
             max(self.max, other.max),
             self.total + other.total,

@@ -22,7 +22,7 @@ class Epoch(NamedTuple):
     id: str
 
 
-class Sample(NamedTuple):
+class NodeSample(NamedTuple):
     """The essentials of a snapshot: its run, its number, when it was read, and the agent's period."""
 
     epoch: Epoch
@@ -41,7 +41,7 @@ def refuse_epoch(current: Epoch | None, incoming: Epoch, *, gone: bool) -> str:
     return "an agent that started later reports for this node"
 
 
-def refuse_sample(last: Sample | None, incoming: Sample) -> str:
+def refuse_sample(last: NodeSample | None, incoming: NodeSample) -> str:
     """Why a snapshot may not follow the last one that was taken in; empty if it may."""
     if incoming.period <= 0.0:
         return "its period is not above 0"
@@ -53,24 +53,24 @@ def refuse_sample(last: Sample | None, incoming: Sample) -> str:
 STALE_PERIODS = 3
 
 
-def stale_at(sample: Sample) -> float:
+def stale_at(sample: NodeSample) -> float:
     """When a snapshot is three periods old: until then it counts."""
     return sample.sampled_at + STALE_PERIODS * sample.period
 
 
-def is_stale(sample: Sample | None, now: float) -> bool:
+def is_stale(sample: NodeSample | None, now: float) -> bool:
     """Whether there is no snapshot that is at most three periods old."""
     return sample is None or now > stale_at(sample)
 
 
-def node_state(sample: Sample | None, *, streaming: bool, now: float) -> NodeState:
+def node_state(sample: NodeSample | None, *, streaming: bool, now: float) -> NodeState:
     """The state of a node whose agent's stream is open or not."""
     if not streaming:
         return NodeState.OFFLINE
     return NodeState.STALE if is_stale(sample, now) else NodeState.ONLINE
 
 
-def is_gone(sample: Sample | None, *, streaming: bool, now: float) -> bool:
+def is_gone(sample: NodeSample | None, *, streaming: bool, now: float) -> bool:
     """Whether a node is gone: its stream is closed, and its last snapshot is stale.
 
     A node that is gone holds nothing: an agent that says it started earlier may take its name, and another node may

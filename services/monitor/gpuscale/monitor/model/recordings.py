@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import isnan
 
-from gpuscale.monitor.model.metrics import GPU_METRICS, Metric, Sample, Stats, Tally
+from gpuscale.monitor.model.metrics import GPU_METRICS, Metric, MetricTally, Sample, Stats
 
 NEVER = float("-inf")
 
@@ -38,12 +38,12 @@ class Figures:
 
     sample_count: int = 0
     last_at: float = NEVER
-    tallies: list[Tally] = field(default_factory=list[Tally])
+    tallies: list[MetricTally] = field(default_factory=list[MetricTally])
 
     def add(self, at: float, sample: Sample) -> None:
         """Take in what was read at `at`."""
         if not self.tallies:
-            self.tallies = [Tally() for _ in GPU_METRICS]
+            self.tallies = [MetricTally() for _ in GPU_METRICS]
         self.last_at = at
         self.sample_count += 1
         for tally, value in zip(self.tallies, sample, strict=True):
@@ -64,7 +64,7 @@ class Figures:
         return [(metric, stats) for metric, stats in pairs if stats is not None]
 
 
-_NONE = [Tally() for _ in GPU_METRICS]
+_NONE = [MetricTally() for _ in GPU_METRICS]
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,7 @@ class RecordedGpu:
 
     target: Target
     own: Figures = field(default_factory=Figures)
-    span: "Span | None" = None
+    span: "SharedSpan | None" = None
     until: float = NEVER
 
     @property
@@ -106,7 +106,7 @@ class RecordedGpu:
 
 
 @dataclass(slots=True, eq=False)
-class Span:
+class SharedSpan:
     """Samples of one GPU that several recordings take in, the same of each: they are counted once for all.
 
     Attributes:
@@ -123,7 +123,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RecordingOrder:
     """What is to be recorded. `fingerprint` tells a repeated request from another one with the same id."""
 
     id: str
@@ -138,7 +138,7 @@ class Order:
 class Recording:
     """One recording; `ended_at` is None while it runs."""
 
-    order: Order
+    order: RecordingOrder
     started_at: float
     gpus: list[RecordedGpu]
     state: RecordingState = RecordingState.RUNNING

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 
 from gpuscale.common.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
 from gpuscale.monitor.model.metrics import Sample
-from gpuscale.monitor.model.recordings import NEVER, Order, RecordedGpu, Recording, RecordingState, Span
+from gpuscale.monitor.model.recordings import (
+    NEVER,
+    RecordedGpu,
+    Recording,
+    RecordingOrder,
+    RecordingState,
+    SharedSpan,
+)
 
 EARLY = 0.25
 """A sample may come this share of the interval, or of the agent's period if that is shorter, early."""
@@ -22,7 +29,7 @@ class Spans:
     """The recordings that take in the samples of one GPU."""
 
     def __init__(self) -> None:
-        self._all: list[Span] = []
+        self._all: list[SharedSpan] = []
         self._apart = 0  # samples that were counted more than once since spans were joined last
 
     def __len__(self) -> int:
@@ -33,12 +40,12 @@ class Spans:
         interval = recording.order.interval
         pace = interval - EARLY * min(interval, gpu.target.period)
         gpu.until = recording.last_moment
-        gpu.span = Span(pace, max(recording.started_at, gpu.own.last_at + pace), gpu.until, {gpu})
+        gpu.span = SharedSpan(pace, max(recording.started_at, gpu.own.last_at + pace), gpu.until, {gpu})
         self._all.append(gpu.span)
 
     def add(self, at: float, sample: Sample) -> None:
         """Take in what was read at `at`."""
-        due: defaultdict[float, list[Span]] = defaultdict(list)
+        due: defaultdict[float, list[SharedSpan]] = defaultdict(list)
         for span in [span for span in self._all if at >= span.due]:
             if at > span.until:
                 self._release(span, at)
@@ -51,7 +58,7 @@ class Spans:
         """Drop spans without members."""
         self._all = [span for span in self._all if span.members]
 
-    def _take(self, spans: Sequence[Span], at: float, sample: Sample) -> None:
+    def _take(self, spans: Sequence[SharedSpan], at: float, sample: Sample) -> None:
         """Let spans of one pace take in a sample, and join them once counting each has cost as much as joining will."""
         new = [span for span in spans if not span.figures.sample_count]
         if len(new) > 1:
@@ -64,11 +71,11 @@ class Spans:
             self._joined(spans)
             self._apart = 0
 
-    def _joined(self, spans: Sequence[Span]) -> Span:
+    def _joined(self, spans: Sequence[SharedSpan]) -> SharedSpan:
         """One span in place of these, which are due at the same time."""
         members = {member for span in spans for member in span.members}
         until = min(member.until for member in members)
-        joined = Span(spans[0].pace, spans[0].due, until, members)
+        joined = SharedSpan(spans[0].pace, spans[0].due, until, members)
         for member in members:
             member.leave()
             member.span = joined
@@ -76,7 +83,7 @@ class Spans:
         self._all.append(joined)
         return joined
 
-    def _release(self, span: Span, at: float) -> None:
+    def _release(self, span: SharedSpan, at: float) -> None:
         """Let those go that take in nothing that was read at `at`."""
         for member in [member for member in span.members if member.until < at]:
             member.leave()
@@ -118,7 +125,7 @@ class Recordings:
             raise NotFoundError(f"there is no recordings/{key}", metadata={"name": f"recordings/{key}"})
         return found
 
-    def start(self, order: Order, now: float) -> Recording:
+    def start(self, order: RecordingOrder, now: float) -> Recording:
         """Begin a recording, or return the one that this request began before.
 
         Raises:
@@ -174,7 +181,7 @@ class Recordings:
             if not spans:
                 del self._spans[uuid]
 
-    def _repeated(self, order: Order) -> Recording | None:
+    def _repeated(self, order: RecordingOrder) -> Recording | None:
         for recording in self._all.values():
             if recording.order.request_id == order.request_id:
                 if recording.order.fingerprint != order.fingerprint:

@@ -14,7 +14,7 @@ from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import fingerprint, optional_seconds, page, to_duration
 from gpuscale.monitor.fleet.directory import Directory
-from gpuscale.monitor.model.recordings import Order, RecordedGpu, Recording
+from gpuscale.monitor.model.recordings import RecordedGpu, Recording, RecordingOrder
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.wire.values import Dates, to_stats
 
@@ -100,7 +100,7 @@ class RecordingServicer(api.RecordingServiceServicer):
             page_token=page_token,
         )
 
-    def _order(self, request: api.StartRecordingRequest) -> Order:
+    def _order(self, request: api.StartRecordingRequest) -> RecordingOrder:
         """What a request asks for.
 
         Raises:
@@ -114,7 +114,7 @@ class RecordingServicer(api.RecordingServiceServicer):
                 f"an agent reads every {period:g} s, which is less often than every {interval:g} s",
                 reason="INTERVAL_BELOW_PERIOD",
             )
-        return Order(
+        return RecordingOrder(
             id=request.recording_id or uuid.uuid4().hex[:12],
             request_id=request.request_id.lower(),
             fingerprint=fingerprint(request),

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gpuscale.monitor.history.ring import Rows
-from gpuscale.monitor.model.health import Action, Event, Finding, HealthCheck, HealthSeverity
-from gpuscale.monitor.model.metrics import GPU_METRICS, Tally
+from gpuscale.monitor.model.health import Event, Finding, HealthAction, HealthCheck, HealthSeverity
+from gpuscale.monitor.model.metrics import GPU_METRICS, MetricTally
 from gpuscale.monitor.model.recordings import (
     NEVER,
     Figures,
-    Order,
     RecordedGpu,
     Recording,
+    RecordingOrder,
     RecordingState,
     Target,
 )
@@ -71,7 +71,7 @@ def recording_from_text(text: str, shift: float) -> Recording:
         gpus = zip(targets, found["gpus"], strict=True)
         ended = found["ended_at"]
         return Recording(
-            Order(targets=targets, **order),
+            RecordingOrder(targets=targets, **order),
             found["started_at"] - shift,
             [_to_gpu(target, gpu, shift) for target, gpu in gpus],
             RecordingState[found["state"]],
@@ -100,7 +100,10 @@ def _from_gpu(gpu: RecordedGpu, shift: float) -> dict[str, object]:
 
 def _to_gpu(target: Target, found: Mapping[str, Any], shift: float) -> RecordedGpu:
     last, tallies = found["last_at"], found["tallies"]
-    each = [Tally(**tallies[metric.name]) if metric.name in tallies else Tally() for metric in GPU_METRICS]
+    each = [
+        MetricTally(**tallies[metric.name]) if metric.name in tallies else MetricTally()
+        for metric in GPU_METRICS
+    ]
     return RecordedGpu(target, Figures(found["sample_count"], NEVER if last is None else last - shift, each))
 
 
@@ -137,7 +140,10 @@ def event_from_text(text: str, shift: float) -> Event:
             node=found["node"],
             uuid=found["uuid"],
             finding=Finding(
-                HealthSeverity[found["severity"]], Action[found["action"]], found["message"], found["fatal"]
+                HealthSeverity[found["severity"]],
+                HealthAction[found["action"]],
+                found["message"],
+                found["fatal"],
             ),
             started_at=found["started_at"] - shift,
             last_at=found["last_at"] - shift,

@@ -18,7 +18,7 @@ from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.history.history import History, metrics_of
 from gpuscale.monitor.history.ring import Rows
-from gpuscale.monitor.history.series import Series, Tier
+from gpuscale.monitor.history.series import HistorySeries, Tier
 from gpuscale.monitor.model.recordings import Recording, RecordingState
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.state.encoding import (
@@ -33,10 +33,10 @@ from gpuscale.monitor.state.encoding import (
 from gpuscale.monitor.state.store import (
     DATABASE,
     STEP_SECONDS,
+    BootTimeline,
     Chunk,
     FleetStore,
     Saving,
-    Timeline,
     continued,
 )
 
@@ -64,7 +64,7 @@ class Saver:
         self._recordings = recordings
         self._events = events
         self._clock = clock
-        self._timeline = Timeline("", 0.0)
+        self._timeline = BootTimeline("", 0.0)
         self._final: dict[str, Recording] = {}  # those whose end is on disk
         self._saved: dict[str, _Newest] = {}
         self._saved_finer: dict[str, int] = {}
@@ -200,7 +200,9 @@ class Saver:
         for one, state, _ in texts:
             self._note_final(one, state)
 
-    def _collect(self, key: str, series: Series, found: list[Chunk], newest: dict[str, _Newest]) -> None:
+    def _collect(
+        self, key: str, series: HistorySeries, found: list[Chunk], newest: dict[str, _Newest]
+    ) -> None:
         """Add the chunks of a series that changed since it was saved last."""
         shift, width = round(self._timeline.offset / STEP_SECONDS), len(metrics_of(key))
         last = self._saved.get(key)
@@ -209,7 +211,9 @@ class Saver:
             newest[key] = _newest(rows, width)
             found += [(key, number, body) for number, body in chunks(rows, width, shift)]
 
-    def _collect_finer(self, key: str, series: Series, found: list[Chunk], newest: dict[str, int]) -> None:
+    def _collect_finer(
+        self, key: str, series: HistorySeries, found: list[Chunk], newest: dict[str, int]
+    ) -> None:
         """The same of the tier before the coarsest, whose buckets never change once they are over."""
         shift = round(self._timeline.offset / self._history.tiers[-2].step)
         last = self._saved_finer.get(key)

@@ -23,7 +23,7 @@ STEP_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class BootTimeline:
     """The count during one boot: seconds of its clock plus `offset`."""
 
     boot_id: str
@@ -38,7 +38,9 @@ class Timeline:
         return stored - self.offset
 
 
-def continued(before: Timeline | None, newest: float, boot_id: str, now: float, wall: float) -> Timeline:
+def continued(
+    before: BootTimeline | None, newest: float, boot_id: str, now: float, wall: float
+) -> BootTimeline:
     """The count of this boot.
 
     Args:
@@ -51,7 +53,7 @@ def continued(before: Timeline | None, newest: float, boot_id: str, now: float, 
     if before is not None and before.boot_id == boot_id:
         return before
     least = max(wall, newest + STEP_SECONDS) - now
-    return Timeline(boot_id, (least // STEP_SECONDS) * STEP_SECONDS)
+    return BootTimeline(boot_id, (least // STEP_SECONDS) * STEP_SECONDS)
 
 
 VERSION = 2
@@ -126,7 +128,7 @@ class Saving:
         events: bodies of the health events that changed, by id; empty for those no longer kept.
     """
 
-    timeline: Timeline
+    timeline: BootTimeline
     newest: float
     recordings: Mapping[str, str]
     chunks: Sequence[Chunk]
@@ -158,14 +160,14 @@ class FleetStore:
         ) as store:
             yield cls(store)
 
-    async def boot(self) -> tuple[Timeline | None, float]:
+    async def boot(self) -> tuple[BootTimeline | None, float]:
         """The count of the run before, and the newest time that it wrote; None and 0 before the first run."""
 
-        def work(connection: Connection) -> tuple[Timeline | None, float]:
+        def work(connection: Connection) -> tuple[BootTimeline | None, float]:
             row = connection.execute(select(_BOOT)).one_or_none()
             if row is None:
                 return None, 0.0
-            return Timeline(row.boot_id, row.offset_seconds), row.newest_seconds
+            return BootTimeline(row.boot_id, row.offset_seconds), row.newest_seconds
 
         return await self._store.read(work)
 

@@ -35,7 +35,7 @@ def encoded_stream(
 T = TypeVar("T")
 
 
-class Subscription(Generic[T]):
+class BroadcastSubscription(Generic[T]):
     """One reader's place for the newest value."""
 
     def __init__(self) -> None:
@@ -74,15 +74,15 @@ class Broadcast(Generic[T]):
     def __init__(self) -> None:
         self.dropped = 0
         self._latest: list[T] = []
-        self._subscriptions: set[Subscription[T]] = set()
+        self._subscriptions: set[BroadcastSubscription[T]] = set()
 
     def __len__(self) -> int:
         return len(self._subscriptions)
 
     @contextmanager
-    def subscribe(self) -> Generator[Subscription[T]]:
+    def subscribe(self) -> Generator[BroadcastSubscription[T]]:
         """A subscription that lasts as long as the block."""
-        subscription: Subscription[T] = Subscription()
+        subscription: BroadcastSubscription[T] = BroadcastSubscription()
         for value in self._latest:
             subscription.put(value)
         self._subscriptions.add(subscription)

@@ -47,7 +47,7 @@ _MEMBERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class FieldReading:
     """A reading by field values: the sum of those that `keys` name (id, or id and scope), converted."""
 
     name: str
@@ -69,50 +69,56 @@ def _recovery(value: float) -> RecoveryAction:
 
 
 METERS = (
-    Field("memory_temperature_celsius", (pynvml.NVML_FI_DEV_MEMORY_TEMP,), float, _HIGHEST_CELSIUS),
-    Field("energy_joules", (pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,), _thousandth),
+    FieldReading("memory_temperature_celsius", (pynvml.NVML_FI_DEV_MEMORY_TEMP,), float, _HIGHEST_CELSIUS),
+    FieldReading("energy_joules", (pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,), _thousandth),
 )
 """What moves slowly or only adds up, and is worth a call every few seconds."""
 
 SLOW = (
-    Field(
+    FieldReading(
         "power_limit_default_watts",
         (pynvml.NVML_FI_DEV_POWER_DEFAULT_LIMIT,),
         _thousandth,
         _HIGHEST_MILLIWATTS,
     ),
-    Field("power_limit_min_watts", (pynvml.NVML_FI_DEV_POWER_MIN_LIMIT,), _thousandth, _HIGHEST_MILLIWATTS),
-    Field("power_limit_max_watts", (pynvml.NVML_FI_DEV_POWER_MAX_LIMIT,), _thousandth, _HIGHEST_MILLIWATTS),
-    Field("pcie_replay_count", (pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER,)),
-    Field("pcie_sent_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES,)),
-    Field("pcie_received_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES,)),
-    Field("ecc_volatile_corrected_count", (pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL,)),
-    Field("ecc_volatile_uncorrected_count", (pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL,)),
-    Field("ecc_aggregate_corrected_count", (pynvml.NVML_FI_DEV_ECC_SBE_AGG_TOTAL,)),
-    Field("ecc_aggregate_uncorrected_count", (pynvml.NVML_FI_DEV_ECC_DBE_AGG_TOTAL,)),
-    Field("retired_pages_corrected_count", (pynvml.NVML_FI_DEV_RETIRED_SBE,)),
-    Field("retired_pages_uncorrected_count", (pynvml.NVML_FI_DEV_RETIRED_DBE,)),
-    Field("retired_pages_pending", (pynvml.NVML_FI_DEV_RETIRED_PENDING,), bool),
-    Field("remapped_rows_corrected_count", (pynvml.NVML_FI_DEV_REMAPPED_COR,)),
-    Field("remapped_rows_uncorrected_count", (pynvml.NVML_FI_DEV_REMAPPED_UNC,)),
-    Field("remapped_rows_pending", (pynvml.NVML_FI_DEV_REMAPPED_PENDING,), bool),
-    Field("remapped_rows_failed", (pynvml.NVML_FI_DEV_REMAPPED_FAILURE,), bool),
-    Field("recovery_action", (pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,), _recovery),
+    FieldReading(
+        "power_limit_min_watts", (pynvml.NVML_FI_DEV_POWER_MIN_LIMIT,), _thousandth, _HIGHEST_MILLIWATTS
+    ),
+    FieldReading(
+        "power_limit_max_watts", (pynvml.NVML_FI_DEV_POWER_MAX_LIMIT,), _thousandth, _HIGHEST_MILLIWATTS
+    ),
+    FieldReading("pcie_replay_count", (pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER,)),
+    FieldReading("pcie_sent_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES,)),
+    FieldReading("pcie_received_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES,)),
+    FieldReading("ecc_volatile_corrected_count", (pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL,)),
+    FieldReading("ecc_volatile_uncorrected_count", (pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL,)),
+    FieldReading("ecc_aggregate_corrected_count", (pynvml.NVML_FI_DEV_ECC_SBE_AGG_TOTAL,)),
+    FieldReading("ecc_aggregate_uncorrected_count", (pynvml.NVML_FI_DEV_ECC_DBE_AGG_TOTAL,)),
+    FieldReading("retired_pages_corrected_count", (pynvml.NVML_FI_DEV_RETIRED_SBE,)),
+    FieldReading("retired_pages_uncorrected_count", (pynvml.NVML_FI_DEV_RETIRED_DBE,)),
+    FieldReading("retired_pages_pending", (pynvml.NVML_FI_DEV_RETIRED_PENDING,), bool),
+    FieldReading("remapped_rows_corrected_count", (pynvml.NVML_FI_DEV_REMAPPED_COR,)),
+    FieldReading("remapped_rows_uncorrected_count", (pynvml.NVML_FI_DEV_REMAPPED_UNC,)),
+    FieldReading("remapped_rows_pending", (pynvml.NVML_FI_DEV_REMAPPED_PENDING,), bool),
+    FieldReading("remapped_rows_failed", (pynvml.NVML_FI_DEV_REMAPPED_FAILURE,), bool),
+    FieldReading("recovery_action", (pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,), _recovery),
 )
 """What changes seldom."""
 
 NVLINK = (
-    Field("nvlink_sent_bytes", ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),), _kib),
-    Field("nvlink_received_bytes", ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),), _kib),
-    Field(
+    FieldReading("nvlink_sent_bytes", ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),), _kib),
+    FieldReading(
+        "nvlink_received_bytes", ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),), _kib
+    ),
+    FieldReading(
         "nvlink_crc_error_count",
         (
             pynvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
             pynvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
         ),
     ),
-    Field("nvlink_replay_error_count", (pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,)),
-    Field("nvlink_recovery_error_count", (pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,)),
+    FieldReading("nvlink_replay_error_count", (pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,)),
+    FieldReading("nvlink_recovery_error_count", (pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,)),
 )
 """What changes seldom, of a GPU that has NVLinks."""
 _NVLINK_STATE = "nvlink_active_count"
@@ -126,15 +132,18 @@ def ask_slow(
     if not links:
         queries.note((*(field.name for field in NVLINK), _NVLINK_STATE), _NO_LINKS)
         return ask(queries, handle, "slow fields", SLOW)
-    state = Field(_NVLINK_STATE, tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in links))
+    state = FieldReading(_NVLINK_STATE, tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in links))
     return ask(queries, handle, "slow fields", (*SLOW, *NVLINK, state))
 
 
 def ask(
-    queries: Queries[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, question: str, fields: Iterable[Field]
+    queries: Queries[pynvml.NVMLError],
+    handle: pynvml.c_nvmlDevice_t,
+    question: str,
+    fields: Iterable[FieldReading],
 ) -> Values:
     """Readings by name, in one call; those the GPU is known not to support are left out."""
-    wanted: list[Field] = []
+    wanted: list[FieldReading] = []
     for field in fields:
         refusal = queries.unsupported(field.name)
         if refusal is None:
@@ -159,7 +168,10 @@ def ask(
 
 
 def _reading(
-    queries: Queries[pynvml.NVMLError], field: Field, found: Sequence[pynvml.c_nvmlFieldValue_t], place: int
+    queries: Queries[pynvml.NVMLError],
+    field: FieldReading,
+    found: Sequence[pynvml.c_nvmlFieldValue_t],
+    place: int,
 ) -> Value | None:
     total: float = 0
     for at in range(place, place + len(field.keys)):

@@ -22,7 +22,7 @@ _MIG_PROFILE = re.compile(r"\bMIG (\S+)$")
 _PROFILE_UNKNOWN = "unknown"
 
 
-class Survey:
+class NvmlSurvey:
     """Looks for the GPUs of the driver that was just started.
 
     Attributes:

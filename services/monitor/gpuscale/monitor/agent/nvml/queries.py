@@ -30,7 +30,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Generic[T]):
+class KeptAnswer(Generic[T]):
     """An answer that is reused until a time."""
 
     value: T | None
@@ -137,8 +137,13 @@ class Queries(Generic[E]):
         return None
 
     def kept(
-        self, kept: Kept[T] | None, every: float, ask: Callable[[], T | None], *, first: float | None = None
-    ) -> Kept[T]:
+        self,
+        kept: KeptAnswer[T] | None,
+        every: float,
+        ask: Callable[[], T | None],
+        *,
+        first: float | None = None,
+    ) -> KeptAnswer[T]:
         """The kept answer, or a new one when due; a failed one is asked again at the next tick.
 
         The very first answer serves for `first` seconds, so that expensive questions do not always fall due in the same tick.
@@ -151,7 +156,7 @@ class Queries(Generic[E]):
         absent = tuple(self._absent[before:])
         settled = all(reading.status in EXCUSED for reading in absent)
         serves = every if kept is not None or first is None else first
-        return Kept(value, absent, self._now + serves if settled else self._now)
+        return KeptAnswer(value, absent, self._now + serves if settled else self._now)
 
 
 _NO_DRIVER = frozenset({pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED})

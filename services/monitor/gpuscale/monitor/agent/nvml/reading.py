@@ -15,7 +15,7 @@ from functools import partial
 import pynvml
 
 from gpuscale.monitor.agent.nvml.fields import METERS, Values, ask, ask_slow
-from gpuscale.monitor.agent.nvml.queries import Failure, Kept, Queries, raise_if_driver_gone
+from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries, raise_if_driver_gone
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import GpuIdentity, GpuProcess, GpuReading, ReadingStatus
 
@@ -144,9 +144,9 @@ class NvmlDevice:
     by_address: Mapping[str, str] = field(default_factory=dict[str, str])
     links: Mapping[int, str | None] | None = None
     unsupported: dict[str, str] = field(default_factory=dict[str, str])
-    engines: Kept[Values] | None = None
-    slow: Kept[Values] | None = None
-    processes: Kept[tuple[GpuProcess, ...]] | None = None
+    engines: KeptAnswer[Values] | None = None
+    slow: KeptAnswer[Values] | None = None
+    processes: KeptAnswer[tuple[GpuProcess, ...]] | None = None
     base: GpuReading = field(default_factory=GpuReading)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pynvml
 
-from gpuscale.monitor.agent.nvml.inventory import Survey, mig_enabled, mig_parts
+from gpuscale.monitor.agent.nvml.inventory import NvmlSurvey, mig_enabled, mig_parts
 from gpuscale.monitor.agent.nvml.queries import Queries, explain, raise_if_driver_gone, source_error
 from gpuscale.monitor.agent.nvml.reading import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, NvmlDevice, Tick
 from gpuscale.monitor.agent.processes import ProcessNames
@@ -113,7 +113,7 @@ class NvmlSource:
         Raises:
             GpuSourceError: NVML does not start.
         """
-        survey = Survey(self._sys)
+        survey = NvmlSurvey(self._sys)
         try:
             pynvml.nvmlInit()
             self._initialised = True
