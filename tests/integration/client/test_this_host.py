@@ -193,5 +193,6 @@ async def test_where_no_agent_answers_leases_of_an_event_loop_go_on_and_say_so_o
 def test_where_no_agent_answers_a_command_runs_and_it_is_said(server: FakeServer, unadmitted: str) -> None:
     environment = {"GPUSCALE_WORK_ADDRESS": os.environ["GPUSCALE_WORK_ADDRESS"]}
     ran = run_cli("--address", server.address, "run", "--gpus", "1", "--", "true", environment=environment)
-    assert (ran.code, ran.err.count(unadmitted)) == (0, 1), ran.err
+    why = unadmitted.partition(": ")[2]
+    assert (ran.code, ran.err.count(f"as the holder of its GPUs: {why}")) == (0, 1), ran.err
     assert [one.state for one in server.reservations] == [allocator_api.Reservation.STATE_RELEASED]

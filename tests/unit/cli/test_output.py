@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from gpuscale.api.allocator.v1 import Reservation
-from gpuscale.api.autoscaler.v1 import Replica
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor.v1 import Node
 from gpuscale.api.types.v1 import Gpu, GpuReading
 from gpuscale.cli.commands.top import bar
@@ -17,6 +17,7 @@ from gpuscale.cli.console.cells import Column, View, counted_models
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import write_lines
 from gpuscale.cli.grammar.jsonpath import Format
+from gpuscale.cli.views.autoscaler import ADAPTERS
 
 VIEW = View[Node](
     "nodes",
@@ -76,9 +77,9 @@ def test_an_absent_reading_is_a_dash_and_zero_is_zero() -> None:
 
 
 def test_enum_values_lose_their_prefix_and_unknown_ones_are_shown() -> None:
-    assert cells.word(Replica(state=Replica.STATE_READY), "state") == "READY"
-    assert cells.word(Replica(), "state") == "-"
-    newer = Replica.FromString(b"\x10\x63")  # state = 99, of a newer server
+    assert cells.word(api.Replica(state=api.Replica.STATE_READY), "state") == "READY"
+    assert cells.word(api.Replica(), "state") == "-"
+    newer = api.Replica.FromString(b"\x10\x63")  # state = 99, of a newer server
     assert cells.word(newer, "state") == "99"
 
 
@@ -103,3 +104,11 @@ def test_gpus_are_counted_by_model(models: list[str], shown: str) -> None:
     gpus = [Gpu(model=model) for model in models]
     assert counted_models(gpus, simulated=False) == shown
     assert counted_models(gpus, simulated=True) == f"{shown} SIMULATED"
+
+
+def test_only_the_wide_table_says_what_an_adapter_can_do() -> None:
+    [column] = [one for one in ADAPTERS.columns if one.heading == "CAN"]
+    can = api.AdapterCapabilities(gives_gpus=True, drains=True)
+    assert column.wide
+    assert column.cell(api.Adapter(name="adapters/ray", capabilities=can)) == "gives gpus, drains"
+    assert column.cell(api.Adapter(name="adapters/ray")) == "-"
