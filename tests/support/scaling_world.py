@@ -22,7 +22,7 @@ from gpuscale.autoscaler.loop import passes
 from gpuscale.autoscaler.loop.acting import Actor
 from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.loop.leases import LeaseKeeper, Reservations
-from gpuscale.autoscaler.loop.reconciler import Reconciler, Rooms
+from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
 from gpuscale.autoscaler.loop.wakes import Followers, Wakes, WatcherUses
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
@@ -161,7 +161,7 @@ class World:
         repetitions = self.repetitions = Repetitions(state)
         keeper = self.keeper = LeaseKeeper(state, reservations, self.clock, hub, wakes)
         actor = Actor(state, self.clock, hub, reservations)
-        rooms = Rooms(
+        deps = Dependencies(
             state, self.clock, self.sources, hub, actor, keeper, uses, followers, file, self.histories,
             repetitions,
         )  # fmt: skip
@@ -175,7 +175,7 @@ class World:
             scope.spawn("release leases", keeper.release_forever())
             scope.spawn("save counts", repetitions.run())
             scope.spawn("room", self.sources.room.run())
-            self.reconciler = Reconciler(rooms, wakes)
+            self.reconciler = Reconciler(deps, wakes)
             scope.spawn("reconcile endpoints", self.reconciler.run())
             self.servicer = AdapterServicer(hub, scope)
             self._born.set()

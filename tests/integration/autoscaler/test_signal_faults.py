@@ -19,7 +19,7 @@ from gpuscale.autoscaler.domain.rules.formula import FormulaRule
 from gpuscale.autoscaler.domain.rules.rule import Kind, Rule
 from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, StepRule, ThresholdRule
 from gpuscale.autoscaler.domain.rules.targets import TargetRule, TargetType
-from gpuscale.autoscaler.domain.signals import Remembered, Sample
+from gpuscale.autoscaler.domain.signals import EndpointPast, Sample
 from gpuscale.autoscaler.domain.spec import (
     GpuSignal,
     HostSignal,
@@ -189,7 +189,7 @@ def counts(site: Site, source: Source, kind: Kind, count: int) -> list[int]:
     """What is aimed at in each of ten evaluations on a source."""
     rule = Rule("r", "" if isinstance(kind, FormulaRule) else "s", kind, cooldown=0.0)
     wanted = spec(rule, signals=[Signal("s", source, MAX_AGE)], down=Pace(0.0))
-    past, found = Remembered(Memory(0.0)), [count]
+    past, found = EndpointPast(Memory(0.0)), [count]
     for cycle in range(CYCLES):
         now = site.clock.now() + cycle * TICK
         samples = {"s": site.sample(source)}

@@ -20,7 +20,7 @@ from gpuscale.autoscaler.domain.rules.rule import BoundMode, Direction, Kind, Ru
 from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, RatioRule, StepRule, ThresholdRule
 from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule, TargetType
 from gpuscale.autoscaler.domain.rules.timed import ForecastRule, Period, ScheduleRule
-from gpuscale.autoscaler.domain.signals import Remembered, Sample
+from gpuscale.autoscaler.domain.signals import EndpointPast, Sample
 from gpuscale.autoscaler.domain.spec import (
     Combine,
     EndpointSpec,
@@ -106,7 +106,7 @@ class Life:
 
     def __init__(self, dice: random.Random) -> None:
         self.dice, self.now, self.count = dice, NOW, 0
-        self.past = Remembered(Memory(NOW))
+        self.past = EndpointPast(Memory(NOW))
         self.changes: dict[str, float] = {}
         self.spec = some_spec(dice)
 
@@ -200,7 +200,7 @@ def test_a_constant_noisy_load_turns_the_count_at_most_once_a_window(kind: Kind,
         1, 40, ReplicaTemplate("worker"), (signal("a"),), (Rule("r", "a", kind),), tick, down=Pace(window)
     )
     now, wanted, begun, turns, way = NOW, 1, [NOW - lag], list[float](), 0
-    past = Remembered(Memory(now))
+    past = EndpointPast(Memory(now))
     while now < NOW + 3600:
         now += tick
         ready = max(1, sum(at + lag <= now for at in begun))

@@ -22,7 +22,7 @@ from gpuscale.autoscaler.domain.rules.rule import LARGEST_COUNT, Rule, Vote, app
 from gpuscale.autoscaler.domain.rules.steps import BandRule, ThresholdRule
 from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule
 from gpuscale.autoscaler.domain.rules.timed import ForecastModel, ForecastRule, Period, ScheduleRule
-from gpuscale.autoscaler.domain.signals import Remembered, Sample, observe
+from gpuscale.autoscaler.domain.signals import EndpointPast, Sample, observe
 from gpuscale.autoscaler.domain.spec import Combine, Pace, PushedSignal, RateLimit, Signal
 from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.autoscaler.domain.whatif import Live, Stated, StatedSignal, question
@@ -56,7 +56,7 @@ def test_what_64_bits_do_not_hold_is_invalid_and_remembered_nowhere(value: float
     for values in ((value,), (1.0, value), (value, value)):
         found = observe(LOADED, Sample(values, NOW), NOW)
         assert (found.status, found.detail) == (ObservationStatus.INVALID, said)
-        past = Remembered().with_samples(spec(signals=[LOADED]), {"load": Sample(values, NOW)})
+        past = EndpointPast().with_samples(spec(signals=[LOADED]), {"load": Sample(values, NOW)})
         assert past.series["load"] == Series()
     assert observe(LOADED, Sample((LARGEST,), NOW), NOW).status is ObservationStatus.OK
 

@@ -7,7 +7,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.autoscaler.domain.inputs import Aggregation, Observation, ObservationStatus
-from gpuscale.autoscaler.domain.signals import Remembered, Sample, observe
+from gpuscale.autoscaler.domain.signals import EndpointPast, Sample, observe
 from gpuscale.autoscaler.domain.spec import GpuSignal, HostSignal, OnMissing, PushedSignal, Signal, Source
 from gpuscale.autoscaler.domain.validate import (
     DERIVED_GPU_METRICS,
@@ -23,7 +23,7 @@ NUMBERS = {FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_INT32, FieldD
 
 def seen(one: Signal, *samples: Sample, now: float) -> Observation:
     """What a signal shows at `now`, after these samples in turn."""
-    wanted, past = spec(signals=[one]), Remembered()
+    wanted, past = spec(signals=[one]), EndpointPast()
     for sample in samples:
         past = past.with_samples(wanted, {one.id: sample})
     return past.observations(wanted, {one.id: samples[-1]}, now)[one.id]

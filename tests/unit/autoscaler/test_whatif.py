@@ -10,7 +10,7 @@ from gpuscale.autoscaler.domain.engine import Memory
 from gpuscale.autoscaler.domain.inputs import ObservationStatus, series_of
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.targets import DrainRule, TargetRule
-from gpuscale.autoscaler.domain.signals import Remembered, Sample
+from gpuscale.autoscaler.domain.signals import EndpointPast, Sample
 from gpuscale.autoscaler.domain.spec import (
     Combine,
     EndpointSpec,
@@ -159,7 +159,7 @@ def test_what_is_not_stated_is_live_and_what_is_not_live_is_missing() -> None:
         3,
         2,
         samples={"queue": Sample((7.0,), NOW), "other": Sample((8.0,), NOW)},
-        past=Remembered(memory=Memory(5.0), series={"queue": series_of([(0.0, 1.0)])}),
+        past=EndpointPast(memory=Memory(5.0), series={"queue": series_of([(0.0, 1.0)])}),
         last_changes={"up": 1.0},
     )
     found = question(wanted, Stated({"other": StatedSignal(9.0)}), live, AT)

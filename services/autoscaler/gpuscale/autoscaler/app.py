@@ -11,7 +11,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.loop.acting import Actor
 from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.loop.leases import LeaseKeeper, Reservations
-from gpuscale.autoscaler.loop.reconciler import Reconciler, Rooms
+from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
 from gpuscale.autoscaler.loop.wakes import Followers, Wakes, WatcherUses
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer, Runs
@@ -26,10 +26,10 @@ from gpuscale.autoscaler.servicers.rule_servicer import EndpointRules, RuleServi
 from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.signals.sources import SignalSources, open_sources
-from gpuscale.autoscaler.signals.watchers import QueueWatchers, open_watchers
+from gpuscale.autoscaler.signals.sources import open_sources
+from gpuscale.autoscaler.signals.watchers import open_watchers
 from gpuscale.autoscaler.state import store
-from gpuscale.autoscaler.state.decision_log import DecisionFile, DecisionLog, Repetitions, open_decision_file
+from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions, open_decision_file
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.clock import Clock
@@ -68,7 +68,7 @@ async def open_autoscaler(
             configured wrongly.
         UnavailableError: the stored state cannot be used now, or the term is over.
     """
-    uses = WatcherUses()
+    uses, wakes, followers = WatcherUses(), Wakes(), Followers()
     async with (
         _open_state(settings, term) as state,
         open_watchers(state, settings.brokers, clock, uses.of) as watchers,
@@ -77,21 +77,54 @@ async def open_autoscaler(
         ) as sources,
         open_decision_file(settings.decisions_file, settings.decisions_file_bytes) as file,
     ):
-        starts = await _begin(state, clock, uses)
+        hub = AdapterHub(state, clock, await _begin(state, clock, uses), wakes)
         histories, repetitions = Histories(watchers.reading, state), Repetitions(state)
+        reservations = Reservations(allocator)
+        keeper = LeaseKeeper(state, reservations, clock, hub, wakes)
+        actor = Actor(state, clock, hub, reservations)
+        reconciler = Reconciler(
+            Dependencies(
+                state, clock, sources, hub, actor, keeper, uses, followers, file, histories, repetitions
+            ),
+            wakes,
+        )
+        endpoints = Endpoints(
+            state,
+            clock,
+            watcher_exists=lambda watcher: watchers.reading(watcher) is not None,
+            prometheus=sources.prometheus.keys(),
+            hub=hub,
+            wakes=wakes,
+            uses=uses,
+            followers=followers,
+            file=file,
+            repetitions=repetitions,
+        )
+        evaluations = Evaluations(
+            state, clock, sources=sources, hub=hub, past=reconciler.past, samples=reconciler.samples
+        )
         async with histories.kept(), repetitions.kept(), TaskScope() as scope:
-            yield _assemble(
-                state,
-                watchers,
-                sources,
-                starts,
-                allocator=allocator,
-                clock=clock,
-                uses=uses,
-                scope=scope,
-                file=file,
-                histories=histories,
-                repetitions=repetitions,
+            scope.spawn("save counts of decisions", repetitions.run())
+            scope.spawn("renew leases", keeper.renew_forever())
+            scope.spawn("release leases", keeper.release_forever())
+            scope.spawn("reconcile endpoints", reconciler.run())
+            logs, log = LogReading(state, hub), DecisionLog(state, repetitions)
+            backtests = BacktestServicer(Runs(), histories, state, clock)
+            rules = RuleServicer(EndpointRules(endpoints, state, clock))
+            metrics = MetricServicer(sources.reported, state, clock)
+            decisions, adapters = DecisionServicer(log, evaluations), AdapterServicer(hub, scope)
+            yield (
+                _registration(api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints, logs)),
+                _registration(api.add_RuleServiceServicer_to_server, rules),
+                _registration(api.add_PresetServiceServicer_to_server, PresetServicer()),
+                _registration(api.add_BacktestServiceServicer_to_server, backtests),
+                _registration(
+                    api.add_QueueWatcherServiceServicer_to_server, QueueWatcherServicer(watchers, clock)
+                ),
+                _registration(api.add_MetricServiceServicer_to_server, metrics),
+                _registration(api.add_DecisionServiceServicer_to_server, decisions),
+                _registration(api.add_AdapterServiceServicer_to_server, adapters),
+                keda_registration(state, followers),
             )
 
 
@@ -123,87 +156,6 @@ async def _begin(state: Store, clock: Clock, uses: WatcherUses) -> int:
     return starts
 
 
-def _assemble(
-    state: Store,
-    watchers: QueueWatchers,
-    sources: SignalSources,
-    starts: int,
-    *,
-    allocator: grpc.aio.Channel,
-    clock: Clock,
-    uses: WatcherUses,
-    scope: TaskScope,
-    file: DecisionFile,
-    histories: Histories,
-    repetitions: Repetitions,
-) -> tuple[Registration, ...]:
-    """Put the parts together and start their tasks."""
-    wakes, followers = Wakes(), Followers()
-    hub = AdapterHub(state, clock, starts, wakes)
-    reservations = Reservations(allocator)
-    keeper = LeaseKeeper(state, reservations, clock, hub, wakes)
-    actor = Actor(state, clock, hub, reservations)
-    rooms = Rooms(state, clock, sources, hub, actor, keeper, uses, followers, file, histories, repetitions)
-    endpoints = Endpoints(
-        state,
-        clock,
-        watcher_exists=lambda watcher: watchers.reading(watcher) is not None,
-        prometheus=sources.prometheus.keys(),
-        hub=hub,
-        wakes=wakes,
-        uses=uses,
-        followers=followers,
-        file=file,
-        repetitions=repetitions,
-    )
-    scope.spawn("save counts of decisions", repetitions.run())
-    scope.spawn("renew leases", keeper.renew_forever())
-    scope.spawn("release leases", keeper.release_forever())
-    reconciler = Reconciler(rooms, wakes)
-    evaluations = Evaluations(
-        state, clock, sources=sources, hub=hub, past=reconciler.past, samples=reconciler.samples
-    )
-    scope.spawn("reconcile endpoints", reconciler.run())
-    return (
-        *_of_endpoints(
-            EndpointServicer(endpoints, LogReading(state, hub)),
-            EndpointRules(endpoints, state, clock),
-            BacktestServicer(Runs(), histories, state, clock),
-        ),
-        *_of_signals(QueueWatcherServicer(watchers, clock), MetricServicer(sources.reported, state, clock)),
-        _registration(
-            "DecisionService",
-            api.add_DecisionServiceServicer_to_server,
-            DecisionServicer(DecisionLog(state, repetitions), evaluations),
-        ),
-        _registration(
-            "AdapterService", api.add_AdapterServiceServicer_to_server, AdapterServicer(hub, scope)
-        ),
-        keda_registration(state, followers),
-    )
-
-
-def _of_endpoints(
-    endpoints: EndpointServicer, rules: EndpointRules, backtests: BacktestServicer
-) -> tuple[Registration, ...]:
-    """What says how endpoints scale, and tries it out."""
-    return (
-        _registration("EndpointService", api.add_EndpointServiceServicer_to_server, endpoints),
-        _registration("RuleService", api.add_RuleServiceServicer_to_server, RuleServicer(rules)),
-        _registration("PresetService", api.add_PresetServiceServicer_to_server, PresetServicer()),
-        _registration("BacktestService", api.add_BacktestServiceServicer_to_server, backtests),
-    )
-
-
-def _of_signals(watchers: QueueWatcherServicer, metrics: MetricServicer) -> tuple[Registration, ...]:
-    """Where signals get their values from."""
-    return (
-        _registration("QueueWatcherService", api.add_QueueWatcherServiceServicer_to_server, watchers),
-        _registration("MetricService", api.add_MetricServiceServicer_to_server, metrics),
-    )
-
-
-def _registration(
-    service: str, add: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer
-) -> Registration:
+def _registration(add: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> Registration:
+    service = add.__name__.removeprefix("add_").removesuffix("Servicer_to_server")
     return Registration(f"{_PACKAGE}.{service}", partial(add, servicer))

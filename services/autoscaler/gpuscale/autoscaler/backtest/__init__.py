@@ -1,1 +1,1 @@
-"""Backtest: the engine itself on a recorded workload, with a clock of its own."""
+"""Backtest: the engine itself on a recorded workload, with a clock of its own. Pure. Begin with `simulate`."""

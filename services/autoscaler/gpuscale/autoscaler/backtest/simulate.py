@@ -15,7 +15,7 @@ from itertools import pairwise
 from gpuscale.autoscaler.backtest.world import Pool, Setting, World
 from gpuscale.autoscaler.domain.engine import evaluate
 from gpuscale.autoscaler.domain.inputs import Inputs
-from gpuscale.autoscaler.domain.signals import Remembered, Sample
+from gpuscale.autoscaler.domain.signals import EndpointPast, Sample
 from gpuscale.autoscaler.domain.spec import (
     EndpointSpec,
     HostSignal,
@@ -224,7 +224,7 @@ class Replay:
         self._requests = requests
         self._begin = begin
         self._position, self._next_tick = 0, 0.0
-        self._past = Remembered()
+        self._past = EndpointPast()
         self._changes: dict[str, float] = {}
         self._ticked = (0.0, 0, 0)
         self._start_up = setting.cold_start(1)

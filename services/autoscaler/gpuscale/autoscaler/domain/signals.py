@@ -181,14 +181,14 @@ _STATUSES = tuple(ObservationStatus)
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class EndpointPast:
     """The past of an endpoint: its signals by id, what its pace goes by, and what its panic rules know."""
 
     memory: Memory | None = None
     bursts: Mapping[str, Burst] = field(default_factory=dict[str, Burst])
     series: Mapping[str, Series] = field(default_factory=dict[str, Series])
 
-    def with_samples(self, spec: EndpointSpec, samples: Mapping[str, Sample]) -> Remembered:
+    def with_samples(self, spec: EndpointSpec, samples: Mapping[str, Sample]) -> EndpointPast:
         """With the values of new samples; signals that the spec has no more are forgotten."""
         keep = kept_seconds(spec)
         return replace(

@@ -26,7 +26,7 @@ from gpuscale.autoscaler.domain.inputs import (
 from gpuscale.autoscaler.domain.replicas import Moment
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.timed import ForecastRule, ScheduleRule
-from gpuscale.autoscaler.domain.signals import Remembered, Sample, kept_seconds, observe
+from gpuscale.autoscaler.domain.signals import EndpointPast, Sample, kept_seconds, observe
 from gpuscale.autoscaler.domain.spec import EndpointSpec, Pace, QueueCount, QueueSignal, ScalingMode, Signal
 
 NO_BOUND = 100_000
@@ -301,7 +301,7 @@ class Live:
     ready: int
     unknown: int = 0
     samples: Mapping[str, Sample] = field(default_factory=dict[str, Sample])
-    past: Remembered = field(default_factory=lambda: Remembered(memory=ALWAYS))
+    past: EndpointPast = field(default_factory=lambda: EndpointPast(memory=ALWAYS))
     last_changes: Mapping[str, float] = field(default_factory=dict[str, float])
     startup: float | None = None
     gpu_limit: int | None = None

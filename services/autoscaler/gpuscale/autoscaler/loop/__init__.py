@@ -1,4 +1,4 @@
 """The loop that makes endpoints what they should be: evaluate, reserve, start, drain, release.
 
-Begin with `reconciler`, then `passes` and `acting`; `hub` speaks to adapters.
+Only here are adapters and the allocator told something. Begin with `reconciler`, then `passes` and `acting`.
 """

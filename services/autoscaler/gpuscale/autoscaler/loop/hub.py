@@ -67,7 +67,7 @@ class LogPart:
     problem: str = ""
 
 
-class AskedLogs:
+class LogQuestions:
     """The questions to one adapter over one connection."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class AdapterSession:
         self._acknowledged = 0
         self._lines: Sequence[DesiredReplica] | None = None
         self._stop_told: dict[str, int] = {}
-        self.logs = AskedLogs()
+        self.logs = LogQuestions()
         self._changed = asyncio.Event()
         self._closed = False
         self._error: GpuscaleError | None = None

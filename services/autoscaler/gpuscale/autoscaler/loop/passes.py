@@ -15,7 +15,7 @@ from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked
 from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, Inputs, Observation, WorkerGroup
 from gpuscale.autoscaler.domain.planning import Plan, crash_delay, plan_sets, set_states, startup_seconds
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState, asked_to_stop
-from gpuscale.autoscaler.domain.signals import Remembered
+from gpuscale.autoscaler.domain.signals import EndpointPast
 from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.state import decision_log, store, watcher_store
 from gpuscale.autoscaler.state.decision_log import Recorded, Repetition
@@ -44,7 +44,7 @@ class Facts:
     at: Moment
     live: frozenset[str]
     observations: Mapping[str, Observation]
-    past: Remembered
+    past: EndpointPast
     evaluate: bool
     endpoint: Endpoint | None
     busy: Mapping[str, float]
@@ -79,7 +79,7 @@ class Pass:
     delay: float
     recorded: Recorded | None
     owing: bool
-    past: Remembered
+    past: EndpointPast
     question: Question | None = None
 
 

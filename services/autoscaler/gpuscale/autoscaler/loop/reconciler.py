@@ -22,7 +22,7 @@ from gpuscale.autoscaler.domain.decisions import (
 )
 from gpuscale.autoscaler.domain.inputs import Observation
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
-from gpuscale.autoscaler.domain.signals import Remembered, Samples, noted
+from gpuscale.autoscaler.domain.signals import EndpointPast, Samples, noted
 from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.loop.acting import AGAIN, RETRY, Actor, Refusal
 from gpuscale.autoscaler.loop.hub import AdapterHub
@@ -46,7 +46,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Rooms:
+class Dependencies:
     """What a pass works with."""
 
     store: Store
@@ -65,16 +65,16 @@ class Rooms:
 class Reconciler:
     """Runs the loops of all endpoints that `wakes` announces."""
 
-    def __init__(self, rooms: Rooms, wakes: Wakes) -> None:
-        self._rooms = rooms
+    def __init__(self, deps: Dependencies, wakes: Wakes) -> None:
+        self._deps = deps
         self._wakes = wakes
         self._limit = asyncio.Semaphore(CONCURRENT)
         self._loops: dict[str, EndpointLoop] = {}
 
-    def past(self, endpoint_id: str) -> Remembered:
+    def past(self, endpoint_id: str) -> EndpointPast:
         """What is remembered of an endpoint; nothing before its first look."""
         loop = self._loops.get(endpoint_id)
-        return loop.past if loop is not None else Remembered()
+        return loop.past if loop is not None else EndpointPast()
 
     def samples(self, endpoint_id: str) -> Mapping[str, Samples]:
         """What each signal of an endpoint showed at its evaluations, by id; nothing before the first."""
@@ -83,7 +83,7 @@ class Reconciler:
 
     async def run(self) -> None:
         """Begin with the stored endpoints; never ends."""
-        for endpoint in await self._rooms.store.read(store.endpoints):
+        for endpoint in await self._deps.store.read(store.endpoints):
             self._wakes.call(endpoint.id)
         async with TaskScope() as scope:
             while True:
@@ -91,7 +91,7 @@ class Reconciler:
                 scope.start(f"endpoint {endpoint_id}", self._keep(endpoint_id, wake))
 
     async def _keep(self, endpoint_id: str, wake: Wake) -> None:
-        loop = self._loops[endpoint_id] = EndpointLoop(endpoint_id, self._rooms)
+        loop = self._loops[endpoint_id] = EndpointLoop(endpoint_id, self._deps)
         backoff = Backoff(initial=0.5, cap=10.0)
         wait = 0.0
         while True:
@@ -108,16 +108,16 @@ class Reconciler:
             wait = wanted or 0.0
             if wanted is not None:
                 continue
-            self._rooms.sources.forget(endpoint_id)
-            self._rooms.histories.forget(endpoint_id)
-            self._rooms.repetitions.forget(endpoint_id)
+            self._deps.sources.forget(endpoint_id)
+            self._deps.histories.forget(endpoint_id)
+            self._deps.repetitions.forget(endpoint_id)
             if not wake.called:
                 del self._loops[endpoint_id]
-                self._rooms.uses.set(endpoint_id, frozenset())
+                self._deps.uses.set(endpoint_id, frozenset())
                 self._wakes.forget(endpoint_id)
                 return
             # It may have been created anew meanwhile: what was remembered of the one that is gone is not its past.
-            loop = self._loops[endpoint_id] = EndpointLoop(endpoint_id, self._rooms)
+            loop = self._loops[endpoint_id] = EndpointLoop(endpoint_id, self._deps)
 
 
 def _warn(endpoint_id: str, error: BaseException) -> None:
@@ -131,13 +131,13 @@ def _warn(endpoint_id: str, error: BaseException) -> None:
 class EndpointLoop:
     """What is remembered of one endpoint between two looks; all that matters is in the store."""
 
-    def __init__(self, endpoint_id: str, rooms: Rooms) -> None:
+    def __init__(self, endpoint_id: str, deps: Dependencies) -> None:
         self.waiting = False
         self.samples: Mapping[str, Samples] = {}
         self._id = endpoint_id
-        self._rooms = rooms
+        self._deps = deps
         self._evaluation_due = 0.0
-        self._past = Remembered()
+        self._past = EndpointPast()
         self._asked = True
         self._last_news = ""
         self._last_written = ""
@@ -146,7 +146,7 @@ class EndpointLoop:
         self._endpoint: Endpoint | None = None
 
     @property
-    def past(self) -> Remembered:
+    def past(self) -> EndpointPast:
         """What is remembered of its signals and counts."""
         return self._past
 
@@ -159,65 +159,65 @@ class EndpointLoop:
         Raises:
             GpuscaleError: the state cannot be read or written; the look is to be repeated.
         """
-        rooms = self._rooms
-        self._asked = self._asked or evaluate or rooms.clock.now() >= self._evaluation_due
+        deps = self._deps
+        self._asked = self._asked or evaluate or deps.clock.now() >= self._evaluation_due
         found = partial(_found, endpoint_id=self._id, known=self._endpoint)
-        self._endpoint, replicas = await rooms.store.read(found)
+        self._endpoint, replicas = await deps.store.read(found)
         facts = self._facts(self._endpoint, replicas)
-        passed = await rooms.store.write(partial(run_pass, endpoint_id=self._id, facts=facts))
+        passed = await deps.store.write(partial(run_pass, endpoint_id=self._id, facts=facts))
         self._tell(passed.endpoint.desired if passed else None)
         if passed is None:
             return None
         self._past = passed.past
         spec = passed.endpoint.spec
-        rooms.uses.set(self._id, spec.watchers)
-        await rooms.histories.note(self._id, spec, facts.at)
+        deps.uses.set(self._id, spec.watchers)
+        await deps.histories.note(self._id, spec, facts.at)
         if passed.evaluation is not None:
             self._asked, self._evaluation_due = False, facts.at.now + spec.period
             self.samples = noted(self.samples, passed.evaluation.observations, facts.at.wall.timestamp())
-        await rooms.hub.refresh(passed.told)
+        await deps.hub.refresh(passed.told)
         if not any(one.state is ReplicaState.PENDING for one in passed.live):
             if passed.owing:
-                rooms.keeper.changed()
+                deps.keeper.changed()
             return self._pause(passed, None, await self._note(passed, None, passed.live))
         try:
-            refusal = await rooms.actor.act(passed.live, passed.endpoint.tenant)
+            refusal = await deps.actor.act(passed.live, passed.endpoint.tenant)
         finally:
-            rooms.keeper.changed()
-        after = await rooms.store.read(partial(store.replicas, endpoint=self._id))
+            deps.keeper.changed()
+        after = await deps.store.read(partial(store.replicas, endpoint=self._id))
         return self._pause(passed, refusal, await self._note(passed, refusal, after))
 
     def _tell(self, wanted: int | None) -> None:
         """Tell the followers where another number is wanted than at the last look; None: the endpoint is gone."""
         if wanted is None or wanted != self._wanted:
             self._wanted = wanted
-            self._rooms.followers.tell(self._id)
+            self._deps.followers.tell(self._id)
 
     def _facts(self, endpoint: Endpoint | None, replicas: Sequence[Replica]) -> Facts:
         """What the pass goes by; where the endpoint is not there (yet), the pass alone finds out."""
-        rooms = self._rooms
-        at = Moment(rooms.clock.now(), rooms.clock.wall())
+        deps = self._deps
+        at = Moment(deps.clock.now(), deps.clock.wall())
         observations: dict[str, Observation] = {}
         room: int | None = None
         if endpoint is not None:
-            rooms.sources.keep(endpoint.id, replicas)
-            samples = rooms.sources.sample(endpoint, replicas)
+            deps.sources.keep(endpoint.id, replicas)
+            samples = deps.sources.sample(endpoint, replicas)
             self._past = self._past.with_samples(endpoint.spec, samples)
             observations = self._past.observations(endpoint.spec, samples, at.now)
             granted = sum(one.granted for one in replicas)
             if granted != self._granted[0]:
                 self._granted = granted, at.now
-            room = rooms.sources.more(endpoint.spec, rooms.hub.facts(), self._granted[1])
+            room = deps.sources.more(endpoint.spec, deps.hub.facts(), self._granted[1])
         return Facts(
             at=at,
-            live=frozenset(facts.id for facts in rooms.hub.facts() if facts.live),
+            live=frozenset(facts.id for facts in deps.hub.facts() if facts.live),
             observations=observations,
             past=self._past,
             evaluate=self._asked,
             endpoint=endpoint,
-            busy=rooms.sources.busy(endpoint) if endpoint else {},
+            busy=deps.sources.busy(endpoint) if endpoint else {},
             room=room,
-            repeated=rooms.repetitions.of(self._id),
+            repeated=deps.repetitions.of(self._id),
         )
 
     async def _note(
@@ -236,17 +236,17 @@ class EndpointLoop:
 
     async def _record(self, passed: Pass, decision: Decision, *, complete: bool) -> None:
         """Store a decision, or complete the one that the pass stored; what is news goes to the file too."""
-        rooms, recorded, wall = self._rooms, passed.recorded, self._rooms.clock.wall()
+        deps, recorded, wall = self._deps, passed.recorded, self._deps.clock.wall()
         if recorded is None:
             added = partial(
                 decision_log.record,
                 decision=decision,
                 wall=wall,
                 question=passed.question,
-                before=rooms.repetitions.of(self._id),
+                before=deps.repetitions.of(self._id),
                 quiet=True,
             )
-            recorded = await rooms.store.write(added)
+            recorded = await deps.store.write(added)
         elif not complete:
             amended = partial(
                 decision_log.amend,
@@ -254,16 +254,16 @@ class EndpointLoop:
                 decision=decision,
                 question=passed.question,
             )
-            await rooms.store.write(amended)
-        rooms.repetitions.note(recorded, decision, wall, passed.question)
+            await deps.store.write(amended)
+        deps.repetitions.note(recorded, decision, wall, passed.question)
         if sameness(decision) != self._last_written:
             self._last_written = sameness(decision)
-            self._rooms.file.put(decision_log.shown(decision, recorded.times.decision, wall))
+            self._deps.file.put(decision_log.shown(decision, recorded.times.decision, wall))
 
     def _pause(self, passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) -> float:
         """Seconds until the next look; few where more replicas are to be decided than may wait at a time."""
         self.waiting = refusal is not None
-        pauses = [max(0.0, self._evaluation_due - self._rooms.clock.now())]
+        pauses = [max(0.0, self._evaluation_due - self._deps.clock.now())]
         if passed.endpoint.deleting:
             pauses = [RETRY]
         if refusal is not None:

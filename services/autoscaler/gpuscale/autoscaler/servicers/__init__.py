@@ -1,4 +1,1 @@
-"""The contract's services and what they change: endpoints, rules, watchers, metrics, decisions, backtests.
-
-Begin with `endpoint_servicer` and `endpoints`.
-"""
+"""The contract's services and what users do with them; nothing below knows who calls. Begin with `endpoints`."""

@@ -14,7 +14,7 @@ from gpuscale.autoscaler.domain.decisions import Outcome, compose
 from gpuscale.autoscaler.domain.engine import evaluate
 from gpuscale.autoscaler.domain.planning import set_states, startup_seconds
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
-from gpuscale.autoscaler.domain.signals import Remembered, Samples
+from gpuscale.autoscaler.domain.signals import EndpointPast, Samples
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
 from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.autoscaler.domain.whatif import Live, Stated, answer, question, replaced_spec
@@ -100,7 +100,7 @@ class Evaluations:
         *,
         sources: SignalSources,
         hub: AdapterHub,
-        past: Callable[[str], Remembered],
+        past: Callable[[str], EndpointPast],
         samples: Callable[[str], Mapping[str, Samples]],
     ) -> None:
         self._store = store

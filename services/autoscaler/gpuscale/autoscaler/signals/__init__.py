@@ -1,4 +1,4 @@
 """Where signals come from: broker queues, Prometheus, the fleet, what programs report.
 
-Each source is a module that gives the latest value with its age. Begin with `sources`; `queues/` reads brokers.
+Each source gives its latest value with its age; none is asked while an endpoint is evaluated. Begin with `sources`.
 """

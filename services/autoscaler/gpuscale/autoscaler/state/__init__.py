@@ -1,4 +1,1 @@
-"""What is on disk: endpoints, replicas, decisions, watchers, what was learnt.
-
-Begin with `store`.
-"""
+"""What is on disk: endpoints, replicas, decisions, watchers, history. Only here is SQL. Begin with `store`."""

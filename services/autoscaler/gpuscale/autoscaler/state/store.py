@@ -1,7 +1,8 @@
-"""Endpoints on disk: tables (SQLModel) and statements (Core) for one connection of the store.
+"""Endpoints and their replicas on disk: tables (SQLModel) and statements (Core) for one connection of the store.
 
-`replica_store`, `decision_store` and `watcher_store` keep their tables in the same file. Nested values (specs, templates)
-are stored as messages of the contract, whose rules of compatibility are known.
+The row of a replica is the intent that stands before every action outside. `decision_log` and `watcher_store` keep their
+tables in the same file. Nested values (specs, templates) are stored as messages of the contract, whose rules of
+compatibility are known.
 """
 
 import json

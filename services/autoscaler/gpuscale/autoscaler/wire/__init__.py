@@ -1,4 +1,1 @@
-"""Between the core's values and the contract's messages: specs, rules, signals, decisions.
-
-Begin with `translate`.
-"""
+"""Between the core's values and the contract's messages; no rules and no state. Begin with `specs`, then `codec`."""

@@ -7,7 +7,7 @@ import pytest
 
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import ReplicaState
-from gpuscale.autoscaler.loop.hub import MOST_AT_ONCE, AdapterSession, AskedLogs, LogPart
+from gpuscale.autoscaler.loop.hub import MOST_AT_ONCE, AdapterSession, LogPart, LogQuestions
 from gpuscale.autoscaler.servicers.endpoint_servicer import DEFAULT_BYTES, LogReading
 from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from tests.support.autoscaler_values import replica
@@ -18,7 +18,7 @@ FACTS = AdapterFacts("a", "process", "n", frozenset({"worker"}), 0, live=False)
 
 async def test_who_gives_up_leaves_nothing_to_be_sent() -> None:
     """Over a stream that takes nothing, callers who come and go must not fill the memory."""
-    logs = AskedLogs()
+    logs = LogQuestions()
     for _ in range(100):
         asking = asyncio.create_task(logs.answer(logs.put(NAME, None, 10)))
         await asyncio.sleep(0)
@@ -36,7 +36,7 @@ async def test_who_gives_up_leaves_nothing_to_be_sent() -> None:
 
 
 async def test_no_more_than_some_wait_and_all_hear_of_the_end() -> None:
-    logs = AskedLogs()
+    logs = LogQuestions()
     waiting = [asyncio.create_task(logs.answer(logs.put(NAME, None, 10))) for _ in range(MOST_AT_ONCE)]
     with pytest.raises(ResourceExhaustedError):
         logs.put(NAME, None, 10)
