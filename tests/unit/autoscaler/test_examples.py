@@ -1,4 +1,4 @@
-"""The files in deploy/keda/ fit each other and the code: what they show is what users begin with."""
+"""Examples of KEDA and of queue watchers fit the contract."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,15 @@ import pytest
 from ruamel.yaml import YAML
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
+from gpuscale.autoscaler.adapters.templates import Placeholder, parse_arguments
 from gpuscale.autoscaler.domain.validate import violations as contradictions
 from gpuscale.autoscaler.servicers.keda_servicer import METRIC
+from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.autoscaler.signals.brokers import resolve
 from gpuscale.autoscaler.wire.specs import spec_from_wire
 from gpuscale.cli.manifests.documents import parse
+from gpuscale.common.config.sources import load_table, read_config
 from gpuscale.common.rpc.validation import violations
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy" / "keda"
@@ -54,3 +59,35 @@ def test_no_window_or_tolerance_of_the_cluster_comes_on_top(scaled_object: Any) 
     for way in ("scaleUp", "scaleDown"):
         assert behavior[way]["tolerance"] == 0
         assert behavior[way]["stabilizationWindowSeconds"] == 0
+
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+ENVIRONMENT = {
+    "GPUSCALE_BROKER_DEFAULT_AMQP_URL": "amqp://user:word@host/",
+    "GPUSCALE_BROKER_DEFAULT_MANAGEMENT_URL": "http://user:word@host:15672",
+}
+
+
+def test_the_manifests_and_the_configuration_fit_each_other(tmp_path: Path) -> None:
+    watcher, endpoint = parse((EXAMPLES / "endpoint.yaml").read_text(), "endpoint.yaml")
+    assert isinstance(watcher, api.QueueWatcher)
+    assert isinstance(endpoint, api.Endpoint)
+    assert violations(watcher) == []
+    assert violations(endpoint) == []
+    assert endpoint.spec.signals[0].queue.watcher == watcher.name
+
+    config = read_config(EXAMPLES / "gpuscale.toml")
+    data_dir = {"data_dir": tmp_path}
+    brokers = resolve(load_table(AutoscalerSettings, config, data_dir, environ={}).brokers, ENVIRONMENT)
+    assert brokers[watcher.spec.broker].management is not None
+
+    adapter = load_table(ProcessSettings, config, data_dir, environ={})
+    template = adapter.templates[endpoint.spec.template.template]
+    used = {
+        part.name
+        for argument in parse_arguments(template.command)
+        for part in argument
+        if isinstance(part, Placeholder)
+    }
+    assert used - {"python"} == set(endpoint.spec.template.parameters)
+    assert (EXAMPLES.parent / template.command[1]).is_file()
