@@ -1,1 +1,5 @@
-"""What every room stands on: server, channel, lifecycle, errors, settings, store, logs. No business words."""
+"""What every room builds on. Nothing here knows of GPUs, leases or replicas.
+
+Begin with `errors`; then `rpc` for calls, `store` for state, `security` for callers, `runtime` for tasks and logs, `config`
+for settings and programs. `names`, `sizes`, `secrets` and `wire` are values.
+"""

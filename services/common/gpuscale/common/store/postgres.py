@@ -95,14 +95,9 @@ def store_application(service: str) -> str:
     return f"gpuscale-{service}"
 
 
-def schema_of(service: str) -> sql.Identifier:
-    """The schema (namespace) of a service in the database."""
-    return sql.Identifier(service)
-
-
 def in_schema(statement: LiteralString, service: str) -> sql.Composed:
     """A statement with the service's schema in place of `{}`."""
-    return sql.SQL(statement).format(schema_of(service))
+    return sql.SQL(statement).format(sql.Identifier(service))
 
 
 def too_old(version: int) -> FailedPreconditionError | None:
