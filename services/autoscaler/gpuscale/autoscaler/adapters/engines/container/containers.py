@@ -105,26 +105,26 @@ class Details(BaseModel):
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
-    state: Text = Field("", validation_alias=AliasPath("State", "Status"))
+    state: Text = Field(default="", validation_alias=AliasPath("State", "Status"))
     """What its engine calls its state."""
-    pid: int = Field(0, validation_alias=AliasPath("State", "Pid"))
+    pid: int = Field(default=0, validation_alias=AliasPath("State", "Pid"))
     """Its first process on the engine's host; 0 where none runs."""
-    exit_code: int = Field(0, validation_alias=AliasPath("State", "ExitCode"))
+    exit_code: int = Field(default=0, validation_alias=AliasPath("State", "ExitCode"))
     out_of_memory: bool = Field(default=False, validation_alias=AliasPath("State", "OOMKilled"))
     """Whether the kernel ended it at its limit."""
-    error: Text = Field("", validation_alias=AliasPath("State", "Error"))
+    error: Text = Field(default="", validation_alias=AliasPath("State", "Error"))
     """Why the engine could not start it, or ended it."""
     health: Annotated[str, BeforeValidator(_health)] = Field(
-        "", validation_alias=AliasPath("State", "Health", "Status")
+        default="", validation_alias=AliasPath("State", "Health", "Status")
     )
     """`starting`, `healthy`, `unhealthy`; empty where nobody asks."""
-    memory: int = Field(0, validation_alias=AliasPath("HostConfig", "Memory"))
+    memory: int = Field(default=0, validation_alias=AliasPath("HostConfig", "Memory"))
     """Its limit in bytes; 0 for none."""
     gpu_uuids: Annotated[tuple[str, ...], BeforeValidator(_device_ids)] = Field(
-        (), validation_alias=AliasPath("HostConfig", "DeviceRequests")
+        default=(), validation_alias=AliasPath("HostConfig", "DeviceRequests")
     )
     """The devices that the engine gives it."""
-    stop_signal: Text = Field("", validation_alias=AliasPath("Config", "StopSignal"))
+    stop_signal: Text = Field(default="", validation_alias=AliasPath("Config", "StopSignal"))
     """What asks it to finish; empty for SIGTERM."""
     unknown: bool = False
     """Whether the engine does not tell."""

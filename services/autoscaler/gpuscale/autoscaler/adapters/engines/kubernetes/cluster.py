@@ -10,7 +10,7 @@ Everything is asked of one namespace, with a time-out. What the API server does 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -44,7 +44,11 @@ from gpuscale.common.errors import FailedPreconditionError
 TIMEOUT = 10.0
 """Seconds that an answer may take."""
 FIELD_MANAGER = "gpuscale"
+HASH = "pod-template-hash"
+LOWEST_COST = "-2147483648"
+DEFAULT_GRACE = 30
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, CONFLICT, INVALID = 400, 401, 403, 404, 409, 422
+_ENDED = frozenset({"Succeeded", "Failed"})
 
 
 class RefusedError(Exception):
@@ -247,13 +251,6 @@ def _errors(doing: str) -> Generator[None]:
         raise EngineUnavailableError(f"cannot {doing}: {str(error) or type(error).__name__}") from error
 
 
-HASH = "pod-template-hash"
-LOWEST_COST = "-2147483648"
-DEFAULT_GRACE = 30
-
-_ENDED = frozenset({"Succeeded", "Failed"})
-
-
 def to_pod(pod: ClusterPod) -> Pod | None:
     """A pod of ours; None for one that belongs to something else, whatever its labels say."""
     meta, status = pod.metadata, pod.status
@@ -265,9 +262,8 @@ def to_pod(pod: ClusterPod) -> Pod | None:
     marks = meta.annotations or {}
     replica = marks.get(REPLICA, "")
     conditions = {one.type: one for one in status.conditions or ()}
-    ready = conditions.get("Ready")
     containers = list(status.containerStatuses or ())
-    over = status.phase in _ENDED
+    over, going = status.phase in _ENDED, meta.deletionTimestamp is not None
     return Pod(
         name=meta.name,
         uid=meta.uid,
@@ -275,11 +271,13 @@ def to_pod(pod: ClusterPod) -> Pod | None:
         replica=replica if names.match(names.REPLICA, replica) else "",  # anybody may write there
         stopping=STOPPING in marks,
         costly=marks.get(COST) != LOWEST_COST,
-        going=meta.deletionTimestamp is not None,
+        going=going,
         over=over,
-        ready=not over and ready is not None and ready.status == "True",
-        reason=_reason(status.reason, status.message, conditions, containers, over=over),
-        exit_code=_exit_code(containers) if over or meta.deletionTimestamp is not None else None,
+        ready=not over and _is(conditions.get("Ready"), "True"),
+        reason=_text(status.reason, status.message)
+        or next(filter(None, (_of_container(one, over=over) for one in containers)), "")
+        or _of_scheduler(conditions.get("PodScheduled")),
+        exit_code=_exit_code(containers) if over or going else None,
         created=meta.creationTimestamp.isoformat() if meta.creationTimestamp else "",
     )
 
@@ -347,28 +345,27 @@ def _gpu_count(template: PodTemplateSpec, gpu_resource: str) -> int:
     return total
 
 
-def _reason(
-    reason: str | None,
-    message: str | None,
-    conditions: Mapping[str, PodCondition],
-    containers: Iterable[ContainerStatus],
-    *,
-    over: bool,
-) -> str:
-    """Why it stands as it does: of the whole pod, of a container that waits, or of the scheduler; in this order."""
-    if reason or message:
-        return ": ".join(text for text in (reason, message) if text)
-    for one in containers:
-        state = one.state
-        if state is not None and state.waiting is not None and state.waiting.reason:
-            waits = ": ".join(text for text in (state.waiting.reason, state.waiting.message) if text)
-            return f"container {one.name}: {waits}"
-        if over and state is not None and state.terminated is not None:
-            return f"container {one.name} ended with exit code {state.terminated.exitCode}"
-    scheduled = conditions.get("PodScheduled")
-    if scheduled is not None and scheduled.status == "False":
-        return ": ".join(text for text in (scheduled.reason, scheduled.message) if text)
-    return ""
+def _of_container(container: ContainerStatus, *, over: bool) -> str:
+    """What it waits for, or how it ended where its pod is over; empty where it says nothing."""
+    waiting = container.state.waiting if container.state else None
+    if waiting is not None and waiting.reason:
+        return f"container {container.name}: {_text(waiting.reason, waiting.message)}"
+    ended = container.state.terminated if container.state and over else None
+    return f"container {container.name} ended with exit code {ended.exitCode}" if ended else ""
+
+
+def _of_scheduler(scheduled: PodCondition | None) -> str:
+    if scheduled is None or not _is(scheduled, "False"):
+        return ""
+    return _text(scheduled.reason, scheduled.message)
+
+
+def _is(condition: PodCondition | None, status: str) -> bool:
+    return condition is not None and condition.status == status
+
+
+def _text(reason: str | None, message: str | None) -> str:
+    return ": ".join(text for text in (reason, message) if text)
 
 
 def _exit_code(containers: Iterable[ContainerStatus]) -> int | None:

@@ -167,10 +167,8 @@ class KubernetesEngine:
             for name, template in self._templates.items()
         }
         pods = await self._cluster.pods()
-        before, self._pods, self._nobodys = self._pods, {}, {}
-        for pod in pods:
-            if not pod.owner and pod.replica:
-                self._pods[pod.replica] = pod
+        before, self._nobodys = self._pods, {}
+        self._pods = {pod.replica: pod for pod in pods if not pod.owner and pod.replica}
         for name, template in self._templates.items():
             if template.kind is not Kind.PODS:
                 await self._give(name, [pod for pod in pods if pod.owner == template.workload], before)
@@ -219,11 +217,8 @@ class KubernetesEngine:
         """Mark the pods of a workload as the replicas that they are."""
         was = {pod.uid: pod for pod in pods}
         owner = self._templates[template].workload
-        lost = [
-            name
-            for name, pod in before.items()
-            if pod.owner == owner and pod.active and not pod.stopping and pod.uid not in was
-        ]
+        served = {name: pod for name, pod in before.items() if pod.owner == owner and pod.serving}
+        lost = [name for name, pod in served.items() if pod.uid not in was]
         waiting = [name for name, one in self._waiting.items() if one == template]
         for pod in arrange(pods, waiting, lost):
             kept = await self._mark(was[pod.uid], pod)

@@ -156,6 +156,11 @@ class Pod:
         """Whether its owner counts it."""
         return not self.going and not self.over
 
+    @property
+    def serving(self) -> bool:
+        """Whether its owner counts it, and its replica was not asked to finish."""
+        return self.active and not self.stopping
+
 
 def why_not(template: KubernetesTemplate, workload: Workload, order: ReplicaOrder) -> str:
     """Why this order can never be filled; empty where it can.
