@@ -1,7 +1,7 @@
 """The last check before a worker is started: the node's agent admits the fence of its reservation, or refuses it.
 
-A lease may end between the grant and the start (the adapter slept, or lost its connection), and the GPUs be somebody
-else's by then. The agent remembers the highest fence of each GPU and refuses a lower one.
+A lease may end between the grant and the start (the adapter slept, or lost its connection), and somebody else may hold
+the GPUs by then. The agent remembers the highest fence of each GPU and refuses a lower one.
 """
 
 import grpc
@@ -13,7 +13,7 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 
 TIMEOUT = 3.0
-"""Seconds for the agent's answer; a start waits for no longer."""
+"""Seconds that a start waits for the agent's answer."""
 
 _log = get_logger(__name__)
 
@@ -22,8 +22,8 @@ class Admission:
     """Asks the agent of this node.
 
     Args:
-        agent: leads to it; None where the adapter is not told where it is.
-        required: whether nothing is started while it does not answer.
+        agent: a channel to it; None where its address is not set.
+        required: whether nothing starts while it does not answer.
     """
 
     def __init__(self, agent: grpc.aio.Channel | None, *, required: bool) -> None:
@@ -31,7 +31,7 @@ class Admission:
         self._required = required
 
     async def refusal(self, order: ReplicaOrder, pid: int | None = None) -> str:
-        """Why a replica must not run on its GPUs; empty where it may, or where it needs none.
+        """Why a replica must not run on its GPUs; empty if it may, or needs none.
 
         Args:
             order: names the GPUs and the reservation that holds them, with the token that proves it.
@@ -68,7 +68,7 @@ class Admission:
 
 
 def _is_final(error: GpuscaleError) -> bool:
-    """Whether the lease does not hold the GPUs, or is not ours; else nobody could say."""
+    """Whether the agent knows that the lease does not hold the GPUs, or is not ours."""
     if isinstance(error, FailedPreconditionError | NotFoundError):
         return error.reason != "LEASE_NOT_CHECKED"
     return error.reason == "LEASE_TOKEN_INVALID"

@@ -1,4 +1,4 @@
-"""The adapter's connection to the autoscaler: says what runs, hears what should, and comes back when it is lost."""
+"""The stream to the autoscaler: reports replicas, receives the desired state, and reconnects when it breaks."""
 
 import asyncio
 from collections import deque
@@ -58,7 +58,7 @@ _random = SystemRandom()
 
 
 class Replicas(Protocol):
-    """The replicas of an adapter, however they are kept."""
+    """The replicas of an adapter."""
 
     def apply(self, desired: Iterable[Desired], /) -> None:
         """Work towards what is wanted. Replicas that are not named go on as they are."""
@@ -72,7 +72,7 @@ ReadLog = Callable[[str, int | None, int], LogPart]
 
 
 class AutoscalerConnection:
-    """One stream at a time, opened again whenever it ends.
+    """One stream at a time, reopened whenever it ends.
 
     Args:
         channel: leads to the autoscaler.
@@ -105,7 +105,7 @@ class AutoscalerConnection:
         self._backoff = Backoff(initial=0.5, cap=10.0)
 
     async def run(self) -> None:
-        """Stay connected, for ever."""
+        """Stay connected forever."""
         while True:
             error = await self._stream()
             if isinstance(error, UnavailableError):
@@ -122,7 +122,7 @@ class AutoscalerConnection:
             await asyncio.sleep(wait)
 
     async def _stream(self) -> GpuscaleError:
-        """One stream, from its beginning to its end; returns why it ended."""
+        """Run one stream until it ends; returns why it did."""
         # Nothing was heard on it yet. The autoscaler may be another process by now, that counts from the beginning.
         self._revision = 0
         self._log_parts.clear()
@@ -137,7 +137,7 @@ class AutoscalerConnection:
         return error
 
     async def _write(self, call: _Call) -> None:
-        """Report at once, after every change, and every few seconds, whatever is known."""
+        """Report at once, after every change, and every few seconds."""
         try:
             await call.write(api.ConnectRequest(register=self._register))
             while True:
@@ -159,7 +159,7 @@ class AutoscalerConnection:
             return
 
     async def _read(self, call: _Call, group: asyncio.TaskGroup) -> GpuscaleError:
-        """Do what is told until the stream ends; returns why it did."""
+        """Handle messages until the stream ends; returns why it did."""
         try:
             with rpc_errors():
                 while True:
@@ -175,7 +175,7 @@ class AutoscalerConnection:
             return error
 
     async def _answer(self, question: api.LogQuestion) -> None:
-        """Read a part of a log, and have it sent."""
+        """Read a part of a log and send it."""
         part = LogPart(problem="this adapter keeps none")
         if self._read_log is not None:
             offset = question.offset if question.HasField("offset") else None
@@ -197,7 +197,7 @@ class AutoscalerConnection:
         self._changed.set()
 
     def _report(self) -> api.Report | None:
-        """What runs; None while nobody knows: the autoscaler then takes the adapter for silent, as it is."""
+        """The report; None while the state is unknown, so that the autoscaler takes the adapter for silent."""
         reports = self._replicas.reports()
         if reports is None:
             return None
@@ -210,7 +210,7 @@ class AutoscalerConnection:
 
 
 def to_desired(item: api.DesiredReplica) -> Desired | None:
-    """What is wanted of one replica; None for a goal or a name that this version does not know."""
+    """The desired state of one replica; None for a goal or a name that this version does not know."""
     ids = names.match(names.REPLICA, item.replica)
     if item.goal not in _GOALS or ids is None:
         _log.warning("the autoscaler asks for something unknown", replica=item.replica, goal=item.goal)
@@ -230,7 +230,7 @@ def to_desired(item: api.DesiredReplica) -> Desired | None:
 
 
 def to_wire(name: str, report: ReplicaReport) -> api.ReplicaReport:
-    """What is reported of a replica, as the contract takes it."""
+    """A report in the form of the contract."""
     code = report.exit_code  # an engine may tell one of another system, which has more bits than the contract
     return api.ReplicaReport(
         replica=name,
@@ -242,7 +242,7 @@ def to_wire(name: str, report: ReplicaReport) -> api.ReplicaReport:
 
 
 def one_line(text: str) -> str:
-    """A text of an engine as the contract takes it: one text that it does not would have the whole report refused."""
+    """A text of an engine in the form of the contract, which would refuse the whole report otherwise."""
     words = " ".join(text.split())
     printable = "".join(letter if letter.isprintable() else "?" for letter in words)
     return printable if len(printable) <= MAX_REASON else f"{printable[: MAX_REASON - 1]}…"

@@ -1,4 +1,4 @@
-"""All replicas of one adapter on its engine: observe, take the next steps, report, and again."""
+"""The control loop of an adapter: observe the engine, take the next steps, report, and start over."""
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,13 +25,13 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff
 
 FRESH = 10.0
-"""Seconds for which what the engine said counts; after that nothing is reported until it answers again."""
+"""Seconds for which an observation counts; after that nothing is reported until the engine answers again."""
 OBSERVE_TIMEOUT = 30.0
 APPLY_TIMEOUT = 60.0
 CLEAN_UP_SECONDS = 1.0
 """Seconds beyond their grace in which killed replicas are seen to have ended."""
 AT_A_TIME = 16
-"""Steps after which the engine is looked at again: while many are taken, what is reported stays fresh."""
+"""Steps between two observations, so that reports stay fresh while many steps are taken."""
 
 _log = get_logger(__name__)
 
@@ -84,7 +84,7 @@ class EngineCrew:
             self._poke.set()
 
     def reports(self) -> dict[str, ReplicaReport] | None:
-        """Every replica that was not forgotten, by name; None while nobody knows what the engine has."""
+        """Every replica that was not forgotten, by name; None while the state of the engine is unknown."""
         if self._seen_at is None or self._clock.now() - self._seen_at > FRESH:
             return None
         return reports(self._shown, self._records, self._killed)
@@ -112,7 +112,7 @@ class EngineCrew:
             )
 
     def _living(self) -> set[str]:
-        """What runs, or may for all that is known."""
+        """Replicas that run, or may run."""
         seen = {name for name, one in self._seen.items() if one.life is not Life.ENDED}
         return seen | {
             name
@@ -121,7 +121,7 @@ class EngineCrew:
         }
 
     async def run(self) -> None:
-        """Go on for ever; an engine that does not answer is asked again, and nothing is concluded from its silence."""
+        """Run forever. An engine that does not answer is asked again; its silence means nothing."""
         backoff = Backoff(initial=0.5, cap=10.0)
         silent = False
         while True:
@@ -191,10 +191,10 @@ class EngineCrew:
     async def _take(
         self, steps: Sequence[Step], done: Iterable[Record], failed: dict[str, str]
     ) -> OSError | None:
-        """Take steps, and write down what came of them; `failed` gets those that failed, each with the reason.
+        """Take steps and record their outcome; adds those that failed to `failed`, each with the reason.
 
         Returns:
-            Why something could not be written down.
+            The error of the journal, if a record could not be written.
 
         Raises:
             EngineUnavailableError: perhaps none of them was taken.
@@ -228,7 +228,7 @@ class EngineCrew:
         self._seen, self._shown = seen, {**stand, **seen}
 
     async def _write(self, records: Iterable[Record]) -> OSError | None:
-        """Go on from these records, but for starts that cannot be written down; returns why one cannot."""
+        """Adopt these records, except intents that cannot be written; returns the error of the last that could not."""
         problem: OSError | None = None
         for record in records:
             if record.phase is not Phase.INTENT:
@@ -247,7 +247,7 @@ class EngineCrew:
             self._shown = {name: one for name, one in self._shown.items() if name != record.replica}
 
     def _tell(self) -> None:
-        """Have it reported where it is news."""
+        """Trigger a report if something changed."""
         now = reports(self._shown, self._records, self._killed)
         if now != self._reported:
             self._reported = now
@@ -265,7 +265,7 @@ class EngineCrew:
         return min((one for one in left if one > 0), default=FRESH)
 
     async def _until_something(self) -> None:
-        """Wait until the engine, or what is wanted, may have changed.
+        """Wait until the engine or the desired state may have changed.
 
         Raises:
             EngineUnavailableError: the engine cannot be watched.

@@ -1,7 +1,7 @@
-"""What the adapter started, on disk, so that no crash makes it start a replica twice or lose one that runs.
+"""The replicas that the adapter started, on disk: no crash makes it start one twice or lose one that runs.
 
-One small file for each replica, replaced as a whole: written beside, flushed to the disk, renamed. The intent stands
-there before the process is started, its pid right after. Blocking; call it in a thread.
+One small file for each replica, replaced atomically: written to a temporary file, flushed, renamed. The intent is there
+before the engine hears of the replica. Blocking; call it in a thread.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""From what an engine has to what is wanted: the next steps, and what is to be said of each replica. Pure."""
+"""The next steps from the observed to the desired state, and the report of each replica. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpuscale.autoscaler.adapters.journal import Phase, Record
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 
 VANISHED_AFTER = 10.0
-"""Seconds for which an engine must not show a replica that was started, until that replica counts as ended."""
+"""Seconds after which a started replica that the engine no longer shows counts as ended."""
 KILLED = "killed, since it had not finished its work in the time it may take"
 NEVER_STARTED = "it was never started here"
 GONE = "it was removed from the engine by somebody else; its exit code is unknown"
@@ -30,7 +30,7 @@ ENDED_ASKED = "it ended after it was asked to; its exit code is unknown"
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """All that is known at one moment.
+    """The desired and the observed state at one moment.
 
     Attributes:
         wanted: what the autoscaler said last, by name of the replica.
@@ -53,7 +53,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do next: `write` these records, take the `steps`, write those in `done`, and `forget` those replicas."""
+    """What to do next, in this order: `write` records, take `steps`, write `done`, and `forget` replicas."""
 
     write: list[Record] = field(default_factory=list[Record])
     steps: list[Step] = field(default_factory=list[Step])
@@ -64,8 +64,8 @@ class Plan:
 def plan_steps(at: Situation) -> Plan:
     """The next steps, by name of the replica.
 
-    A start is on disk before the engine hears of it, so that what vanished is not started again. A request to finish is
-    on disk after it: should the adapter end in between, it is made twice, and never not at all.
+    A start is on disk before the engine hears of it, so that a replica that vanished is not started again. A request to
+    finish is on disk after the engine heard of it: a crash in between repeats it and never loses it.
     """
     plan = Plan()
     room = _room(at)
@@ -89,7 +89,7 @@ def plan_steps(at: Situation) -> Plan:
 
 
 def _room(at: Situation) -> float:
-    """How many more replicas may run, beside those that do, or may for all that is known, and those that are being started."""
+    """How many more replicas may run, beside those that run, may run, or are being started."""
     if not at.most:
         return math.inf
     living = {name for name, one in at.seen.items() if one.life is not Life.ENDED}
@@ -103,14 +103,14 @@ def _room(at: Situation) -> float:
 
 
 def refused(name: str, why: str, boot_id: str) -> Record:
-    """What is kept of a replica that will never be started."""
+    """The record of a replica that will never be started."""
     return Record(name, Phase.ENDED, boot_id, failed=True, reason=why)
 
 
 def reports(
     seen: Mapping[str, Sighting], records: Mapping[str, Record], killed: Iterable[str]
 ) -> dict[str, ReplicaReport]:
-    """What to report of every replica: what the engine has, what is about to be started, and what never was."""
+    """The report of every replica: those the engine has, those about to be started, and those that never were."""
     by_force = frozenset(killed)
     found = {
         name: _sighted(one, records.get(name), killed=name in by_force)
@@ -134,7 +134,7 @@ def _forget(at: Situation, name: str, plan: Plan) -> None:
 
 
 def _over(at: Situation, name: str, desired: Desired, plan: Plan) -> bool:
-    """Whether one that the engine does not run is not to be started: it ended, vanished, or should stop."""
+    """Whether a replica that the engine does not run must not be started: it ended, vanished, or should stop."""
     record, waits = at.records.get(name), name in at.seen
     if record is not None and record.phase is Phase.ENDED:
         if waits:
@@ -156,12 +156,12 @@ def _over(at: Situation, name: str, desired: Desired, plan: Plan) -> bool:
 
 
 def _vanished(at: Situation, name: str) -> bool:
-    """Whether the engine has not shown it for so long that this is no delay of its listing."""
+    """Whether the engine has not shown it for longer than its listing may lag."""
     return at.now - at.missing_since.get(name, at.now) >= VANISHED_AFTER
 
 
 def _tend(at: Situation, name: str, desired: Desired, plan: Plan) -> None:
-    """It is in the engine: note that, and see to its end where that is wanted."""
+    """Record a replica that the engine has, and end it if it should stop."""
     before = at.records.get(name)
     record = before or Record(name, Phase.RUNNING, at.boot_id)
     if record.phase is Phase.INTENT:
@@ -198,7 +198,7 @@ def _tend(at: Situation, name: str, desired: Desired, plan: Plan) -> None:
 
 
 def _absent(at: Situation, name: str) -> Record:
-    """It should stop, and the engine has nothing of it."""
+    """The record of a replica that should stop and that the engine does not have."""
     record = at.records.get(name)
     reason = NEVER_STARTED if record is None or record.phase is Phase.INTENT else ENDED_ASKED
     return Record(name, Phase.ENDED, at.boot_id, reason=reason)

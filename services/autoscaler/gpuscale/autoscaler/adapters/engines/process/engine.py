@@ -46,7 +46,7 @@ from gpuscale.common.runtime.tasks import TaskScope
 
 STOP_GRACE = 5.0
 POLL = 5.0
-"""Seconds after which the engine is looked at although nothing has changed."""
+"""Seconds between two observations if nothing changes."""
 BOUND_LOGS_PERIOD = 10.0
 
 _DEFAULT = Timing()
@@ -194,10 +194,10 @@ class ProcessEngine:
         self._found: dict[str, ProcessId] = {}
 
     async def adopt(self, records: Iterable[Record]) -> None:
-        """Take over what earlier runs of the adapter left.
+        """Adopt the replicas of earlier runs of the adapter.
 
-        Of one that was being started nothing is known but its name: where it has a process, that is taken over once it
-        is known how it is probed, and where it has none, it is started again.
+        Of one that was being started only the name is known. Its process, if there is one, is adopted once its order
+        comes again and says how it is probed; without one it is started again.
         """
         clock, user = self._context.clock, self._context.user.uid
         for record in records:
@@ -265,7 +265,7 @@ class ProcessEngine:
         self._changed.clear()
 
     async def bound_logs(self) -> None:
-        """Keep the replicas' logs within their limits, for ever."""
+        """Keep the replicas' logs within their limits, forever."""
         while True:
             await asyncio.sleep(BOUND_LOGS_PERIOD)
             running = {name for name, replica in self._replicas.items() if not replica.ended}

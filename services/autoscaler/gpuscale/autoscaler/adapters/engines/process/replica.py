@@ -4,8 +4,8 @@
         │                                   │                                                        │
         └───────────────────────────────────┴── ended, or given up ── what it left is killed ────────┴──> ENDED
 
-Given up is one that cannot be started, whose fence the node's agent refuses, or whose probe fails too often. What it is
-found again by is in its sightings, so that after a crash of the adapter the next run adopts the process.
+A replica is given up if it cannot be started, the node's agent refuses its fence, or its probe fails too often. Its sightings
+hold what identifies its process, so that the next run adopts it after a crash of the adapter.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from gpuscale.common.runtime.logs import get_logger
 
 READY_AFTER = 0.2
 GIVEN_UP_GRACE = 5.0
-"""Seconds that a replica has to end which was given up, before it is killed."""
+"""Seconds before a replica that was given up is killed."""
 
 _log = get_logger(__name__)
 
@@ -57,7 +57,7 @@ class ReplicaContext:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the next run of the adapter finds a replica by: its process, how it is probed, and whether it was READY."""
+    """What the next run of the adapter needs to adopt a replica."""
 
     process: ProcessId
     probe: Probe | None = None
@@ -194,7 +194,7 @@ class LocalReplica:
             self._ended(code, _why_ended(code, asked=self._finishing))
 
     async def _watch(self, probe: Probe, over: Callable[[], bool]) -> None:
-        """Ask it until it is over: READY at the first success, given up after too many failures in a row."""
+        """Probe it until it is over: READY at the first success, given up after too many failures in a row."""
         clock, timing = self._context.clock, probe.timing
         health = Health(timing, clock.now(), ready=self._ready)
         await self._until(over, 0.0 if self._ready else timing.initial_delay)
@@ -215,7 +215,7 @@ class LocalReplica:
             await self._until(over, timing.period)
 
     async def _ask(self, probe: Probe, over: Callable[[], bool]) -> str:
-        """Ask once; cut short where it is over meanwhile."""
+        """Probe once; cut short if it is over meanwhile."""
         user = self._context.user
         environment = probe_environment(self._name, user.environment())
         asking = asyncio.ensure_future(ask(probe, environment, user.command))
@@ -228,7 +228,7 @@ class LocalReplica:
             await asyncio.wait([asking])
 
     async def _put_down(self, process: WorkerProcess) -> None:
-        """End one that was given up: it may hang, so it is not waited for as one that drains."""
+        """End a replica that was given up. It may hang, so it gets no drain time."""
         _log.warning("replica given up", replica=self._name, why=self._given_up)
         process.terminate()
         await self._until(process.ended.done, GIVEN_UP_GRACE)
