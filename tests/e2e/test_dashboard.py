@@ -292,7 +292,7 @@ def test_an_endpoint_shows_its_capability_sets(browser: Browser, up: Up, site: s
         assert row.locator("td").all_inner_texts()[:2] == ["large", "1"]
         page.goto(f"{site}/endpoints/chat")
         page.get_by_text("Replicas").last.wait_for()
-        assert not page.get_by_text("Capability sets").is_visible()
+        assert not page.get_by_text("Capability sets", exact=True).is_visible()
 
 
 def test_it_says_when_nothing_answers(browser: Browser, tmp_path: Path) -> None:

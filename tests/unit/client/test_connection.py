@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.client import ClientTls, FailedPreconditionError, InvalidArgumentError, connect
-from gpuscale.client.connection import Context, Contexts, _way, find_context, read_contexts
+from gpuscale.client.connection import Context, Contexts, _target, find_context, read_contexts
 
 FILE = """\
 current_context = "lab"
@@ -40,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def way(
     address: str | None = None, context: str | None = None, token: str | None = None
 ) -> tuple[str, str | None, ClientTls | None]:
-    found = _way(address, context, token, None)
+    found = _target(address, context, token, None)
     return found.address, found.token.get_secret_value() if found.token else None, found.tls
 
 

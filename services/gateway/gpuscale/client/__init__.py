@@ -1,6 +1,8 @@
 """The client library: `from gpuscale.client import connect`.
 
-It needs gRPC and protobuf and nothing else: no database driver, no broker library, no settings.
+It needs gRPC and protobuf and nothing else: no database driver, no broker library, no settings. Begin with `client`: the stubs
+and `reserve`. `connection` finds the server, `calls` gives every call a deadline and errors of the tree, `lease` keeps what was
+reserved, `this_host` knows which node this is, `listing` and `retries` go through lists and repeat calls, `worker` is for replicas.
 """
 
 from gpuscale.client.asks import AskOptions, ReserveOptions, ask, reserve_request
