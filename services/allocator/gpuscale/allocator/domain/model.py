@@ -8,9 +8,10 @@ reservation, with its 22 fields, takes 3.3 us instead of 0.5, and a grant makes 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from enum import Enum, StrEnum
+from operator import attrgetter
 from typing import Any, TypedDict, Unpack
 
 
@@ -290,32 +291,15 @@ class Life(TypedDict, total=False):
     end_reason: str
 
 
+_FIELDS = attrgetter(*(one.name for one in fields(Reservation)))
+
+
 def moved(one: Reservation, **life: Unpack[Life]) -> Reservation:
     """The reservation with something of its life changed: `dataclasses.replace`, at a third of its price."""
-    return Reservation(
-        one.id,
-        one.fence,
-        one.request_id,
-        one.fingerprint,
-        one.holder,
-        one.owner,
-        one.labels,
-        one.policy,
-        life.get("gpus", one.gpus),
-        life.get("ttl", one.ttl),
-        life.get("state", one.state),
-        life.get("deadline", one.deadline),
-        one.created,
-        life.get("ended", one.ended),
-        one.tenant,
-        one.priority,
-        one.preemptible,
-        one.cpu_milli,
-        one.host_memory_bytes,
-        one.member_count,
-        life.get("revoke_at", one.revoke_at),
-        life.get("end_reason", one.end_reason),
-    )
+    after = Reservation(*_FIELDS(one))
+    for name, value in life.items():
+        setattr(after, name, value)
+    return after
 
 
 @dataclass(slots=True)

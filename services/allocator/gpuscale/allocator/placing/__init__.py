@@ -1,1 +1,5 @@
-"""Placing: the fleet as arrays, what stands in an ask's way, what each policy prefers, gangs and sets of GPUs."""
+"""Which GPUs an ask gets: the fleet as arrays, what keeps a GPU from an ask, what each policy prefers, and why not.
+
+Pure: time is an argument, and nothing is held but for a moment. No wire, clock, loop, log or store; nothing of queues or
+disks. Begin with `placer`; `constraints` and `policies` have the rules, `refusal` and `outlook` the words.
+"""

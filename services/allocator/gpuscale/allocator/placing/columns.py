@@ -124,7 +124,7 @@ class Columns:
     `unread` marks nodes that cannot read all of their GPUs. `supply` counts the whole GPUs of each model; `cpu_beside_gpus` is the CPU of all nodes that tell it and have whole
     GPUs, `gpus_beside_cpu` how many those are; `layout` counts changes of what
     nodes are made of; `free_milli` of a node counts its whole GPUs that work. `gone` are
-    reservations that are thought away, by the GPUs they hold.
+    reservations to imagine gone, by the GPUs they hold.
     """
 
     def __init__(self, nodes: Sequence[Node], use: Use, cordons: frozenset[str], room: int = 64) -> None:
@@ -360,7 +360,7 @@ class Columns:
         return _number(available(gpu, live, self.gone.get(gpu.uuid, ())))
 
     def _utilization(self, gpu: Gpu) -> float:
-        """UNKNOWN_USE where it is not known; a GPU whose holder is thought away is taken to be idle."""
+        """UNKNOWN_USE where it is not known; a GPU whose holder is imagined gone is taken to be idle."""
         if gpu.utilization_percent is None:
             return UNKNOWN_USE
         return 0.0 if gpu.uuid in self.gone else gpu.utilization_percent
@@ -463,7 +463,7 @@ def _same_readings(old: Gpu, new: Gpu) -> bool:
 def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation] = ()) -> int | None:
     """Bytes of a GPU that a newcomer may count on; None where the GPU does not report its memory.
 
-    `live` are the reservations on it, `gone` those that are to be thought away: what their processes use is free
+    `live` are the reservations on it, `gone` those that are imagined gone: what their processes use is free
     then. Of one without a known process, what it held is taken to be used by it, as far as nobody else is known to use it.
     """
     free, total = gpu.memory_free_bytes, gpu.memory_total_bytes

@@ -82,7 +82,7 @@ def _placed(scratch: "_Scratch") -> list[Member]:
 
 @contextmanager
 def without(index: Index, use: Use, reservations: Sequence[Reservation]) -> Generator[None]:
-    """Think reservations away for a while: what they hold is free, and what their processes use."""
+    """Imagine reservations gone for a while: what they hold is free, and what their processes use."""
     gone: dict[str, list[Reservation]] = {}
     for reservation in reservations:
         for gpu in reservation.gpus:

@@ -2,7 +2,7 @@
 
 Feasible, then value by policy, then pick, over arrays (`placing.columns`) of which only changed rows are looked at
 again (`placing.shapes`). The answer depends on what is known alone, never on the order in which it came: ties go to
-the node that was seen first (`rank`), inside a node to the lower index. Thinking reservations away, and placing the
+the node that was seen first (`rank`), inside a node to the lower index. Imagining reservations gone, and placing the
 members of a gang one after the other, hold and free in `use` for a moment and undo it before they return.
 """
 

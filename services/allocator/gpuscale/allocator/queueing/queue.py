@@ -245,7 +245,7 @@ class Queue:
             return obstacle
         found = self._world.place(order.ask, now, again=False)
         others = [one for one in self._promises.values() if one.waiter.priority >= order.priority]
-        if isinstance(found, Pick) and not clear_of(found, others):
+        if isinstance(found, Pick) and others and not clear_of(found, others):
             found = self._world.place(beside(order.ask, others), now, again=True)
             if isinstance(found, Refusal):
                 return BEHIND_OTHERS

@@ -1,6 +1,8 @@
 """Commits: the second half of every change, the one that waits for the disk, and who is told once it is there.
 
-Changes that wait together are written in one transaction and answered in one turn of the event loop. A caller who gives up
+This is the group commit: changes that wait together are written in one transaction and answered in one turn of the event
+loop. The store below could group them too, but only as works of their own: 32 grants in one save take 47 us of CPU each,
+32 saves in one transaction 98. So one save is on its way at a time, and below each group is of one. A caller who gives up
 neither undoes nor forgets a change, and a caller who repeats the request waits for the same outcome.
 
 Everything that may make room is announced by `Changes` and nowhere else: the end of a reservation once it is on disk, news
@@ -134,8 +136,15 @@ _FALLING: Final = 0.5
 _FIRST_WRITE: Final = 0.001
 
 
-class Crowd:
-    """How many reservations are changed at a time, and how long a write takes, as far as the groups so far have told."""
+class GroupWindow:
+    """For how long a group stays open for others. Pure; times in seconds.
+
+    Replies that leave together cost a third less than replies one by one, and those who were answered together come back
+    together (189 instead of 379 us of CPU at 64 callers). How many callers there are a write tells: changes that come while
+    it is under way are of callers beside those who wait for it. So a group waits for as many as were seen at once, and not
+    at all where that was one; each group that finds more of them lets the next one wait for more. Waiting pays as long as it
+    takes less time than the write of its own that a late change would need.
+    """
 
     def __init__(self) -> None:
         self._seen = 1
@@ -203,7 +212,7 @@ class Commits:
         self._waiting: list[_Unit] = []
         self._size = 0
         self._some = asyncio.Event()
-        self._crowd = Crowd()
+        self._window = GroupWindow()
         self._all = asyncio.Event()
         self._under_way: dict[str, Outcome] = {}
 
@@ -236,14 +245,14 @@ class Commits:
             size, left, began = _size(group), _size(self._waiting), clock()
             self._size = left
             await self._write(group)
-            self._crowd.wrote(size, self._size - left, clock() - began)
+            self._window.wrote(size, self._size - left, clock() - began)
             if not self._waiting:
                 self._some.clear()
 
     async def _gather(self, clock: Callable[[], float]) -> None:
         """Let a group grow for as long as that pays."""
         opened, seen = clock(), 0
-        while seen < self._size and (pause := self._crowd.pause(self._size, clock() - opened)):
+        while seen < self._size and (pause := self._window.pause(self._size, clock() - opened)):
             seen = self._size
             self._all.clear()
             with suppress(TimeoutError):
@@ -257,7 +266,7 @@ class Commits:
         self._waiting.append(_Unit(kind, reservations, outcome, before))
         self._size += len(reservations)
         self._some.set()
-        if self._size >= self._crowd.expected:
+        if self._size >= self._window.expected:
             self._all.set()
         if kind is not _Kind.CHANGE:
             for one in reservations:
