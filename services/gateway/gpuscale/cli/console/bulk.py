@@ -54,7 +54,7 @@ def confirm(action: str, what: str, *, yes: bool, danger: str = "") -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        warning = f" ({danger})" if danger else ""
+        warning = f" ({danger.rstrip('.')})" if danger else ""
         raise InvalidArgumentError(
             f"cannot ask whether to {action.lower()} {what}{warning}: standard input is not a terminal; pass --yes"
         )
