@@ -153,8 +153,13 @@ class RunningFleet:
         return (await self.stub.GetNode(request, timeout=5)).node
 
     async def until_up(self) -> None:
-        """Wait until the fleet answers."""
-        await self.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=20, wait_for_ready=True)
+        """Wait until the fleet answers; the first call after a kill may still find the dead connection."""
+
+        async def answers() -> bool:
+            await self.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=20, wait_for_ready=True)
+            return True
+
+        await eventually(answers, retry_on=(grpc.aio.AioRpcError,))
 
     async def until(
         self, node: str, state: monitor_api.NodeState, *, above_seq: int = -1
