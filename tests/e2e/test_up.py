@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from tests.support.up import CTL, Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
-READY_SECONDS = 10.0
+READY_SECONDS = 30.0
 """The promise is 3 s on an idle machine; here others may be at work. The figure itself is printed."""
 STOP_SECONDS = 10.0
 
@@ -153,28 +154,36 @@ def test_a_second_one_is_turned_away(up: Up, tmp_path: Path) -> None:
 
 
 def test_a_reservation_survives_a_power_cut_and_expires_on_time(tmp_path: Path) -> None:
-    ttl = 15.0
+    ttl = 30.0
     with Up(tmp_path, simulate=4) as up:
+        asked = time.monotonic()
         ran = reserve(up.address, 2, ttl=f"{ttl:g}s")
         granted = time.monotonic()
         assert ran.returncode == 0, ran.stderr
         name = json.loads(ran.stdout)["name"]
         up.kill()
     with Up(tmp_path, simulate=4) as up:
+        before = time.monotonic()
         kept = data(up.address, "get", "reservations", name)
+        after = time.monotonic()
         assert kept["state"] == "STATE_ACTIVE"
         assert kept["gpus"] == json.loads(ran.stdout)["gpus"]
-        assert reserve(up.address, 3).returncode == 5
         left = float(kept["remaining"].rstrip("s"))
-        assert abs(left - (ttl - (time.monotonic() - granted))) < 3
-        eventually_sync(
-            lambda: data(up.address, "get", "reservations", name)["state"] == "STATE_EXPIRED",
-            timeout=ttl + 10,
-        )
-        lasted = time.monotonic() - granted
-        print(f"\nexpired {lasted - ttl:.2f} s after its {ttl:g} s, as seen by polling")
+        assert ttl - (after - asked) - 1 < left < ttl - (before - granted) + 1
+        assert reserve(up.address, 3).returncode == 5
+
+        def ended() -> Any:
+            found = data(up.address, "get", "reservations", name)
+            return found if found["state"] == "STATE_EXPIRED" else None
+
+        found = eventually_sync(ended, timeout=ttl + 30)
+        lasted = _seconds(found["endTime"]) - _seconds(found["createTime"])
         assert ttl - 1 < lasted < ttl + 5
         assert reserve(up.address, 4).returncode == 0
+
+
+def _seconds(stamp: str) -> float:
+    return datetime.fromisoformat(stamp).timestamp()
 
 
 def test_whatever_it_writes_is_for_its_user_alone(tmp_path: Path) -> None:
