@@ -107,7 +107,7 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
         ("monitoring.md", "monitor.model.nodes", "NodeState"),
         ("monitoring.md", "monitor.model.health", "HealthCheck"),
         ("monitoring.md", "monitor.model.health", "HealthSeverity"),
-        ("monitoring.md", "monitor.model.health", "Action"),
+        ("monitoring.md", "monitor.model.health", "HealthAction"),
     ],
 )
 def test_every_state_and_code_that_users_see_is_on_its_page(page: str, module: str, enum: str) -> None:
