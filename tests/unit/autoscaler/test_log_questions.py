@@ -6,8 +6,8 @@ from unittest.mock import AsyncMock
 import pytest
 
 from gpuscale.autoscaler.domain.planning import AdapterFacts
-from gpuscale.autoscaler.domain.replicas import ReplicaState
-from gpuscale.autoscaler.loop.hub import MOST_AT_ONCE, AdapterSession, LogPart, LogQuestions
+from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaState
+from gpuscale.autoscaler.loop.hub import AdapterSession, LogQuestions
 from gpuscale.autoscaler.servicers.endpoint_servicer import DEFAULT_BYTES, LogReading
 from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from tests.support.autoscaler_values import replica

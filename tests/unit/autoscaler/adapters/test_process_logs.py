@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.autoscaler.adapters.engines.process.logs import ReplicaLogs
-from gpuscale.autoscaler.loop.hub import LogPart
+from gpuscale.autoscaler.domain.replicas import LogPart
 
 NAME = "endpoints/jobs/replicas/r1"
 

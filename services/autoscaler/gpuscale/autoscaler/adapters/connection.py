@@ -10,8 +10,7 @@ import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engine import Desired, Goal, ReplicaOrder
-from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
-from gpuscale.autoscaler.loop.hub import MOST_AT_ONCE, LogPart
+from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaReport, ReplicaState
 from gpuscale.common import names, wire
 from gpuscale.common.errors import (
     AbortedError,

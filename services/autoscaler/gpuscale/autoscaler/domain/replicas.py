@@ -20,6 +20,9 @@ from enum import Enum
 from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, WorkerGroup
 from gpuscale.autoscaler.domain.spec import ReplicaTemplate
 
+MOST_AT_ONCE = 8
+"""Questions to one adapter that wait for their answers."""
+
 
 class ReplicaState(Enum):
     """Where a replica stands."""
@@ -274,3 +277,12 @@ def _line(name: str, replica: Replica) -> DesiredReplica:
         capability_set=replica.group.set,
         capabilities=replica.group.asked.capabilities,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """A part of what a replica wrote, and where it begins; `problem`: why there is none."""
+
+    content: bytes = b""
+    offset: int = 0
+    problem: str = ""

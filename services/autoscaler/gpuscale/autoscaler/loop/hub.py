@@ -14,8 +14,10 @@ from typing import Final, NamedTuple
 
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import (
+    MOST_AT_ONCE,
     DesiredReplica,
     Goal,
+    LogPart,
     Moment,
     Replica,
     ReplicaReport,
@@ -45,8 +47,6 @@ from gpuscale.common.store.store import Store
 
 TIMEOUT: Final = 5.0
 """Seconds for which an adapter may think about its answer."""
-MOST_AT_ONCE: Final = 8
-"""Questions to one adapter that wait for their answers."""
 
 
 class LogQuestion(NamedTuple):
@@ -56,15 +56,6 @@ class LogQuestion(NamedTuple):
     replica: str
     offset: int | None
     most: int
-
-
-@dataclass(frozen=True, slots=True)
-class LogPart:
-    """A part of what a replica wrote, and where it begins; `problem`: why there is none."""
-
-    content: bytes = b""
-    offset: int = 0
-    problem: str = ""
 
 
 class LogQuestions:

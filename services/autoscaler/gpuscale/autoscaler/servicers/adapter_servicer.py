@@ -5,8 +5,8 @@ from typing import TypeAlias
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
-from gpuscale.autoscaler.domain.replicas import DesiredReplica, Order, ReplicaReport, ReplicaState
-from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogPart, LogQuestion
+from gpuscale.autoscaler.domain.replicas import DesiredReplica, LogPart, Order, ReplicaReport, ReplicaState
+from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogQuestion
 from gpuscale.autoscaler.wire.specs import group_from_wire
 from gpuscale.common.errors import (
     FailedPreconditionError,

@@ -4,8 +4,9 @@ from functools import partial
 from typing import Final
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain.replicas import LogPart
 from gpuscale.autoscaler.domain.spec import EndpointSpec
-from gpuscale.autoscaler.loop.hub import AdapterHub, LogPart
+from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.wire.decisions import endpoint_to_wire, replica_to_wire

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from gpuscale.autoscaler.loop.hub import LogPart
+from gpuscale.autoscaler.domain.replicas import LogPart
 from gpuscale.common.names import REPLICA, match
 
 KEPT = 50
