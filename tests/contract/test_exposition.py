@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.metrics_text import Family, Page
+from gpuscale.common.runtime.metrics_text import Family, MetricsPage
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition import agent, fleet, snapshots
@@ -168,7 +168,7 @@ async def test_the_default_pages_pass_promtool_and_have_all_that_the_stock_board
 
 def test_every_family_of_a_default_page_passes_promtool() -> None:
     """Those too that no driver's double has a reading for."""
-    made = Page()
+    made = MetricsPage()
     left_out = {series.family for series in DCGM}
     for family in (
         *(one for one in families() if one not in left_out),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.runtime.metrics_text import Family, Page, labels
+from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
 from gpuscale.monitor.exposition.series import DCGM, GPU, Style
 from gpuscale.monitor.exposition.snapshots import add_snapshot
 
@@ -16,7 +16,7 @@ NUMBER = st.floats(0, 1e15) | st.integers(0, 2**53)
 
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), st.text(max_size=9), max_size=4), NUMBER)
 def test_a_sample_is_read_back_as_it_was_written(pairs: dict[str, str], number: float) -> None:
-    page = Page()
+    page = MetricsPage()
     page.add(Family("some_name", "gauge", 'help with \\ and "'), labels(pairs), number)
     [family] = text_string_to_metric_families(b"".join(page.chunks()).decode())
     assert family.documentation == 'help with \\ and "'
@@ -38,7 +38,7 @@ def test_a_page_shows_what_was_read_and_nothing_else(
     reading = ParseDict(fields, types_api.GpuReading())
     gpu = types_api.Gpu(uuid="GPU-1", model=model, state=types_api.GpuState.GPU_STATE_OK, reading=reading)
     snapshot = types_api.Snapshot(node="alpha", host=types_api.Host(hostname=hostname), gpus=[gpu])
-    page = Page()
+    page = MetricsPage()
     add_snapshot(page, snapshot, Style("all"), fresh=True, quarantined=())
     shown = {
         family.name: family.samples

@@ -10,7 +10,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.dashboard import charts
 from gpuscale.dashboard.charts import Options
-from gpuscale.dashboard.facts import Count, GpuFacts
+from gpuscale.dashboard.facts import Count, GpuSummary
 
 NOW = datetime(2024, 1, 1, 0, 1, tzinfo=UTC)
 
@@ -115,14 +115,14 @@ def test_what_is_reserved_and_what_is_used_are_two_lines_below_what_is_there() -
     assert used["data"] == ((1000, 2.25), (11000, 4))
 
 
-def mapped_gpu(node: str, index: int, utilization: float | None = 1.0) -> GpuFacts:
+def mapped_gpu(node: str, index: int, utilization: float | None = 1.0) -> GpuSummary:
     reading = types_api.GpuReading(utilization_percent=utilization)
-    return GpuFacts(
+    return GpuSummary(
         f"{node}/{index}", node, f"GPU-{node}-{index}", index, "H100", "OK", simulated=False, reading=reading
     )
 
 
-def drawn(*gpus: GpuFacts) -> Options:
+def drawn(*gpus: GpuSummary) -> Options:
     return charts.map_of(gpus, lambda one: one.utilization, "%", 100.0)
 
 

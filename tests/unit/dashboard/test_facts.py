@@ -7,7 +7,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.client.states import marks
 from gpuscale.dashboard import rows
-from gpuscale.dashboard.facts import PERIOD, Count, Facts, GpuFacts, Tally, count
+from gpuscale.dashboard.facts import PERIOD, Count, Facts, FleetTally, GpuSummary, count
 
 ONLINE, STALE = monitor_api.NodeState.NODE_STATE_ONLINE, monitor_api.NodeState.NODE_STATE_STALE
 ACTIVE = allocator_api.Reservation.STATE_ACTIVE
@@ -105,9 +105,9 @@ def test_the_filter_needs_every_word() -> None:
     assert not rows.matches(rows.gpu_row(one), "h100 other")
 
 
-def counted_gpu(held_milli: int, utilization: float | None) -> GpuFacts:
+def counted_gpu(held_milli: int, utilization: float | None) -> GpuSummary:
     reading = types_api.GpuReading(utilization_percent=utilization)
-    return GpuFacts(
+    return GpuSummary(
         *("n/0", "n", "GPU-0", 0, "H100", "OK"), simulated=False, reading=reading, held_milli=held_milli
     )
 
@@ -117,8 +117,8 @@ def test_a_share_counts_as_what_it_is_and_what_was_not_read_is_neither_used_nor_
     assert count(gpus, 7.0) == Count(at=7.0, total=4, reserved=2.5, used=0.5, idle=0.5)
 
 
-def counted(*counts: tuple[float, float, float]) -> Tally:
-    found = Tally()
+def counted(*counts: tuple[float, float, float]) -> FleetTally:
+    found = FleetTally()
     for at, reserved, used in counts:
         found.add(Count(at, 8, reserved, used, 0))
     return found

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.runtime.metrics_text import Page
+from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.exposition.series import DCGM, Names, Style
 from gpuscale.monitor.exposition.snapshots import add_snapshot
@@ -38,7 +38,7 @@ def page(
     quarantined: Container[str] | None = (),
 ) -> str:
     """The text of a page with one node."""
-    made = Page()
+    made = MetricsPage()
     message = snapshot("alpha", gpus=gpus)
     message.host.hostname = "alpha.example"
     message.host.driver_version = "550.54.15"

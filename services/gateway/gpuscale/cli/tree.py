@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from gpuscale.cli.commands.watching import GetGroup
-from gpuscale.cli.console.command import Entry, ExplainGroup
+from gpuscale.cli.console.command import CommandEntry, ExplainGroup
 
-COMMANDS: Mapping[str, Entry] = {
-    "top": Entry("Show GPUs, reservations, endpoints, decisions and health on one screen.", "top:top"),
-    "get": Entry(
+COMMANDS: Mapping[str, CommandEntry] = {
+    "top": CommandEntry("Show GPUs, reservations, endpoints, decisions and health on one screen.", "top:top"),
+    "get": CommandEntry(
         "Show nodes, GPUs, reservations, endpoints and other resources.",
         {
             "nodes": "get:nodes",
@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, Entry] = {
         },
         GetGroup,
     ),
-    "explain": Entry(
+    "explain": CommandEntry(
         "Explain decisions, placements, fields and exit codes.",
         {
             "endpoint": "explain:explain_endpoint",
@@ -39,40 +39,42 @@ COMMANDS: Mapping[str, Entry] = {
         },
         ExplainGroup,
     ),
-    "events": Entry("Show what happened, oldest first.", "events:events"),
-    "snapshot": Entry("Show the GPUs of one host as its agent reads them.", "get:snapshot"),
-    "history": Entry("Show what nodes and GPUs did.", "recordings:history"),
-    "reserve": Entry("Reserve GPUs, all or none.", "reserve:reserve"),
-    "renew": Entry("Restart the leases of reservations, from now.", "reserve:renew"),
-    "release": Entry("Give reservations back.", "reserve:release"),
-    "run": Entry("Run a command on GPUs that are reserved while it runs.", "run:run"),
-    "check": Entry("Say whether GPUs are free, and which.", "capacity:check"),
-    "estimate": Entry("Estimate how many GPUs a model needs.", "capacity:estimate"),
-    "rank": Entry(
+    "events": CommandEntry("Show what happened, oldest first.", "events:events"),
+    "snapshot": CommandEntry("Show the GPUs of one host as its agent reads them.", "get:snapshot"),
+    "history": CommandEntry("Show what nodes and GPUs did.", "recordings:history"),
+    "reserve": CommandEntry("Reserve GPUs, all or none.", "reserve:reserve"),
+    "renew": CommandEntry("Restart the leases of reservations, from now.", "reserve:renew"),
+    "release": CommandEntry("Give reservations back.", "reserve:release"),
+    "run": CommandEntry("Run a command on GPUs that are reserved while it runs.", "run:run"),
+    "check": CommandEntry("Say whether GPUs are free, and which.", "capacity:check"),
+    "estimate": CommandEntry("Estimate how many GPUs a model needs.", "capacity:estimate"),
+    "rank": CommandEntry(
         "Rank nodes by idle GPUs, and free GPUs by score.",
         {"nodes": "capacity:rank_nodes", "gpus": "capacity:rank_gpus"},
     ),
-    "cordon": Entry("Close nodes or GPUs for new work; what runs there stays.", "maintenance:cordon"),
-    "uncordon": Entry("Open nodes or GPUs for new work again.", "maintenance:uncordon"),
-    "drain": Entry("Cordon nodes or GPUs, and ask the holders there to leave.", "maintenance:drain"),
-    "clear": Entry(
+    "cordon": CommandEntry("Close nodes or GPUs for new work; what runs there stays.", "maintenance:cordon"),
+    "uncordon": CommandEntry("Open nodes or GPUs for new work again.", "maintenance:uncordon"),
+    "drain": CommandEntry("Cordon nodes or GPUs, and ask the holders there to leave.", "maintenance:drain"),
+    "clear": CommandEntry(
         "Clear the quarantine or the fences of GPUs.",
         {"quarantine": "maintenance:clear_quarantine", "fence": "maintenance:clear_fence"},
     ),
-    "driver": Entry(
+    "driver": CommandEntry(
         "Make an agent close the GPU driver for a while.",
         {"release": "maintenance:driver_release", "resume": "maintenance:driver_resume"},
     ),
-    "record": Entry("Run a command and print what GPUs did meanwhile.", "recordings:record"),
-    "start": Entry("Start recording what GPUs do.", {"recording": "recordings:start_recording"}),
-    "stop": Entry("Stop a recording.", {"recording": "recordings:stop_recording"}),
-    "apply": Entry("Make queue watchers and endpoints match files.", "apply:apply"),
-    "diff": Entry("Show what apply would change.", "apply:diff"),
-    "create": Entry("Add a rule to an endpoint.", {"rule": "endpoints:create_rule"}),
-    "update": Entry("Change a rule of an endpoint.", {"rule": "endpoints:update_rule"}),
-    "set": Entry("Set the quota of a tenant.", {"quota": "capacity:set_quota"}),
-    "scale": Entry("Set the desired replicas of an endpoint.", {"endpoint": "endpoints:scale_endpoint"}),
-    "delete": Entry(
+    "record": CommandEntry("Run a command and print what GPUs did meanwhile.", "recordings:record"),
+    "start": CommandEntry("Start recording what GPUs do.", {"recording": "recordings:start_recording"}),
+    "stop": CommandEntry("Stop a recording.", {"recording": "recordings:stop_recording"}),
+    "apply": CommandEntry("Make queue watchers and endpoints match files.", "apply:apply"),
+    "diff": CommandEntry("Show what apply would change.", "apply:diff"),
+    "create": CommandEntry("Add a rule to an endpoint.", {"rule": "endpoints:create_rule"}),
+    "update": CommandEntry("Change a rule of an endpoint.", {"rule": "endpoints:update_rule"}),
+    "set": CommandEntry("Set the quota of a tenant.", {"quota": "capacity:set_quota"}),
+    "scale": CommandEntry(
+        "Set the desired replicas of an endpoint.", {"endpoint": "endpoints:scale_endpoint"}
+    ),
+    "delete": CommandEntry(
         "Delete endpoints, rules, queue watchers, quotas or recordings.",
         {
             "endpoint": "endpoints:delete_endpoint",
@@ -82,24 +84,24 @@ COMMANDS: Mapping[str, Entry] = {
             "rule": "endpoints:delete_rule",
         },
     ),
-    "forget": Entry(
+    "forget": CommandEntry(
         "Give up adapters or nodes that will never come back.",
         {"adapter": "maintenance:forget_adapter", "node": "maintenance:forget_node"},
     ),
-    "logs": Entry("Show what replicas wrote.", "logs:logs"),
-    "wait": Entry("Wait until resources are as they should be.", "wait:wait"),
-    "evaluate": Entry(
+    "logs": CommandEntry("Show what replicas wrote.", "logs:logs"),
+    "wait": CommandEntry("Wait until resources are as they should be.", "wait:wait"),
+    "evaluate": CommandEntry(
         "Say how many replicas an endpoint would get.", {"endpoint": "explain:evaluate_endpoint"}
     ),
-    "preset": Entry(
+    "preset": CommandEntry(
         "Show the policies of known systems, as manifests.",
         {"list": "preset:list_presets", "show": "preset:show_preset"},
     ),
-    "backtest": Entry("Run policies on a recorded workload.", "backtest:backtest"),
-    "tune": Entry("Search for the cheapest policy that meets a goal.", "backtest:tune"),
-    "up": Entry("Start everything on this machine, in one process.", "serving:up"),
-    "dashboard": Entry("Serve the dashboard to browsers.", "serving:dashboard"),
-    "config": Entry(
+    "backtest": CommandEntry("Run policies on a recorded workload.", "backtest:backtest"),
+    "tune": CommandEntry("Search for the cheapest policy that meets a goal.", "backtest:tune"),
+    "up": CommandEntry("Start everything on this machine, in one process.", "serving:up"),
+    "dashboard": CommandEntry("Serve the dashboard to browsers.", "serving:dashboard"),
+    "config": CommandEntry(
         "Manage contexts: servers by name.",
         {
             "get-contexts": "config:get_contexts",
@@ -110,7 +112,7 @@ COMMANDS: Mapping[str, Entry] = {
             "view": "config:view",
         },
     ),
-    "token": Entry(
+    "token": CommandEntry(
         "Manage the tokens of a server, in its tokens file.",
         {
             "create": "tokens:create",
@@ -119,11 +121,11 @@ COMMANDS: Mapping[str, Entry] = {
             "revoke": "tokens:revoke",
         },
     ),
-    "certs": Entry(
+    "certs": CommandEntry(
         "Create your own certificate authority and certificates.",
         {"init": "certs:init", "issue": "certs:issue"},
     ),
-    "completion": Entry(
+    "completion": CommandEntry(
         "Write the script that completes commands, options and names.", "completion:completion"
     ),
 }

@@ -16,7 +16,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.wire import seconds, to_datetime
-from gpuscale.dashboard.facts import Count, GpuFacts
+from gpuscale.dashboard.facts import Count, GpuSummary
 from gpuscale.dashboard.rows import mean
 
 Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | float | int | bool | None
@@ -253,7 +253,7 @@ LABEL_HEIGHT = 14
 EMPTY = "-"
 # ECharts draws large maps in parts, over many frames; half a map says something wrong.
 _AT_ONCE: Options = {"progressive": 0, "progressiveThreshold": 1_000_000}
-Value = Callable[[GpuFacts], float | None]
+Value = Callable[[GpuSummary], float | None]
 
 
 class Cell(NamedTuple):
@@ -263,12 +263,12 @@ class Cell(NamedTuple):
     value: float | None
 
 
-def by_node(gpus: Sequence[GpuFacts]) -> bool:
+def by_node(gpus: Sequence[GpuSummary]) -> bool:
     """Whether a cell of the map is a node."""
     return len(gpus) > MOST_CELLS
 
 
-def map_of(gpus: Sequence[GpuFacts], value: Value, unit: str, top: float) -> Options:
+def map_of(gpus: Sequence[GpuSummary], value: Value, unit: str, top: float) -> Options:
     """One cell a GPU, or a node where they are too many, by `value` from 0 to `top`; nodes stand side by side where they are many."""
     blocks = list(_blocks(gpus, value))
     abreast = max(1, -(-len(blocks) // MOST_ROWS))
@@ -283,7 +283,7 @@ def map_of(gpus: Sequence[GpuFacts], value: Value, unit: str, top: float) -> Opt
     return _heat(columns, labels, placed, unit, top)
 
 
-def _blocks(gpus: Sequence[GpuFacts], value: Value) -> Iterator[tuple[str, list[Cell]]]:
+def _blocks(gpus: Sequence[GpuSummary], value: Value) -> Iterator[tuple[str, list[Cell]]]:
     """A label and cells that stand together: those of a node, or some nodes."""
     nodes = [(node, list(found)) for node, found in groupby(gpus, key=lambda gpu: gpu.node)]
     if by_node(gpus):

@@ -22,7 +22,7 @@ from gpuscale.client.states import Marks, gpu_state, marks, node_state
 
 
 @dataclass(frozen=True, slots=True)
-class GpuFacts:
+class GpuSummary:
     """One GPU to show: its place, its state, its latest reading, and who holds it.
 
     `held_milli` counts thousandths of the GPU that are reserved, by all of `holders` together.
@@ -123,7 +123,7 @@ class Facts:
             self.problems[source] = problem
             self.changed()
 
-    def gpus(self) -> list[GpuFacts]:
+    def gpus(self) -> list[GpuSummary]:
         """Every GPU, by node and index, with its holders."""
         held, marked = _holders(self.reservations), marks(self.cordons)
         return [gpu for name in sorted(self.nodes) for gpu in _gpus_of(self.nodes[name], held, marked)]
@@ -149,12 +149,12 @@ def _holders(
 
 def _gpus_of(
     node: monitor_api.Node, held: Mapping[str, tuple[tuple[str, ...], int]], marked: Marks
-) -> Iterator[GpuFacts]:
+) -> Iterator[GpuSummary]:
     online = node.state == monitor_api.NodeState.NODE_STATE_ONLINE
     for gpu in sorted(node.snapshot.gpus, key=lambda one: (one.index, one.uuid)):
         holders, milli = held.get(gpu.uuid, ((), 0))
         state = gpu_state(gpu, marked) if online else node_state(node, marked)
-        yield GpuFacts(
+        yield GpuSummary(
             name=gpu.name or f"{node.name}/gpus/{gpu.uuid.lower()}",
             node=node.name.removeprefix("nodes/"),
             uuid=gpu.uuid,
@@ -195,7 +195,7 @@ class Count:
     idle: float
 
 
-def count(gpus: Sequence[GpuFacts], at: float) -> Count:
+def count(gpus: Sequence[GpuSummary], at: float) -> Count:
     """Count them."""
     held = [(gpu.held_milli / 1000.0, gpu.utilization) for gpu in gpus if gpu.held_milli]
     return Count(
@@ -207,7 +207,7 @@ def count(gpus: Sequence[GpuFacts], at: float) -> Count:
     )
 
 
-class Tally:
+class FleetTally:
     """The counts of the last day."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, pages_async
 from gpuscale.common.runtime.tasks import Backoff, TaskScope
 from gpuscale.common.wire import to_duration
-from gpuscale.dashboard.facts import PERIOD, Facts, Tally, count
+from gpuscale.dashboard.facts import PERIOD, Facts, FleetTally, count
 
 INTERVAL = 1.0
 """Least seconds between two updates of the nodes: agents read once a second, but not all at the same moment."""
@@ -29,7 +29,7 @@ class Feed:
         tally: what is counted from them, where somebody wants that.
     """
 
-    def __init__(self, client: AsyncClient, facts: Facts, tally: Tally | None = None) -> None:
+    def __init__(self, client: AsyncClient, facts: Facts, tally: FleetTally | None = None) -> None:
         self._client = client
         self._facts = facts
         self._tally = tally
@@ -52,7 +52,7 @@ class Feed:
                 scope.spawn("tally", self._count(self._tally))
             yield
 
-    async def _count(self, tally: Tally) -> None:
+    async def _count(self, tally: FleetTally) -> None:
         """Count what is reserved and used, while what is known of it is fresh."""
         needed = {"nodes", "reservations"}
         while True:

@@ -12,7 +12,7 @@ from nicegui.events import GenericEventArguments
 from gpuscale.client import AsyncClient
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.charts import NIGHT, Options
-from gpuscale.dashboard.facts import Facts, GpuFacts, Tally
+from gpuscale.dashboard.facts import Facts, FleetTally, GpuSummary
 from gpuscale.dashboard.rows import Columns, Row, gpu_row, ordered
 from gpuscale.dashboard.visitors import VisitorActions
 
@@ -92,7 +92,7 @@ class PerVersion(Generic[T]):
         return self._made[1]
 
 
-class Site:
+class DashboardSite:
     """What every page works with.
 
     Attributes:
@@ -108,7 +108,7 @@ class Site:
     def __init__(
         self,
         facts: Facts,
-        tally: Tally,
+        tally: FleetTally,
         client: AsyncClient,
         address: str,
         actions: Callable[[], VisitorActions | None],
@@ -118,14 +118,14 @@ class Site:
         self.client = client
         self.address = address
         self.actions = actions
-        self.gpus: PerVersion[Sequence[GpuFacts]] = PerVersion(facts, facts.gpus)
+        self.gpus: PerVersion[Sequence[GpuSummary]] = PerVersion(facts, facts.gpus)
         self.gpu_rows: PerVersion[Sequence[Row]] = PerVersion(
             facts, lambda: [gpu_row(gpu) for gpu in self.gpus()]
         )
 
 
 @contextmanager
-def page(site: Site, title: str) -> Generator[None]:
+def page(site: DashboardSite, title: str) -> Generator[None]:
     """A page with the head that all have; what the block makes is its body."""
     ui.page_title(f"{title} · gpuscale")
     ui.add_css(_STYLE)
@@ -223,7 +223,7 @@ LENGTH = 50
 """Rows of a page of a table."""
 
 
-class Table:
+class ListTable:
     """Rows under headings, found by a key. Cells of `link` columns lead to the page that the row names in `{column}_to`."""
 
     def __init__(

@@ -19,9 +19,9 @@ from gpuscale.common.runtime.connections import Connections
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.security.tls import ServerTls, server_context
-from gpuscale.dashboard.facts import Facts, Tally
+from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed
-from gpuscale.dashboard.frame import Site
+from gpuscale.dashboard.frame import DashboardSite
 from gpuscale.dashboard.settings import DashboardSettings
 from gpuscale.dashboard.visitors import Visitors
 from gpuscale.dashboard.web import TrackedConnections, WebServer, application
@@ -52,10 +52,10 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
         visitors = Visitors(lambda shown: connect(token=shown), SystemClock(), secure=server_tls is not None)
     context = _context_factory(server_tls)
     with _bind(address) as bound:
-        facts, tally = Facts(), Tally()
+        facts, tally = Facts(), FleetTally()
         async with connect(token=token) as client, Feed(client, facts, tally).running(), TaskScope() as scope:
             actions = visitors.actions if visitors else _nobody
-            site = Site(facts, tally, client, settings.gateway_address, actions)
+            site = DashboardSite(facts, tally, client, settings.gateway_address, actions)
             connections = Connections()
             app = application(site, visitors, names=_names(settings), compress=not address.loopback)
             config = uvicorn.Config(

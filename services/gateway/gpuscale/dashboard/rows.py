@@ -14,7 +14,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client.states import Marks, capabilities, node_state, problem
 from gpuscale.dashboard import humanize
-from gpuscale.dashboard.facts import IDLE_PERCENT, GpuFacts
+from gpuscale.dashboard.facts import IDLE_PERCENT, GpuSummary
 
 Row: TypeAlias = Mapping[str, object]
 Columns: TypeAlias = Mapping[str, str]
@@ -90,7 +90,7 @@ SEVERITIES = ("critical", "warning", "info")
 """Worst first."""
 
 
-def gpu_row(gpu: GpuFacts) -> Row:
+def gpu_row(gpu: GpuSummary) -> Row:
     """What a table shows of a GPU."""
     simulated = gpu.simulated and "simulated" not in gpu.model.lower()
     return {
@@ -139,7 +139,7 @@ def sort_key(cell: str) -> tuple[bool, float, str]:
         return (True, 0.0, cell)
 
 
-def fleet_figures(nodes: Sequence[monitor_api.Node], gpus: Sequence[GpuFacts]) -> dict[str, str]:
+def fleet_figures(nodes: Sequence[monitor_api.Node], gpus: Sequence[GpuSummary]) -> dict[str, str]:
     """How much there is, and how much of it is used; means are over the GPUs that can be read."""
     online = sum(node.state == monitor_api.NodeState.NODE_STATE_ONLINE for node in nodes)
     used = [gpu.memory_used for gpu in gpus if gpu.memory_used is not None]
@@ -161,7 +161,7 @@ def mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuFacts]) -> Row:
+def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummary]) -> Row:
     """What a table shows of a reservation; `gpus` by UUID, for what is used of it."""
     where = [f"{gpu.node.removeprefix('nodes/')}/{gpu.index}" for gpu in one.gpus]
     return {
@@ -177,7 +177,7 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuFacts]
     }
 
 
-def _used(gpus: Sequence[GpuFacts]) -> str:
+def _used(gpus: Sequence[GpuSummary]) -> str:
     """Utilization and memory of GPUs together; of those that can be read."""
     busy, memory = mean(gpu.utilization for gpu in gpus), mean(gpu.memory_percent for gpu in gpus)
     if busy is None and memory is None:
@@ -188,7 +188,7 @@ def _used(gpus: Sequence[GpuFacts]) -> str:
 
 
 def reservation_figures(
-    reservations: Sequence[allocator_api.Reservation], gpus: Sequence[GpuFacts]
+    reservations: Sequence[allocator_api.Reservation], gpus: Sequence[GpuSummary]
 ) -> dict[str, str]:
     """How much is reserved, and how much of that does nothing."""
     state = allocator_api.Reservation.State

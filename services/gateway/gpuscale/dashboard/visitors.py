@@ -32,7 +32,7 @@ MOST = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class VisitorSession:
     """A visitor that showed a token, until `end` (seconds of the same clock as `now`)."""
 
     token: str
@@ -43,14 +43,14 @@ class Sessions:
     """All that are open."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, VisitorSession] = {}
 
     def begin(self, secret: str, token: str, now: float) -> None:
         """Remember a token under a secret that nobody can guess."""
         self._open = {key: one for key, one in self._open.items() if one.end > now}
         while len(self._open) >= MOST:
             del self._open[next(iter(self._open))]
-        self._open[secret] = Session(token, now + LENGTH)
+        self._open[secret] = VisitorSession(token, now + LENGTH)
 
     def token(self, secret: str, now: float) -> str | None:
         """The token of a session; None where there is none, or its time is over."""

@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuscale.common.runtime.connections import Connections
-from gpuscale.dashboard.frame import Site
+from gpuscale.dashboard.frame import DashboardSite
 from gpuscale.dashboard.pages.endpoints import endpoint_page, endpoints_page
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
@@ -30,7 +30,7 @@ COMPRESSION = 3
 
 
 def application(
-    site: Site, visitors: Visitors | None, *, names: Collection[str] | None, compress: bool
+    site: DashboardSite, visitors: Visitors | None, *, names: Collection[str] | None, compress: bool
 ) -> FastAPI:
     """The pages, as an application; behind a door where there are `visitors` to let in.
 

@@ -34,7 +34,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.runtime.connections import add_connections
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.metrics_text import Family, Page, labels
+from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
 from gpuscale.common.security.auth import Context, MethodInfo, Principal, Role
 
 LONGEST_RESOURCE: Final = 256
@@ -259,7 +259,7 @@ class CallMeter:
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The page of `/metrics`: calls, and what was done about connections."""
-        page, prefix = Page(), f"gpuscale_{self._service}"
+        page, prefix = MetricsPage(), f"gpuscale_{self._service}"
         calls = Family(f"{prefix}_calls_total", "counter", "Calls that have ended, by method and status.")
         times = Family(f"{prefix}_call_seconds_total", "counter", "Time that calls took, streams included.")
         page.add(Family(f"{prefix}_calls_open", "gauge", "Calls that are under way."), "", self.open)

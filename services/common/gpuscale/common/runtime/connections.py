@@ -21,7 +21,7 @@ from typing import ClassVar, Final
 from urllib.parse import unquote
 
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.metrics_text import Family, Page
+from gpuscale.common.runtime.metrics_text import Family, MetricsPage
 
 PERIOD: Final = 5.0
 """Seconds between two looks."""
@@ -134,7 +134,7 @@ class Connections:
         self._is_short = bool(short)
 
 
-def add_connections(page: Page, service: str) -> None:
+def add_connections(page: MetricsPage, service: str) -> None:
     """Add what was done about connections to the metrics of a service."""
     prefix = f"gpuscale_{service}"
     cut = Family(f"{prefix}_connections_cut_total", "counter", "Connections cut for showing no identity.")

@@ -23,7 +23,7 @@ class Family:
     help: str
 
 
-class Page:
+class MetricsPage:
     """The answer to one scrape. Families stand in the order in which they were first added to."""
 
     def __init__(self) -> None:

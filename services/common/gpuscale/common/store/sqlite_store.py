@@ -51,7 +51,7 @@ _UNAVAILABLE = frozenset(
 _log = get_logger(__name__)
 
 
-class Guard(Protocol):
+class WriteGuard(Protocol):
     """Checks a file for its service; called by the thread that writes."""
 
     def inspect(self, connection: sqlite3.Connection, version: int) -> None:
@@ -84,7 +84,7 @@ class Sqlite:
     metadata: MetaData
     version: int
     migrations: Migrations
-    guard: Guard | None = None
+    guard: WriteGuard | None = None
     unchecked: frozenset[str] = frozenset()
 
     @property

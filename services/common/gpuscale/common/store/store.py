@@ -23,7 +23,7 @@ from gpuscale.common.errors import GpuscaleError, InternalError, ResourceExhaust
 from gpuscale.common.runtime import failpoints
 from gpuscale.common.runtime.tasks import require_uninterrupted
 from gpuscale.common.store.schema import Migrations
-from gpuscale.common.store.sqlite_store import Guard, Sqlite
+from gpuscale.common.store.sqlite_store import Sqlite, WriteGuard
 
 MAX_WAITING = 10_000
 MAX_GROUP = 256
@@ -95,7 +95,7 @@ class Store:
         name: str,
         version: int,
         migrations: Migrations = NO_MIGRATIONS,
-        guard: Guard | None = None,
+        guard: WriteGuard | None = None,
         unchecked: frozenset[str] = frozenset(),
     ) -> AsyncGenerator[Self]:
         """Open the file, or make it with the tables of `metadata`; close it after all that was submitted is done.

@@ -20,8 +20,8 @@ from gpuscale.cli.grammar.parameters import YES, option, repeated
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from gpuscale.cli.manifests.documents import Declared, Resource
-    from gpuscale.cli.manifests.planning import Step
+    from gpuscale.cli.manifests.documents import DeclaredDocument, Resource
+    from gpuscale.cli.manifests.planning import PlanStep
     from gpuscale.client import Client
 
 SUFFIXES = frozenset({".yaml", ".yml", ".json"})
@@ -63,13 +63,15 @@ def apply(session: Session, file: tuple[str, ...], prune: bool, dry_run: str | N
         _tell_plan(session, steps)
         for line in planning.unserved(client, steps):
             note(f"warning: {line}")
-        doomed = [step.name for step in steps if step.action is planning.Action.DELETE]
+        doomed = [step.name for step in steps if step.action is planning.PlanAction.DELETE]
         if doomed and dry_run is None:
             confirm("Delete", ", ".join(doomed), yes=yes)
         _write(session, _taken(session, client, steps, dry_run=dry_run is not None))
 
 
-def _taken(session: Session, client: "Client", steps: "Sequence[Step]", *, dry_run: bool) -> "list[Resource]":
+def _taken(
+    session: Session, client: "Client", steps: "Sequence[PlanStep]", *, dry_run: bool
+) -> "list[Resource]":
     """Take the steps, reporting each at once, so that what was done is known if a later one fails."""
     from gpuscale.cli.manifests import planning
 
@@ -104,18 +106,18 @@ def _write(session: Session, done: "Sequence[Resource]") -> None:
 _SIGNS = {"created": "+", "configured": "~", "deleted": "-"}
 
 
-def _tell_plan(session: Session, steps: "Sequence[Step]") -> None:
+def _tell_plan(session: Session, steps: "Sequence[PlanStep]") -> None:
     """Show a person what is about to happen."""
     from gpuscale.cli.manifests import planning
 
-    changing = [step for step in steps if step.action is not planning.Action.KEEP]
+    changing = [step for step in steps if step.action is not planning.PlanAction.KEEP]
     if not session.output.human or not changing:
         return
-    counts = {action: sum(step.action is action for step in steps) for action in planning.Action}
+    counts = {action: sum(step.action is action for step in steps) for action in planning.PlanAction}
     note("plan: " + ", ".join(f"{count} {action}" for action, count in counts.items() if count))
     for step in changing:
         note(f"  {_SIGNS[step.action]} {step.name}")
-        if step.action is planning.Action.CONFIGURE:
+        if step.action is planning.PlanAction.CONFIGURE:
             for line in planning.changes(step.before, step.after):
                 note(f"      {line}")
 
@@ -145,7 +147,7 @@ def diff(session: Session, file: tuple[str, ...], prune: bool) -> None:
         leave(DIFFERS)
 
 
-def _diff_lines(step: "Step") -> list[str]:
+def _diff_lines(step: "PlanStep") -> list[str]:
     from gpuscale.cli.manifests.planning import manifest
 
     one, other = (_yaml(manifest(each)) for each in (step.before, step.after))
@@ -159,7 +161,7 @@ def _yaml(data: object) -> list[str]:
     return text.getvalue().splitlines()
 
 
-def _read_all(files: Sequence[str]) -> "list[Declared]":
+def _read_all(files: Sequence[str]) -> "list[DeclaredDocument]":
     """Read all files and check them against the contract, before anything is changed."""
     from gpuscale.cli.manifests.documents import declared
     from gpuscale.cli.manifests.planning import check

@@ -51,17 +51,17 @@ AS_SHIPPED = (
 
 
 @dataclass(frozen=True)
-class Span:
+class PeriodSpan:
     """The bounds of a time that varies, in seconds."""
 
     least: float
     most: float
 
 
-def _span(text: str) -> Span:
+def _span(text: str) -> PeriodSpan:
     """A duration, or two of them as `10s..60s`."""
     least, dots, most = text.partition("..")
-    found = Span(to_seconds(least), to_seconds(most if dots else least))
+    found = PeriodSpan(to_seconds(least), to_seconds(most if dots else least))
     if found.most < found.least:
         raise ValueError(f"{text!r}: the second duration is shorter than the first")
     return found
@@ -87,7 +87,7 @@ class Workload:
     )
     goal: float = shared("--goal", "--slo", type=DURATION, default="30s", help="How long a request may wait.")
     slots: int = shared(type=POSITIVE, default=1, help="Requests that a replica serves at a time.")
-    cold_start: Span = shared(
+    cold_start: PeriodSpan = shared(
         type=Parsed("duration[..duration]", _span),
         default="30s",
         help="Time from the decision to a working replica.",

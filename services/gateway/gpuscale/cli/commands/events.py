@@ -36,7 +36,7 @@ EVERY = 2.0
 _COLUMNS = (("TIME", "time"), ("KIND", "kind"), ("NAME", "name"), ("WHAT", "what"))
 
 
-class Event(NamedTuple):
+class EventLine(NamedTuple):
     """Something that happened to a resource."""
 
     time: datetime
@@ -71,7 +71,7 @@ def events(session: Session, since: float, kind: tuple[str, ...], about: str, wa
             )
         output = replace(output, chosen=Chosen(watched=Watched(EVERY)))
     begin = datetime.now(UTC) - timedelta(seconds=since)
-    seen: set[Event] = set()
+    seen: set[EventLine] = set()
     down: set[str] = set()
     first = True
     with session.connect() as client:
@@ -106,7 +106,7 @@ def pause(seconds: float) -> None:
 
 def _found(
     client: "Client", kinds: Iterable[str], since: datetime, down: set[str], *, first: bool
-) -> Iterator[Event]:
+) -> Iterator[EventLine]:
     """All events of these kinds. A service that is down is reported once, and does not hide the others.
 
     No server answering at all is an error at first; later it is what a restart looks like.
@@ -123,13 +123,13 @@ def _found(
             down.add(kind)
 
 
-def _event(time: "Timestamp", kind: str, name: str, *what: str) -> Event:
+def _event(time: "Timestamp", kind: str, name: str, *what: str) -> EventLine:
     from gpuscale.common.wire import to_datetime
 
-    return Event(to_datetime(time), kind, name, ": ".join(one for one in what if one and one != ABSENT))
+    return EventLine(to_datetime(time), kind, name, ": ".join(one for one in what if one and one != ABSENT))
 
 
-def _decisions(client: "Client", since: datetime) -> Iterator[Event]:
+def _decisions(client: "Client", since: datetime) -> Iterator[EventLine]:
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.client import pages
     from gpuscale.common.wire import to_datetime
@@ -141,7 +141,7 @@ def _decisions(client: "Client", since: datetime) -> Iterator[Event]:
         yield _event(one.create_time, "decision", one.name, counts, one.limited_by, one.summary)
 
 
-def _reservations(client: "Client", _since: datetime) -> Iterator[Event]:
+def _reservations(client: "Client", _since: datetime) -> Iterator[EventLine]:
     from gpuscale.cli.console import resources
     from gpuscale.cli.console.cells import word
 
@@ -153,7 +153,7 @@ def _reservations(client: "Client", _since: datetime) -> Iterator[Event]:
             yield _event(one.end_time, "reservation", one.name, word(one, "state").lower(), one.end_reason)
 
 
-def _replicas(client: "Client", _since: datetime) -> Iterator[Event]:
+def _replicas(client: "Client", _since: datetime) -> Iterator[EventLine]:
     from gpuscale.cli.console import resources
     from gpuscale.cli.console.cells import word
 
@@ -164,7 +164,7 @@ def _replicas(client: "Client", _since: datetime) -> Iterator[Event]:
             yield _event(one.end_time, "replica", one.name, word(one, "state").lower(), code, one.reason)
 
 
-def _health(client: "Client", _since: datetime) -> Iterator[Event]:
+def _health(client: "Client", _since: datetime) -> Iterator[EventLine]:
     from gpuscale.api.monitor import v1 as api
     from gpuscale.cli.console.cells import word
     from gpuscale.client import pages
@@ -177,7 +177,7 @@ def _health(client: "Client", _since: datetime) -> Iterator[Event]:
             yield _event(one.resolved_time, "health", name, "over", one.message)
 
 
-_READERS: "Mapping[str, Callable[[Client, datetime], Iterator[Event]]]" = {
+_READERS: "Mapping[str, Callable[[Client, datetime], Iterator[EventLine]]]" = {
     "decision": _decisions,
     "reservation": _reservations,
     "replica": _replicas,

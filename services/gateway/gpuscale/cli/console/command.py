@@ -174,7 +174,7 @@ class Command(click.Command):
         return super().invoke(ctx)
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """A command or group of the program, known without importing it.
 
     Attributes:
@@ -191,7 +191,7 @@ class Entry(NamedTuple):
 class Group(Command, click.Group):
     """Commands by name, each imported when it is used: importing all of them takes longer than most take to run."""
 
-    def __init__(self, name: str, entries: Mapping[str, Entry | str], **attributes: Any) -> None:
+    def __init__(self, name: str, entries: Mapping[str, CommandEntry | str], **attributes: Any) -> None:
         super().__init__(name, no_args_is_help=True, **attributes)
         self.entries = entries
 
@@ -202,9 +202,9 @@ class Group(Command, click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name."""
         entry = self.entries.get(cmd_name)
-        if isinstance(entry, Entry) and not isinstance(entry.place, str):
+        if isinstance(entry, CommandEntry) and not isinstance(entry.place, str):
             return (entry.kind or Group)(cmd_name, entry.place, help=entry.help)
-        place = entry.place if isinstance(entry, Entry) else entry
+        place = entry.place if isinstance(entry, CommandEntry) else entry
         if not isinstance(place, str):
             return None
         module, _, attribute = place.partition(":")
@@ -237,7 +237,7 @@ class Group(Command, click.Group):
 
     def _summary(self, ctx: click.Context, name: str) -> str:
         entry = self.entries[name]
-        if isinstance(entry, Entry):
+        if isinstance(entry, CommandEntry):
             return entry.help
         found = self.get_command(ctx, name)
         return found.get_short_help_str(80) if found else ""

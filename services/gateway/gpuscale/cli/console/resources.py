@@ -20,7 +20,7 @@ from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 
 
-class Named(Protocol):
+class NamedResource(Protocol):
     """A resource of the contract."""
 
     @property
@@ -29,7 +29,7 @@ class Named(Protocol):
         ...
 
 
-N = TypeVar("N", bound=Named)
+N = TypeVar("N", bound=NamedResource)
 RECORDING = "recordings/{recording}"
 _UUID = r"[A-Za-z]+-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
@@ -295,7 +295,7 @@ def presets(client: Client) -> list[autoscaler_api.Preset]:
     return list(client.presets.ListPresets(autoscaler_api.ListPresetsRequest()).presets)
 
 
-_READERS: Mapping[str, Callable[[Client], Sequence[Named]]] = {
+_READERS: Mapping[str, Callable[[Client], Sequence[NamedResource]]] = {
     "nodes": nodes,
     "reservations": reservations,
     "endpoints": endpoints,

@@ -154,7 +154,7 @@ _SCALARS: Mapping[int, str] = {
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredDocument:
     """A resource, and the part of a document that declares it."""
 
     resource: Resource
@@ -166,7 +166,7 @@ def parse(text: str, source: str) -> list[Resource]:
     return [one.resource for one in declared(text, source)]
 
 
-def declared(text: str, source: str) -> list[Declared]:
+def declared(text: str, source: str) -> list[DeclaredDocument]:
     """The resources in all documents of a text, and where they stand; `source` is its name in errors.
 
     Raises:
@@ -175,15 +175,15 @@ def declared(text: str, source: str) -> list[Declared]:
     return [one for document in read_documents(text, source) for one in _resources(document)]
 
 
-def _resources(document: Tree) -> Iterator[Declared]:
+def _resources(document: Tree) -> Iterator[DeclaredDocument]:
     """The resources of a document: one, or whole lists as `get -o yaml` prints them."""
     entries = _entries(document).entries
     if not entries or any(key.text not in _LISTS for key, _ in entries):
-        yield Declared(_resource(document, ""), document)
+        yield DeclaredDocument(_resource(document, ""), document)
         return
     for key, items in entries:
         for item in _items(items):
-            yield Declared(_resource(item, _LISTS[key.text]), item)
+            yield DeclaredDocument(_resource(item, _LISTS[key.text]), item)
 
 
 def _resource(document: Tree, kind: str) -> Resource:

@@ -10,13 +10,13 @@ from google.protobuf.json_format import MessageToDict
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console import resources
 from gpuscale.cli.grammar.jsonpath import is_list, is_mapping
-from gpuscale.cli.manifests.documents import Declared, Resource, placed
+from gpuscale.cli.manifests.documents import DeclaredDocument, Resource, placed
 from gpuscale.client import Client
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.rpc.validation import validate
 
 
-class Action(StrEnum):
+class PlanAction(StrEnum):
     """What happens to a resource."""
 
     CREATE = "created"
@@ -26,17 +26,17 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True)
-class Step:
+class PlanStep:
     """What happens to one resource: as it is, as declared, and as the server would store it."""
 
-    action: Action
+    action: PlanAction
     name: str
     before: Resource | None
-    wanted: Declared | None
+    wanted: DeclaredDocument | None
     after: Resource | None
 
 
-def check(wanted: Sequence[Declared]) -> None:
+def check(wanted: Sequence[DeclaredDocument]) -> None:
     """Check resources against the rules of the contract, without a server.
 
     Raises:
@@ -53,7 +53,7 @@ def check(wanted: Sequence[Declared]) -> None:
             raise placed(error, one.tree) from error
 
 
-def plan(client: Client, wanted: Sequence[Declared], *, prune: bool) -> list[Step]:
+def plan(client: Client, wanted: Sequence[DeclaredDocument], *, prune: bool) -> list[PlanStep]:
     """The steps in an order that works: endpoints read watchers, which are therefore created first and deleted last.
 
     The server checks each step first, so that a refusal leaves nothing half done, and defaults that it fills in are no change.
@@ -68,22 +68,28 @@ def plan(client: Client, wanted: Sequence[Declared], *, prune: bool) -> list[Ste
     if prune:
         named = {one.resource.name for one in wanted}
         there: list[Resource] = [*resources.endpoints(client), *resources.watchers(client)]
-        steps += [Step(Action.DELETE, one.name, one, None, None) for one in there if one.name not in named]
+        steps += [
+            PlanStep(PlanAction.DELETE, one.name, one, None, None) for one in there if one.name not in named
+        ]
     return steps
 
 
-def _step(client: Client, wanted: Declared, before: Resource | None, new: frozenset[str]) -> Step:
+def _step(client: Client, wanted: DeclaredDocument, before: Resource | None, new: frozenset[str]) -> PlanStep:
     name = wanted.resource.name
     if before is not None and before.spec == wanted.resource.spec:
-        return Step(Action.KEEP, name, before, wanted, before)
+        return PlanStep(PlanAction.KEEP, name, before, wanted, before)
     after = _rehearsed(client, wanted, before, new)
     if before is None:
-        return Step(Action.CREATE, name, before, wanted, after)
+        return PlanStep(PlanAction.CREATE, name, before, wanted, after)
     same = before.spec == after.spec
-    return Step(Action.KEEP if same else Action.CONFIGURE, name, before, wanted, before if same else after)
+    return PlanStep(
+        PlanAction.KEEP if same else PlanAction.CONFIGURE, name, before, wanted, before if same else after
+    )
 
 
-def _rehearsed(client: Client, wanted: Declared, before: Resource | None, new: frozenset[str]) -> Resource:
+def _rehearsed(
+    client: Client, wanted: DeclaredDocument, before: Resource | None, new: frozenset[str]
+) -> Resource:
     """The resource as the server would store it; `new` has the names that other steps create.
 
     The server cannot check an endpoint that reads a watcher of the same files before that exists: it is taken as declared.
@@ -106,7 +112,7 @@ def _existing(client: Client, wanted: Resource) -> Resource | None:
     return found
 
 
-def take(client: Client, step: Step) -> tuple[Resource, Action]:
+def take(client: Client, step: PlanStep) -> tuple[Resource, PlanAction]:
     """Take a step: (the resource after it, what was done).
 
     Raises:
@@ -115,12 +121,12 @@ def take(client: Client, step: Step) -> tuple[Resource, Action]:
     """
     if step.wanted is None:
         return _delete(client, step), step.action
-    if step.action is Action.KEEP and step.before is not None:
+    if step.action is PlanAction.KEEP and step.before is not None:
         return step.before, step.action
     return _put(client, step.wanted, step.before, dry_run=False), step.action
 
 
-def _put(client: Client, wanted: Declared, before: Resource | None, *, dry_run: bool) -> Resource:
+def _put(client: Client, wanted: DeclaredDocument, before: Resource | None, *, dry_run: bool) -> Resource:
     resource = wanted.resource
     try:
         if isinstance(resource, api.Endpoint):
@@ -131,7 +137,7 @@ def _put(client: Client, wanted: Declared, before: Resource | None, *, dry_run: 
         raise placed(error, wanted.tree, prefix) from error
 
 
-def unserved(client: Client, steps: Sequence[Step]) -> Iterator[str]:
+def unserved(client: Client, steps: Sequence[PlanStep]) -> Iterator[str]:
     """A warning for each endpoint whose template or adapter does not exist yet."""
     wanted = [
         (step.name, step.wanted.resource.spec.template)
@@ -175,7 +181,7 @@ def _watcher(
     return service.UpdateQueueWatcher(request).queue_watcher
 
 
-def _delete(client: Client, step: Step) -> Resource:
+def _delete(client: Client, step: PlanStep) -> Resource:
     resource = step.before
     if isinstance(resource, api.Endpoint):
         client.endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=step.name, etag=resource.etag))

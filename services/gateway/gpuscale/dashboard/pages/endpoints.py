@@ -7,14 +7,14 @@ from nicegui import ui
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import GpuscaleError
 from gpuscale.dashboard import charts, rows
-from gpuscale.dashboard.frame import Chart, Site, Table, Tiles, live, page
+from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, live, page
 from gpuscale.dashboard.visitors import VisitorActions
 
 
-def endpoints_page(site: Site) -> None:
+def endpoints_page(site: DashboardSite) -> None:
     """Make the page."""
     with page(site, "Endpoints"):
-        table = Table(rows.ENDPOINTS, key="name", links=("name",), empty="no endpoints")
+        table = ListTable(rows.ENDPOINTS, key="name", links=("name",), empty="no endpoints")
     live(site.facts, lambda: table.show([rows.endpoint_row(one) for one in site.facts.endpoints]))
 
 
@@ -25,7 +25,7 @@ KEPT = 200
 DECISIONS = {name: heading for name, heading in rows.DECISIONS.items() if name != "endpoint"}
 
 
-def endpoint_page(site: Site, endpoint: str) -> None:
+def endpoint_page(site: DashboardSite, endpoint: str) -> None:
     """Make the page of `endpoints/{endpoint}`."""
     name = f"endpoints/{endpoint}"
 
@@ -48,12 +48,12 @@ def endpoint_page(site: Site, endpoint: str) -> None:
             counts = Chart(empty)
             read = Chart(charts.signals(()))
         ui.label("Decisions").classes("text-subtitle1")
-        decided = Table(DECISIONS, key="name", length=10, empty="no decisions yet")
+        decided = ListTable(DECISIONS, key="name", length=10, empty="no decisions yet")
         with ui.column().classes("full-width") as grouped:
             ui.label("Capability sets").classes("text-subtitle1")
-            sets = Table(rows.CAPABILITY_SETS, key="set", empty="no capability sets")
+            sets = ListTable(rows.CAPABILITY_SETS, key="set", empty="no capability sets")
         ui.label("Replicas").classes("text-subtitle1")
-        replicas = Table(rows.REPLICAS, key="name", empty="no replicas")
+        replicas = ListTable(rows.REPLICAS, key="name", empty="no replicas")
 
     def show() -> None:
         one = found()

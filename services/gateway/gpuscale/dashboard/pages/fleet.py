@@ -12,8 +12,8 @@ from gpuscale.client import GpuscaleError
 from gpuscale.client.states import marks
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.dashboard import charts, humanize, rows
-from gpuscale.dashboard.facts import GpuFacts
-from gpuscale.dashboard.frame import Chart, Site, Table, Tiles, live, page
+from gpuscale.dashboard.facts import GpuSummary
+from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, live, page
 
 FILTER = "filter: node, model, state, holder"
 
@@ -22,7 +22,7 @@ FILTER = "filter: node, model, state, holder"
 class Reading:
     """What the map shows: a value of a GPU, its unit, and the value of the last colour."""
 
-    value: Callable[[GpuFacts], float | None]
+    value: Callable[[GpuSummary], float | None]
     unit: str
     top: float
 
@@ -36,7 +36,7 @@ READINGS = {
 }
 
 
-def fleet_page(site: Site) -> None:
+def fleet_page(site: DashboardSite) -> None:
     """Make the page."""
     with page(site, "Fleet"):
         tiles = Tiles("nodes online", "GPUs", "reserved", "mean utilization", "memory in use", "power")
@@ -45,8 +45,8 @@ def fleet_page(site: Site) -> None:
             ui.space()
             wanted = ui.input(placeholder=FILTER).props("dense clearable").style("width: 17rem")
         heat = Chart(charts.map_of((), READINGS["utilization"].value, "%", 100.0), mark="map")
-        table = Table(rows.GPUS, key="uuid", links=("gpu",), empty="no GPUs, or none match")
-        nodes = Table(rows.NODES, key="node", empty="no nodes, or none match")
+        table = ListTable(rows.GPUS, key="uuid", links=("gpu",), empty="no GPUs, or none match")
+        nodes = ListTable(rows.NODES, key="node", empty="no nodes, or none match")
 
     def draw() -> None:
         text = str(wanted.value or "")
@@ -72,7 +72,7 @@ def fleet_page(site: Site) -> None:
     heat.element.on("componentClick", go, ["data"])
 
 
-def node_rows(site: Site, text: str) -> list[rows.Row]:
+def node_rows(site: DashboardSite, text: str) -> list[rows.Row]:
     """The rows of nodes that show every word of `text`."""
     facts = site.facts
     marked = marks(facts.cordons)
@@ -80,7 +80,7 @@ def node_rows(site: Site, text: str) -> list[rows.Row]:
     return [row for row in found if rows.matches(row, text)]
 
 
-def matching(site: Site, text: str) -> tuple[list[GpuFacts], list[rows.Row]]:
+def matching(site: DashboardSite, text: str) -> tuple[list[GpuSummary], list[rows.Row]]:
     """The GPUs whose rows show every word of `text`, and those rows."""
     found = [
         (gpu, row)
@@ -104,7 +104,7 @@ CHARTS = (
 )
 
 
-def gpu_page(site: Site, node: str, uuid: str) -> None:
+def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
     """Make the page of `uuid` on `node`."""
     with page(site, f"GPU {uuid}"):
         head = ui.label(f"{node} · {uuid}").classes("text-h6")
@@ -151,7 +151,7 @@ def gpu_page(site: Site, node: str, uuid: str) -> None:
     chosen.on_value_change(refresh)
 
 
-def gpu_figures(gpu: GpuFacts) -> dict[str, str]:
+def gpu_figures(gpu: GpuSummary) -> dict[str, str]:
     """What it reads now."""
     return {
         "state": gpu.state.lower(),
@@ -179,7 +179,7 @@ METRICS = {
 }
 
 
-def timeline_page(site: Site) -> None:
+def timeline_page(site: DashboardSite) -> None:
     """Make the page."""
     with page(site, "Over time"):
         with ui.row().classes("items-center full-width"):
@@ -220,7 +220,7 @@ def timeline_page(site: Site) -> None:
 
 
 def timeline_question(
-    gpus: Sequence[GpuFacts], nodes: Sequence[str], metric: "Metric.ValueType", length: float
+    gpus: Sequence[GpuSummary], nodes: Sequence[str], metric: "Metric.ValueType", length: float
 ) -> monitor_api.QueryHistoryRequest:
     """Asks for `nodes`, or for each GPU where there are none."""
     return monitor_api.QueryHistoryRequest(
@@ -233,7 +233,7 @@ def timeline_question(
 
 
 def timeline_rows(
-    answer: monitor_api.QueryHistoryResponse, gpus: Sequence[GpuFacts], nodes: Sequence[str]
+    answer: monitor_api.QueryHistoryResponse, gpus: Sequence[GpuSummary], nodes: Sequence[str]
 ) -> list[tuple[str, monitor_api.HistorySeries | None]]:
     """The rows of the map, with what is kept of each."""
     by_name = {series.uuid or series.name: series for series in answer.series}
@@ -249,11 +249,11 @@ def timeline_note(answer: monitor_api.QueryHistoryResponse, nodes: Sequence[str]
     return f"{row}; a column is the mean of {humanize.length(answer.step)}; times are UTC{left_out}"
 
 
-def health_page(site: Site) -> None:
+def health_page(site: DashboardSite) -> None:
     """Make the page."""
     with page(site, "Health"):
         tiles = Tiles(*rows.SEVERITIES)
-        table = Table(rows.HEALTH, key="name", empty="nothing is wrong with any GPU or node")
+        table = ListTable(rows.HEALTH, key="name", empty="nothing is wrong with any GPU or node")
 
     def draw() -> None:
         shown = rows.health_rows(site.facts.events.values(), datetime.now(UTC))

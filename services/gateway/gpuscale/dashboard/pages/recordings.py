@@ -8,7 +8,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import GpuscaleError
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.dashboard import charts, humanize
-from gpuscale.dashboard.frame import Chart, Site, Table, Tiles, live, page
+from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, live, page
 from gpuscale.dashboard.pages.fleet import CHARTS
 from gpuscale.dashboard.rows import Row
 
@@ -22,10 +22,10 @@ _COLUMNS = {
 }
 
 
-def recordings_page(site: Site) -> None:
+def recordings_page(site: DashboardSite) -> None:
     """Make the page of all recordings."""
     with page(site, "Recordings"):
-        table = Table(
+        table = ListTable(
             _COLUMNS, key="name", links=("name",), empty="nothing was recorded: gpuscalectl record -- COMMAND"
         )
     live(site.facts, lambda: table.show([recording_row(one) for one in site.facts.recordings]))
@@ -64,7 +64,7 @@ _STATS = {
 }
 
 
-def recording_page(site: Site, recording: str) -> None:
+def recording_page(site: DashboardSite, recording: str) -> None:
     """Make the page of `recordings/{recording}`."""
     name = f"recordings/{recording}"
     with page(site, f"Recording {recording}"):
@@ -73,7 +73,7 @@ def recording_page(site: Site, recording: str) -> None:
         with ui.element("div").classes("gs-charts"):
             drawn = [Chart(charts.lines((), title, unit)) for _, title, unit in CHARTS]
         note = ui.label().classes("gs-quiet")
-        table = Table(_STATS, key="uuid", links=("gpu",), empty="no GPU was read")
+        table = ListTable(_STATS, key="uuid", links=("gpu",), empty="no GPU was read")
 
     def found() -> monitor_api.Recording | None:
         return next((one for one in site.facts.recordings if one.name == name), None)

@@ -6,7 +6,7 @@ from functools import partial
 from nicegui import ui
 
 from gpuscale.dashboard import charts, humanize, rows
-from gpuscale.dashboard.frame import ACT, Chart, Site, Table, Tiles, live, page
+from gpuscale.dashboard.frame import ACT, Chart, DashboardSite, ListTable, Tiles, live, page
 from gpuscale.dashboard.visitors import VisitorActions
 
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
@@ -16,7 +16,7 @@ POINTS = 240
 """Points of the chart, at most about."""
 
 
-def reservations_page(site: Site) -> None:
+def reservations_page(site: DashboardSite) -> None:
     """Make the page."""
     with page(site, "Reservations"):
         tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle", "GPU hours unused")
@@ -25,7 +25,7 @@ def reservations_page(site: Site) -> None:
         note = ui.label().classes("gs-quiet")
         actions = site.actions()
         columns = {**rows.RESERVATIONS, ACT: ""} if actions else rows.RESERVATIONS
-        table = Table(columns, key="name", empty="no reservations")
+        table = ListTable(columns, key="name", empty="no reservations")
         if actions is not None:
             table.add_button("release", partial(_release, site, actions))
 
@@ -52,7 +52,7 @@ def reservations_page(site: Site) -> None:
     chosen.on_value_change(look_back)
 
 
-async def _release(site: Site, actions: VisitorActions, name: str) -> None:
+async def _release(site: DashboardSite, actions: VisitorActions, name: str) -> None:
     for one in site.facts.reservations:
         if one.name == f"reservations/{name}":
             await actions.release(one)

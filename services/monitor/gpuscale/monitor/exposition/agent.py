@@ -8,7 +8,7 @@ from importlib.metadata import version
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.connections import add_connections
-from gpuscale.common.runtime.metrics_text import Page, labels
+from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address
@@ -109,7 +109,7 @@ class Xids:
             while True:
                 self.note(await queue.get())
 
-    def add_to(self, page: Page, gpus: Iterable[tuple[str, dict[str, str], str]]) -> None:
+    def add_to(self, page: MetricsPage, gpus: Iterable[tuple[str, dict[str, str], str]]) -> None:
         """Add the errors of these GPUs: UUID, our own labels, and the text of DCGM's, empty for none."""
         whose = {uuid: (own, dcgm) for uuid, own, dcgm in gpus}
         newest: dict[str, int] = {}
@@ -197,7 +197,7 @@ class AgentPage:
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The current page: a few hundred lines, so all at once."""
-        page = Page()
+        page = MetricsPage()
         self._add_collection(page)
         snapshot = self._meter.newest
         if snapshot is not None:
@@ -215,7 +215,7 @@ class AgentPage:
         for chunk in page.chunks():
             yield chunk
 
-    def _add_xids(self, page: Page, snapshot: types_api.Snapshot) -> None:
+    def _add_xids(self, page: MetricsPage, snapshot: types_api.Snapshot) -> None:
         dcgm = self._style.names != "gpuscale"
         self._xids.add_to(
             page,
@@ -225,7 +225,7 @@ class AgentPage:
             ],
         )
 
-    def _add_collection(self, page: Page) -> None:
+    def _add_collection(self, page: MetricsPage) -> None:
         meter = self._meter
         page.add(SUCCESS, "", int(meter.succeeded()))
         page.add(LAST_SUCCESS, "", meter.last_success)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 
 from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.connections import add_connections
-from gpuscale.common.runtime.metrics_text import Page, labels
+from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.monitor.exposition.series import Style, counter, gauge
 from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot
 from gpuscale.monitor.fleet.nodes import Nodes
@@ -54,7 +54,7 @@ class FleetPage:
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The page, node by node: other tasks run in between."""
-        page = Page()
+        page = MetricsPage()
         records = self._nodes.all()
         gpus = sum(len(record.picture.uuids) for record in records if record.picture is not None)
         shown = gpus <= self._most_gpus
@@ -68,7 +68,7 @@ class FleetPage:
         for chunk in page.chunks():
             yield chunk
 
-    def _add_fleet(self, page: Page, records: list[NodeRecord], left_out: int) -> None:
+    def _add_fleet(self, page: MetricsPage, records: list[NodeRecord], left_out: int) -> None:
         now = self._clock.now()
         states = Counter(record.state(now) for record in records)
         for state in NodeState:
@@ -78,7 +78,7 @@ class FleetPage:
         page.add(WATCHERS, "", len(self._nodes.watchers))
         page.add(LEFT_OUT, "", left_out)
 
-    def _add_events(self, page: Page) -> None:
+    def _add_events(self, page: MetricsPage) -> None:
         """One series for each kind of event of a GPU or node, however often it is there."""
         kinds = {
             labels(
@@ -97,7 +97,7 @@ class FleetPage:
         for kind in sorted(kinds):
             page.add(HEALTH, kind, 1)
 
-    def _add_node(self, page: Page, record: NodeRecord, *, gpus: bool) -> None:
+    def _add_node(self, page: MetricsPage, record: NodeRecord, *, gpus: bool) -> None:
         now = self._clock.now()
         state = record.state(now)
         node = labels({"node": record.node})

@@ -8,7 +8,7 @@ import psutil
 from google.protobuf.message import Message
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.runtime.metrics_text import Page, labels
+from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.exposition.series import (
     DCGM,
@@ -28,7 +28,7 @@ OPEN_FDS = gauge("process_open_fds", "File descriptors that this process has ope
 START_TIME = gauge("process_start_time_seconds", "When this process started, since the epoch.")
 
 
-def add_process(page: Page) -> None:
+def add_process(page: MetricsPage) -> None:
     """Add the cost of this process, as far as the kernel tells."""
     page.add(CPU_SECONDS, "", round(time.process_time(), 6))
     try:
@@ -76,7 +76,7 @@ _WORKING = frozenset(
 
 
 def add_snapshot(
-    page: Page,
+    page: MetricsPage,
     snapshot: types_api.Snapshot,
     style: Style,
     *,
@@ -110,7 +110,13 @@ def add_snapshot(
 
 
 def _add_gpu(
-    page: Page, snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style, *, fresh: bool, elapsed: float
+    page: MetricsPage,
+    snapshot: types_api.Snapshot,
+    gpu: types_api.Gpu,
+    style: Style,
+    *,
+    fresh: bool,
+    elapsed: float,
 ) -> None:
     whose = own_labels(snapshot, gpu)
     state = gpu.state if fresh else types_api.GpuState.GPU_STATE_STALE
@@ -127,7 +133,7 @@ def _add_gpu(
 
 
 def _add_reading(
-    page: Page, reading: types_api.GpuReading, whose: dict[str, str], style: Style, dcgm: str
+    page: MetricsPage, reading: types_api.GpuReading, whose: dict[str, str], style: Style, dcgm: str
 ) -> None:
     own = labels(whose)
     if all(absent.field != "processes" for absent in reading.absent_readings):
@@ -142,7 +148,7 @@ def _add_reading(
     _add_readings(page, _DCGM[style.names], reading, dcgm)
 
 
-def _add_readings(page: Page, table: Iterable[ReadingSeries], reading: Message, text: str) -> None:
+def _add_readings(page: MetricsPage, table: Iterable[ReadingSeries], reading: Message, text: str) -> None:
     for series in table:
         if reading.HasField(series.field):
             value: float = getattr(reading, series.field)
