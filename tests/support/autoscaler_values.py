@@ -10,7 +10,7 @@ from gpuscale.autoscaler.domain.decisions import Evaluation
 from gpuscale.autoscaler.domain.engine import Memory
 from gpuscale.autoscaler.domain.inputs import Inputs, Observation, ObservationStatus
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.replicas import Lease, Moment, Replica, ReplicaState
+from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaLease, ReplicaState
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
 from gpuscale.autoscaler.domain.spec import (
@@ -120,5 +120,5 @@ def observe(one: Signal, shown: QueueReading | None, now: float) -> Observation:
     return signals.observe(one, signals.queue_sample(one.source, shown), now)
 
 
-def lease(number: int = 1) -> Lease:
-    return Lease(f"reservations/v{number}", number, (f"GPU-{number}",), f"token of v{number}")
+def lease(number: int = 1) -> ReplicaLease:
+    return ReplicaLease(f"reservations/v{number}", number, (f"GPU-{number}",), f"token of v{number}")

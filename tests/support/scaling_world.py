@@ -28,7 +28,7 @@ from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.signals.fleet import FleetMetrics
 from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.signals.polling import Poller, Room, WaitingRequests
+from gpuscale.autoscaler.signals.polling import Poller, PollingRoom, WaitingRequests
 from gpuscale.autoscaler.signals.sources import ReportedMetrics, SignalSources
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionFile, Repetitions
@@ -150,7 +150,7 @@ class World:
             fleet=FleetMetrics(wire, self.clock),
             prometheus={},
             waiting=Poller(WaitingRequests(wire).fetch, self.clock),
-            room=Poller(Room(wire).fetch, self.clock),
+            room=Poller(PollingRoom(wire).fetch, self.clock),
             clock=self.clock,
         )
         wakes, followers, uses, file = Wakes(), Followers(), WatcherUses(), DecisionFile(None, 0)

@@ -9,10 +9,10 @@ import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.replicas import Lease
+from gpuscale.autoscaler.domain.replicas import ReplicaLease
 from gpuscale.autoscaler.domain.spec import ReplicaTemplate
 from gpuscale.autoscaler.loop.leases import Reservations
-from gpuscale.autoscaler.signals.polling import Room, shape_of
+from gpuscale.autoscaler.signals.polling import PollingRoom, shape_of
 from gpuscale.autoscaler.wire.specs import ask_to_wire, template_from_wire
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc.channel import open_channel
@@ -52,8 +52,8 @@ def template(ask: Ask) -> ReplicaTemplate:
 async def granted(channel: grpc.aio.Channel, wanted: ReplicaTemplate) -> set[str]:
     """The GPUs of as many replicas as there is room for, all of which are given back."""
     reservations, held = Reservations(channel), set[str]()
-    leases = list[Lease]()
-    for _ in range(await Room(channel).fetch(shape_of(wanted, set(NODES)))):
+    leases = list[ReplicaLease]()
+    for _ in range(await PollingRoom(channel).fetch(shape_of(wanted, set(NODES)))):
         one = replace(replica(), request_id=str(uuid.uuid4()), template=wanted, nodes=NODES)
         grant = await reservations.reserve(one)
         assert grant is not None

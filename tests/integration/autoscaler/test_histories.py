@@ -11,7 +11,7 @@ import pytest
 from sqlmodel import func, select
 
 from gpuscale.autoscaler.backtest import history
-from gpuscale.autoscaler.backtest.history import KEPT, SPACING, UNKNOWN, Reading
+from gpuscale.autoscaler.backtest.history import KEPT, SPACING, UNKNOWN, RecordedReading
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.domain.replicas import Moment
 from gpuscale.autoscaler.domain.spec import EndpointSpec
@@ -40,7 +40,7 @@ class Site:
     async def note(self, wanted: EndpointSpec, endpoint: str = "e") -> None:
         await self.histories.note(endpoint, wanted, Moment(self.clock.now(), self.clock.wall()))
 
-    async def kept(self, endpoint: str = "e") -> list[Reading]:
+    async def kept(self, endpoint: str = "e") -> list[RecordedReading]:
         until = self.clock.wall().timestamp()
         own = partial(watcher_store.readings, endpoint=endpoint, since=until - DAY, until=until)
         return await self.store.read(own)
@@ -90,8 +90,8 @@ async def test_it_is_kept_now_and_then_where_every_queue_is_known(site: Site) ->
     site.queues["more"] = reading(1, 5)
     await site.note(two)
     assert await site.kept() == [
-        Reading(begin, 4, 7, 3.0, 2.5),
-        Reading(begin + SPACING, 4, 7, UNKNOWN, UNKNOWN),
+        RecordedReading(begin, 4, 7, 3.0, 2.5),
+        RecordedReading(begin + SPACING, 4, 7, UNKNOWN, UNKNOWN),
     ]
     assert await site.kept("other") == []
 
@@ -117,17 +117,17 @@ async def test_what_stays_as_it_is_is_kept_once_an_hour_and_when_it_changes(site
         site.queues["jobs"] = reading(3 if minute < 90 else 7, rates=rates)
         await site.note(watches("jobs"))
         site.clock.advance(60)
-    hour = Reading(begin + 3_600, 3, 2, 2.0, 2.0, begin)
-    ended = Reading(begin + 89 * 60, 3, 2, 2.0, 2.0, begin + 3_600)
+    hour = RecordedReading(begin + 3_600, 3, 2, 2.0, 2.0, begin)
+    ended = RecordedReading(begin + 89 * 60, 3, 2, 2.0, 2.0, begin + 3_600)
     assert await site.kept() == [
-        Reading(begin, 3, 2, 2.0, 2.0), hour, ended, Reading(begin + 90 * 60, 7, 2, 2.0, 2.0),
+        RecordedReading(begin, 3, 2, 2.0, 2.0), hour, ended, RecordedReading(begin + 90 * 60, 7, 2, 2.0, 2.0),
     ]  # fmt: skip
     found = await site.histories.workload("e", None, site.clock.wall())
     assert len(found) == 5 + 2 * 99 * 60, "what was held until now counts too"
     assert {one.service for one in found} == {1.0}
     async with site.histories.kept():
         pass
-    assert (await site.kept())[-1] == Reading(begin + 99 * 60, 7, 2, 2.0, 2.0, begin + 90 * 60)
+    assert (await site.kept())[-1] == RecordedReading(begin + 99 * 60, 7, 2, 2.0, 2.0, begin + 90 * 60)
 
 
 async def test_what_was_not_seen_is_not_held(site: Site) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.backtest.history import Reading
+from gpuscale.autoscaler.backtest.history import RecordedReading
 from gpuscale.autoscaler.state import store, watcher_store
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.store.store import Store
@@ -65,7 +65,7 @@ async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
             await state.write(partial(store.add_replica, one=one))
     make_old(path, version)
     expected = runs if version >= 4 else replace(runs, lease=replace(lease(), token=""))
-    measured = Reading(1000.0, 1.0, 0.0, since=970.0)
+    measured = RecordedReading(1000.0, 1.0, 0.0, since=970.0)
     for _ in range(2):
         async with opened(path) as state:
             [watcher] = await state.read(watcher_store.load)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.signals import prometheus as module
-from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
+from gpuscale.autoscaler.signals.polling import NoAnswerError, PollAnswer
 from gpuscale.autoscaler.signals.prometheus import PrometheusServer, PrometheusSettings, prometheus_sample
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl
@@ -67,7 +67,7 @@ async def test_nan_and_infinities_are_handed_on_to_be_found_invalid(fake: Fake) 
 
 def test_only_zero_everywhere_proves_that_no_work_is_left() -> None:
     for values, proven in (((0.0, 0.0), True), ((0.0, 1.0), False), ((math.nan,), False)):
-        assert prometheus_sample(Answer(values, 1.0, "")).proven_empty is proven
+        assert prometheus_sample(PollAnswer(values, 1.0, "")).proven_empty is proven
 
 
 @pytest.mark.parametrize(

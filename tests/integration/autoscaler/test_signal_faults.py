@@ -14,7 +14,7 @@ import pytest
 from gpuscale.autoscaler.domain.engine import Memory, evaluate
 from gpuscale.autoscaler.domain.inputs import Inputs
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.replicas import Lease, Replica, ReplicaState
+from gpuscale.autoscaler.domain.replicas import Replica, ReplicaLease, ReplicaState
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
 from gpuscale.autoscaler.domain.rules.rule import Kind, Rule
 from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, StepRule, ThresholdRule
@@ -91,7 +91,7 @@ class Site:
     def have(self, count: int) -> None:
         """Have so many replicas, each ready and with a GPU."""
         self.replicas = [
-            replica(number, ReplicaState.READY, lease=Lease(f"v{number}", number, (f"GPU-{number}",)))
+            replica(number, ReplicaState.READY, lease=ReplicaLease(f"v{number}", number, (f"GPU-{number}",)))
             for number in range(count)
         ]
         self.report()

@@ -4,7 +4,7 @@ import pytest
 
 from gpuscale.autoscaler.domain.spec import WaitingSignal
 from gpuscale.autoscaler.signals import polling as waiting
-from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError, WaitingRequests, waiting_sample
+from gpuscale.autoscaler.signals.polling import NoAnswerError, PollAnswer, WaitingRequests, waiting_sample
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from tests.support.fake_allocator import FakeAllocator, serving
@@ -18,7 +18,7 @@ async def test_requests_are_counted_by_tenant_over_all_pages(monkeypatch: pytest
         allocator.waiting = {"a": 2, "b": 0, "c": 3}
         counts = await requests.fetch(None)
         assert counts == {"a": 2, "c": 3}
-        answer = Answer(counts, 5.0, "")
+        answer = PollAnswer(counts, 5.0, "")
         for source, count in ((WaitingSignal(), 5.0), (WaitingSignal("c"), 3.0), (WaitingSignal("x"), 0.0)):
             sample = waiting_sample(source, answer)
             assert (sample.values, sample.at, sample.proven_empty) == ((count,), 5.0, count == 0)
@@ -31,5 +31,5 @@ async def test_requests_are_counted_by_tenant_over_all_pages(monkeypatch: pytest
 
 
 def test_a_failure_is_a_problem_with_the_time_of_the_last_answer() -> None:
-    sample = waiting_sample(WaitingSignal(), Answer(None, 5.0, "it is away"))
+    sample = waiting_sample(WaitingSignal(), PollAnswer(None, 5.0, "it is away"))
     assert (sample.values, sample.at, sample.problem) == ((), 5.0, "it is away")

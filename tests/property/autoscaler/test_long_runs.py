@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.decisions import Outcome, compose
+from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import Memory, Question, asked
 from gpuscale.autoscaler.domain.inputs import Inputs, Observation, ObservationStatus
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
@@ -157,7 +157,7 @@ def test_a_decision_comes_to_the_same_from_what_is_stored_of_it(seed: int) -> No
         wire = api.DecisionInputs.FromString(question_to_wire(question).SerializeToString())
         assert repr(question_from_wire(wire)) == repr(question), "NaN is nowhere equal, but reads the same"
         result = asked(question)
-        stored = decision_body(compose(endpoint(question.spec), result.evaluation, Outcome(0)))
+        stored = decision_body(compose(endpoint(question.spec), result.evaluation, DecisionOutcome(0)))
         stored.inputs.CopyFrom(wire)
         verdict = verified(stored)
         assert verdict.equal, verdict.differences
@@ -172,7 +172,7 @@ def test_a_decision_that_differs_says_in_what() -> None:
         0, 9, ReplicaTemplate("worker"), (signal("a"),), (Rule("up", "a", KINDS[0], cooldown=0.0),)
     )
     question = Question(spec, Inputs(1, 1, NOW, WALL, {"a": seen}), Memory(0.0))
-    stored = decision_body(compose(endpoint(spec), asked(question).evaluation, Outcome(0)))
+    stored = decision_body(compose(endpoint(spec), asked(question).evaluation, DecisionOutcome(0)))
     stored.inputs.CopyFrom(question_to_wire(question))
     assert verified(stored).equal
     stored.wanted = 5

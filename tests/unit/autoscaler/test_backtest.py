@@ -7,19 +7,25 @@ from itertools import pairwise
 
 import pytest
 
-from gpuscale.autoscaler.backtest.history import LONGEST_GAP, SPACING, NoWorkloadError, Reading, workload
+from gpuscale.autoscaler.backtest.history import (
+    LONGEST_GAP,
+    SPACING,
+    NoWorkloadError,
+    RecordedReading,
+    workload,
+)
 from gpuscale.autoscaler.backtest.simulate import (
     MOST_MOMENTS,
-    Moment,
     Part,
+    SimulatedMoment,
+    SimulatedTimeline,
     StoppedError,
-    Timeline,
     measure,
     oracle_gpu_hours,
     run,
     run_shared,
 )
-from gpuscale.autoscaler.backtest.world import Pool, Setting, World
+from gpuscale.autoscaler.backtest.world import Setting, SimulatedPool, World
 from gpuscale.autoscaler.domain.presets import PRESETS, Wish
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
@@ -198,9 +204,9 @@ def test_a_trace_that_is_none_is_refused_with_its_line(text: str, message: str) 
 
 @pytest.mark.parametrize("count", [1, MOST_MOMENTS, MOST_MOMENTS + 1, 5000])
 def test_a_timeline_is_thinned_out_and_keeps_the_longest_queue(count: int) -> None:
-    timeline = Timeline()
+    timeline = SimulatedTimeline()
     for at in range(count):
-        timeline.add(Moment(float(at), at, at, waiting=7 if at == count - 1 else 0))
+        timeline.add(SimulatedMoment(float(at), at, at, waiting=7 if at == count - 1 else 0))
     moments = timeline.moments
     assert min(count, MOST_MOMENTS / 2) <= len(moments) <= MOST_MOMENTS
     assert max(one.waiting for one in moments) == 7
@@ -251,7 +257,7 @@ def test_what_one_gives_back_is_the_others_at_that_moment() -> None:
 
 def test_a_gpu_that_is_given_back_is_taken_at_once() -> None:
     """Not only when the other is evaluated next."""
-    pool, setting = Pool(1), Setting(1, lambda _number: 10.0)
+    pool, setting = SimulatedPool(1), Setting(1, lambda _number: 10.0)
     first, second = World(setting, 1, pool), World(setting, 0, pool)
     second.scale(1)
     assert second.granted == 0
@@ -274,7 +280,7 @@ def test_it_ends_when_it_is_told_to() -> None:
 
 def test_measured_arrivals_become_requests_whose_time_is_learnt() -> None:
     """Two a second for a minute, and six in hand at any time: three seconds each (Little's law)."""
-    readings = [Reading(SPACING * n, 0, 6, 2.0, 2.0) for n in range(3)]
+    readings = [RecordedReading(SPACING * n, 0, 6, 2.0, 2.0) for n in range(3)]
     found = workload(readings)
     assert len(found) == 6 + 120
     assert {one.service for one in found} == {3.0}
@@ -283,13 +289,13 @@ def test_measured_arrivals_become_requests_whose_time_is_learnt() -> None:
 
 def test_fractions_of_requests_are_owed_to_the_next_step() -> None:
     """One and a half in each half minute are six in two minutes."""
-    found = workload([Reading(SPACING * n, 0, 0, 0.05, 0.05) for n in range(5)], service=1.0)
+    found = workload([RecordedReading(SPACING * n, 0, 0, 0.05, 0.05) for n in range(5)], service=1.0)
     assert len(found) == 6
 
 
 def test_arrivals_without_rates_are_what_left_and_what_grew() -> None:
     """Four in hand that take two seconds each: two leave a second, and ten more are there after half a minute."""
-    found = workload([Reading(0, 0, 4), Reading(30, 10, 4)], service=2.0)
+    found = workload([RecordedReading(0, 0, 4), RecordedReading(30, 10, 4)], service=2.0)
     assert len(found) == 4 + 60 + 10
 
 
@@ -297,20 +303,20 @@ def test_arrivals_without_rates_are_what_left_and_what_grew() -> None:
     ("readings", "service"),
     [
         ([], None),
-        ([Reading(0, 1, 1)], 1.0),
-        ([Reading(0, 1, 1), Reading(30, 1, 1)], None),
-        ([Reading(0, 0, 0), Reading(30, 0, 0)], 1.0),
+        ([RecordedReading(0, 1, 1)], 1.0),
+        ([RecordedReading(0, 1, 1), RecordedReading(30, 1, 1)], None),
+        ([RecordedReading(0, 0, 0), RecordedReading(30, 0, 0)], 1.0),
     ],
 )
-def test_no_workload_is_made_up(readings: list[Reading], service: float | None) -> None:
+def test_no_workload_is_made_up(readings: list[RecordedReading], service: float | None) -> None:
     with pytest.raises(NoWorkloadError):
         workload(readings, service)
 
 
 def test_a_time_without_readings_is_left_out() -> None:
     """As after a restart: nobody knows what came, so it is neither nothing nor as much as before."""
-    before = [Reading(SPACING * n, 0, 2, 1.0, 1.0) for n in range(3)]
-    after = [Reading(LONGEST_GAP * 3 + SPACING * n, 0, 2, 1.0, 1.0) for n in range(3)]
+    before = [RecordedReading(SPACING * n, 0, 2, 1.0, 1.0) for n in range(3)]
+    after = [RecordedReading(LONGEST_GAP * 3 + SPACING * n, 0, 2, 1.0, 1.0) for n in range(3)]
     found = workload([*before, *after])
     assert len(found) == 2 + 60 + 60
     gaps = [other.arrival - one.arrival for one, other in pairwise(found[2:])]

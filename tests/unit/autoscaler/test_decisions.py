@@ -7,7 +7,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import (
     Code,
     Decision,
-    Outcome,
+    DecisionOutcome,
     Stage,
     Step,
     afterwards,
@@ -22,49 +22,51 @@ from tests.support.waiting import eventually
 WANTED = spec(up(step=2), down())
 
 
-def decide(before: int, value: float | None, outcome: Outcome) -> Decision:
+def decide(before: int, value: float | None, outcome: DecisionOutcome) -> Decision:
     evaluation = evaluate(WANTED, before, observed(seen(value)), {}, NOW)
     return compose(endpoint(WANTED), evaluation, outcome)
 
 
 def test_a_change_tells_the_rule_that_made_it() -> None:
-    decision = decide(2, 120, Outcome(4))
+    decision = decide(2, 120, DecisionOutcome(4))
     assert (decision.before, decision.wanted, decision.granted, decision.limited_by) == (2, 4, 4, None)
     assert decision.summary == "from 2 to 4: queue = 120 > 10: +2"
 
 
 def test_a_hold_tells_what_is_unknown() -> None:
-    decision = decide(2, None, Outcome(2))
+    decision = decide(2, None, DecisionOutcome(2))
     assert decision.limited_by is Code.SIGNAL_MISSING
     assert decision.summary == "stays at 2: queue: queue unreachable"
 
 
 def test_no_capacity_tells_the_allocators_text() -> None:
     full = Step(Stage.GPU, Code.NO_CAPACITY, 4, 3, "3 of 4 GPUs are taken")
-    decision = decide(2, 120, Outcome(3, (full,)))
+    decision = decide(2, 120, DecisionOutcome(3, (full,)))
     assert (decision.limited_by, decision.steps[-1]) == (Code.NO_CAPACITY, full)
     assert decision.summary == "from 2 to 4, 3 granted: 3 of 4 GPUs are taken"
 
 
 def test_nothing_to_do_says_so() -> None:
-    assert decide(2, 7, Outcome(2)).summary == "stays at 2: no rule wants a change"
+    assert decide(2, 7, DecisionOutcome(2)).summary == "stays at 2: no rule wants a change"
 
 
 def test_an_order_names_who_gave_it() -> None:
-    assert compose(endpoint(), order(1, 3, "ada"), Outcome(1)).summary == "from 1 to 3: set to 3 by ada"
+    assert (
+        compose(endpoint(), order(1, 3, "ada"), DecisionOutcome(1)).summary == "from 1 to 3: set to 3 by ada"
+    )
 
 
 def test_between_evaluations_only_the_outcome_is_told() -> None:
     granted = Step(Stage.GPU, Code.GRANTED, 1, 2, "GPUs for one more replica")
-    decision = afterwards(endpoint(desired=2), Outcome(2, (granted,)))
+    decision = afterwards(endpoint(desired=2), DecisionOutcome(2, (granted,)))
     assert (decision.before, decision.wanted, decision.granted) == (2, 2, 2)
     assert decision.summary == "stays at 2: GPUs for one more replica"
 
 
 def test_same_codes_are_the_same_decision_whatever_the_values() -> None:
-    assert sameness(decide(2, 6, Outcome(2))) == sameness(decide(2, 7, Outcome(2)))
-    assert sameness(decide(2, 6, Outcome(2))) != sameness(decide(2, None, Outcome(2)))
-    assert sameness(decide(2, 6, Outcome(2))) != sameness(decide(2, 6, Outcome(1)))
+    assert sameness(decide(2, 6, DecisionOutcome(2))) == sameness(decide(2, 7, DecisionOutcome(2)))
+    assert sameness(decide(2, 6, DecisionOutcome(2))) != sameness(decide(2, None, DecisionOutcome(2)))
+    assert sameness(decide(2, 6, DecisionOutcome(2))) != sameness(decide(2, 6, DecisionOutcome(1)))
 
 
 def decision(number: int) -> api.Decision:

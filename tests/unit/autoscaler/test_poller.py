@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gpuscale.autoscaler.signals import polling
-from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError, Poller
+from gpuscale.autoscaler.signals.polling import NoAnswerError, PollAnswer, Poller
 from tests.support.clock import ManualClock
 
 pytestmark = pytest.mark.looptime
@@ -48,7 +48,7 @@ async def polling_of(place: Place) -> AsyncGenerator[Poller[str, int]]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def keep_asking(ask: Callable[[], Answer[int]], seconds: float) -> None:
+async def keep_asking(ask: Callable[[], PollAnswer[int]], seconds: float) -> None:
     """Ask every second, as an endpoint's ticks do."""
     for _ in range(round(seconds)):
         ask()

@@ -11,8 +11,8 @@ from gpuscale.autoscaler.domain.inputs import (
     LARGEST,
     Aggregation,
     Burst,
+    InputSeries,
     ObservationStatus,
-    Series,
     series_of,
 )
 from gpuscale.autoscaler.domain.queues import LARGEST_COUNT as LARGEST_QUEUE
@@ -57,7 +57,7 @@ def test_what_64_bits_do_not_hold_is_invalid_and_remembered_nowhere(value: float
         found = observe(LOADED, Sample(values, NOW), NOW)
         assert (found.status, found.detail) == (ObservationStatus.INVALID, said)
         past = EndpointPast().with_samples(spec(signals=[LOADED]), {"load": Sample(values, NOW)})
-        assert past.series["load"] == Series()
+        assert past.series["load"] == InputSeries()
     assert observe(LOADED, Sample((LARGEST,), NOW), NOW).status is ObservationStatus.OK
 
 
@@ -157,7 +157,7 @@ def test_a_schedule_goes_by_the_clocks_on_the_wall(moment: str, holds: bool) -> 
 def test_a_signal_that_is_read_often_reaches_back_a_whole_season(monkeypatch: pytest.MonkeyPatch) -> None:
     most, season = 100, 300.0
     monkeypatch.setattr("gpuscale.autoscaler.domain.inputs.LONGEST", most)
-    series = Series()
+    series = InputSeries()
     for second in range(1000):
         series = series.added(float(second), float(second), season)
     assert len(series.times) <= most

@@ -12,9 +12,9 @@ from gpuscale.autoscaler.domain.decisions import Code
 from gpuscale.autoscaler.domain.inputs import (
     Aggregation,
     Burst,
+    InputSeries,
     Observation,
     ObservationStatus,
-    Series,
     series_of,
 )
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule, problem
@@ -26,7 +26,7 @@ from gpuscale.autoscaler.domain.spec import OnMissing, ReplicaSignal, Signal
 from tests.support.autoscaler_values import NOW, inputs, seen
 
 
-def steady(value: float, seconds: float = 120.0, every: float = 2.0) -> Series:
+def steady(value: float, seconds: float = 120.0, every: float = 2.0) -> InputSeries:
     """A signal that showed one value all along, up to NOW."""
     count = int(seconds / every)
     return series_of((NOW - every * (count - n), value) for n in range(count + 1))
@@ -272,7 +272,7 @@ def outcome(
         "s", ObservationStatus.OK, value, 1.0, silent_count=silent, told_count=told, across=across
     )
     signal = "" if isinstance(kind, FormulaRule) else "s"
-    history = Series((NOW - 100.0, NOW - 50.0, NOW), (value,) * 3)
+    history = InputSeries((NOW - 100.0, NOW - 50.0, NOW), (value,) * 3)
     going_by = inputs(told + silent, seen, series={"s": history})
     return apply_rule(Rule("r", signal, kind, cooldown=0.0), going_by)
 

@@ -29,7 +29,7 @@ class NoWorkloadError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RecordedReading:
     """All queues of an endpoint at a moment: messages ready and in hand, and how many a second came and were delivered.
 
     `at`: seconds since 1970, which mean the same after a restart. `since`: all readings from then on were the same; None
@@ -48,7 +48,7 @@ class Reading:
         """Readings that it stands for."""
         return 1.0 if self.since is None else (self.at - self.since) / SPACING
 
-    def goes_on_from(self, before: Reading) -> bool:
+    def goes_on_from(self, before: RecordedReading) -> bool:
         """Whether it is the same as the one before it, which is not too long ago to know of the time between."""
         return (
             replace(self, at=before.at, since=before.since) == before
@@ -56,7 +56,7 @@ class Reading:
         )
 
 
-def workload(readings: Sequence[Reading], service: float | None = None) -> list[Request]:
+def workload(readings: Sequence[RecordedReading], service: float | None = None) -> list[Request]:
     """The requests that a history tells of, evenly spread between its readings.
 
     Args:
@@ -77,7 +77,7 @@ def workload(readings: Sequence[Reading], service: float | None = None) -> list[
     return found
 
 
-def _learnt(readings: Sequence[Reading]) -> float:
+def _learnt(readings: Sequence[RecordedReading]) -> float:
     """Messages in hand by messages delivered a second."""
     told = [one for one in readings if one.delivered >= 0]
     delivered = sum(one.delivered * one.weight for one in told)
@@ -87,7 +87,7 @@ def _learnt(readings: Sequence[Reading]) -> float:
     return busy / delivered
 
 
-def _requests(readings: Sequence[Reading], service: float) -> Iterator[Request]:
+def _requests(readings: Sequence[RecordedReading], service: float) -> Iterator[Request]:
     begin, owed = readings[0].at, 0.0
     for _ in range(int(readings[0].ready + readings[0].unacked)):
         yield Request(0.0, service)
@@ -104,7 +104,7 @@ def _requests(readings: Sequence[Reading], service: float) -> Iterator[Request]:
             yield Request(one.at - begin + gap * (number + 0.5) / count, service)
 
 
-def _arrived(one: Reading, other: Reading, gap: float, service: float) -> float:
+def _arrived(one: RecordedReading, other: RecordedReading, gap: float, service: float) -> float:
     if one.published >= 0 and other.published >= 0:
         return gap * (one.published + other.published) / 2
     growth = other.ready + other.unacked - one.ready - one.unacked

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 
-from gpuscale.autoscaler.backtest.world import Pool, Setting, World
+from gpuscale.autoscaler.backtest.world import Setting, SimulatedPool, World
 from gpuscale.autoscaler.domain.engine import evaluate
 from gpuscale.autoscaler.domain.inputs import Inputs
 from gpuscale.autoscaler.domain.signals import EndpointPast, Sample
@@ -34,7 +34,7 @@ FLAP_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class SimulatedMoment:
     """A moment of a run: replicas aimed at, replicas that work, and requests that wait."""
 
     at: float
@@ -43,27 +43,27 @@ class Moment:
     waiting: int
 
 
-class Timeline:
+class SimulatedTimeline:
     """The moments of a run, thinned out as they come: evenly, each with the most that waited up to the next."""
 
     def __init__(self) -> None:
-        self.moments: list[Moment] = []
+        self.moments: list[SimulatedMoment] = []
         self._each = 1
         self._seen = 0
 
-    def add(self, moment: Moment) -> None:
+    def add(self, moment: SimulatedMoment) -> None:
         """One more moment, later than all before."""
         _put(self.moments, self._seen // self._each, moment)
         self._seen += 1
         if len(self.moments) > MOST_MOMENTS:
-            thinned: list[Moment] = []
+            thinned: list[SimulatedMoment] = []
             for index, one in enumerate(self.moments):
                 _put(thinned, index // 2, one)
             self.moments = thinned
             self._each *= 2
 
 
-def _put(moments: list[Moment], index: int, moment: Moment) -> None:
+def _put(moments: list[SimulatedMoment], index: int, moment: SimulatedMoment) -> None:
     """Add a moment, or let the last one stand for it too."""
     if index == len(moments):
         moments.append(moment)
@@ -107,10 +107,12 @@ class Report:
     wasted_starts: int
     most_replicas: int
     changes: tuple[tuple[float, int], ...]
-    timeline: tuple[Moment, ...] = ()
+    timeline: tuple[SimulatedMoment, ...] = ()
 
 
-def measure(world: World, requests: int, goal: float, last: float, timeline: Sequence[Moment] = ()) -> Report:
+def measure(
+    world: World, requests: int, goal: float, last: float, timeline: Sequence[SimulatedMoment] = ()
+) -> Report:
     """The figures of a world that has come to its end."""
     tally = world.tally
     waits = sorted(tally.waits)
@@ -216,10 +218,10 @@ class Replay:
         requests: Sequence[Request],
         setting: Setting,
         begin: datetime,
-        pool: Pool | None = None,
+        pool: SimulatedPool | None = None,
     ) -> None:
         self.world = World(setting, spec.min_replicas, pool)
-        self.timeline = Timeline()
+        self.timeline = SimulatedTimeline()
         self._spec = spec
         self._requests = requests
         self._begin = begin
@@ -284,7 +286,7 @@ class Replay:
         self._past = replace(self._past, memory=result.memory, bursts=result.bursts)
         self._changes |= dict.fromkeys(result.evaluation.effective, world.now)
         world.scale(result.evaluation.wanted)
-        self.timeline.add(Moment(world.now, world.wanted, world.ready, world.waiting))
+        self.timeline.add(SimulatedMoment(world.now, world.wanted, world.ready, world.waiting))
 
     def _sample(self, signal: Signal) -> Sample:
         world, source = self.world, signal.source
@@ -349,7 +351,7 @@ def run_shared(
     Raises:
         StoppedError: it was told to.
     """
-    pool = Pool(most)
+    pool = SimulatedPool(most)
     replays = [Replay(part.spec, part.requests, part.setting, begin, pool) for part in parts]
     while not all(replay.over for replay in replays):
         if stopped():

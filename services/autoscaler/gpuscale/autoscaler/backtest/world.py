@@ -46,7 +46,7 @@ class _Replica:
 
 
 @dataclass(slots=True)
-class Tally:
+class BacktestTally:
     """What happened.
 
     Attributes:
@@ -68,7 +68,7 @@ class Tally:
     changes: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
 
 
-class Pool:
+class SimulatedPool:
     """GPUs that several worlds share. What becomes free goes to the first of them that is short."""
 
     def __init__(self, most: int | None) -> None:
@@ -101,13 +101,13 @@ class Pool:
 class World:
     """An endpoint at work. Time only goes on through `advance` and `wait`."""
 
-    def __init__(self, setting: Setting, replicas: int, pool: Pool | None = None) -> None:
+    def __init__(self, setting: Setting, replicas: int, pool: SimulatedPool | None = None) -> None:
         self.setting = setting
-        self._pool = Pool(setting.max_gpus) if pool is None else pool
+        self._pool = SimulatedPool(setting.max_gpus) if pool is None else pool
         self._pool.join(self)
         self.now = 0.0
         self.wanted = replicas
-        self.tally = Tally()
+        self.tally = BacktestTally()
         self.arrived = 0
         self.granted = 0
         """Replicas that hold GPUs and are to stay."""

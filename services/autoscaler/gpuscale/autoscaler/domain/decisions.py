@@ -150,7 +150,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DecisionOutcome:
     """What was done about the number wanted: steps of the stages GPU and ACT, and the replicas that have their GPUs."""
 
     granted: int
@@ -171,7 +171,7 @@ LIMITING = frozenset(
 """Codes of outcome steps that hold the count back."""
 
 
-def compose(endpoint: Endpoint, evaluation: Evaluation, outcome: Outcome) -> Decision:
+def compose(endpoint: Endpoint, evaluation: Evaluation, outcome: DecisionOutcome) -> Decision:
     """The record of an evaluation of `endpoint` and of what was done about it."""
     steps = (*evaluation.steps, *outcome.steps)
     limit = next((step.code for step in outcome.steps if step.code in LIMITING), evaluation.limited_by)
@@ -189,7 +189,7 @@ def compose(endpoint: Endpoint, evaluation: Evaluation, outcome: Outcome) -> Dec
     )
 
 
-def afterwards(endpoint: Endpoint, outcome: Outcome) -> Decision:
+def afterwards(endpoint: Endpoint, outcome: DecisionOutcome) -> Decision:
     """The record of what became of the number wanted between two evaluations."""
     return compose(endpoint, Evaluation(endpoint.desired, endpoint.desired, (), ()), outcome)
 

@@ -52,13 +52,13 @@ def aggregate(values: Sequence[float], how: Aggregation) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class InputSeries:
     """The values of a signal: `times` ascending, `values` beside them."""
 
     times: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
 
-    def added(self, at: float, value: float, keep: float) -> Series:
+    def added(self, at: float, value: float, keep: float) -> InputSeries:
         """With one more value; what is older than `keep` seconds before it is dropped, but for the last such point.
 
         A value that is not newer than the last is left out: it is the same reading again. Of more points than are kept the
@@ -67,10 +67,10 @@ class Series:
         if self.times and at <= self.times[-1]:
             return self
         first = max(0, bisect_right(self.times, at - keep) - 1)
-        longer = Series((*self.times[first:], at), (*self.values[first:], value))
+        longer = InputSeries((*self.times[first:], at), (*self.values[first:], value))
         return longer if len(longer.times) <= LONGEST else longer._thinned(2 * keep / LONGEST)
 
-    def _thinned(self, spacing: float) -> Series:
+    def _thinned(self, spacing: float) -> InputSeries:
         """With the points of the older half no closer than that."""
         half = len(self.times) // 2
         kept = [0]
@@ -78,12 +78,12 @@ class Series:
             if self.times[index] - self.times[kept[-1]] >= spacing:
                 kept.append(index)
         kept = [*kept, *range(half, len(self.times))][-LONGEST:]
-        return Series(tuple(self.times[one] for one in kept), tuple(self.values[one] for one in kept))
+        return InputSeries(tuple(self.times[one] for one in kept), tuple(self.values[one] for one in kept))
 
-    def since(self, start: float) -> Series:
+    def since(self, start: float) -> InputSeries:
         """The part from `start` on."""
         first = bisect_left(self.times, start)
-        return Series(self.times[first:], self.values[first:])
+        return InputSeries(self.times[first:], self.values[first:])
 
     def covers(self, start: float) -> bool:
         """Whether it reaches back to `start`."""
@@ -107,10 +107,10 @@ class Series:
         return (part.values[-1] - part.values[0]) / (part.times[-1] - part.times[0])
 
 
-def series_of(points: Iterable[tuple[float, float]]) -> Series:
+def series_of(points: Iterable[tuple[float, float]]) -> InputSeries:
     """The series of points in the order of time."""
     pairs = list(points)
-    return Series(tuple(at for at, _ in pairs), tuple(value for _, value in pairs))
+    return InputSeries(tuple(at for at, _ in pairs), tuple(value for _, value in pairs))
 
 
 Amounts: TypeAlias = Mapping[str, int]
@@ -282,13 +282,13 @@ class Inputs:
     now: float
     wall: datetime
     observations: Mapping[str, Observation] = field(default_factory=dict[str, Observation])
-    series: Mapping[str, Series] = field(default_factory=dict[str, Series])
+    series: Mapping[str, InputSeries] = field(default_factory=dict[str, InputSeries])
     last_changes: Mapping[str, float] = field(default_factory=dict[str, float])
     bursts: Mapping[str, Burst] = field(default_factory=dict[str, Burst])
     startup: float | None = None
     gpu_limit: int | None = None
     sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
 
-    def history(self, signal: str) -> Series:
+    def history(self, signal: str) -> InputSeries:
         """The series of a signal; an empty one where nothing was seen of it."""
-        return self.series.get(signal, Series())
+        return self.series.get(signal, InputSeries())

@@ -47,7 +47,7 @@ class Goal(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class ReplicaLease:
     """The reservation that holds a replica's GPUs: `reservations/{reservation}`, its fence and its GPUs by UUID.
 
     The token came with the grant and is for the agent that admits the replica.
@@ -88,7 +88,7 @@ class Replica:
     nodes: tuple[str, ...] = ()
     adapter: str = ""
     node: str = ""
-    lease: Lease | None = None
+    lease: ReplicaLease | None = None
     owes_release: bool = False
     hurry: bool = False
     pid: int = 0
@@ -135,7 +135,7 @@ class ReplicaReport:
     workers: WorkerGroup | None = None
 
 
-def assigned(replica: Replica, adapter: str, node: str, lease: Lease | None) -> Replica:
+def assigned(replica: Replica, adapter: str, node: str, lease: ReplicaLease | None) -> Replica:
     """Its adapter is chosen and its GPUs are reserved: from here on the adapter is told to run it."""
     return replace(
         replica, state=ReplicaState.STARTING, nodes=(), adapter=adapter, node=node, lease=lease, reason=""
@@ -203,7 +203,7 @@ HURRIED_DRAIN = 1.0
 """Seconds for a replica whose GPUs may be somebody else's by now."""
 
 
-class Order(Enum):
+class ReplicaOrder(Enum):
     """What should become of a replica."""
 
     RUN = "RUN"
@@ -216,7 +216,7 @@ class DesiredReplica:
     """One line of the desired state; `replica` is `endpoints/{endpoint}/replicas/{replica}`."""
 
     replica: str
-    order: Order
+    order: ReplicaOrder
     template: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
     gpu_uuids: tuple[str, ...] = ()
@@ -242,9 +242,9 @@ def desired_state(
     lines = [_line(name, replica) for name, replica in own.items()]
     for name, report in reported.items():
         if name not in own and report.state in ENDED:
-            lines.append(DesiredReplica(name, Order.FORGET))
+            lines.append(DesiredReplica(name, ReplicaOrder.FORGET))
         elif name not in own and name in strays:
-            lines.append(DesiredReplica(name, Order.STOP))
+            lines.append(DesiredReplica(name, ReplicaOrder.STOP))
     return tuple(sorted(lines, key=lambda line: line.replica))
 
 
@@ -258,14 +258,14 @@ def unknown_to(
 
 def stopped(lines: Sequence[DesiredReplica]) -> frozenset[str]:
     """Names of the replicas that are told to stop."""
-    return frozenset(line.replica for line in lines if line.order is Order.STOP)
+    return frozenset(line.replica for line in lines if line.order is ReplicaOrder.STOP)
 
 
 def _line(name: str, replica: Replica) -> DesiredReplica:
     template, lease = replica.template, replica.lease
     return DesiredReplica(
         replica=name,
-        order=Order.RUN if replica.goal is Goal.RUN else Order.STOP,
+        order=ReplicaOrder.RUN if replica.goal is Goal.RUN else ReplicaOrder.STOP,
         template=template.template,
         parameters=template.parameters,
         gpu_uuids=lease.gpu_uuids if lease else (),

@@ -15,9 +15,9 @@ from gpuscale.autoscaler.domain.inputs import (
     LARGEST,
     Aggregation,
     Burst,
+    InputSeries,
     Observation,
     ObservationStatus,
-    Series,
     TaskReport,
     aggregate,
 )
@@ -89,7 +89,7 @@ def _rate_sample(count: QueueCount, reading: QueueReading, rates: Rates, observe
     return Sample((rates.oldest_age,), at, proven_empty=reading.total == 0)
 
 
-def observe(signal: Signal, sample: Sample, now: float, history: Series | None = None) -> Observation:
+def observe(signal: Signal, sample: Sample, now: float, history: InputSeries | None = None) -> Observation:
     """The observation of a signal at `now`; `history` holds its earlier values, the sample's own included.
 
     A negative count of a queue is no count, nothing that is not finite is a number, and nothing that 64 bits do not hold.
@@ -142,7 +142,7 @@ def _absent(
     signal: Signal,
     status: ObservationStatus,
     detail: str,
-    history: Series | None,
+    history: InputSeries | None,
     now: float,
     *,
     value: float | None = None,
@@ -164,7 +164,7 @@ def _absent(
             return observation
 
 
-def _last(observation: Observation, signal: Signal, history: Series | None, now: float) -> Observation:
+def _last(observation: Observation, signal: Signal, history: InputSeries | None, now: float) -> Observation:
     """The last value, for as long as it may stand for one that cannot be had."""
     if history is None or not history.times or now - history.times[-1] > signal.oldest + signal.last_ttl:
         return observation
@@ -186,7 +186,7 @@ class EndpointPast:
 
     memory: Memory | None = None
     bursts: Mapping[str, Burst] = field(default_factory=dict[str, Burst])
-    series: Mapping[str, Series] = field(default_factory=dict[str, Series])
+    series: Mapping[str, InputSeries] = field(default_factory=dict[str, InputSeries])
 
     def with_samples(self, spec: EndpointSpec, samples: Mapping[str, Sample]) -> EndpointPast:
         """With the values of new samples; signals that the spec has no more are forgotten."""
@@ -194,7 +194,7 @@ class EndpointPast:
         return replace(
             self,
             series={
-                one.id: _added(self.series.get(one.id, Series()), one, samples.get(one.id), keep)
+                one.id: _added(self.series.get(one.id, InputSeries()), one, samples.get(one.id), keep)
                 for one in spec.signals
             },
         )
@@ -215,7 +215,7 @@ def kept_seconds(spec: EndpointSpec) -> float:
     return max([SHORTEST_KEPT, *windows, *(rule.kind.past for rule in spec.rules)])
 
 
-def _added(series: Series, signal: Signal, sample: Sample | None, keep: float) -> Series:
+def _added(series: InputSeries, signal: Signal, sample: Sample | None, keep: float) -> InputSeries:
     if sample is None or sample.at is None or sample.problem or not sample.values:
         return series
     value = sample.joined(signal.across)

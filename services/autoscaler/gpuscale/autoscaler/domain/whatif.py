@@ -17,8 +17,8 @@ from gpuscale.autoscaler.domain.inputs import (
     LARGEST,
     NO_SETS,
     Inputs,
+    InputSeries,
     ObservationStatus,
-    Series,
     SetState,
     TaskReport,
     series_of,
@@ -364,7 +364,7 @@ def _sample(signal: Signal, stated: StatedSignal, now: float, *, proven_empty: b
     )
 
 
-def _series(stated: StatedSignal, now: float, keep: float) -> Series:
+def _series(stated: StatedSignal, now: float, keep: float) -> InputSeries:
     """Its points, one at a moment, or the one value as far back as anybody looks."""
     at = now - stated.age
     told = {now - age: value for age, value in stated.points if abs(value) <= LARGEST}

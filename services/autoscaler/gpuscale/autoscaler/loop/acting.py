@@ -11,9 +11,17 @@ from functools import partial
 
 from gpuscale.autoscaler.domain.decisions import Code, Stage
 from gpuscale.autoscaler.domain.planning import AdapterFacts, by_tier, candidates, nobody
-from gpuscale.autoscaler.domain.replicas import Goal, Lease, Moment, Replica, ReplicaState, assigned, ended
+from gpuscale.autoscaler.domain.replicas import (
+    Goal,
+    Moment,
+    Replica,
+    ReplicaLease,
+    ReplicaState,
+    assigned,
+    ended,
+)
 from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.loop.leases import Grant, Reservations
+from gpuscale.autoscaler.loop.leases import ReplicaGrant, Reservations
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import (
@@ -54,7 +62,7 @@ _NOT_HERE = frozenset({Code.NO_CAPACITY, Code.UNSATISFIABLE})
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class StartRefusal:
     """Why the replicas that wait got no further, and seconds until it makes sense to try again."""
 
     stage: Stage
@@ -80,7 +88,7 @@ class Actor:
         self._reservations = reservations
         self._unknown_nodes: dict[str, float] = {}
 
-    async def act(self, replicas: Iterable[Replica], tenant: str = "") -> Refusal | None:
+    async def act(self, replicas: Iterable[Replica], tenant: str = "") -> StartRefusal | None:
         """Take the pending ones as far as they get; those whose Reserve has no answer yet come first.
 
         `tenant`: whose quota their GPUs count against; the autoscaler's own where it is empty.
@@ -90,7 +98,7 @@ class Actor:
         """
         pending = [one for one in replicas if one.state is ReplicaState.PENDING]
         told: set[str] = set()
-        refused: dict[str, Refusal] = {}  # by capability set: one that waits for GPUs holds up no other
+        refused: dict[str, StartRefusal] = {}  # by capability set: one that waits for GPUs holds up no other
         try:
             for replica in sorted(pending, key=lambda one: not one.nodes):
                 if replica.group.set in refused:
@@ -102,7 +110,7 @@ class Actor:
             await self._hub.refresh(told)
         return next(iter(refused.values()), None)
 
-    async def _act_on(self, replica: Replica, tenant: str, told: set[str]) -> Refusal | None:
+    async def _act_on(self, replica: Replica, tenant: str, told: set[str]) -> StartRefusal | None:
         if replica.template.gpu_count == 0:
             return await self._assign(replica, None, told)
         tiers = [] if replica.goal is Goal.STOP else await self._nodes(replica)
@@ -121,7 +129,7 @@ class Actor:
                 break
         return refusal
 
-    async def _reserve(self, replica: Replica, tenant: str, told: set[str]) -> Refusal | None:
+    async def _reserve(self, replica: Replica, tenant: str, told: set[str]) -> StartRefusal | None:
         """Ask for its GPUs on its nodes, and use them."""
         await hit_async("autoscaler.replica.after_intent")
         try:
@@ -130,7 +138,7 @@ class Actor:
             if error.reason != Code.NO_CAPACITY:  # the allocator is overloaded
                 return _unavailable(error)
             return await self._refused(
-                replica, Refusal(Stage.GPU, Code.NO_CAPACITY, error.message, _retry(error))
+                replica, StartRefusal(Stage.GPU, Code.NO_CAPACITY, error.message, _retry(error))
             )
         except AlreadyExistsError as error:
             await self._end(replica, f"its request for GPUs was taken: {error.message}")
@@ -142,7 +150,7 @@ class Actor:
         await hit_async("autoscaler.replica.after_reserve")
         return await self._use(replica, grant, told)
 
-    async def _use(self, replica: Replica, grant: Grant | None, told: set[str]) -> Refusal | None:
+    async def _use(self, replica: Replica, grant: ReplicaGrant | None, told: set[str]) -> StartRefusal | None:
         if grant is None:
             await self._end(replica, "its reservation ended before it was used")
             return None
@@ -151,7 +159,9 @@ class Actor:
             return None
         return await self._assign(replica, grant, told)
 
-    async def _assign(self, replica: Replica, grant: Grant | None, told: set[str]) -> Refusal | None:
+    async def _assign(
+        self, replica: Replica, grant: ReplicaGrant | None, told: set[str]
+    ) -> StartRefusal | None:
         """Choose the adapter and write it down; it is told after that, as one of `told`."""
         work = partial(_assign, replica=replica, grant=grant, adapters=self._hub.facts(), at=self._moment())
         adapter = await self._store.write(work)
@@ -175,26 +185,26 @@ class Actor:
                 places.append(ENGINES_GPUS)
         return places
 
-    def _nobody(self, replica: Replica) -> Refusal:
+    def _nobody(self, replica: Replica) -> StartRefusal:
         facts = [one for one in self._hub.facts() if one.node not in self._unknown_nodes]
         text = nobody(replica.template, facts, replica.group.asked.capabilities)
         if self._unknown_nodes:
             text += (
                 f" (but for nodes that the allocator does not know: {', '.join(sorted(self._unknown_nodes))})"
             )
-        return Refusal(Stage.ACT, Code.NO_ADAPTER, text)
+        return StartRefusal(Stage.ACT, Code.NO_ADAPTER, text)
 
-    def _never(self, replica: Replica, error: GpuscaleError) -> Refusal:
+    def _never(self, replica: Replica, error: GpuscaleError) -> StartRefusal:
         if isinstance(error, NotFoundError):
             named = error.metadata.get("nodes", "").replace(" and ", ", ").split(", ")
             until = self._clock.now() + UNKNOWN_NODE_REST
             self._unknown_nodes |= dict.fromkeys(set(named) & set(replica.nodes), until)
             if set(replica.nodes) - self._unknown_nodes.keys():
-                return Refusal(Stage.GPU, Code.REFUSED, error.message, retry_after=AGAIN)
+                return StartRefusal(Stage.GPU, Code.REFUSED, error.message, retry_after=AGAIN)
         code = Code.UNSATISFIABLE if error.reason == Code.UNSATISFIABLE else Code.REFUSED
-        return Refusal(Stage.GPU, code, error.message, _retry(error))
+        return StartRefusal(Stage.GPU, code, error.message, _retry(error))
 
-    async def _refused(self, replica: Replica, refusal: Refusal) -> Refusal | None:
+    async def _refused(self, replica: Replica, refusal: StartRefusal) -> StartRefusal | None:
         """Nothing was reserved for it: it waits on, or is done if it should stop anyway."""
         if replica.goal is Goal.STOP:
             await self._end(replica, replica.reason)
@@ -222,14 +232,14 @@ def _able(connection: Connection, replica: Replica, adapters: Collection[Adapter
 def _assign(
     connection: Connection,
     replica: Replica,
-    grant: Grant | None,
+    grant: ReplicaGrant | None,
     adapters: Collection[AdapterFacts],
     at: Moment,
 ) -> str | None:
     """Write the adapter with the fewest replicas (on the node of the GPUs); where none is left, the GPUs are owed back."""
     able = _able(connection, replica, adapters)
     chosen = next((one for one in able if _suits(one, replica, grant)), None)
-    lease: Lease | None = grant.lease if grant else None
+    lease: ReplicaLease | None = grant.lease if grant else None
     if chosen is not None:
         node = grant.node if grant else chosen.node
         store.save_replica(connection, assigned(replica, chosen.id, node, lease))
@@ -240,16 +250,16 @@ def _assign(
     return chosen.id if chosen else None
 
 
-def _suits(adapter: AdapterFacts, replica: Replica, grant: Grant | None) -> bool:
+def _suits(adapter: AdapterFacts, replica: Replica, grant: ReplicaGrant | None) -> bool:
     """Whether it has the very GPUs that were granted; without a grant, whether it needs none."""
     if grant is not None:
         return adapter.node == grant.node and not adapter.capabilities.gives_gpus
     return replica.template.gpu_count == 0 or adapter.capabilities.gives_gpus
 
 
-def _unavailable(error: GpuscaleError) -> Refusal:
+def _unavailable(error: GpuscaleError) -> StartRefusal:
     text = f"the allocator does not answer: {error.message}"
-    return Refusal(Stage.GPU, Code.ALLOCATOR_UNAVAILABLE, text, _retry(error))
+    return StartRefusal(Stage.GPU, Code.ALLOCATOR_UNAVAILABLE, text, _retry(error))
 
 
 def _retry(error: GpuscaleError) -> float:

@@ -9,7 +9,7 @@ from functools import partial
 import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.autoscaler.domain.replicas import Lease, Moment, Replica, asked_to_stop
+from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaLease, asked_to_stop
 from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.loop.wakes import Wakes
 from gpuscale.autoscaler.state import store
@@ -28,10 +28,10 @@ from gpuscale.common.wire import to_duration
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class ReplicaGrant:
     """GPUs that were reserved, and the id of the node they are on."""
 
-    lease: Lease
+    lease: ReplicaLease
     node: str
 
 
@@ -41,7 +41,7 @@ class Reservations:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = allocator_api.AllocatorServiceStub(channel)
 
-    async def reserve(self, replica: Replica, tenant: str = "") -> Grant | None:
+    async def reserve(self, replica: Replica, tenant: str = "") -> ReplicaGrant | None:
         """The GPUs of a replica, on one of its `nodes`: newly granted, or as granted to an earlier call for it.
 
         `tenant`: whose quota they count against; our own where it is empty.
@@ -71,10 +71,10 @@ class Reservations:
         if granted.state != allocator_api.Reservation.STATE_ACTIVE:
             return None
         uuids = tuple(gpu.uuid for gpu in granted.gpus)
-        lease = Lease(granted.name, granted.fence, uuids, answer.lease_token)
-        return Grant(lease, granted.gpus[0].node)
+        lease = ReplicaLease(granted.name, granted.fence, uuids, answer.lease_token)
+        return ReplicaGrant(lease, granted.gpus[0].node)
 
-    async def renew(self, lease: Lease) -> None:
+    async def renew(self, lease: ReplicaLease) -> None:
         """Start a lease anew.
 
         Raises:
@@ -85,7 +85,7 @@ class Reservations:
         with rpc_errors():
             await self._stub.RenewReservation(request, timeout=RPC_TIMEOUT)
 
-    async def holds(self, lease: Lease) -> bool:
+    async def holds(self, lease: ReplicaLease) -> bool:
         """Whether the GPUs of a lease are held by it still.
 
         Raises:
@@ -99,7 +99,7 @@ class Reservations:
             return False
         return found.state == allocator_api.Reservation.STATE_ACTIVE and found.fence == lease.fence
 
-    async def release(self, lease: Lease) -> None:
+    async def release(self, lease: ReplicaLease) -> None:
         """Give the GPUs of a lease back; harmless if it has ended.
 
         Raises:
@@ -173,7 +173,7 @@ class LeaseKeeper:
             _log.warning("cannot read which leases to renew", error=error.message)
             return None
 
-    async def _renew_one(self, replica: Replica, lease: Lease) -> None:
+    async def _renew_one(self, replica: Replica, lease: ReplicaLease) -> None:
         try:
             await self._reservations.renew(lease)
             lost = ""
@@ -225,7 +225,7 @@ class LeaseKeeper:
             _log.warning("cannot read which leases to release", error=error.message)
             return False
 
-    async def _release_one(self, replica: Replica, lease: Lease) -> None:
+    async def _release_one(self, replica: Replica, lease: ReplicaLease) -> None:
         try:
             await hit_async("autoscaler.replica.before_release")
             with suppress(NotFoundError, FailedPreconditionError):  # nothing of ours is left to release
@@ -240,11 +240,11 @@ class LeaseKeeper:
             self._wakes.call_waiting()
 
     async def _each(
-        self, replicas: Iterable[Replica], work: Callable[[Replica, Lease], Awaitable[None]]
+        self, replicas: Iterable[Replica], work: Callable[[Replica, ReplicaLease], Awaitable[None]]
     ) -> None:
         limit = asyncio.Semaphore(CONCURRENT)
 
-        async def one(replica: Replica, lease: Lease) -> None:
+        async def one(replica: Replica, lease: ReplicaLease) -> None:
             async with limit:
                 await work(replica, lease)
 

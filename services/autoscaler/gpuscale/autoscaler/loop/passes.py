@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from gpuscale.autoscaler.domain.decisions import Code, Evaluation, Outcome, Stage, Step, afterwards, compose
+from gpuscale.autoscaler.domain.decisions import (
+    Code,
+    DecisionOutcome,
+    Evaluation,
+    Stage,
+    Step,
+    afterwards,
+    compose,
+)
 from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked
 from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, Inputs, Observation, WorkerGroup
 from gpuscale.autoscaler.domain.planning import Plan, crash_delay, plan_sets, set_states, startup_seconds
@@ -26,7 +34,7 @@ _ID_LENGTH = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class PassFacts:
     """What a pass goes by, gathered before its transaction.
 
     Attributes:
@@ -110,7 +118,7 @@ class _Plans:
         return bool(self.stops) or not all(self.delays.values())
 
 
-def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | None:
+def run_pass(connection: Connection, endpoint_id: str, facts: PassFacts) -> Pass | None:
     """Evaluate, plan and write; None where the endpoint is gone, or goes now that its last replica has."""
     endpoint = store.endpoint(connection, endpoint_id, facts.endpoint)
     if endpoint is None:
@@ -130,7 +138,7 @@ def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | N
     changed = plans.acts or after is not endpoint
     recorded = None
     if changed or (evaluation and not any(one.state is ReplicaState.PENDING for one in live)):
-        outcome = Outcome(granted, steps)
+        outcome = DecisionOutcome(granted, steps)
         decision = compose(after, evaluation, outcome) if evaluation else afterwards(after, outcome)
         recorded = decision_log.record(
             connection, decision, facts.at.wall, question, before=facts.repeated, quiet=not changed
@@ -150,7 +158,7 @@ def run_pass(connection: Connection, endpoint_id: str, facts: Facts) -> Pass | N
     )
 
 
-def _replicas(connection: Connection, endpoint: Endpoint, facts: Facts) -> _Replicas:
+def _replicas(connection: Connection, endpoint: Endpoint, facts: PassFacts) -> _Replicas:
     """Read the replicas; those that nobody was told of are asked to stop if the spec has another template by now.
 
     Nobody may have the template that they wait for, and they would hold up the ones that take their place.
@@ -170,7 +178,7 @@ def _replicas(connection: Connection, endpoint: Endpoint, facts: Facts) -> _Repl
 
 
 def _question(
-    connection: Connection, endpoint: Endpoint, replicas: _Replicas, facts: Facts
+    connection: Connection, endpoint: Endpoint, replicas: _Replicas, facts: PassFacts
 ) -> Question | None:
     """What the rules go by; None where they are not read.
 
@@ -197,7 +205,7 @@ def _question(
     return Question(endpoint.spec, inputs, Memory(facts.at.now) if memory is None else memory, unknown)
 
 
-def _aimed(connection: Connection, endpoint: Endpoint, result: Result | None, facts: Facts) -> Endpoint:
+def _aimed(connection: Connection, endpoint: Endpoint, result: Result | None, facts: PassFacts) -> Endpoint:
     """The endpoint, aiming at what was evaluated; stored with the cooldowns that begin where that is another count."""
     if result is None:
         return endpoint
@@ -212,7 +220,7 @@ def _aimed(connection: Connection, endpoint: Endpoint, result: Result | None, fa
     return aimed
 
 
-def _planned(endpoint: Endpoint, replicas: _Replicas, facts: Facts) -> _Plans:
+def _planned(endpoint: Endpoint, replicas: _Replicas, facts: PassFacts) -> _Plans:
     """What brings the replicas closer to the count; those of another capability set have failures of their own."""
     plans = plan_sets(endpoint.targets, replicas.rows, replicas.silent, endpoint.spec, facts.busy)
     starting = [one for one, planned in plans.items() if planned.start]

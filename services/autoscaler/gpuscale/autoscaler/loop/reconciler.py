@@ -13,7 +13,7 @@ from functools import partial
 from gpuscale.autoscaler.domain.decisions import (
     Code,
     Decision,
-    Outcome,
+    DecisionOutcome,
     Stage,
     Step,
     afterwards,
@@ -24,10 +24,10 @@ from gpuscale.autoscaler.domain.inputs import Observation
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
 from gpuscale.autoscaler.domain.signals import EndpointPast, Samples, noted
 from gpuscale.autoscaler.domain.spec import Endpoint
-from gpuscale.autoscaler.loop.acting import AGAIN, RETRY, Actor, Refusal
+from gpuscale.autoscaler.loop.acting import AGAIN, RETRY, Actor, StartRefusal
 from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.loop.leases import LeaseKeeper
-from gpuscale.autoscaler.loop.passes import Facts, Pass, run_pass
+from gpuscale.autoscaler.loop.passes import Pass, PassFacts, run_pass
 from gpuscale.autoscaler.loop.wakes import Followers, Wake, Wakes, WatcherUses
 from gpuscale.autoscaler.signals.histories import Histories
 from gpuscale.autoscaler.signals.sources import SignalSources
@@ -193,7 +193,7 @@ class EndpointLoop:
             self._wanted = wanted
             self._deps.followers.tell(self._id)
 
-    def _facts(self, endpoint: Endpoint | None, replicas: Sequence[Replica]) -> Facts:
+    def _facts(self, endpoint: Endpoint | None, replicas: Sequence[Replica]) -> PassFacts:
         """What the pass goes by; where the endpoint is not there (yet), the pass alone finds out."""
         deps = self._deps
         at = Moment(deps.clock.now(), deps.clock.wall())
@@ -208,7 +208,7 @@ class EndpointLoop:
             if granted != self._granted[0]:
                 self._granted = granted, at.now
             room = deps.sources.more(endpoint.spec, deps.hub.facts(), self._granted[1])
-        return Facts(
+        return PassFacts(
             at=at,
             live=frozenset(facts.id for facts in deps.hub.facts() if facts.live),
             observations=observations,
@@ -221,7 +221,7 @@ class EndpointLoop:
         )
 
     async def _note(
-        self, passed: Pass, refusal: Refusal | None, after: Sequence[Replica]
+        self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]
     ) -> Sequence[Replica]:
         """Complete the decision with what was done about it; between evaluations only if that is news."""
         outcome = _outcome(passed, refusal, after)
@@ -260,7 +260,7 @@ class EndpointLoop:
             self._last_written = sameness(decision)
             self._deps.file.put(decision_log.shown(decision, recorded.times.decision, wall))
 
-    def _pause(self, passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) -> float:
+    def _pause(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> float:
         """Seconds until the next look; few where more replicas are to be decided than may wait at a time."""
         self.waiting = refusal is not None
         pauses = [max(0.0, self._evaluation_due - self._deps.clock.now())]
@@ -282,7 +282,7 @@ def _found(
     return store.endpoint(connection, endpoint_id, known), store.replicas(connection, endpoint_id)
 
 
-def _outcome(passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) -> Outcome:
+def _outcome(passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> DecisionOutcome:
     granted = sum(one.granted for one in after)
     steps = list(passed.steps)
     reserved = sum(one.granted and one.lease is not None for one in after) - sum(
@@ -293,4 +293,4 @@ def _outcome(passed: Pass, refusal: Refusal | None, after: Sequence[Replica]) ->
         steps.append(Step(Stage.GPU, Code.GRANTED, passed.granted, granted, text))
     if refusal is not None:
         steps.append(Step(refusal.stage, refusal.code, passed.endpoint.desired, granted, refusal.text))
-    return Outcome(granted, tuple(steps))
+    return DecisionOutcome(granted, tuple(steps))

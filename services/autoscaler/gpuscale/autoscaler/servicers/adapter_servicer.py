@@ -5,7 +5,13 @@ from typing import TypeAlias
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
-from gpuscale.autoscaler.domain.replicas import DesiredReplica, LogPart, Order, ReplicaReport, ReplicaState
+from gpuscale.autoscaler.domain.replicas import (
+    DesiredReplica,
+    LogPart,
+    ReplicaOrder,
+    ReplicaReport,
+    ReplicaState,
+)
 from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogQuestion
 from gpuscale.autoscaler.wire.specs import group_from_wire
 from gpuscale.common.errors import (
@@ -165,7 +171,7 @@ def _counts(lines: Sequence[DesiredReplica]) -> list[api.DesiredCapabilitySet]:
                     endpoint=endpoint, capability_set=line.capability_set, capabilities=line.capabilities
                 ),
             )
-            one.replicas += line.order is Order.RUN
+            one.replicas += line.order is ReplicaOrder.RUN
     return list(found.values())
 
 

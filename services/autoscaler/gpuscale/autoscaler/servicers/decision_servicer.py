@@ -10,7 +10,7 @@ from itertools import zip_longest
 from google.protobuf.message import Message
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.decisions import Outcome, compose
+from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import evaluate
 from gpuscale.autoscaler.domain.planning import set_states, startup_seconds
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
@@ -148,7 +148,7 @@ class Evaluations:
         asked = question(endpoint.spec, state(endpoint.spec, at.now), live, at)
         # Every alternative is an evaluation of its own: off the loop, for a spec may have many rules.
         found_answer = await asyncio.to_thread(answer, asked)
-        decision = compose(endpoint, found_answer.result.evaluation, Outcome(granted))
+        decision = compose(endpoint, found_answer.result.evaluation, DecisionOutcome(granted))
         return response_to_wire(found_answer, decision_body(decision))
 
     async def _live(

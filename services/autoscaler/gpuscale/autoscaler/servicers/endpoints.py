@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 from uuid import uuid4
 
-from gpuscale.autoscaler.domain.decisions import Outcome, compose
+from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import order
 from gpuscale.autoscaler.domain.replicas import Replica
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
@@ -134,7 +134,7 @@ def set_replicas(
     own = [one for one in live if one.group.set == set_id]
     needs_gpus = after.spec.of_set(set_id).template.gpu_count
     granted = sum(one.granted for one in own) if needs_gpus else replicas
-    decision = compose(after, order(before.targets[set_id], replicas, who, set_id), Outcome(granted))
+    decision = compose(after, order(before.targets[set_id], replicas, who, set_id), DecisionOutcome(granted))
     decision_log.record(connection, decision, wall)
     return after
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import partial
 
 from gpuscale.autoscaler.backtest import history
-from gpuscale.autoscaler.backtest.history import UNKNOWN, NoWorkloadError, Reading, workload
+from gpuscale.autoscaler.backtest.history import UNKNOWN, NoWorkloadError, RecordedReading, workload
 from gpuscale.autoscaler.domain.queues import QueueReading
 from gpuscale.autoscaler.domain.replicas import Moment
 from gpuscale.autoscaler.domain.spec import EndpointSpec
@@ -34,8 +34,8 @@ class Histories:
         self._reading = reading
         self._store = store
         self._noted: dict[str, float] = {}
-        self._written: dict[str, Reading] = {}
-        self._held: dict[str, Reading] = {}
+        self._written: dict[str, RecordedReading] = {}
+        self._held: dict[str, RecordedReading] = {}
 
     async def note(self, endpoint: str, spec: EndpointSpec, at: Moment) -> None:
         """Keep what its queues are like now, if it is time; nothing where one of them cannot be had.
@@ -61,7 +61,7 @@ class Histories:
         ended = self._held.pop(endpoint, None)
         await self._keep([(endpoint, one) for one in (ended, reading) if one is not None])
 
-    async def _keep(self, readings: Sequence[tuple[str, Reading]]) -> None:
+    async def _keep(self, readings: Sequence[tuple[str, RecordedReading]]) -> None:
         self._written.update(readings)
         try:
             await self._store.write(partial(watcher_store.keep, readings=readings))
@@ -105,10 +105,10 @@ class Histories:
             raise FailedPreconditionError(text, reason="NO_HISTORY") from error
 
 
-def _reading(seen: list[QueueReading], wall: datetime) -> Reading:
+def _reading(seen: list[QueueReading], wall: datetime) -> RecordedReading:
     rates = [one.rates for one in seen if one.rates is not None]
     told = len(rates) == len(seen)
-    return Reading(
+    return RecordedReading(
         wall.timestamp(),
         sum(one.ready or 0 for one in seen),
         sum(one.unacked or 0 for one in seen),

@@ -40,7 +40,7 @@ class NoAnswerError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[V]):
+class PollAnswer(Generic[V]):
     """What was answered last.
 
     Attributes:
@@ -74,10 +74,10 @@ class Poller(Generic[K, V]):
         self._fetch = fetch
         self._clock = clock
         self._questions: dict[K, _Question] = {}
-        self._answers: dict[K, Answer[V]] = {}
+        self._answers: dict[K, PollAnswer[V]] = {}
         self._changed = asyncio.Event()
 
-    def ask(self, key: K, period: float) -> Answer[V]:
+    def ask(self, key: K, period: float) -> PollAnswer[V]:
         """The last answer to a question, which is repeated at the shortest period that was asked for, in seconds."""
         now, period = self._clock.now(), max(SHORTEST_PERIOD, period)
         known = self._questions.get(key)
@@ -90,8 +90,8 @@ class Poller(Generic[K, V]):
             self._questions[key] = _Question(period, now)
             self._changed.set()
         else:
-            return Answer(problem=f"there are {MAX_QUESTIONS} questions already")
-        return self._answers.get(key, Answer())
+            return PollAnswer(problem=f"there are {MAX_QUESTIONS} questions already")
+        return self._answers.get(key, PollAnswer())
 
     async def run(self) -> NoReturn:
         """Ask for ever."""
@@ -112,9 +112,9 @@ class Poller(Generic[K, V]):
             async with some:
                 at = self._clock.now()
                 try:
-                    answer = Answer(await self._fetch(key), at, "")
+                    answer = PollAnswer(await self._fetch(key), at, "")
                 except NoAnswerError as error:
-                    answer = replace(self._answers.get(key, Answer()), value=None, problem=str(error))
+                    answer = replace(self._answers.get(key, PollAnswer()), value=None, problem=str(error))
             if self._questions.get(key) is question:  # nobody may want to know any more
                 self._answers[key] = answer
         finally:
@@ -173,7 +173,7 @@ class WaitingRequests:
         raise NoAnswerError(f"the allocator has more than {MAX_PAGES * PAGE} tenants")
 
 
-def waiting_sample(source: WaitingSignal, answer: Answer[Counts]) -> Sample:
+def waiting_sample(source: WaitingSignal, answer: PollAnswer[Counts]) -> Sample:
     """How many wait: of one tenant, or of all."""
     if answer.value is None:
         return Sample(at=answer.at, problem=answer.problem)
@@ -182,26 +182,26 @@ def waiting_sample(source: WaitingSignal, answer: Answer[Counts]) -> Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AnswerShape:
     """The ask of a replica, as the contract encodes it, and how many GPUs it is for."""
 
     gpu_count: int
     ask: bytes
 
 
-def shape_of(template: ReplicaTemplate, nodes: set[str]) -> Shape:
+def shape_of(template: ReplicaTemplate, nodes: set[str]) -> AnswerShape:
     """What a replica of a template needs, on some nodes."""
     ask = ask_to_wire(template, sorted(nodes))
-    return Shape(template.gpu_count, ask.SerializeToString(deterministic=True))
+    return AnswerShape(template.gpu_count, ask.SerializeToString(deterministic=True))
 
 
-class Room:
+class PollingRoom:
     """The allocator, as a client: how many times a shape fits."""
 
     def __init__(self, allocator: grpc.aio.Channel) -> None:
         self._stub = allocator_api.CapacityServiceStub(allocator)
 
-    async def fetch(self, shape: Shape) -> int:
+    async def fetch(self, shape: AnswerShape) -> int:
         """How many replicas of a shape fit at once; of more than 100 nodes those that fit best are counted.
 
         Raises:
@@ -218,7 +218,7 @@ class Room:
         return sum(one.fitting_count // shape.gpu_count for one in found.nodes if not one.obstacle)
 
 
-def room_of(answer: Answer[int], now: float, since: float) -> int | None:
+def room_of(answer: PollAnswer[int], now: float, since: float) -> int | None:
     """How many more replicas fit; None where nobody knows, or it was asked before `since`, or too long ago."""
     oldest = max(since, now - DEFAULT_MAX_AGE)
     return answer.value if answer.at is not None and answer.at >= oldest else None

@@ -22,7 +22,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, field_validator, model_validator
 
 from gpuscale.autoscaler.domain.signals import Sample
-from gpuscale.autoscaler.signals.polling import Answer, NoAnswerError
+from gpuscale.autoscaler.signals.polling import NoAnswerError, PollAnswer
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl
 
@@ -200,7 +200,7 @@ class PrometheusServer:
         return NoAnswerError(f"prometheus {self._name} {what}")
 
 
-def prometheus_sample(answer: Answer[Values]) -> Sample:
+def prometheus_sample(answer: PollAnswer[Values]) -> Sample:
     """The values of a query; no work is left where each of them is 0."""
     if answer.value is None:
         return Sample(at=answer.at, problem=answer.problem)

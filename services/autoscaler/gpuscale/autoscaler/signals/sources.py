@@ -34,10 +34,10 @@ from gpuscale.autoscaler.domain.spec import (
 )
 from gpuscale.autoscaler.signals.fleet import FleetMetrics
 from gpuscale.autoscaler.signals.polling import (
+    AnswerShape,
     Counts,
     Poller,
-    Room,
-    Shape,
+    PollingRoom,
     WaitingRequests,
     room_of,
     shape_of,
@@ -203,7 +203,7 @@ class SignalSources:
     fleet: FleetMetrics
     prometheus: Mapping[str, Poller[str, Values]]
     waiting: Poller[None, Counts]
-    room: Poller[Shape, int]
+    room: Poller[AnswerShape, int]
     clock: Clock
 
     def sample(self, endpoint: Endpoint, replicas: Sequence[Replica]) -> dict[str, Sample]:
@@ -310,7 +310,7 @@ async def open_sources(
             fleet=FleetMetrics(fleet, clock),
             prometheus={name: Poller(server.fetch, clock) for name, server in servers.items()},
             waiting=Poller(WaitingRequests(allocator).fetch, clock),
-            room=Poller(Room(allocator).fetch, clock),
+            room=Poller(PollingRoom(allocator).fetch, clock),
             clock=clock,
         )
         scope = await stack.enter_async_context(TaskScope())

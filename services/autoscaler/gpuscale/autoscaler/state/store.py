@@ -17,7 +17,7 @@ from sqlmodel import Field, SQLModel, col, delete, func, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica
-from gpuscale.autoscaler.domain.replicas import Goal, Lease, Replica, ReplicaState
+from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaLease, ReplicaState
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.wire.specs import (
     group_from_wire,
@@ -317,7 +317,7 @@ def forget_boot(connection: Connection) -> None:
 
 
 def _values(one: Replica) -> Mapping[str, Any]:
-    lease = one.lease or Lease("", 0, ())
+    lease = one.lease or ReplicaLease("", 0, ())
     return {
         "endpoint": one.endpoint,
         "id": one.id,
@@ -372,7 +372,9 @@ def _group(stored: bytes) -> GroupOfReplica:
 
 
 def _replica(row: RowMapping) -> Replica:
-    lease = Lease(row["reservation"], row["fence"], tuple(row["gpu_uuids"].split()), row["lease_token"])
+    lease = ReplicaLease(
+        row["reservation"], row["fence"], tuple(row["gpu_uuids"].split()), row["lease_token"]
+    )
     return Replica(
         endpoint=row["endpoint"],
         id=row["id"],

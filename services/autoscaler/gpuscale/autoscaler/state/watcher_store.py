@@ -8,7 +8,7 @@ from sqlalchemy import RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.autoscaler.backtest import history
-from gpuscale.autoscaler.backtest.history import Reading
+from gpuscale.autoscaler.backtest.history import RecordedReading
 from gpuscale.autoscaler.domain.queues import Watcher, WatchSpec
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.store.schema import Whole
@@ -120,7 +120,7 @@ class ReadingRow(SQLModel, table=True):
     since: float | None = None
 
 
-def keep(connection: Connection, readings: Iterable[tuple[str, Reading]]) -> None:
+def keep(connection: Connection, readings: Iterable[tuple[str, RecordedReading]]) -> None:
     """Keep readings of endpoints, by id."""
     for endpoint, one in readings:
         place = int(one.at // history.SPACING) % history.KEPT
@@ -129,13 +129,15 @@ def keep(connection: Connection, readings: Iterable[tuple[str, Reading]]) -> Non
         connection.execute(insert(ReadingRow).values(endpoint=endpoint, place=place, **asdict(one)))
 
 
-def readings(connection: Connection, endpoint: str, since: float, until: float) -> list[Reading]:
+def readings(connection: Connection, endpoint: str, since: float, until: float) -> list[RecordedReading]:
     """The readings of an endpoint between two moments, in seconds since 1970; oldest first."""
     at = col(ReadingRow.at)
     own = select(ReadingRow).where(col(ReadingRow.endpoint) == endpoint, at >= since, at <= until)
     rows = connection.execute(own.order_by(at)).mappings()
     return [
-        Reading(row["at"], row["ready"], row["unacked"], row["published"], row["delivered"], row["since"])
+        RecordedReading(
+            row["at"], row["ready"], row["unacked"], row["published"], row["delivered"], row["since"]
+        )
         for row in rows
     ]
 

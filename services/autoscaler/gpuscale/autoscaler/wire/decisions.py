@@ -17,9 +17,9 @@ from gpuscale.autoscaler.domain.inputs import (
     Aggregation,
     Burst,
     Inputs,
+    InputSeries,
     Observation,
     ObservationStatus,
-    Series,
     SetState,
 )
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState, shown_state
@@ -244,7 +244,9 @@ def question_from_wire(wire: api.DecisionInputs) -> Question:
         now=wire.now,
         wall=to_datetime(wire.time),
         observations={one.observation.signal: _observation(one) for one in wire.signals if not one.absent},
-        series={one.observation.signal: Series(tuple(one.times), tuple(one.values)) for one in wire.signals},
+        series={
+            one.observation.signal: InputSeries(tuple(one.times), tuple(one.values)) for one in wire.signals
+        },
         last_changes={one.rule: one.at for one in wire.rule_changes},
         bursts={one.rule: Burst(one.over_at, one.peak) for one in wire.bursts},
         startup=wire.startup if wire.HasField("startup") else None,
@@ -255,7 +257,7 @@ def question_from_wire(wire: api.DecisionInputs) -> Question:
     return Question(spec_from_wire(wire.spec, "spec"), inputs, memory, wire.unknown_replicas)
 
 
-def _signal_to_wire(one: Observation, past: Series) -> _Signal:
+def _signal_to_wire(one: Observation, past: InputSeries) -> _Signal:
     return _Signal(
         observation=observation_to_wire(one),
         value=one.value,
@@ -270,7 +272,7 @@ def _signal_to_wire(one: Observation, past: Series) -> _Signal:
     )
 
 
-def _past_to_wire(name: str, past: Series) -> _Signal:
+def _past_to_wire(name: str, past: InputSeries) -> _Signal:
     known = api.Observation(signal=name)
     return _Signal(observation=known, times=past.times, values=past.values, absent=True)
 

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import ClassVar
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from gpuscale.autoscaler.domain.inputs import Inputs, Series
+from gpuscale.autoscaler.domain.inputs import Inputs, InputSeries
 from gpuscale.autoscaler.domain.rules.rule import Kind, Proposal, Rule, ceiling
 
 LEVEL_WEIGHT = 0.5
@@ -114,7 +114,7 @@ class ForecastRule(Kind):
         return Proposal(max(count, before), text, fired=count > before, floor=count)
 
 
-def holt(history: Series, moment: float) -> float | None:
+def holt(history: InputSeries, moment: float) -> float | None:
     """The value at a later moment, by Holt's double exponential smoothing with unequal steps; None for few values."""
     if len(history.times) < FEWEST:
         return None
