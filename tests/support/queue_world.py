@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.allocator.queueing.model import Grant, Lease, Place, Quota, Revoke, Rules, Step
+from gpuscale.allocator.queueing.model import Grant, LeaseTerms, QueuePlace, Quota, Revoke, Rules, Step
 from gpuscale.allocator.queueing.queue import Queue
 from tests.support.allocator_values import NOW, ask, reserved
 
@@ -14,7 +14,7 @@ from tests.support.allocator_values import NOW, ask, reserved
 class Held:
     """A live reservation of the small fleet."""
 
-    lease: Lease
+    lease: LeaseTerms
     tenant: str
     gpus: frozenset[str]
 
@@ -37,7 +37,7 @@ class QueueWorld:
     def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
         return self._place(ask, dict.fromkeys(freed))
 
-    def leases(self, nodes: Collection[str] | None = None) -> Sequence[Lease]:
+    def leases(self, nodes: Collection[str] | None = None) -> Sequence[LeaseTerms]:
         return [
             one.lease
             for one in self.held.values()
@@ -50,11 +50,11 @@ class QueueWorld:
     def quota(self, tenant: str) -> Quota:
         return self.quotas.get(tenant, Quota(tenant))
 
-    def hold(self, order: Order, uuids: Collection[str], *, ttl: float | None = None) -> Lease:
+    def hold(self, order: Order, uuids: Collection[str], *, ttl: float | None = None) -> LeaseTerms:
         """Grant these GPUs to an order."""
         taken = {uuid for one in self.held.values() for uuid in one.gpus}
         assert taken.isdisjoint(uuids), "a GPU is held twice"
-        lease = Lease(
+        lease = LeaseTerms(
             order.request_id,
             order.priority,
             order.preemptible,
@@ -159,7 +159,7 @@ class Line:
         """Play, and name the leases that are to end."""
         return [lease for step in self.play() if isinstance(step, Revoke) for lease in step.leases]
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> QueuePlace:
         """Where a request stands."""
         waiter = self.queue.get(name)
         assert waiter is not None

@@ -15,7 +15,7 @@ from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.state import archive
-from gpuscale.allocator.state.archive import Archive, EndedStore, Limits, Totals
+from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore, Totals
 from gpuscale.allocator.state.store import AllocatorStore, open_store
 from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, UnavailableError
 from gpuscale.common.secrets import SecretUrl
@@ -130,7 +130,9 @@ async def test_there_are_no_more_than_the_settings_say(tmp_path: Path, database:
 
 
 @asynccontextmanager
-async def archived(path: Path, count: int, limits: Limits) -> AsyncGenerator[tuple[Archive, AllocatorStore]]:
+async def archived(
+    path: Path, count: int, limits: ArchiveLimits
+) -> AsyncGenerator[tuple[Archive, AllocatorStore]]:
     """An archive whose ledger has so many that ended."""
     numbers = count_from(1)
     ledger, clock = Ledger(new_id=lambda: f"r{next(numbers)}"), ManualClock()
@@ -149,7 +151,7 @@ async def archived(path: Path, count: int, limits: Limits) -> AsyncGenerator[tup
 
 
 async def test_they_take_no_more_bytes_than_the_settings_say(tmp_path: Path) -> None:
-    async with archived(tmp_path / DATABASE, 200, Limits(1000, 20_000)) as (found, store):
+    async with archived(tmp_path / DATABASE, 200, ArchiveLimits(1000, 20_000)) as (found, store):
         await found.tidy()
         totals = await EndedStore(store, BOOT, 0.0).totals()
         assert 10_000 < totals.bytes <= 20_000
@@ -160,7 +162,7 @@ async def test_they_take_no_more_bytes_than_the_settings_say(tmp_path: Path) -> 
 
 async def test_the_file_shrinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuscale.common.store.sqlite_store.MOST_FREE_PAGES", 4)
-    async with archived(tmp_path / DATABASE, 600, Limits(1000, 1 << 30)) as (found, _):
+    async with archived(tmp_path / DATABASE, 600, ArchiveLimits(1000, 1 << 30)) as (found, _):
         await found.tidy()
     large = (tmp_path / DATABASE).stat().st_size
     async with open_store(tmp_path / DATABASE, BOOT) as store:
@@ -172,7 +174,7 @@ async def test_the_file_shrinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_damaged_record_is_refused_when_it_is_read(tmp_path: Path) -> None:
-    async with archived(tmp_path / DATABASE, 5, Limits(1000, 1 << 30)) as (found, _):
+    async with archived(tmp_path / DATABASE, 5, ArchiveLimits(1000, 1 << 30)) as (found, _):
         await found.tidy()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
         connection.execute("UPDATE ended SET holder = 'eve' WHERE fence = 2")

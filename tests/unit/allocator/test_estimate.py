@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gpuscale.allocator.domain.estimate import BYTES_OF_TYPE, MIB, Wish, estimate, parallelism, size_in
+from gpuscale.allocator.domain.estimate import BYTES_OF_TYPE, MIB, ModelWish, estimate, parallelism, size_in
 from gpuscale.common.errors import InvalidArgumentError
 
 LONG = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "dcp": "decode-context"}
@@ -183,14 +183,14 @@ def test_a_name_without_a_size(name: str) -> None:
     ],
 )
 def test_memory_by_the_table(model: str, mib: int) -> None:
-    found = estimate(Wish(model=model))
+    found = estimate(ModelWish(model=model))
     assert (found.gpu_count, found.memory_bytes) == (1, mib * MIB)
 
 
 def test_the_example_of_the_seed() -> None:
     """`estimate_gpu_requirements` of the document returns (4, 20000)."""
     parameters = {"tp-size": [1, 2, 4], "pp-size": [1], "dp-size": [1]}
-    found = estimate(Wish("llama-3-70b", parameters))
+    found = estimate(ModelWish("llama-3-70b", parameters))
     assert (found.gpu_count, found.memory_bytes) == (4, 20_000 * MIB)
     assert found.notes[0] == "GPUs: 4 = tp 4 x pp 1 x max(dp 1, dcp 1, cp 1)"
     assert "70 billion, from '70b' in the name" in found.notes[1]
@@ -198,40 +198,40 @@ def test_the_example_of_the_seed() -> None:
 
 
 def test_a_count_that_is_given_goes_before_the_name() -> None:
-    found = estimate(Wish("llama-7b", parameter_count=70e9))
+    found = estimate(ModelWish("llama-7b", parameter_count=70e9))
     assert (found.parameter_count, found.memory_bytes) == (70e9, 20_000 * MIB)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [*BYTES_OF_TYPE.items(), ("BF16", 2)])
 def test_memory_from_the_data_type(dtype: str, size: float) -> None:
-    assert estimate(Wish(parameter_count=8e9, dtype=dtype)).memory_bytes == 8e9 * size
+    assert estimate(ModelWish(parameter_count=8e9, dtype=dtype)).memory_bytes == 8e9 * size
 
 
 def test_weights_are_divided_by_tp_and_pp_and_the_cache_by_all() -> None:
     """Data and context parallelism repeat the weights on each GPU."""
     parameters: dict[str, object] = {"tp": 2, "pp": 2, "dp": 2}
-    bare = estimate(Wish("x-8b", parameters, dtype="fp16"))
+    bare = estimate(ModelWish("x-8b", parameters, dtype="fp16"))
     assert (bare.gpu_count, bare.memory_bytes) == (8, 4_000_000_000)
-    cached = estimate(Wish("x-8b", parameters, None, "fp16", 1000, 80_001))
+    cached = estimate(ModelWish("x-8b", parameters, None, "fp16", 1000, 80_001))
     assert cached.memory_bytes == 4_000_000_000 + 10_000_125
 
 
 @pytest.mark.parametrize(
     ("wish", "field"),
     [
-        (Wish("x-7b", dtype="auto"), "dtype"),
-        (Wish("x-7b", dtype="fp12"), "dtype"),
-        (Wish("unknown", dtype="fp16"), "parameter_count"),
-        (Wish("x-7b", dtype="fp16", kv_cache_tokens=5), "kv_cache_bytes_per_token"),
-        (Wish("x-7b", dtype="fp16", kv_cache_bytes_per_token=5), "kv_cache_tokens"),
-        (Wish("x-7b", kv_cache_tokens=5, kv_cache_bytes_per_token=5), "dtype"),
-        (Wish(parameter_count=math.nan), "parameter_count"),
-        (Wish(parameter_count=math.inf), "parameter_count"),
-        (Wish(parameter_count=0.0), "parameter_count"),
-        (Wish(parameter_count=1e30, dtype="fp16"), "parameter_count"),
+        (ModelWish("x-7b", dtype="auto"), "dtype"),
+        (ModelWish("x-7b", dtype="fp12"), "dtype"),
+        (ModelWish("unknown", dtype="fp16"), "parameter_count"),
+        (ModelWish("x-7b", dtype="fp16", kv_cache_tokens=5), "kv_cache_bytes_per_token"),
+        (ModelWish("x-7b", dtype="fp16", kv_cache_bytes_per_token=5), "kv_cache_tokens"),
+        (ModelWish("x-7b", kv_cache_tokens=5, kv_cache_bytes_per_token=5), "dtype"),
+        (ModelWish(parameter_count=math.nan), "parameter_count"),
+        (ModelWish(parameter_count=math.inf), "parameter_count"),
+        (ModelWish(parameter_count=0.0), "parameter_count"),
+        (ModelWish(parameter_count=1e30, dtype="fp16"), "parameter_count"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(wish: Wish, field: str) -> None:
+def test_what_cannot_be_computed_is_refused(wish: ModelWish, field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         estimate(wish)
     assert [violation.field for violation in caught.value.violations] == [field]
@@ -241,12 +241,12 @@ def test_what_cannot_be_computed_is_refused(wish: Wish, field: str) -> None:
 @pytest.mark.parametrize("dtype", ["", "fp32"])
 def test_a_number_of_parameters_that_no_model_has_is_refused(count: float, dtype: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        estimate(Wish(parameter_count=count, dtype=dtype))
+        estimate(ModelWish(parameter_count=count, dtype=dtype))
     assert caught.value.violations[0].field == "parameter_count"
 
 
 def test_the_largest_numbers_there_are_are_reckoned_with() -> None:
-    assert estimate(Wish(parameter_count=1e18, dtype="fp32")).memory_bytes == 4 * 10**18
+    assert estimate(ModelWish(parameter_count=1e18, dtype="fp32")).memory_bytes == 4 * 10**18
     most = 2**63 - 1
     with pytest.raises(InvalidArgumentError):
-        estimate(Wish("70b", dtype="fp8", kv_cache_tokens=most, kv_cache_bytes_per_token=most))
+        estimate(ModelWish("70b", dtype="fp8", kv_cache_tokens=most, kv_cache_bytes_per_token=most))

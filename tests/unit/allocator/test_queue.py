@@ -4,7 +4,7 @@ import pytest
 
 from gpuscale.allocator.domain.model import Pick
 from gpuscale.allocator.placing.refusal import Refusal
-from gpuscale.allocator.queueing.model import Obstacle, Quota, Reason, Rules
+from gpuscale.allocator.queueing.model import QueueObstacle, Quota, Reason, Rules
 from gpuscale.allocator.queueing.queue import BEHIND_OTHERS
 from gpuscale.common.errors import ResourceExhaustedError
 from tests.support.queue_world import Line, QueueWorld, wish
@@ -182,7 +182,7 @@ def test_one_look_takes_what_is_left() -> None:
 def test_one_look_is_held_to_the_quota() -> None:
     line = Line(QueueWorld({"n0": 2}, quotas={"t": Quota("t", 1000)}))
     found = line.queue.look(wish("look", 2), line.world.now)
-    assert isinstance(found, Obstacle)
+    assert isinstance(found, QueueObstacle)
     assert found.reason is Reason.QUOTA_EXCEEDED
     assert "holds 0; this asks for 2" in found.message
 

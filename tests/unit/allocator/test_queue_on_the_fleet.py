@@ -8,7 +8,7 @@ import pytest
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.queueing.model import Grant, Obstacle, Quota, Reason, Revoke, Rules
+from gpuscale.allocator.queueing.model import Grant, QueueObstacle, Quota, Reason, Revoke, Rules
 from gpuscale.allocator.queueing.queue import BEHIND_OTHERS, Queue
 from gpuscale.allocator.usecases.waiting import AllocatorWorld
 from tests.support.allocator_values import MIB, WALL, ask, gpu
@@ -40,7 +40,7 @@ class Site:
         """Look once and take what is found: its id, or the reason why there is none."""
         found = self.queue.look(order, self.clock.now())
         if not isinstance(found, Pick):
-            return str(found.reason if isinstance(found, Obstacle) else found.kind)
+            return str(found.reason if isinstance(found, QueueObstacle) else found.kind)
         return self._granted(order, found).id
 
     def waits(self, *orders: Order) -> list[str]:
@@ -72,7 +72,7 @@ class Site:
                         done.append(f"-{lease}")
         return done
 
-    def obstacle(self, name: str) -> Obstacle:
+    def obstacle(self, name: str) -> QueueObstacle:
         """Why a request is not served."""
         waiter = self.queue.get(name)
         assert waiter is not None

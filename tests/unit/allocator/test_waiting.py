@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from gpuscale.allocator.domain.model import State
-from gpuscale.allocator.queueing.model import Place, Quota, Reason, Rules
+from gpuscale.allocator.queueing.model import QueuePlace, Quota, Reason, Rules
 from gpuscale.allocator.usecases import waiting
 from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
 from tests.support.queue_site import queue_site
@@ -20,7 +20,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def followed(watch: AsyncGenerator[Place | str]) -> list[Place | str]:
+async def followed(watch: AsyncGenerator[QueuePlace | str]) -> list[QueuePlace | str]:
     """All that is told."""
     async with aclosing(watch) as told:
         return [one async for one in told]
@@ -163,7 +163,7 @@ async def test_news_of_the_place_until_the_grant() -> None:
         await asyncio.sleep(1)
         await site.release(site.ledger.get(await first))
         news = await second
-        places = [one for one in news if isinstance(one, Place)]
+        places = [one for one in news if isinstance(one, QueuePlace)]
         assert [one.position for one in places] == [1, 0]
         assert {one.obstacle.reason for one in places} == {Reason.NO_CAPACITY}
         assert places[1].start

@@ -15,7 +15,7 @@ from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, NodeServicer, QuotaServicer
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.allocator.state.archive import Archive, EndedStore, Limits
+from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.state.operator_store import CordonStore, QuotaStore
 from gpuscale.allocator.state.store import AllocatorStore, Saved, open_shared_store, open_store
@@ -81,7 +81,7 @@ async def open_parts(
         saved = await store.load()
         ledger = await _restore(saved, store, clock, tasks, settings.fences_above)
         tokens = Tokens(await store.lease_key())
-        limits = Limits(settings.ended_max_records, settings.ended_max_mib << 20)
+        limits = ArchiveLimits(settings.ended_max_records, settings.ended_max_mib << 20)
         archive = Archive(ledger, EndedStore(store, clock.boot_id, clock.now()), limits, clock)
         await archive.open()
         view, placer, changes = FleetView(saved.ranks), Placer(ledger.use), Changes()

@@ -187,7 +187,7 @@ _LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ModelWish:
     """What a model needs is to be found for.
 
     `parameters` is as JSON has it; `parameter_count` goes before what the name tells; memory is computed where `dtype` is
@@ -213,7 +213,7 @@ class Estimate:
     parameter_count: float | None
 
 
-def estimate(wish: Wish) -> Estimate:
+def estimate(wish: ModelWish) -> Estimate:
     """Find what a model needs.
 
     Raises:
@@ -234,7 +234,7 @@ def estimate(wish: Wish) -> Estimate:
     )
 
 
-def _size(wish: Wish) -> ModelSize | None:
+def _size(wish: ModelWish) -> ModelSize | None:
     if wish.parameter_count is None:
         return size_in(wish.model)
     if not 0 < wish.parameter_count <= MOST_PARAMETERS:
@@ -244,7 +244,7 @@ def _size(wish: Wish) -> ModelSize | None:
     return ModelSize(wish.parameter_count, "")
 
 
-def _told(wish: Wish, size: ModelSize | None) -> list[str]:
+def _told(wish: ModelWish, size: ModelSize | None) -> list[str]:
     """Where the number of parameters is from."""
     if size is None:
         return [
@@ -259,7 +259,7 @@ def _because(size: ModelSize) -> str:
     return f" ({size.note})" if size.note else ""
 
 
-def _by_table(wish: Wish, size: ModelSize | None, gpus: Parallelism) -> tuple[int, list[str]]:
+def _by_table(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tuple[int, list[str]]:
     if wish.kv_cache_tokens or wish.kv_cache_bytes_per_token:
         raise InvalidArgumentError("a KV cache is counted only with a dtype: give one", field="dtype")
     mib = _class_mib(size)
@@ -281,7 +281,7 @@ def _class_mib(size: ModelSize | None) -> int:
     return MEDIUM_MIB if size.parameter_count < LARGE_FROM else LARGE_MIB
 
 
-def _computed(wish: Wish, size: ModelSize | None, gpus: Parallelism) -> tuple[int, list[str]]:
+def _computed(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tuple[int, list[str]]:
     of_type = BYTES_OF_TYPE.get(wish.dtype.lower())
     if of_type is None:
         raise InvalidArgumentError(f"dtype must be one of {', '.join(BYTES_OF_TYPE)}", field="dtype")
@@ -304,7 +304,7 @@ def _weights(size: ModelSize, of_type: float, gpus: Parallelism) -> float:
     return size.parameter_count * of_type / (gpus.tp * gpus.pp)
 
 
-def _cache(wish: Wish, gpus: Parallelism) -> float:
+def _cache(wish: ModelWish, gpus: Parallelism) -> float:
     """Bytes of the KV cache on each GPU."""
     tokens, each = wish.kv_cache_tokens, wish.kv_cache_bytes_per_token
     if (tokens is None) != (each is None):

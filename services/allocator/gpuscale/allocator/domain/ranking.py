@@ -35,7 +35,7 @@ class Idleness:
         return utilization < self.max_utilization_percent and memory < self.max_memory_percent
 
 
-class Standing(IntEnum):
+class RankStanding(IntEnum):
     """How far a node can be counted on where the number of idle GPUs does not decide; less is better."""
 
     MEASURED = 0
@@ -56,15 +56,15 @@ class RankedNode:
     message: str
     mean_utilization_percent: float | None
     mean_memory_percent: float | None
-    standing: Standing
+    standing: RankStanding
 
 
 _WORDS = {
-    Standing.MEASURED: "no GPU of it is idle",
-    Standing.UNMEASURED: "its GPUs are not measured",
-    Standing.CORDONED: "it is cordoned",
-    Standing.STALE: "its last report is too old",
-    Standing.OFFLINE: "its agent is not connected",
+    RankStanding.MEASURED: "no GPU of it is idle",
+    RankStanding.UNMEASURED: "its GPUs are not measured",
+    RankStanding.CORDONED: "it is cordoned",
+    RankStanding.STALE: "its last report is too old",
+    RankStanding.OFFLINE: "its agent is not connected",
 }
 _WORST_PERCENT = 101.0
 
@@ -120,19 +120,19 @@ def memory_percent(gpu: Gpu) -> float | None:
     return 100 * used / gpu.memory_total_bytes
 
 
-def _standing(node: Node, fresh: Sequence[Gpu], *, cordoned: bool, now: float) -> Standing:
+def _standing(node: Node, fresh: Sequence[Gpu], *, cordoned: bool, now: float) -> RankStanding:
     if node.state is NodeState.OFFLINE:
-        return Standing.OFFLINE
+        return RankStanding.OFFLINE
     if node.state is NodeState.STALE or (node.gpus and all(now > gpu.fresh_until for gpu in node.gpus)):
-        return Standing.STALE
+        return RankStanding.STALE
     if cordoned:
-        return Standing.CORDONED
+        return RankStanding.CORDONED
     measured = any(gpu.utilization_percent is not None and memory_percent(gpu) is not None for gpu in fresh)
-    return Standing.MEASURED if measured else Standing.UNMEASURED
+    return RankStanding.MEASURED if measured else RankStanding.UNMEASURED
 
 
 def _ranked(
-    node: Node, fresh: Sequence[Gpu], idle: int, standing: Standing, idleness: Idleness
+    node: Node, fresh: Sequence[Gpu], idle: int, standing: RankStanding, idleness: Idleness
 ) -> RankedNode:
     wanted = max(idleness.gpu_count, 1)
     message = f"{idle} of {len(node.gpus)} GPUs idle" if idle else _WORDS[standing]

@@ -45,7 +45,7 @@ MOST_SETS = 20_000
 """Up to so many sets are all compared; of more, a set is grown from the best pair (16 GPUs have 12870 sets of 8)."""
 
 
-class Candidate(NamedTuple):
+class NodeCandidate(NamedTuple):
     """A GPU that fits, and its column: what nobody holds of it, the memory a newcomer has there, and how good it is."""
 
     gpu: Gpu
@@ -60,17 +60,17 @@ class Candidate(NamedTuple):
         return self.gpu.index, self.gpu.uuid
 
 
-def best_first(one: Candidate) -> tuple[float, int, str]:
+def best_first(one: NodeCandidate) -> tuple[float, int, str]:
     """Sort key: the highest value, then the lowest index."""
     return -one.value, one.gpu.index, one.gpu.uuid
 
 
-def tightest_first(one: Candidate) -> tuple[int, int, int, str]:
+def tightest_first(one: NodeCandidate) -> tuple[int, int, int, str]:
     """Sort key: the GPU of which least is free, so that whole ones stay whole."""
     return one.free_milli, one.available, one.gpu.index, one.gpu.uuid
 
 
-def choose(candidates: Sequence[Candidate], count: int, wanted: GpuSet) -> list[Candidate]:
+def choose(candidates: Sequence[NodeCandidate], count: int, wanted: GpuSet) -> list[NodeCandidate]:
     """The GPUs to take of `candidates`, which are at least `count` and in the order of preference."""
     if wanted is GpuSet.BEST or count < 2 or count == len(candidates):
         return list(candidates[:count])
@@ -79,7 +79,7 @@ def choose(candidates: Sequence[Candidate], count: int, wanted: GpuSet) -> list[
     return _balanced(candidates, count)
 
 
-def _balanced(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+def _balanced(candidates: Sequence[NodeCandidate], count: int) -> list[NodeCandidate]:
     """The least free memory as large as possible, then the spread as small: those just above the `count`-th largest.
 
     Of 80, 60 and 60 GB the two balanced ones are 60 and 60.
@@ -90,7 +90,7 @@ def _balanced(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     return sorted(enough, key=lambda one: (one.available, one.place))[:count]
 
 
-def _best_linked(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+def _best_linked(candidates: Sequence[NodeCandidate], count: int) -> list[NodeCandidate]:
     """The set with the most NVLink connections inside; of equals the first in the order of preference."""
     links = [[_links(one, other) for other in candidates] for one in candidates]
     everyone = range(len(candidates))
@@ -112,7 +112,7 @@ def _inside(links: Sequence[Sequence[int]], chosen: Sequence[int]) -> int:
     return sum(links[one][other] for one, other in combinations(chosen, 2))
 
 
-def _links(one: Candidate, other: Candidate) -> int:
+def _links(one: NodeCandidate, other: NodeCandidate) -> int:
     return max(_toward(one.gpu.nvlinks, other.gpu.uuid), _toward(other.gpu.nvlinks, one.gpu.uuid))
 
 
@@ -165,7 +165,7 @@ class Members:
         rows, columns = np.nonzero(fits)
         order = np.argsort(-self._totals(shape, rows, columns), kind="stable")[:most]
         found: list[ReservedGpu] = []
-        scores: dict[int, Callable[[Candidate], Score]] = {}
+        scores: dict[int, Callable[[NodeCandidate], Score]] = {}
         for row, column in zip(listed(rows[order]), listed(columns[order]), strict=True):
             if row not in scores:
                 scores[row] = self._scoring(shape, row)
@@ -190,7 +190,7 @@ class Members:
         total: Floats = np.sum([value * weight for _, value, weight in parts(ask, known, tariff)], axis=0)
         return total[back]
 
-    def _preferred(self, shape: Shape, at: int) -> Candidate:
+    def _preferred(self, shape: Shape, at: int) -> NodeCandidate:
         """The first GPU of a row by preference; of equals the one with the lowest index, which comes first."""
         row = self._columns.row(at)
         fitting = _fitting(shape, at)
@@ -202,16 +202,16 @@ class Members:
             first = min(fitting, key=lambda column: (-row.gpus[column].held, row.gpus[column].available))
         return self._candidate(at, row, first, values[first])
 
-    def _candidates(self, shape: Shape, at: int) -> list[Candidate]:
+    def _candidates(self, shape: Shape, at: int) -> list[NodeCandidate]:
         """The GPUs of a row that fit, in the order of their indices."""
         row = self._columns.row(at)
         values = self._values(shape, at, row)
         return [self._candidate(at, row, column, values[column]) for column in _fitting(shape, at)]
 
-    def _candidate(self, at: int, row: Row, column: int, value: float) -> Candidate:
+    def _candidate(self, at: int, row: Row, column: int, value: float) -> NodeCandidate:
         gpu = self._columns.gpus[at][column]
         known = row.gpus[column]
-        return Candidate(gpu, column, WHOLE - known.held, known.available, value)
+        return NodeCandidate(gpu, column, WHOLE - known.held, known.available, value)
 
     def _values(self, shape: Shape, at: int, row: Row) -> list[float]:
         """How good the GPUs of a row are that fit, where that differs between them."""
@@ -227,7 +227,7 @@ class Members:
             return values
         return [0.0] * len(row.gpus)
 
-    def _reserved(self, ask: Ask, row: int, one: Candidate, score: Score, member: int) -> ReservedGpu:
+    def _reserved(self, ask: Ask, row: int, one: NodeCandidate, score: Score, member: int) -> ReservedGpu:
         gpu = one.gpu
         return ReservedGpu(
             self._columns.nodes[row].id,
@@ -242,7 +242,7 @@ class Members:
             parent=gpu.parent,
         )
 
-    def _scoring(self, shape: Shape, row: int) -> Callable[[Candidate], Score]:
+    def _scoring(self, shape: Shape, row: int) -> Callable[[NodeCandidate], Score]:
         """What scores the GPUs of a row that fit, in parts."""
         ask, columns = shape.ask, self._columns
         if ask.policy is _SPREAD:
@@ -262,7 +262,7 @@ class Members:
             )
         return lambda _: score
 
-    def _fragmentation(self, shape: Shape, row: int) -> Callable[[Candidate], Score]:
+    def _fragmentation(self, shape: Shape, row: int) -> Callable[[NodeCandidate], Score]:
         rows = np.array([row])
         fits, typical = shape.gpu_codes[rows] == 0, self._typical()
         gradients = fragmentation_gradients(shape.ask, self._columns, rows, fits, typical)[0]
@@ -270,7 +270,7 @@ class Members:
         return lambda one: _of_gradient(float(gradients[one.column]), float(compared[one.column]))
 
 
-def _spread(ask: Ask, one: Candidate) -> Score:
+def _spread(ask: Ask, one: NodeCandidate) -> Score:
     """As the seed says; of a GPU that is shared already, what its holders have is not free."""
     note = "" if one.available == one.gpu.memory_free_bytes else SHARED
     return scored(one.gpu, ask.weights, one.available, note)
@@ -285,7 +285,7 @@ def _fitting(shape: Shape, at: int) -> list[int]:
     return list(compress(count(), map(not_, listed(shape.gpu_codes[at]))))
 
 
-def _room(ask: Ask, one: Candidate) -> int:
+def _room(ask: Ask, one: NodeCandidate) -> int:
     """How many shares like the one asked for a GPU has room for."""
     total = one.gpu.memory_total_bytes
     by_memory = one.available // max(floor_on(ask, total or 0), 1)
@@ -297,7 +297,7 @@ def _by_score(ask: Ask) -> bool:
     return ask.policy is _SPREAD or (ask.policy is Policy.FGD and ask.gpu_count == 1 and not ask.exclusive)
 
 
-def _preference(ask: Ask) -> Callable[[Candidate], tuple[float, int, str] | tuple[int, int, int, str]]:
+def _preference(ask: Ask) -> Callable[[NodeCandidate], tuple[float, int, str] | tuple[int, int, int, str]]:
     """The sort key by which GPUs of a node are preferred."""
     return best_first if _by_score(ask) else tightest_first
 

@@ -291,7 +291,7 @@ BESTFIT_CPU, BESTFIT_GPU = 128_000.0, 8_000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class PolicyFacts:
     """What `pack` and `bestfit` look at, of one node or, in arrays, of several.
 
     Its free CPU (0 where that is not `cpu_known`), its free GPU, what is asked of it, and the price of its model.
@@ -304,7 +304,7 @@ class Facts:
     price: Any
 
 
-def facts(columns: Columns, rows: Ints, constraints: Constraints, ask: Ask, tariff: Tariff) -> Facts:
+def facts(columns: Columns, rows: Ints, constraints: Constraints, ask: Ask, tariff: Tariff) -> PolicyFacts:
     """Gather the facts of some rows."""
     price = np.zeros(len(rows))
     if tariff.prices and not ask.models:
@@ -316,10 +316,10 @@ def facts(columns: Columns, rows: Ints, constraints: Constraints, ask: Ask, tari
         free = np.where(working, WHOLE - columns.held[rows], 0).sum(1)
     taken = ask.gpu_count * constraints.milli(rows)[:, 0]  # where the size decides, that of the first GPU
     cpu = columns.cpu_free[rows].astype(np.float64)
-    return Facts(cpu, cpu != UNKNOWN, free.astype(np.float64), taken.astype(np.float64), price)
+    return PolicyFacts(cpu, cpu != UNKNOWN, free.astype(np.float64), taken.astype(np.float64), price)
 
 
-def facts_of(row: Row, constraints: Constraints, ask: Ask, tariff: Tariff) -> Facts:
+def facts_of(row: Row, constraints: Constraints, ask: Ask, tariff: Tariff) -> PolicyFacts:
     """As `facts`, of one row."""
     kind, model = constraints.kind, row.gpus[0].model if row.gpus else 0
     free = row.node.free_milli
@@ -327,7 +327,9 @@ def facts_of(row: Row, constraints: Constraints, ask: Ask, tariff: Tariff) -> Fa
         free = sum(WHOLE - gpu.held for gpu in row.gpus if gpu.kind == kind and not gpu.out_of_use)
     taken = ask.gpu_count * constraints.milli_of(row.gpus[0] if row.gpus else None)
     price = 0.0 if ask.models else tariff.prices.get(model, 0.0)
-    return Facts(float(row.node.cpu_free), row.node.cpu_free != UNKNOWN, float(free), float(taken), price)
+    return PolicyFacts(
+        float(row.node.cpu_free), row.node.cpu_free != UNKNOWN, float(free), float(taken), price
+    )
 
 
 def value(
@@ -368,7 +370,7 @@ def value_of(ask: Ask, row: Row, codes: Sequence[int], constraints: Constraints,
     return float(_rounded(ask, facts_of(row, constraints, ask, tariff), tariff))
 
 
-def parts(ask: Ask, known: Facts, tariff: Tariff) -> tuple[tuple[str, Any, float], ...]:
+def parts(ask: Ask, known: PolicyFacts, tariff: Tariff) -> tuple[tuple[str, Any, float], ...]:
     """The value of `pack` and `bestfit` in parts, as compared but for the rounding: names, values and weights."""
     if ask.policy is Policy.PACK:
         drop = _drop(ask, known, tariff)
@@ -416,7 +418,7 @@ def _spread(ask: Ask, columns: Columns, rows: Ints, fits: Bools) -> Floats:
     return total / ask.gpu_count
 
 
-def _rounded(ask: Ask, known: Facts, tariff: Tariff) -> Any:
+def _rounded(ask: Ask, known: PolicyFacts, tariff: Tariff) -> Any:
     """The value of `pack` and `bestfit`, rounded down; as all below of numbers or arrays."""
     if ask.policy is Policy.BESTFIT:
         cpu, gpu = _left(ask, known)
@@ -427,7 +429,7 @@ def _rounded(ask: Ask, known: Facts, tariff: Tariff) -> Any:
     return (drop - TIGHTNESS * known.gpu - PRICE_WEIGHT * (known.price * known.taken)) / BUCKET // 1.0
 
 
-def _drop(ask: Ask, known: Facts, tariff: Tariff) -> Any:
+def _drop(ask: Ask, known: PolicyFacts, tariff: Tariff) -> Any:
     """How much less GPU of the node will be without CPU to feed it; 0 for an ask that says nothing of CPU."""
     if not ask.cpu_milli or not tariff.cpu_per_gpu:
         return 0.0 * known.gpu
@@ -436,7 +438,7 @@ def _drop(ask: Ask, known: Facts, tariff: Tariff) -> Any:
     return known.cpu_known * (before * (before > 0) - after * (after > 0))
 
 
-def _left(ask: Ask, known: Facts) -> tuple[Any, Any]:
+def _left(ask: Ask, known: PolicyFacts) -> tuple[Any, Any]:
     """What is left of a node for `bestfit`: CPU and GPU, against its measure; unknown CPU is none."""
     cpu = known.cpu_known * (known.cpu - ask.cpu_milli) / BESTFIT_CPU
     return cpu, (known.gpu - known.taken) / BESTFIT_GPU

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gpuscale.allocator.domain.model import Ask, Pick
-from gpuscale.allocator.queueing.model import Lease, Waiter, World
+from gpuscale.allocator.queueing.model import LeaseTerms, QueueWorld, Waiter
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Promise:
     awaits: frozenset[str] = frozenset()
 
 
-def make_promise(waiter: Waiter, ask: Ask, world: World, now: float) -> Promise | None:
+def make_promise(waiter: Waiter, ask: Ask, world: QueueWorld, now: float) -> Promise | None:
     """Promise the GPUs that will be free soonest if every lease ends in time; None if that would not be enough.
 
     `ask` is the waiter's, beside what is promised to others.
@@ -62,12 +62,12 @@ def promise_of(waiter: Waiter, pick: Pick, start: float, victims: Iterable[str] 
     )
 
 
-def renewed(promise: Promise, ask: Ask, world: World, now: float) -> Promise | None:
+def renewed(promise: Promise, ask: Ask, world: QueueWorld, now: float) -> Promise | None:
     """The promise as it stands now; None if even with all leases on it ended it would not serve the ask any more."""
     leases = sorted(world.leases(promise.nodes), key=_ending)
     only = replace(ask, nodes=promise.nodes) if promise.whole_nodes else replace(ask, gpus=promise.gpus)
     # Not all that is on the nodes counts: others pass there, beside the GPUs that are promised.
-    awaited: Sequence[Lease] = [lease for lease in leases if lease.id in promise.awaits]
+    awaited: Sequence[LeaseTerms] = [lease for lease in leases if lease.id in promise.awaits]
     if not isinstance(world.place_after(only, now, [lease.id for lease in awaited]), Pick):
         found = fewest(only, [], leases, world, now)
         if found is None:
@@ -102,8 +102,8 @@ def clear_of(pick: Pick, promises: Iterable[Promise]) -> bool:
 
 
 def fewest(
-    ask: Ask, freed: Collection[str], leases: Sequence[Lease], world: World, now: float
-) -> tuple[Pick, Sequence[Lease]] | None:
+    ask: Ask, freed: Collection[str], leases: Sequence[LeaseTerms], world: QueueWorld, now: float
+) -> tuple[Pick, Sequence[LeaseTerms]] | None:
     """The shortest beginning of `leases` whose end would make room, beside those in `freed`; None if all would not.
 
     O(log n) placements: freeing more never leaves less room.
@@ -126,16 +126,16 @@ def fewest(
     return best, leases[:high]
 
 
-def _over(leases: Iterable[Lease], now: float) -> float:
+def _over(leases: Iterable[LeaseTerms], now: float) -> float:
     """When all of them have ended, if none is renewed."""
     return max((lease.ends for lease in leases), default=now)
 
 
-def _ids(leases: Iterable[Lease]) -> frozenset[str]:
+def _ids(leases: Iterable[LeaseTerms]) -> frozenset[str]:
     return frozenset(lease.id for lease in leases)
 
 
-def _ending(lease: Lease) -> tuple[float, str]:
+def _ending(lease: LeaseTerms) -> tuple[float, str]:
     """Sort key: what ends first."""
     return lease.ends, lease.id
 
@@ -144,22 +144,22 @@ def _ending(lease: Lease) -> tuple[float, str]:
 class Preemption:
     """The leases to end, and what the request gets once they did."""
 
-    victims: tuple[Lease, ...]
+    victims: tuple[LeaseTerms, ...]
     pick: Pick
 
 
-def candidates(leases: Sequence[Lease], priority: int) -> list[Lease]:
+def candidates(leases: Sequence[LeaseTerms], priority: int) -> list[LeaseTerms]:
     """Leases that may be ended for a request with this priority, however long they have run."""
     return [one for one in leases if one.preemptible and not one.revoked and one.priority < priority]
 
 
-def ripens_at(leases: Sequence[Lease], min_runtime: float, now: float) -> float | None:
+def ripens_at(leases: Sequence[LeaseTerms], min_runtime: float, now: float) -> float | None:
     """When the next of the candidates will have run for long enough; None when all have."""
     return min((ripe for one in leases if (ripe := one.since + min_runtime) > now), default=None)
 
 
 def choose(
-    ask: Ask, leases: Sequence[Lease], ripe: Sequence[Lease], world: World, now: float
+    ask: Ask, leases: Sequence[LeaseTerms], ripe: Sequence[LeaseTerms], world: QueueWorld, now: float
 ) -> Preemption | None:
     """Choose victims among the ripe candidates; None if ending all of them would not admit the ask.
 
@@ -169,13 +169,13 @@ def choose(
         return None
     ending = [lease.id for lease in leases if lease.revoked]
 
-    def least_service(lease: Lease) -> tuple[int, float, str]:
+    def least_service(lease: LeaseTerms) -> tuple[int, float, str]:
         return lease.priority, lease.attained(now), lease.id
 
-    def largest(lease: Lease) -> tuple[int, int, float, str]:
+    def largest(lease: LeaseTerms) -> tuple[int, int, float, str]:
         return lease.priority, -lease.gpu_milli, lease.attained(now), lease.id
 
-    keys: tuple[Callable[[Lease], tuple[float | str, ...]], ...] = (least_service, largest)
+    keys: tuple[Callable[[LeaseTerms], tuple[float | str, ...]], ...] = (least_service, largest)
     found = [_shortest(ask, ending, sorted(ripe, key=key), world, now) for key in keys]
     return min(
         (one for one in found if one is not None),
@@ -185,7 +185,7 @@ def choose(
 
 
 def _shortest(
-    ask: Ask, ending: list[str], ordered: Sequence[Lease], world: World, now: float
+    ask: Ask, ending: list[str], ordered: Sequence[LeaseTerms], world: QueueWorld, now: float
 ) -> Preemption | None:
     """The shortest beginning that admits the ask, without those of it that are not needed."""
     found = fewest(ask, ending, ordered, world, now)

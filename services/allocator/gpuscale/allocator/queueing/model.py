@@ -22,7 +22,7 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class LeaseTerms:
     """What the queue knows of a live reservation.
 
     `since` is when it was granted, `ends` when it ends unless it is renewed; a `revoked` one will end then whatever
@@ -42,7 +42,7 @@ class Lease:
         return max(0.0, now - self.since) * self.gpu_milli
 
 
-class World(Protocol):
+class QueueWorld(Protocol):
     """What the queue asks of the fleet and the ledger; every answer is as of now."""
 
     def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
@@ -53,7 +53,7 @@ class World(Protocol):
         """The same, if the reservations with these ids held nothing."""
         ...
 
-    def leases(self, nodes: Collection[str] | None = None) -> Sequence[Lease]:
+    def leases(self, nodes: Collection[str] | None = None) -> Sequence[LeaseTerms]:
         """All leases, or those that hold something of these nodes."""
         ...
 
@@ -75,7 +75,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Obstacle:
+class QueueObstacle:
     """Why a request is not served yet, as a code and in words; `lasting` where waiting would not help."""
 
     reason: Reason
@@ -84,14 +84,14 @@ class Obstacle:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePlace:
     """Where a request stands: how many are before it, why it is not served.
 
     `start` is when it is served at the latest if every lease ends in time; None where that is not known.
     """
 
     position: int
-    obstacle: Obstacle
+    obstacle: QueueObstacle
     start: float | None = None
 
 
@@ -107,8 +107,8 @@ class Waiter:
     number: int
     since: float
     until: float
-    place: Place | None = None
-    obstacle: Obstacle | None = None
+    place: QueuePlace | None = None
+    obstacle: QueueObstacle | None = None
     foreseen: float | None = None
 
     @property

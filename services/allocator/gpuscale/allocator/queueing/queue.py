@@ -30,19 +30,19 @@ from gpuscale.allocator.queueing.backfill import (
 from gpuscale.allocator.queueing.model import (
     Grant,
     Looked,
-    Obstacle,
-    Place,
+    QueueObstacle,
+    QueuePlace,
+    QueueWorld,
     Reason,
     Revoke,
     Rules,
     Step,
     Waiter,
-    World,
 )
 from gpuscale.common.errors import ResourceExhaustedError
 
 
-def share(world: World, tenant: str) -> float:
+def share(world: QueueWorld, tenant: str) -> float:
     """The dominant share of a tenant: thousandths of GPUs held per weight."""
     return world.gpu_milli_held(tenant) / world.quota(tenant).weight
 
@@ -53,7 +53,7 @@ def asked_milli(ask: Ask) -> int:
     return ask.member_count * ask.gpu_count * (1 if by_memory else ask.gpu_milli)
 
 
-def over_quota(world: World, order: Order, pick: Pick | None = None) -> Obstacle | None:
+def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> QueueObstacle | None:
     """Why the quota of its tenant does not admit an order, or what was found for it; None when it does."""
     limit = world.quota(order.tenant).gpu_milli_limit
     if limit is None:
@@ -63,7 +63,7 @@ def over_quota(world: World, order: Order, pick: Pick | None = None) -> Obstacle
     if not asked or held + asked <= limit:
         return None
     remedy = "Ask for less" if asked > limit else "Release some"
-    return Obstacle(
+    return QueueObstacle(
         Reason.QUOTA_EXCEEDED,
         f"tenant {order.tenant} may hold {_gpus(limit)} GPUs and holds {_gpus(held)}; this asks for {_gpus(asked)}."
         f" {remedy}, or have the quota raised.",
@@ -71,7 +71,7 @@ def over_quota(world: World, order: Order, pick: Pick | None = None) -> Obstacle
     )
 
 
-def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: World) -> Iterator[Waiter]:
+def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: QueueWorld) -> Iterator[Waiter]:
     """The waiters in the order in which they are to be served.
 
     Shares are read as the iteration goes, so what is granted on the way counts. A waiter that was promised GPUs comes
@@ -94,7 +94,7 @@ def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: Wo
             heapq.heappush(turns, (rank, _share_of(key, world), group[0].number, key))
 
 
-def _share_of(group: tuple[int, bool, str], world: World) -> float:
+def _share_of(group: tuple[int, bool, str], world: QueueWorld) -> float:
     _, unpromised, tenant = group
     return share(world, tenant) if unpromised else 0.0
 
@@ -110,7 +110,7 @@ MOST_LEASES = 256
 
 
 def forecast(
-    line: Iterable[Waiter], promises: Iterable[Promise], world: World, now: float
+    line: Iterable[Waiter], promises: Iterable[Promise], world: QueueWorld, now: float
 ) -> Iterator[tuple[Waiter, float | None]]:
     """The first of the line, in turn, each with its time; None where that is not known.
 
@@ -132,7 +132,9 @@ def forecast(
         yield waiter, None if found is None else found.start
 
 
-def _soonest(waiter: Waiter, taken: list[Promise], after: float, world: World, now: float) -> Promise | None:
+def _soonest(
+    waiter: Waiter, taken: list[Promise], after: float, world: QueueWorld, now: float
+) -> Promise | None:
     """What a request could have soonest, but not before a time, beside what is taken."""
     leases = sorted(world.leases(), key=lambda lease: (lease.ends, lease.id))
     if len(leases) > MOST_LEASES:
@@ -146,13 +148,13 @@ def _soonest(waiter: Waiter, taken: list[Promise], after: float, world: World, n
     return promise_of(waiter, pick, max((lease.ends for lease in freed), default=after))
 
 
-BEHIND_OTHERS = Obstacle(
+BEHIND_OTHERS = QueueObstacle(
     Reason.BEHIND_OTHERS,
     "there is room, but it is kept for requests that wait and come first: wait for a turn, or ask for less.",
 )
 
 
-class Changes:
+class QueueChanges:
     """Where room may have come up since the last round: on some nodes, or anywhere."""
 
     def __init__(self) -> None:
@@ -178,12 +180,12 @@ class Changes:
 class Queue:
     """Requests that wait, by their request ids."""
 
-    def __init__(self, world: World, rules: Rules) -> None:
+    def __init__(self, world: QueueWorld, rules: Rules) -> None:
         self._world = world
         self._rules = rules
         self._waiters: dict[str, Waiter] = {}
         self._promises: dict[Waiter, Promise] = {}
-        self._changes = Changes()
+        self._changes = QueueChanges()
         self._number = 0
         self._due = False
         self._look_again: float | None = None
@@ -236,7 +238,7 @@ class Queue:
         self._waiters.pop(waiter.order.request_id, None)
         self._give_up(waiter)
 
-    def look(self, order: Order, now: float) -> Pick | Refusal | Obstacle:
+    def look(self, order: Order, now: float) -> Pick | Refusal | QueueObstacle:
         """Look once whether an order that does not wait yet can be served, in its turn; to be called when no round is due.
 
         Whoever waits could not use what is free, or it is promised: so nobody is passed over.
@@ -265,10 +267,10 @@ class Queue:
 
         Waiters may come, go and be changed between two steps; who comes is looked at in the next round.
         """
-        changes, self._changes = self._changes, Changes()
+        changes, self._changes = self._changes, QueueChanges()
         self._look_again, self._due = None, False
         self._hopeless = set()
-        refused: dict[Ask, Obstacle] = {}
+        refused: dict[Ask, QueueObstacle] = {}
         head: Waiter | None = None
         position = 0
         for waiter in in_turn(list(self._waiters.values()), self._promises.copy(), self._world):
@@ -288,7 +290,7 @@ class Queue:
                     continue
                 head = head or waiter
             promise = self._promises.get(waiter)
-            waiter.place = Place(position, found, promise.start if promise else None)
+            waiter.place = QueuePlace(position, found, promise.start if promise else None)
             position += 1
             yield Looked(waiter)
 
@@ -304,8 +306,8 @@ class Queue:
         return forecast(line, list(self._promises.values()), self._world, now)
 
     def _find(
-        self, waiter: Waiter, refused: dict[Ask, Obstacle], changes: Changes, now: float
-    ) -> Pick | Obstacle:
+        self, waiter: Waiter, refused: dict[Ask, QueueObstacle], changes: QueueChanges, now: float
+    ) -> Pick | QueueObstacle:
         if obstacle := over_quota(self._world, waiter.order):
             waiter.obstacle = None
             return obstacle
@@ -315,18 +317,18 @@ class Queue:
         if isinstance(found, Pick) and not clear_of(found, others := self._promised_before(waiter)):
             found = self._place(beside(waiter.order.ask, others), refused, now)
             found = found if isinstance(found, Pick) else BEHIND_OTHERS
-        waiter.obstacle = found if isinstance(found, Obstacle) else None
+        waiter.obstacle = found if isinstance(found, QueueObstacle) else None
         if isinstance(found, Pick):
             return over_quota(self._world, waiter.order, found) or found
         return found
 
-    def _place(self, ask: Ask, refused: dict[Ask, Obstacle], now: float) -> Pick | Obstacle:
+    def _place(self, ask: Ask, refused: dict[Ask, QueueObstacle], now: float) -> Pick | QueueObstacle:
         """Place an ask, unless it was refused in this round: grants leave ever less room."""
         if ask in refused:
             return refused[ask]
         found = self._world.place(ask, now, again=True)
         if isinstance(found, Refusal):
-            refused[ask] = Obstacle(Reason.NO_CAPACITY, found.message)
+            refused[ask] = QueueObstacle(Reason.NO_CAPACITY, found.message)
             return refused[ask]
         return found
 

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from google.protobuf.json_format import MessageToDict
 
 from gpuscale.allocator.domain.cordons import Cordon, spot_of
-from gpuscale.allocator.domain.estimate import Wish, estimate
+from gpuscale.allocator.domain.estimate import ModelWish, estimate
 from gpuscale.allocator.domain.ranking import (
     IDLE_MEMORY_PERCENT,
     IDLE_UTILIZATION_PERCENT,
@@ -129,8 +129,8 @@ class CapacityServicer(api.CapacityServiceServicer):
         return api.RankGpusResponse(gpus=map(translate.from_gpu, found), free_count=count)
 
 
-def _to_wish(request: api.EstimateRequirementsRequest) -> Wish:
-    return Wish(
+def _to_wish(request: api.EstimateRequirementsRequest) -> ModelWish:
+    return ModelWish(
         model=request.model,
         parameters=MessageToDict(request.parameters),
         parameter_count=request.parameter_count if request.HasField("parameter_count") else None,

@@ -22,9 +22,9 @@ from gpuscale.allocator.domain.model import (
     State,
     Weights,
 )
-from gpuscale.allocator.queueing.model import Place
+from gpuscale.allocator.queueing.model import QueuePlace
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.allocator.usecases.leases import Lease, Renewal
+from gpuscale.allocator.usecases.leases import LeaseClaim, Renewal
 from gpuscale.allocator.usecases.records import Usage
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common import names, wire
@@ -259,9 +259,9 @@ def to_lease(
     | allocator_api.RenewReservationRequest
     | allocator_api.ReleaseReservationRequest
     | allocator_api.CheckLeaseRequest,
-) -> Lease:
+) -> LeaseClaim:
     """The lease that a message names."""
-    return Lease(reservation_id(message.name), message.fence)
+    return LeaseClaim(reservation_id(message.name), message.fence)
 
 
 def reservation_id(name: str) -> str:
@@ -414,7 +414,7 @@ def _put_score(message: allocator_api.GpuScore, score: Score) -> None:
             of.value = part.value
 
 
-def from_place(place: Place, now: float, since: float) -> allocator_api.QueuePlace:
+def from_place(place: QueuePlace, now: float, since: float) -> allocator_api.QueuePlace:
     """The message of a place in the queue, told at `now` to a caller who waits since `since`."""
     message = allocator_api.QueuePlace(
         position=place.position,

@@ -214,7 +214,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ArchiveLimits:
     """How many ended reservations are kept at most, and how many bytes of disk they may take."""
 
     records: int
@@ -224,7 +224,7 @@ class Limits:
 class Archive:
     """The records that are not in memory. `run` must run."""
 
-    def __init__(self, ledger: Ledger, store: EndedStore, limits: Limits, clock: Clock) -> None:
+    def __init__(self, ledger: Ledger, store: EndedStore, limits: ArchiveLimits, clock: Clock) -> None:
         self._ledger = ledger
         self._store = store
         self._limits = limits

@@ -62,7 +62,7 @@ class Outcome:
             listener(error)
 
 
-class Subscription:
+class ChangeSubscription:
     """What one watcher has not seen yet: of each reservation the newest state, however many there were."""
 
     def __init__(self, holder: str) -> None:
@@ -92,13 +92,13 @@ class Changes:
     """Tells watchers of reservations that changed, and listeners that room may have come."""
 
     def __init__(self) -> None:
-        self._subscriptions: set[Subscription] = set()
+        self._subscriptions: set[ChangeSubscription] = set()
         self._listeners: list[Callable[[Collection[str] | None], None]] = []
 
     @contextmanager
-    def subscribe(self, holder: str = "") -> Generator[Subscription]:
+    def subscribe(self, holder: str = "") -> Generator[ChangeSubscription]:
         """Watch the reservations of a holder, or all."""
-        subscription = Subscription(holder)
+        subscription = ChangeSubscription(holder)
         self._subscriptions.add(subscription)
         try:
             yield subscription

@@ -13,7 +13,7 @@ from gpuscale.allocator.domain.ranking import Idleness, RankedNode, best_first, 
 from gpuscale.allocator.placing.outlook import Outlook, remedies
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import NOT_FOUND, Refusal, RefusalKind
-from gpuscale.allocator.queueing.model import Obstacle
+from gpuscale.allocator.queueing.model import QueueObstacle
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
@@ -33,7 +33,7 @@ _RETRY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CapacityAnswer:
     """Whether an ask could be granted, in words; which GPUs it would get, or the reason as a code.
 
     `final` says that waiting would not help.
@@ -50,7 +50,7 @@ class Answer:
 class Explanation:
     """What an ask would find, and what would make room."""
 
-    answer: Answer
+    answer: CapacityAnswer
     outlook: Outlook
     remedies: Sequence[str]
 
@@ -84,16 +84,16 @@ class Capacity:
         self._change = asyncio.Event()
         changes.on_room(self._changed)
 
-    def check(self, ask: Ask, tenant: str) -> Answer:
+    def check(self, ask: Ask, tenant: str) -> CapacityAnswer:
         """Whether the tenant would be granted the ask now; those who wait in the queue come first."""
         self._expect_telemetry()
         now = self._clock.now()
-        found: Pick | Refusal | Obstacle = self._placer.place(ask, now, again=True)
+        found: Pick | Refusal | QueueObstacle = self._placer.place(ask, now, again=True)
         if isinstance(found, Pick):
             found = self._waiting.look(_as_order(ask, tenant), now)
         return _answer(found)
 
-    async def wait(self, ask: Ask, tenant: str, seconds: float) -> tuple[Answer, float]:
+    async def wait(self, ask: Ask, tenant: str, seconds: float) -> tuple[CapacityAnswer, float]:
         """Look until the ask could be granted or so many seconds are over; the last answer, and how long it took.
 
         Raises:
@@ -179,7 +179,7 @@ class Capacity:
             )
 
 
-def _answer(found: Pick | Refusal | Obstacle) -> Answer:
+def _answer(found: Pick | Refusal | QueueObstacle) -> CapacityAnswer:
     """The answer in words.
 
     Raises:
@@ -188,12 +188,12 @@ def _answer(found: Pick | Refusal | Obstacle) -> Answer:
     if isinstance(found, Pick):
         where = dict.fromkeys(gpu.node for gpu in found.gpus)
         gpus = ", ".join(f"{gpu.uuid} ({gpu.node})" for gpu in found.gpus)
-        return Answer(f"available now on {', '.join(where)}: {gpus}", available=True, gpus=found.gpus)
-    if isinstance(found, Obstacle):
-        return Answer(found.message, reason=found.reason, final=found.lasting)
+        return CapacityAnswer(f"available now on {', '.join(where)}: {gpus}", available=True, gpus=found.gpus)
+    if isinstance(found, QueueObstacle):
+        return CapacityAnswer(found.message, reason=found.reason, final=found.lasting)
     if found.kind in NOT_FOUND:
         raise NotFoundError(found.message, reason=found.kind, metadata=found.metadata)
-    return Answer(found.message, reason=found.kind, final=found.kind is RefusalKind.UNSATISFIABLE)
+    return CapacityAnswer(found.message, reason=found.kind, final=found.kind is RefusalKind.UNSATISFIABLE)
 
 
 def _as_order(ask: Ask, tenant: str) -> Order:

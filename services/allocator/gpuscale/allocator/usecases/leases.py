@@ -19,7 +19,7 @@ from gpuscale.common.security.auth import Principal, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class LeaseClaim:
     """A reservation by its id, with the fence that proves who speaks."""
 
     id: str
@@ -30,7 +30,7 @@ class Lease:
 class Renewal:
     """How a lease stands after it was to be renewed: as it is now, if it is known, and why it was not renewed."""
 
-    lease: Lease
+    lease: LeaseClaim
     reservation: Reservation | None
     error: GpuscaleError | None
 
@@ -45,7 +45,7 @@ class Leases:
     clock: Clock
     tokens: Tokens
 
-    async def renew(self, lease: Lease, ttl: float | None, caller: Principal) -> Reservation:
+    async def renew(self, lease: LeaseClaim, ttl: float | None, caller: Principal) -> Reservation:
         """Start a lease anew, with another ttl if one is given.
 
         Raises:
@@ -60,7 +60,9 @@ class Leases:
         await _written(self.commits.change([before], [after]))
         return after
 
-    async def keep_alive(self, leases: Iterable[Lease], holder: str, caller: Principal) -> Sequence[Renewal]:
+    async def keep_alive(
+        self, leases: Iterable[LeaseClaim], holder: str, caller: Principal
+    ) -> Sequence[Renewal]:
         """Renew these leases, and all live ones of a holder that are the caller's, in one transaction.
 
         One that cannot be renewed does not keep the others from it.
@@ -69,7 +71,7 @@ class Leases:
         await self.archive.recall(ids=[lease.id for lease in wanted])
         before: list[Reservation] = []
         after: list[Reservation] = []
-        refused: dict[Lease, GpuscaleError] = {}
+        refused: dict[LeaseClaim, GpuscaleError] = {}
         now = self.clock.now()
         for lease in wanted:
             try:
@@ -82,7 +84,7 @@ class Leases:
         return [self._renewal(lease, refused.get(lease) or failure) for lease in wanted]
 
     def check(
-        self, lease: Lease, node: str, uuids: Iterable[str], token: str, caller: Principal
+        self, lease: LeaseClaim, node: str, uuids: Iterable[str], token: str, caller: Principal
     ) -> list[int]:
         """Say whether a lease holds GPUs of a node now; with a token, whether it is the one of that lease.
 
@@ -119,7 +121,7 @@ class Leases:
             lowest.append(min((fence for fence in fences if fence is not None), default=lease.fence))
         return lowest
 
-    async def release(self, leases: Sequence[Lease], caller: Principal) -> Sequence[Reservation]:
+    async def release(self, leases: Sequence[LeaseClaim], caller: Principal) -> Sequence[Reservation]:
         """Give the GPUs back, of all or of none; what has ended is returned unchanged.
 
         Raises:
@@ -194,13 +196,15 @@ class Leases:
         closed = self.ledger.close(found, state, now=now, wall=wall, reason=reason)
         await _written(self.commits.end([closed]))
 
-    def _of_holder(self, holder: str, caller: Principal) -> Iterable[Lease]:
+    def _of_holder(self, holder: str, caller: Principal) -> Iterable[LeaseClaim]:
         if not holder:
             return ()
         live = self.ledger.reservations(ended=False)
-        return [Lease(one.id, one.fence) for one in live if one.holder == holder and one.owner == caller.name]
+        return [
+            LeaseClaim(one.id, one.fence) for one in live if one.holder == holder and one.owner == caller.name
+        ]
 
-    def _renewal(self, lease: Lease, error: GpuscaleError | None) -> Renewal:
+    def _renewal(self, lease: LeaseClaim, error: GpuscaleError | None) -> Renewal:
         if isinstance(error, (NotFoundError, PermissionDeniedError)):
             return Renewal(lease, None, error)
         return Renewal(lease, self.ledger.get(lease.id), error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Order, Pick, Reservation
 from gpuscale.allocator.placing.refusal import NOT_FOUND, Refusal, RefusalKind
-from gpuscale.allocator.queueing.model import Obstacle, Place, Reason
+from gpuscale.allocator.queueing.model import QueueObstacle, QueuePlace, Reason
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
@@ -59,7 +59,7 @@ class Reserving:
             granted = await self.waiting.wait(order, wait)
         return (await self._answers([granted], [order]))[0]
 
-    async def reserve_and_watch(self, order: Order, wait: float) -> AsyncGenerator[Place | Reservation]:
+    async def reserve_and_watch(self, order: Order, wait: float) -> AsyncGenerator[QueuePlace | Reservation]:
         """As `reserve`, and tell the place in the queue meanwhile; the reservation is the last item.
 
         Raises:
@@ -69,7 +69,7 @@ class Reserving:
         if granted is None:
             async with aclosing(self.waiting.watch(order, wait)) as news:
                 async for one in news:
-                    if isinstance(one, Place):
+                    if isinstance(one, QueuePlace):
                         yield one
                     else:
                         granted = one
@@ -143,7 +143,7 @@ class Reserving:
         """Hold what was picked in this turn of the event loop, PENDING until `Commits.grant` has brought it to disk."""
         return self.ledger.grant(order, pick.gpus, now=self.clock.now(), wall=self.clock.wall())
 
-    def _look(self, order: Order) -> Pick | Refusal | Obstacle:
+    def _look(self, order: Order) -> Pick | Refusal | QueueObstacle:
         """Look once, now.
 
         Raises:
@@ -179,8 +179,8 @@ class Reserving:
             retry_after=_RETRY_TELEMETRY,
         )
 
-    def _refused(self, found: Refusal | Obstacle) -> GpuscaleError:
-        if isinstance(found, Obstacle):
+    def _refused(self, found: Refusal | QueueObstacle) -> GpuscaleError:
+        if isinstance(found, QueueObstacle):
             return self._held_up(found)
         message = found.message
         if self.follower.problem:
@@ -193,7 +193,7 @@ class Reserving:
             )
         return FailedPreconditionError(message, reason=found.kind, metadata=found.metadata)
 
-    def _held_up(self, obstacle: Obstacle) -> GpuscaleError:
+    def _held_up(self, obstacle: QueueObstacle) -> GpuscaleError:
         """A quota stands in the way, or what is free is kept for others: to who does not wait, that is no capacity."""
         over = obstacle.reason is Reason.QUOTA_EXCEEDED
         return ResourceExhaustedError(
@@ -210,8 +210,8 @@ class Reserving:
         return _RETRY_EMPTY if due is None else min(max(due - self.clock.now(), least), most)
 
 
-def _may_pass(found: Refusal | Obstacle) -> bool:
+def _may_pass(found: Refusal | QueueObstacle) -> bool:
     """Whether waiting may help."""
-    if isinstance(found, Obstacle):
+    if isinstance(found, QueueObstacle):
         return not found.lasting
     return found.kind is RefusalKind.NO_CAPACITY

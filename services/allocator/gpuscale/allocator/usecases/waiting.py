@@ -14,7 +14,16 @@ from gpuscale.allocator.domain.ledger import Ledger, due_at
 from gpuscale.allocator.domain.model import Ask, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal
-from gpuscale.allocator.queueing.model import Grant, Lease, Obstacle, Place, Quota, Revoke, Step, Waiter
+from gpuscale.allocator.queueing.model import (
+    Grant,
+    LeaseTerms,
+    QueueObstacle,
+    QueuePlace,
+    Quota,
+    Revoke,
+    Step,
+    Waiter,
+)
 from gpuscale.allocator.queueing.queue import MOST_FORESEEN, Queue
 from gpuscale.allocator.state.commits import Commits
 from gpuscale.common.errors import AlreadyExistsError, GpuscaleError, NotFoundError, ResourceExhaustedError
@@ -43,7 +52,7 @@ class AllocatorWorld:
         """The same, if the reservations with these ids held nothing."""
         return self._placer.place_after(ask, now, freed)
 
-    def leases(self, nodes: Collection[str] | None = None) -> Sequence[Lease]:
+    def leases(self, nodes: Collection[str] | None = None) -> Sequence[LeaseTerms]:
         """All leases, or those that hold something of these nodes."""
         if nodes is None:
             live = {one.id: one for one in self._on([node.id for node in self._placer.nodes])}
@@ -69,9 +78,9 @@ class AllocatorWorld:
                 except NotFoundError:
                     yield held
 
-    def _lease(self, one: Reservation) -> Lease:
+    def _lease(self, one: Reservation) -> LeaseTerms:
         """One that is not on disk yet cannot be revoked, and one whose end is on its way there needs not be."""
-        return Lease(
+        return LeaseTerms(
             id=one.id,
             priority=one.priority,
             preemptible=one.preemptible and one.state is not State.PENDING,
@@ -145,7 +154,7 @@ class Waiting:
             self._queue.changed(nodes)
             self._wake.set()
 
-    def look(self, order: Order, now: float) -> Pick | Refusal | Obstacle:
+    def look(self, order: Order, now: float) -> Pick | Refusal | QueueObstacle:
         """Look once whether an order can be served, after all whose turn it is have been."""
         while self._advance():
             pass
@@ -193,7 +202,7 @@ class Waiting:
             self._calls -= 1
             self._leave(entry)
 
-    async def watch(self, order: Order, seconds: float) -> AsyncGenerator[Place | str]:
+    async def watch(self, order: Order, seconds: float) -> AsyncGenerator[QueuePlace | str]:
         """As `wait`, and tell the place in the queue whenever it changes; the last item is the reservation's id.
 
         Raises:
@@ -204,7 +213,7 @@ class Waiting:
         bell = asyncio.Event()
         entry = self._join(order, seconds)
         entry.bells.add(bell)
-        told: Place | None = None
+        told: QueuePlace | None = None
         try:
             while not entry.granted.done():
                 if (place := entry.waiter.place) is not None and place != told:
@@ -224,7 +233,7 @@ class Waiting:
             entry.bells.discard(bell)
             self._leave(entry)
 
-    async def _foresee(self, asking: Waiter, place: Place) -> None:
+    async def _foresee(self, asking: Waiter, place: QueuePlace) -> None:
         """Look how long those who wait have to, for all of them, unless that was done a moment ago or cannot be told."""
         now = self._clock.now()
         known = now < self._foresee_again and asking.number <= self._foreseen_to
