@@ -8,12 +8,12 @@ from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
-    Life,
     Remove,
     Sighting,
     Start,
     Step,
     StepsFailedError,
+    WorkerLife,
 )
 
 
@@ -71,9 +71,9 @@ class FakeEngine:
                     refused[order.replica] = self.refuses
                 case Start(order) if order.replica not in self.has:
                     self.starts[order.replica] += 1
-                    self.has[order.replica] = Sighting(Life.STARTING)
+                    self.has[order.replica] = Sighting(WorkerLife.STARTING)
                 case Kill(replica) if replica in self.has:
-                    self.has[replica] = Sighting(Life.ENDED, -9)
+                    self.has[replica] = Sighting(WorkerLife.ENDED, -9)
                 case Remove(replica):
                     self.has.pop(replica, None)
                 case Start() | Finish() | Kill():

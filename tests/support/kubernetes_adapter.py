@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from gpuscale.autoscaler.adapters.crew import EngineCrew
-from gpuscale.autoscaler.adapters.engine import Desired, Goal, ReplicaOrder
+from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
 from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods, NodeRanking
 from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster, open_cluster
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesEngine
@@ -30,7 +30,12 @@ def name(replica: str) -> str:
 
 
 def desired(
-    replica: str, goal: Goal = Goal.RUN, *, template: str = "worker", drain: float | None = None, **order: int
+    replica: str,
+    goal: WorkerGoal = WorkerGoal.RUN,
+    *,
+    template: str = "worker",
+    drain: float | None = None,
+    **order: int,
 ) -> Desired:
     """What is wanted of it."""
     parameters = {"queue": "tasks"}

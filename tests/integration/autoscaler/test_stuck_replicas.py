@@ -12,15 +12,15 @@ from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import (
     Desired,
     Finish,
-    Goal,
     Kill,
-    Life,
     Remove,
     ReplicaOrder,
     Sighting,
     Start,
     Step,
     StepsFailedError,
+    WorkerGoal,
+    WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.container import docker_api
 from gpuscale.autoscaler.adapters.engines.container.containers import STARTING, UNTOLD, container_name
@@ -46,34 +46,36 @@ ONE, TWO, THREE = (f"endpoints/e/replicas/{name}" for name in ("one", "two", "th
 ORDER = ReplicaOrder(ONE, "endpoints/e", {})
 
 
-def desired(name: str, goal: Goal = Goal.RUN, drain: float | None = None) -> Desired:
+def desired(name: str, goal: WorkerGoal = WorkerGoal.RUN, drain: float | None = None) -> Desired:
     return Desired(replace(ORDER, replica=name), goal, "worker", drain)
 
 
 @pytest.mark.looptime
-@pytest.mark.parametrize("stuck", [Goal.RUN, Goal.STOP], ids=["start", "stop"])
+@pytest.mark.parametrize("stuck", [WorkerGoal.RUN, WorkerGoal.STOP], ids=["start", "stop"])
 async def test_the_others_are_asked_once_killed_in_time_started_and_forgotten(
-    tmp_path: Path, stuck: Goal
+    tmp_path: Path, stuck: WorkerGoal
 ) -> None:
     engine = FakeEngine()
     crew = EngineCrew(engine, Journal(tmp_path), (), LoopClock(), asyncio.Event())
     async with TaskScope() as tasks:
         tasks.spawn("crew", crew.run())
-        wanted = [desired(TWO), *([desired(ONE)] if stuck is Goal.STOP else [])]
+        wanted = [desired(TWO), *([desired(ONE)] if stuck is WorkerGoal.STOP else [])]
         crew.apply(wanted)
         await eventually(lambda: len(engine.has) == len(wanted))
         engine.stuck[ONE] = "its device is hung"
-        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, Goal.STOP, 5.0), desired(THREE)])
+        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, WorkerGoal.STOP, 5.0), desired(THREE)])
         await eventually(lambda: engine.of(Kill), timeout=60)
         assert engine.of(Finish).count(Finish(TWO, 5.0)) == 1
         await eventually(lambda: THREE in engine.starts, timeout=60)
-        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, Goal.FORGET), desired(THREE)])
+        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, WorkerGoal.FORGET), desired(THREE)])
         await eventually(lambda: TWO not in (crew.reports() or (TWO,)), timeout=60)
         assert Remove(TWO) in engine.taken
         assert not any(isinstance(step, Kill) and step.replica == ONE for step in engine.taken)
         engine.stuck.clear()
         at_last = (
-            (lambda: Kill(ONE) in engine.taken) if stuck is Goal.STOP else (lambda: ONE in engine.starts)
+            (lambda: Kill(ONE) in engine.taken)
+            if stuck is WorkerGoal.STOP
+            else (lambda: ONE in engine.starts)
         )
         await eventually(at_last, timeout=60)
 
@@ -98,7 +100,7 @@ async def test_what_is_reported_stays_fresh_while_many_steps_are_taken_and_ends_
         crew.apply([desired(TWO)])
         await eventually(lambda: TWO in engine.has)
         many = [f"endpoints/e/replicas/r{number:02}" for number in range(60)]
-        crew.apply([desired(TWO, Goal.STOP, 5.0), *(desired(name) for name in many)])
+        crew.apply([desired(TWO, WorkerGoal.STOP, 5.0), *(desired(name) for name in many)])
         while len(engine.has) <= len(many):
             assert crew.reports() is not None
             await asyncio.sleep(1)
@@ -122,7 +124,7 @@ async def docker(
         open_container_engine(settings, Admission(None, required=False), api) as engine,
     ):
         await engine.apply([Start(ORDER, "worker"), Start(replace(ORDER, replica=TWO), "worker")])
-        assert set((await engine.observe()).values()) == {Sighting(Life.READY, pid=4711)}
+        assert set((await engine.observe()).values()) == {Sighting(WorkerLife.READY, pid=4711)}
         monkeypatch.setattr(docker_api, "ONE_TIMEOUT", 1.0)
         yield double, engine
 
@@ -135,8 +137,8 @@ async def test_a_container_that_cannot_be_killed(docker: tuple[DockerDouble, Con
     assert set(caught.value.failed) == {ONE}
     assert caught.value.refused == {THREE: "this adapter has no template none"}
     seen = await engine.observe()
-    assert seen[ONE].life is Life.READY
-    assert seen[TWO].life is Life.ENDED
+    assert seen[ONE].life is WorkerLife.READY
+    assert seen[TWO].life is WorkerLife.ENDED
 
 
 async def test_a_container_that_hangs_is_alone_with_that(
@@ -152,14 +154,14 @@ async def test_a_container_that_hangs_is_alone_with_that(
         double.change(own, "running", health="starting")
     for _ in range(2):
         seen = await engine.observe()
-        assert (seen[ONE].life, seen[ONE].reason) == (Life.STARTING, UNTOLD)
-        assert seen[TWO].life is Life.STARTING
+        assert (seen[ONE].life, seen[ONE].reason) == (WorkerLife.STARTING, UNTOLD)
+        assert seen[TWO].life is WorkerLife.STARTING
     with pytest.raises(StepsFailedError) as caught:
         await engine.apply([Finish(ONE), Kill(TWO)])
     assert set(caught.value.failed) == {ONE}
     double.hung.clear()
     seen = await engine.observe()
-    assert (seen[ONE].reason, seen[TWO].life) == (STARTING, Life.ENDED)
+    assert (seen[ONE].reason, seen[TWO].life) == (STARTING, WorkerLife.ENDED)
 
 
 async def test_a_container_that_was_given_up_is_killed_until_it_has_ended(
@@ -172,9 +174,9 @@ async def test_a_container_that_was_given_up_is_killed_until_it_has_ended(
     double.stuck.add(name)
     double.change(own, "running", health="unhealthy")
     for _ in range(2):
-        assert (await engine.observe())[TWO].life is Life.READY
+        assert (await engine.observe())[TWO].life is WorkerLife.READY
     double.hung.add(name)  # it does not even say no
-    assert (await engine.observe())[TWO].life is Life.READY
+    assert (await engine.observe())[TWO].life is WorkerLife.READY
     double.hung.clear()
     double.stuck.clear()
     own.health = ""

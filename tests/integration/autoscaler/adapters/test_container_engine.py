@@ -14,10 +14,10 @@ from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
-    Life,
     Remove,
     ReplicaOrder,
     Start,
+    WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.container import docker_api, engine
 from gpuscale.autoscaler.adapters.engines.container.containers import container_name, labels
@@ -106,12 +106,12 @@ async def test_a_life_of_a_container(tmp_path: Path) -> None:
         assert await at.engine.observe() == {}
         assert await at.engine.apply([START]) == {}
         seen = (await at.engine.observe())[ONE]
-        assert (seen.life, seen.pid) == (Life.READY, 4711)
+        assert (seen.life, seen.pid) == (WorkerLife.READY, 4711)
         await at.engine.apply([Finish(ONE, 5.0)])
         assert at.own.signals == ["SIGINT"]
         await at.engine.apply([Kill(ONE)])
         seen = (await at.engine.observe())[ONE]
-        assert (seen.life, seen.exit_code) == (Life.ENDED, -9)
+        assert (seen.life, seen.exit_code) == (WorkerLife.ENDED, -9)
         await at.engine.apply([Kill(ONE), Finish(ONE)])
         await at.engine.apply([Remove(ONE)])
         await at.engine.apply([Remove(ONE)])
@@ -136,9 +136,9 @@ async def test_a_start_that_was_cut_short_is_finished(tmp_path: Path) -> None:
     """Between making and starting a container the adapter may die; the next run goes on from there."""
     async with site(tmp_path) as at:
         at.double.add(NAME, {"Labels": {**labels("here", ORDER), "of.the.image": "x"}}, "created")
-        assert (await at.engine.observe())[ONE].life is Life.WAITING
+        assert (await at.engine.observe())[ONE].life is WorkerLife.WAITING
         assert await at.engine.apply([START]) == {}
-        assert (await at.engine.observe())[ONE].life is Life.READY
+        assert (await at.engine.observe())[ONE].life is WorkerLife.READY
         assert len(at.double.containers) == 1
 
 
@@ -177,7 +177,7 @@ async def test_an_image_that_is_missing_is_pulled_meanwhile(tmp_path: Path) -> N
         other = Start(replace(ORDER, replica="endpoints/e/replicas/two"), "far")
         assert await at.engine.apply([start, other]) == {}
         waits = (await at.engine.observe())[ONE]
-        assert waits.life is Life.WAITING
+        assert waits.life is WorkerLife.WAITING
         assert "far:1 is being pulled" in waits.reason
         assert await at.engine.apply([start]) == {}
         at.double.pull_gate.set()
@@ -185,7 +185,7 @@ async def test_an_image_that_is_missing_is_pulled_meanwhile(tmp_path: Path) -> N
 
         async def runs() -> bool:
             assert await at.engine.apply([start, other]) == {}
-            return {one.life for one in (await at.engine.observe()).values()} == {Life.READY}
+            return {one.life for one in (await at.engine.observe()).values()} == {WorkerLife.READY}
 
         await eventually(runs)
         assert len(at.double.containers) == 2
@@ -268,7 +268,7 @@ async def test_one_that_is_refused_once_it_runs_is_ended_with_the_reason(tmp_pat
         at.admission.after = "the node's agent refuses: the fence is old"
         assert await at.engine.apply([ON_GPUS]) == {}
         seen = (await at.engine.observe())[ONE]
-        assert (seen.life, seen.reason) == (Life.ENDED, at.admission.after)
+        assert (seen.life, seen.reason) == (WorkerLife.ENDED, at.admission.after)
 
 
 @pytest.mark.parametrize("lists_health", [True, False], ids=["docker", "podman"])
@@ -276,13 +276,13 @@ async def test_health_makes_it_ready_and_ends_it(tmp_path: Path, lists_health: b
     async with site(tmp_path) as at:
         at.double.lists_health = lists_health
         await at.engine.apply([START])
-        for health, life in (("starting", Life.STARTING), ("healthy", Life.READY)):
+        for health, life in (("starting", WorkerLife.STARTING), ("healthy", WorkerLife.READY)):
             at.double.change(at.own, "running", health=health)
             assert (await at.engine.observe())[ONE].life is life
         at.double.change(at.own, "running", health="unhealthy")
         await at.engine.observe()
         seen = (await at.engine.observe())[ONE]
-        assert (seen.life, seen.reason) == (Life.ENDED, "its health check failed too often")
+        assert (seen.life, seen.reason) == (WorkerLife.ENDED, "its health check failed too often")
 
 
 async def test_one_that_finishes_its_work_need_not_be_well(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ async def test_an_engine_that_does_not_tell_is_not_an_engine_without_containers(
         with pytest.raises(EngineUnavailableError):
             await at.engine.observe()
         at.double.fault = ""
-        assert (await at.engine.observe())[ONE].life is Life.READY
+        assert (await at.engine.observe())[ONE].life is WorkerLife.READY
 
 
 async def test_an_engine_that_went_away_is_found_again(tmp_path: Path) -> None:
@@ -343,13 +343,13 @@ async def test_an_engine_that_went_away_is_found_again(tmp_path: Path) -> None:
             await at.engine.observe()
         async with double.served(tmp_path / "docker.sock"):
             await at.engine.apply([START])
-            assert (await at.engine.observe())[ONE].life is Life.READY
+            assert (await at.engine.observe())[ONE].life is WorkerLife.READY
         with pytest.raises(EngineUnavailableError):
             await at.engine.apply([Kill(ONE)])
         with pytest.raises(EngineUnavailableError):
             await at.engine.observe()
         async with double.served(tmp_path / "docker.sock"):
-            assert (await at.engine.observe())[ONE].life is Life.READY
+            assert (await at.engine.observe())[ONE].life is WorkerLife.READY
 
 
 async def test_a_refused_create_is_final_and_says_why(tmp_path: Path) -> None:

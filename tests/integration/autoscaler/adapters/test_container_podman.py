@@ -12,7 +12,7 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters import connection, crew
 from gpuscale.autoscaler.adapters.admission import Admission
-from gpuscale.autoscaler.adapters.engine import Life, Remove, ReplicaOrder, Sighting, Start
+from gpuscale.autoscaler.adapters.engine import Remove, ReplicaOrder, Sighting, Start, WorkerLife
 from gpuscale.autoscaler.adapters.engines.container.containers import container_name
 from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
 from gpuscale.autoscaler.adapters.engines.container.engine import (
@@ -239,10 +239,10 @@ async def test_what_a_real_engine_says_of_ends_and_refusals(podman: Podman, tmp_
         async def ended() -> Sighting | None:
             seen = await engine.observe()
             assert seen.keys() == {ends.replica}, "of what was refused nothing is left"
-            return seen[ends.replica] if seen[ends.replica].life is Life.ENDED else None
+            return seen[ends.replica] if seen[ends.replica].life is WorkerLife.ENDED else None
 
         assert await eventually(ended, timeout=PATIENCE) == Sighting(
-            Life.ENDED, 3, "it ended with exit code 3"
+            WorkerLife.ENDED, 3, "it ended with exit code 3"
         )
         name = container_name("here", ends.replica)
         assert await asyncio.to_thread(podman.run, "logs", name) == "last words"

@@ -12,14 +12,14 @@ from gpuscale.autoscaler.adapters.crew import FRESH, EngineCrew
 from gpuscale.autoscaler.adapters.engine import (
     Desired,
     Finish,
-    Goal,
     Kill,
-    Life,
     Remove,
     ReplicaOrder,
     Sighting,
+    WorkerGoal,
+    WorkerLife,
 )
-from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import KILLED
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 from gpuscale.common.runtime.tasks import TaskScope
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.looptime
 ONE, TWO = "endpoints/e/replicas/one", "endpoints/e/replicas/two"
 
 
-def desired(name: str = ONE, goal: Goal = Goal.RUN, drain: float | None = None) -> Desired:
+def desired(name: str = ONE, goal: WorkerGoal = WorkerGoal.RUN, drain: float | None = None) -> Desired:
     return Desired(ReplicaOrder(name, "endpoints/e", {}), goal, "worker", drain)
 
 
@@ -57,15 +57,15 @@ async def test_a_life_from_start_to_being_forgotten(tmp_path: Path) -> None:
     async with running(engine, tmp_path) as crew:
         crew.apply([desired()])
         await state(crew, ReplicaState.STARTING)
-        engine.show(ONE, Sighting(Life.READY))
+        engine.show(ONE, Sighting(WorkerLife.READY))
         await state(crew, ReplicaState.READY)
-        crew.apply([desired(goal=Goal.STOP, drain=5.0)])
+        crew.apply([desired(goal=WorkerGoal.STOP, drain=5.0)])
         await state(crew, ReplicaState.DRAINING)
         assert engine.of(Finish) == [Finish(ONE, 5.0)]
         ended = await state(crew, ReplicaState.STOPPED)
         assert (ended.exit_code, ended.reason) == (-9, KILLED)
         assert len(engine.of(Kill)) == 1
-        crew.apply([desired(goal=Goal.FORGET)])
+        crew.apply([desired(goal=WorkerGoal.FORGET)])
         await eventually(lambda: crew.reports() == {})
     assert engine.of(Remove) == [Remove(ONE)]
     assert not any(tmp_path.iterdir())
@@ -76,7 +76,7 @@ async def test_the_next_run_adopts_what_runs_and_starts_nothing_twice(tmp_path: 
     async with running(engine, tmp_path) as crew:
         crew.apply([desired(), desired(TWO)])
         await state(crew, ReplicaState.STARTING, TWO)
-    engine.show(ONE, Sighting(Life.READY))
+    engine.show(ONE, Sighting(WorkerLife.READY))
     async with running(engine, tmp_path) as crew:
         await state(crew, ReplicaState.READY)
         crew.apply([desired(), desired(TWO)])
@@ -114,7 +114,7 @@ async def test_a_replica_that_is_not_shown_for_a_moment_stands_as_it_stood(tmp_p
     async with running(engine, tmp_path) as crew:
         crew.apply([desired()])
         await state(crew, ReplicaState.STARTING)
-        engine.show(ONE, Sighting(Life.READY))
+        engine.show(ONE, Sighting(WorkerLife.READY))
         await state(crew, ReplicaState.READY)
         engine.hidden.add(ONE)
         await asyncio.sleep(5)
@@ -138,7 +138,7 @@ class FullDisk(Journal):
 
     full = False
 
-    def write(self, record: Record) -> None:
+    def write(self, record: JournalRecord) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
         super().write(record)
@@ -153,7 +153,7 @@ async def test_on_a_full_disk_nothing_starts_and_what_should_stop_stops(tmp_path
         crew.apply([desired()])
         await state(crew, ReplicaState.STARTING)
         journal.full = True
-        crew.apply([desired(goal=Goal.STOP, drain=30.0), desired(TWO)])
+        crew.apply([desired(goal=WorkerGoal.STOP, drain=30.0), desired(TWO)])
         await asyncio.sleep(25)
         assert engine.of(Finish) == [Finish(ONE, 30.0)]
         assert engine.of(Kill) == []
@@ -179,6 +179,6 @@ async def test_an_engine_whose_watch_hangs_is_looked_at_all_the_same(
         await asyncio.sleep(1)
         [kept] = Journal(tmp_path).load()
         assert kept.phase is Phase.RUNNING, "what came of a step is looked at without waiting for the engine"
-        engine.show(ONE, Sighting(Life.READY))
+        engine.show(ONE, Sighting(WorkerLife.READY))
         await asyncio.sleep(FRESH + 1)
         await state(crew, ReplicaState.READY)

@@ -18,12 +18,12 @@ from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
-    Life,
     Remove,
     ReplicaOrder,
     Sighting,
     Start,
     StepsFailedError,
+    WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls, open_client
 from gpuscale.autoscaler.adapters.engines.ecs.engine import EcsEngine, EcsSettings
@@ -165,9 +165,9 @@ async def test_what_stopped_is_described_once_and_shown_until_it_is_removed(
 ) -> None:
     aws.lists(stopped=["arn:1"])
     aws.describes(described("arn:1", status="STOPPED"))
-    assert await engine.observe() == {ONE: Sighting(Life.ENDED, 0, "exit code 0")}
+    assert await engine.observe() == {ONE: Sighting(WorkerLife.ENDED, 0, "exit code 0")}
     aws.lists(stopped=["arn:1"])
-    assert (await engine.observe())[ONE].life is Life.ENDED
+    assert (await engine.observe())[ONE].life is WorkerLife.ENDED
     await engine.apply([Remove(ONE)])
     aws.lists(stopped=["arn:1"])
     assert await engine.observe() == {}
@@ -178,7 +178,7 @@ async def test_a_task_that_is_not_listed_yet_is_looked_at_by_its_name(engine: Ec
     assert await engine.apply([start()]) == {}
     aws.lists()
     aws.describes(described("arn:1", status="PROVISIONING"))
-    assert (await engine.observe())[ONE].life is Life.STARTING
+    assert (await engine.observe())[ONE].life is WorkerLife.STARTING
     await engine.apply([start()])
 
 
@@ -188,7 +188,7 @@ async def test_a_task_that_was_started_twice_is_stopped_but_for_the_older(
     aws.lists(["arn:1", "arn:2"])
     aws.describes(described("arn:1"), described("arn:2", age=60))
     aws.stops("arn:1")
-    assert await engine.observe() == {ONE: Sighting(Life.READY)}
+    assert await engine.observe() == {ONE: Sighting(WorkerLife.READY)}
     aws.stops("arn:2")
     await engine.apply([Kill(ONE)])
 
@@ -199,14 +199,14 @@ async def test_want_of_a_gpu_is_waited_for_with_its_reason(engine: EcsEngine, aw
     aws.runs(no_room)
     assert await engine.apply([start(), start(TWO)]) == {}
     aws.lists()
-    waiting = Sighting(Life.WAITING, reason="ECS has no room: RESOURCE:GPU")
+    waiting = Sighting(WorkerLife.WAITING, reason="ECS has no room: RESOURCE:GPU")
     assert await engine.observe() == {ONE: waiting, TWO: waiting}
     await engine.apply([Remove(TWO)])
     aws.runs({"tasks": [{"taskArn": "arn:1"}], "failures": []})
     await engine.apply([start()])
     aws.lists(["arn:1"])
     aws.describes(described("arn:1"))
-    assert await engine.observe() == {ONE: Sighting(Life.READY)}
+    assert await engine.observe() == {ONE: Sighting(WorkerLife.READY)}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ async def test_a_cluster_without_hosts_may_get_some(
     aws.stub.add_client_error("run_task", code, said)
     assert await engine.apply([start()]) == {}
     aws.lists()
-    assert (await engine.observe())[ONE] == Sighting(Life.WAITING, reason=f"{code}: {said}")
+    assert (await engine.observe())[ONE] == Sighting(WorkerLife.WAITING, reason=f"{code}: {said}")
 
 
 async def test_what_will_never_start_says_why(engine: EcsEngine, aws: Aws) -> None:
@@ -243,7 +243,7 @@ async def test_a_no_that_is_not_for_ever_is_waited_for_and_holds_up_no_other(
     aws.stub.add_client_error("run_task", code, "not now")
     assert await engine.apply([Kill(TWO), start()]) == {}
     aws.lists()
-    assert (await engine.observe())[ONE] == Sighting(Life.WAITING, reason=f"{code}: not now")
+    assert (await engine.observe())[ONE] == Sighting(WorkerLife.WAITING, reason=f"{code}: not now")
 
 
 async def test_an_error_of_ecs_itself_tells_nothing_and_holds_up_no_other(

@@ -13,7 +13,7 @@ from typing import Any, Self
 import httpx
 import pytest
 
-from gpuscale.autoscaler.adapters.engine import Goal
+from gpuscale.autoscaler.adapters.engine import WorkerGoal
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import check_templates
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import COST, KubernetesTemplate
 from gpuscale.autoscaler.domain.replicas import ReplicaState
@@ -81,7 +81,9 @@ async def test_up_to_three_and_down_to_the_one_that_should_stay(
         before = by_replica(await kubelet.pods())
         assert set(before) == {name(replica) for replica in "abc"}
         kubelet.lingering = True
-        one.want([desired("a", Goal.STOP, drain=120), desired("b", Goal.STOP, drain=120), desired("c")])
+        one.want(
+            [desired("a", WorkerGoal.STOP, drain=120), desired("b", WorkerGoal.STOP, drain=120), desired("c")]
+        )
         await eventually(lambda: pods_going(kubelet, 2), timeout=SLOW)
         left = by_replica(await kubelet.pods())
         await one.state("a", ReplicaState.DRAINING)
@@ -166,7 +168,7 @@ async def test_a_pod_that_is_not_ready_goes_first_and_the_right_replica_stops_al
         kubelet.stuck = Everything(kept)
         one.want([desired("a"), desired("b")])
         await eventually(lambda: is_marked(kubelet, name("b")), timeout=SLOW)
-        one.want([desired("a", Goal.STOP, drain=120), desired("b")])
+        one.want([desired("a", WorkerGoal.STOP, drain=120), desired("b")])
         await one.state("a", STOPPED)
         await one.state("b", READY)
         assert by_replica(await kubelet.pods()) == {name("b"): kept}
@@ -205,7 +207,7 @@ async def test_nothing_happens_while_the_api_server_is_away(
             await way.cut()
             asked = way.refused
             await eventually(lambda: way.refused > asked + 1, timeout=SLOW)
-            one.want([desired("a", Goal.STOP), desired("b")])
+            one.want([desired("a", WorkerGoal.STOP), desired("b")])
             clock.advance(60.0)
             await eventually(lambda: way.refused > asked + 3, timeout=SLOW)
             assert one.crew.reports() is None
@@ -311,7 +313,7 @@ async def test_a_pod_of_its_own_lives_and_stops_within_its_drain_timeout(
         (wish,) = own["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
         assert wish["preference"]["matchFields"][0]["values"] == ["n7"]
         kubelet.lingering = True
-        one.want([desired("a", Goal.STOP, template="pod", drain=77)])
+        one.want([desired("a", WorkerGoal.STOP, template="pod", drain=77)])
         await eventually(lambda: pods_going(kubelet, 1), timeout=SLOW)
         ((_, own),) = (await kubelet.pods()).items()
         assert own["metadata"]["deletionGracePeriodSeconds"] == 77
@@ -336,7 +338,7 @@ async def test_a_stateful_set_ends_its_newest_pod_and_the_right_replica_stops(
             assert set(by_replica(await kubelet.pods()).values()) == {"worker-0", "worker-1"}
             oldest = {pod: replica for replica, pod in by_replica(await kubelet.pods()).items()}["worker-0"]
             ends, stays = ("a", "b") if oldest == name("a") else ("b", "a")
-            one.want([desired(ends, Goal.STOP, drain=120), desired(stays)])
+            one.want([desired(ends, WorkerGoal.STOP, drain=120), desired(stays)])
             await one.state(ends, STOPPED)
             await one.state(stays, READY)
             await eventually(lambda: only_replica(kubelet, name(stays)), timeout=SLOW)

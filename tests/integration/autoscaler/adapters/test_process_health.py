@@ -17,8 +17,8 @@ from gpuscale.autoscaler.adapters import admission
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.adapters.engines.process.probes import Probe, ProbeKind, Timing, ask
 from gpuscale.autoscaler.adapters.engines.process.processes import WorkerUser, identify
-from gpuscale.autoscaler.adapters.engines.process.replica import KEPT, Kept
-from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.autoscaler.adapters.engines.process.replica import KEPT, KeptProcess
+from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
 from gpuscale.common.rpc.channel import open_channel
@@ -118,8 +118,8 @@ async def test_what_was_ready_before_the_adapter_went_is_ready_when_it_is_adopte
         processes.append(process)
         leader = identify(process.pid)
         assert leader
-        kept = KEPT.dump_python(Kept(leader, probe, ready), mode="json")
-        journal.write(Record(name, Phase.RUNNING, clock.boot_id, kept=kept))
+        kept = KEPT.dump_python(KeptProcess(leader, probe, ready), mode="json")
+        journal.write(JournalRecord(name, Phase.RUNNING, clock.boot_id, kept=kept))
     async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address, {}):
         await autoscaler.shows(replica(102), READY)
         await autoscaler.shows(ONE, STARTING)

@@ -16,14 +16,14 @@ from gpuscale.autoscaler.adapters.engine import (
     Desired,
     EngineUnavailableError,
     Finish,
-    Goal,
-    Life,
     Remove,
     ReplicaOrder,
     Start,
+    WorkerGoal,
+    WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.ray.engine import RayDriver, RayEngine, RayTemplate
-from gpuscale.autoscaler.adapters.engines.ray.messages import Order, Question, RayLaunch, Verb
+from gpuscale.autoscaler.adapters.engines.ray.messages import RayLaunch, RayOrder, RayQuestion, Verb
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.steps import KILLED
 from gpuscale.autoscaler.domain.replicas import ENDED, ReplicaReport, ReplicaState
@@ -72,7 +72,7 @@ def template(notes: Path, **fields: object) -> RayTemplate:
 
 
 def desired(
-    name: str, goal: Goal = Goal.RUN, *, how: str = "well", gpus: int = 1, of: str = "worker"
+    name: str, goal: WorkerGoal = WorkerGoal.RUN, *, how: str = "well", gpus: int = 1, of: str = "worker"
 ) -> Desired:
     parameters = {} if of == "absent" else {"how": how}
     order = ReplicaOrder(f"endpoints/e/replicas/{name}", "endpoints/e", parameters, gpu_count=gpus)
@@ -95,8 +95,8 @@ async def working(
                 tasks.spawn("crew", crew.run())
                 yield crew
         except BaseException:  # the next attempt needs the GPUs
-            left = (await driver.ask(Question())).groups
-            await driver.ask(Question(tuple(Order(Verb.REMOVE, group.replica) for group in left)))
+            left = (await driver.ask(RayQuestion())).groups
+            await driver.ask(RayQuestion(tuple(RayOrder(Verb.REMOVE, group.replica) for group in left)))
             raise
         finally:
             await driver.close()
@@ -118,11 +118,11 @@ async def told(crew: EngineCrew, name: str, state: ReplicaState, words: str = ""
 
 async def emptied(crew: EngineCrew, *names: str) -> None:
     """Have these ended and forgotten, so that their GPUs are free."""
-    crew.apply([desired(name, Goal.STOP, how="stubborn") for name in names])
+    crew.apply([desired(name, WorkerGoal.STOP, how="stubborn") for name in names])
     await eventually(
         lambda: all(one.state in ENDED for one in (crew.reports() or {"": UNKNOWN}).values()), timeout=LONG
     )
-    crew.apply([desired(name, Goal.FORGET) for name in names])
+    crew.apply([desired(name, WorkerGoal.FORGET) for name in names])
     await eventually(lambda: crew.reports() == {}, timeout=LONG)
 
 
@@ -140,10 +140,10 @@ async def test_the_fifth_on_four_gpus_waits_is_said_to_wait_and_is_placed_once_o
         await told(crew, "e", ReplicaState.STARTING, "waits for Ray (NO_RESOURCES)")
     async with working(cluster, notes, "five") as crew:  # the next one finds them, the one that waits too
         await told(crew, "e", ReplicaState.STARTING, "waits for Ray")
-        crew.apply([*(desired(name) for name in names[1:]), desired("a", Goal.STOP)])
+        crew.apply([*(desired(name) for name in names[1:]), desired("a", WorkerGoal.STOP)])
         ended = await told(crew, "a", ReplicaState.STOPPED)
         assert ended.exit_code == 0  # it was asked, and finished
-        crew.apply([*(desired(name) for name in names[1:]), desired("a", Goal.FORGET)])
+        crew.apply([*(desired(name) for name in names[1:]), desired("a", WorkerGoal.FORGET)])
         await told(crew, "e", ReplicaState.READY)
         await eventually(lambda: (notes / "e").exists() and (notes / "e").read_text(), timeout=LONG)
         assert (notes / "e").read_text() == (notes / "a").read_text()  # the very GPU that became free
@@ -176,7 +176,12 @@ async def test_how_a_command_ends_is_told(cluster: RayCluster, notes: Path) -> N
             lambda: (notes / "stubborn").exists() and (notes / "stubborn").read_text(), timeout=LONG
         )
         assert (notes / "stubborn").read_text() == " ;"  # no GPU, and no secret
-        crew.apply([desired("stubborn", Goal.STOP, how="stubborn"), desired("huge", Goal.STOP, of="huge")])
+        crew.apply(
+            [
+                desired("stubborn", WorkerGoal.STOP, how="stubborn"),
+                desired("huge", WorkerGoal.STOP, of="huge"),
+            ]
+        )
         assert (await told(crew, "stubborn", ReplicaState.STOPPED, KILLED)).exit_code == -9
         await told(crew, "huge", ReplicaState.STOPPED, "dropped")
         await emptied(crew, "broken", "lost", "absent", "unknown", "stubborn", "huge")
@@ -190,10 +195,10 @@ async def test_a_cluster_that_does_not_answer_says_nothing(cluster: RayCluster, 
         order = desired("a").order
 
         async def runs() -> bool:
-            return [one.life for one in (await engine.observe()).values()] == [Life.READY]
+            return [one.life for one in (await engine.observe()).values()] == [WorkerLife.READY]
 
         async def ended() -> bool:
-            return [one.life for one in (await engine.observe()).values()] == [Life.ENDED]
+            return [one.life for one in (await engine.observe()).values()] == [WorkerLife.ENDED]
 
         try:
             assert await engine.apply([Start(order, "worker")]) == {}
@@ -209,8 +214,11 @@ async def test_a_cluster_that_does_not_answer_says_nothing(cluster: RayCluster, 
             assert await runs()
             fine = RayLaunch(("/bin/true",), {}, resources={"too-fine": 0.00001})
             answer = await driver.ask(
-                Question(
-                    (Order(Verb.START, "endpoints/e/replicas/none", fine), Order(Verb.FINISH, order.replica))
+                RayQuestion(
+                    (
+                        RayOrder(Verb.START, "endpoints/e/replicas/none", fine),
+                        RayOrder(Verb.FINISH, order.replica),
+                    )
                 )
             )
             assert set(answer.failed) == {

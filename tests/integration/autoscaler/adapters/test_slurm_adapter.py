@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engine import Engine, Finish, Life, ReplicaOrder, Sighting, Start
+from gpuscale.autoscaler.adapters.engine import Engine, Finish, ReplicaOrder, Sighting, Start, WorkerLife
 from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmSettings
 from gpuscale.autoscaler.adapters.settings import Host
 from gpuscale.common.runtime.clock import SystemClock
@@ -178,13 +178,13 @@ async def test_a_job_that_was_submitted_twice_runs_once_and_a_young_one_hears_of
         await engine.apply([start])
         await engine.apply([start])
 
-        async def seen(life: Life) -> Sighting | None:
+        async def seen(life: WorkerLife) -> Sighting | None:
             found = (await engine.observe()).get(replica)
             return found if found and found.life is life else None
 
-        await eventually(lambda: seen(Life.READY), timeout=PATIENCE)
+        await eventually(lambda: seen(WorkerLife.READY), timeout=PATIENCE)
         await engine.apply([Finish(replica)])
-        ended = await eventually(lambda: seen(Life.ENDED), timeout=PATIENCE)
+        ended = await eventually(lambda: seen(WorkerLife.ENDED), timeout=PATIENCE)
         assert ended.exit_code == 0
         states = [state for _, name, state in slurm.jobs() if name.endswith(":twice")]
         assert sorted(states) == ["CANCELLED", "COMPLETED"]

@@ -9,14 +9,19 @@ from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
-    Life,
     Remove,
     ReplicaOrder,
     Sighting,
     Start,
     StepsFailedError,
+    WorkerLife,
 )
-from gpuscale.autoscaler.adapters.engines.slurm.engine import Answer, Commands, SlurmEngine, SlurmSettings
+from gpuscale.autoscaler.adapters.engines.slurm.engine import (
+    Commands,
+    SlurmAnswer,
+    SlurmEngine,
+    SlurmSettings,
+)
 
 ONE = "endpoints/e/replicas/one"
 NAME = "gpuscale:a:e:one"
@@ -47,7 +52,9 @@ class Queue(Commands):
         self.looks = 0
         self.ages: Iterator[str] = iter(())
 
-    async def run(self, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Answer:
+    async def run(
+        self, name: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> SlurmAnswer:
         if name == "squeue":
             self.looks += 1
             if age := next(self.ages, ""):
@@ -56,11 +63,13 @@ class Queue(Commands):
             jobs = [(str(n), state, "0", used, "None", NAME) for n, (state, used) in self.jobs.items()]
             lines = ["".join(f"{field}{end}" for field in job) + "\n" for job in jobs]
             return (
-                Answer(1, "", "squeue: error: no controller") if self.away else Answer(0, "".join(lines), "")
+                SlurmAnswer(1, "", "squeue: error: no controller")
+                if self.away
+                else SlurmAnswer(0, "".join(lines), "")
             )
         self.calls.append((name, *arguments))
         self.on_call(arguments)
-        return Answer(1, "", self.said) if self.said else Answer(0, "", "")
+        return SlurmAnswer(1, "", self.said) if self.said else SlurmAnswer(0, "", "")
 
     @property
     def cancels(self) -> list[str]:
@@ -103,7 +112,7 @@ async def test_a_job_that_was_submitted_twice_is_cancelled_but_for_the_first(
     engine: SlurmEngine, queue: Queue
 ) -> None:
     queue.jobs = {9: ("PENDING", "0:00"), 8: ("RUNNING", "5:00")}
-    assert await engine.observe() == {ONE: Sighting(Life.READY)}
+    assert await engine.observe() == {ONE: Sighting(WorkerLife.READY)}
     assert queue.cancels == [f"--name={NAME} 9"]
 
 
@@ -127,11 +136,11 @@ async def test_a_job_that_can_never_run_says_why(engine: SlurmEngine, queue: Que
 async def test_a_job_that_slurm_takes_later_waits_with_its_reason(engine: SlurmEngine, queue: Queue) -> None:
     queue.said = FAILED + "Requested partition configuration not available now"
     assert await engine.apply([START]) == {}
-    assert await engine.observe() == {ONE: Sighting(Life.WAITING, reason=queue.said)}
+    assert await engine.observe() == {ONE: Sighting(WorkerLife.WAITING, reason=queue.said)}
     queue.said = ""
     await engine.apply([START])
     queue.jobs[1] = ("PENDING", "0:00")
-    assert (await engine.observe())[ONE].life is Life.STARTING
+    assert (await engine.observe())[ONE].life is WorkerLife.STARTING
     assert len(queue.calls) == 2
 
 
@@ -216,11 +225,11 @@ async def test_a_job_that_is_gone_needs_no_kill(engine: SlurmEngine, queue: Queu
 async def test_what_ended_is_shown_until_it_is_removed(engine: SlurmEngine, queue: Queue) -> None:
     """Slurm shows it for some minutes more; a number that it gives out again hides nobody."""
     queue.jobs[3] = ("COMPLETED", "5:00")
-    assert (await engine.observe())[ONE].life is Life.ENDED
+    assert (await engine.observe())[ONE].life is WorkerLife.ENDED
     await engine.apply([Remove(ONE)])
     assert await engine.observe() == {}
     queue.jobs[3] = ("RUNNING", "0:00")
-    assert (await engine.observe())[ONE].life is Life.READY
+    assert (await engine.observe())[ONE].life is WorkerLife.READY
 
 
 async def test_a_command_that_is_not_there_or_does_not_end_is_silence(

@@ -14,14 +14,14 @@ from gpuscale.autoscaler.adapters.engine import (
     Desired,
     EngineUnavailableError,
     Finish,
-    Goal,
     Kill,
-    Life,
     ReplicaOrder,
     Sighting,
     Step,
+    WorkerGoal,
+    WorkerLife,
 )
-from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import VANISHED_AFTER
 from gpuscale.autoscaler.domain.replicas import ENDED
 from tests.support.clock import ManualClock
@@ -37,12 +37,12 @@ class MemoryJournal(Journal):
 
     def __init__(self) -> None:
         super().__init__(Path("/nowhere"))
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, JournalRecord] = {}
 
-    def load(self) -> list[Record]:
+    def load(self) -> list[JournalRecord]:
         return list(self.records.values())
 
-    def write(self, record: Record) -> None:
+    def write(self, record: JournalRecord) -> None:
         self.records[record.replica] = record
 
     def remove(self, replica: str) -> None:
@@ -73,7 +73,7 @@ class CrewMachine(RuleBasedStateMachine):
         self.elapsed = 0.0
         self.engine = LossyEngine()
         self.journal = MemoryJournal()
-        self.goals: dict[str, Goal] = {}
+        self.goals: dict[str, WorkerGoal] = {}
         self.finish_asked: dict[str, float] = {}
         self.boots = 0
 
@@ -83,20 +83,20 @@ class CrewMachine(RuleBasedStateMachine):
 
     @rule(name=NAME)
     def want(self, name: str) -> None:
-        self.goals.setdefault(name, Goal.RUN)
+        self.goals.setdefault(name, WorkerGoal.RUN)
         self.tell()
 
     @rule(name=NAME)
     def stop(self, name: str) -> None:
-        if self.goals.get(name) is Goal.RUN:
-            self.goals[name] = Goal.STOP
+        if self.goals.get(name) is WorkerGoal.RUN:
+            self.goals[name] = WorkerGoal.STOP
             self.tell()
 
     @rule(name=NAME)
     def forget(self, name: str) -> None:
         report = (self.crew.reports() or {}).get(name)
         if name in self.goals and report is not None and report.state in ENDED:
-            self.goals[name] = Goal.FORGET
+            self.goals[name] = WorkerGoal.FORGET
             self.tell()
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
@@ -134,10 +134,10 @@ class CrewMachine(RuleBasedStateMachine):
         self.begin()
         self.tell()
 
-    @rule(name=NAME, life=st.sampled_from([Life.READY, Life.ENDED]))
-    def it_gets_on(self, name: str, life: Life) -> None:
-        if name in self.engine.has and self.engine.has[name].life is not Life.ENDED:
-            self.engine.has[name] = Sighting(life, 1 if life is Life.ENDED else None)
+    @rule(name=NAME, life=st.sampled_from([WorkerLife.READY, WorkerLife.ENDED]))
+    def it_gets_on(self, name: str, life: WorkerLife) -> None:
+        if name in self.engine.has and self.engine.has[name].life is not WorkerLife.ENDED:
+            self.engine.has[name] = Sighting(life, 1 if life is WorkerLife.ENDED else None)
 
     @rule(name=NAME)
     def it_is_not_listed_for_a_moment(self, name: str) -> None:
@@ -176,7 +176,7 @@ class CrewMachine(RuleBasedStateMachine):
             self.loop.run_until_complete(self.crew._round())
         for step in self.engine.taken[before:]:
             if isinstance(step, Finish):
-                assert self.goals[step.replica] is Goal.STOP
+                assert self.goals[step.replica] is WorkerGoal.STOP
                 self.finish_asked.setdefault(step.replica, self.elapsed)
             elif isinstance(step, Kill):
                 assert self.elapsed - self.finish_asked[step.replica] >= DRAIN
@@ -187,9 +187,9 @@ class CrewMachine(RuleBasedStateMachine):
             # What was forgotten and is still reported is a stray to the autoscaler, which stops it too.
             kept = (self.crew.reports() or {}).keys() | self.journal.records.keys()
             self.goals = {
-                name: Goal.STOP
+                name: WorkerGoal.STOP
                 for name, goal in self.goals.items()
-                if goal is not Goal.FORGET or name in kept
+                if goal is not WorkerGoal.FORGET or name in kept
             }
             for _ in range(int(DRAIN + VANISHED_AFTER) + 3):
                 self.tell()
@@ -198,7 +198,7 @@ class CrewMachine(RuleBasedStateMachine):
             reports = self.crew.reports() or {}
             assert {name for name, one in reports.items() if one.state not in ENDED} == set()
             assert reports.keys() >= self.goals.keys()
-            self.goals = dict.fromkeys(reports, Goal.FORGET)
+            self.goals = dict.fromkeys(reports, WorkerGoal.FORGET)
             self.tell()
             self.round()
             self.round()

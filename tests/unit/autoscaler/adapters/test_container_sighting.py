@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
 from gpuscale.autoscaler.adapters.engines.container.containers import (
     STARTING,
     UNWELL,
@@ -22,28 +22,30 @@ LABELS = labels("here", ORDER)
 @pytest.mark.parametrize(
     ("state", "details", "expected"),
     [
-        ("running", Details(pid=7), Sighting(Life.READY, pid=7)),
-        ("running", Details(pid=7, health="healthy"), Sighting(Life.READY, pid=7)),
-        ("running", Details(pid=7, health="starting"), Sighting(Life.STARTING, reason=STARTING, pid=7)),
-        ("running", Details(pid=7, health="unhealthy"), Sighting(Life.STARTING, reason=UNWELL, pid=7)),
+        ("running", Details(pid=7), Sighting(WorkerLife.READY, pid=7)),
+        ("running", Details(pid=7, health="healthy"), Sighting(WorkerLife.READY, pid=7)),
+        ("running", Details(pid=7, health="starting"), Sighting(WorkerLife.STARTING, reason=STARTING, pid=7)),
+        ("running", Details(pid=7, health="unhealthy"), Sighting(WorkerLife.STARTING, reason=UNWELL, pid=7)),
         (
             "paused",
             Details(pid=7),
-            Sighting(Life.STARTING, reason="its engine calls it paused", pid=7),
+            Sighting(WorkerLife.STARTING, reason="its engine calls it paused", pid=7),
         ),
-        ("exited", Details(), Sighting(Life.ENDED, 0, "it ended with exit code 0")),
-        ("exited", Details(exit_code=3), Sighting(Life.ENDED, 3, "it ended with exit code 3")),
-        ("exited", Details(exit_code=143), Sighting(Life.ENDED, -15, "it ended by SIGTERM")),
-        ("exited", Details(exit_code=255), Sighting(Life.ENDED, 255, "it ended with exit code 255")),
+        ("exited", Details(), Sighting(WorkerLife.ENDED, 0, "it ended with exit code 0")),
+        ("exited", Details(exit_code=3), Sighting(WorkerLife.ENDED, 3, "it ended with exit code 3")),
+        ("exited", Details(exit_code=143), Sighting(WorkerLife.ENDED, -15, "it ended by SIGTERM")),
+        ("exited", Details(exit_code=255), Sighting(WorkerLife.ENDED, 255, "it ended with exit code 255")),
         (
             "exited",
             Details(exit_code=137, out_of_memory=True, memory=64),
-            Sighting(Life.ENDED, -9, "the kernel ended it for want of memory, at its limit of 64 bytes"),
+            Sighting(
+                WorkerLife.ENDED, -9, "the kernel ended it for want of memory, at its limit of 64 bytes"
+            ),
         ),
         (
             "exited",
             Details(exit_code=127, error="no such file"),
-            Sighting(Life.ENDED, 127, "the engine says: no such file"),
+            Sighting(WorkerLife.ENDED, 127, "the engine says: no such file"),
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -53,7 +55,7 @@ def test_how_it_stands(state: str, details: Details, expected: Sighting) -> None
 
 
 def test_one_that_was_made_and_never_started_waits_for_its_start() -> None:
-    assert sighting("created", Details()).life is Life.WAITING
+    assert sighting("created", Details()).life is WorkerLife.WAITING
 
 
 def test_why_the_adapter_ended_it_is_what_counts() -> None:

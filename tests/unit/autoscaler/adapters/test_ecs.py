@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
 from gpuscale.autoscaler.adapters.engines.ecs.engine import EcsSettings
 from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
     Task,
@@ -103,17 +103,17 @@ def test_two_adapters_never_mark_their_tasks_the_same() -> None:
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (task("PROVISIONING"), Sighting(Life.STARTING, reason="its task is provisioning")),
-        (task("PENDING"), Sighting(Life.STARTING, reason="its task is pending")),
-        (task("RUNNING"), Sighting(Life.READY)),
-        (task("RUNNING", health="UNHEALTHY"), Sighting(Life.STARTING, reason="its health check has not succeeded")),
+        (task("PROVISIONING"), Sighting(WorkerLife.STARTING, reason="its task is provisioning")),
+        (task("PENDING"), Sighting(WorkerLife.STARTING, reason="its task is pending")),
+        (task("RUNNING"), Sighting(WorkerLife.READY)),
+        (task("RUNNING", health="UNHEALTHY"), Sighting(WorkerLife.STARTING, reason="its health check has not succeeded")),
         (
             task("RUNNING", checked=True),
-            Sighting(Life.STARTING, reason="its health check has not succeeded"),
+            Sighting(WorkerLife.STARTING, reason="its health check has not succeeded"),
         ),
-        (task("RUNNING", checked=True, health="HEALTHY"), Sighting(Life.READY)),
-        (task("DEPROVISIONING"), Sighting(Life.STARTING, reason="its task is deprovisioning")),
-        (task("A_STATUS_OF_TOMORROW"), Sighting(Life.STARTING, reason="its task is a_status_of_tomorrow")),
+        (task("RUNNING", checked=True, health="HEALTHY"), Sighting(WorkerLife.READY)),
+        (task("DEPROVISIONING"), Sighting(WorkerLife.STARTING, reason="its task is deprovisioning")),
+        (task("A_STATUS_OF_TOMORROW"), Sighting(WorkerLife.STARTING, reason="its task is a_status_of_tomorrow")),
     ],
 )  # fmt: skip
 def test_what_lives(found: Task, expected: Sighting) -> None:
@@ -141,7 +141,7 @@ def test_what_lives(found: Task, expected: Sighting) -> None:
     ],
 )  # fmt: skip
 def test_every_end_says_what_ecs_says(fields: dict[str, Any], code: int | None, why: str) -> None:
-    assert sighting(task("STOPPED", **fields)) == Sighting(Life.ENDED, code, why)
+    assert sighting(task("STOPPED", **fields)) == Sighting(WorkerLife.ENDED, code, why)
 
 
 def test_of_two_tasks_of_a_replica_the_older_counts() -> None:

@@ -7,8 +7,8 @@ import pytest
 from gpuscale.autoscaler.adapters.engines.process.logs import KEPT, ReplicaLogs
 from gpuscale.autoscaler.adapters.engines.process.processes import ProcessId
 from gpuscale.autoscaler.adapters.engines.process.replica import KEPT as KEPT_OF_PROCESS
-from gpuscale.autoscaler.adapters.engines.process.replica import Kept
-from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.autoscaler.adapters.engines.process.replica import KeptProcess
+from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.common.errors import FailedPreconditionError
 
 ONE = "endpoints/jobs/replicas/r1"
@@ -18,12 +18,12 @@ TWO = "endpoints/jobs.2/replicas/r.1"
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "replicas")
     assert journal.load() == []
-    intent = Record(ONE, Phase.INTENT, "boot")
-    ended = Record(TWO, Phase.ENDED, "boot", 5.5, failed=True, exit_code=-9, reason="gone")
+    intent = JournalRecord(ONE, Phase.INTENT, "boot")
+    ended = JournalRecord(TWO, Phase.ENDED, "boot", 5.5, failed=True, exit_code=-9, reason="gone")
     journal.write(intent)
     journal.write(ended)
     assert Journal(tmp_path / "replicas").load() == [ended, intent]
-    running = Record(ONE, Phase.RUNNING, "boot", kept={"process": {"pid": 56}, "ready": True})
+    running = JournalRecord(ONE, Phase.RUNNING, "boot", kept={"process": {"pid": 56}, "ready": True})
     journal.write(running)
     assert journal.load() == [ended, running]
     journal.remove(TWO)
@@ -33,7 +33,7 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_a_write_that_a_crash_interrupted_leaves_the_record_before(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    record = Record(ONE, Phase.RUNNING, "boot", kept={"process": {"pid": 56}, "ready": True})
+    record = JournalRecord(ONE, Phase.RUNNING, "boot", kept={"process": {"pid": 56}, "ready": True})
     journal.write(record)
     (tmp_path / "jobs~r1.json.new").write_text('{"replica": "endp')
     assert journal.load() == [record]
@@ -47,7 +47,7 @@ def test_a_record_of_version_0_1_is_read(tmp_path: Path) -> None:
         f'{{"replica": "{ONE}", "phase": "running", "boot_id": "b", {process}}}'
     )
     [found] = Journal(tmp_path).load()
-    assert KEPT_OF_PROCESS.validate_python(found.kept) == Kept(ProcessId(5, 7), ready=True)
+    assert KEPT_OF_PROCESS.validate_python(found.kept) == KeptProcess(ProcessId(5, 7), ready=True)
 
 
 @pytest.mark.parametrize("text", ["", "{torn", "[]", '{"replica": 1}'])

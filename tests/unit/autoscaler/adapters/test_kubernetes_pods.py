@@ -10,10 +10,10 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     CORRECT_AFTER,
     LONGEST_CORRECTION,
     CorrectionTimer,
-    Count,
-    Kind,
     Pod,
-    Workload,
+    PodCount,
+    PodWorkload,
+    WorkloadKind,
     arrange,
     count,
 )
@@ -26,8 +26,8 @@ def pod(number: int, replica: str = "", **more: Any) -> Pod:
     return replace(made, **more)
 
 
-def workload(replicas: int) -> Workload:
-    return Workload(Kind.DEPLOYMENT, "worker", replicas, version="1")
+def workload(replicas: int) -> PodWorkload:
+    return PodWorkload(WorkloadKind.DEPLOYMENT, "worker", replicas, version="1")
 
 
 def named(pods: list[Pod]) -> dict[str, str]:
@@ -79,22 +79,24 @@ def test_the_pod_that_was_asked_to_finish_and_is_ended_keeps_its_name() -> None:
 @pytest.mark.parametrize(
     ("asked", "pods", "waiting", "expected"),
     [
-        pytest.param(0, [], 2, Count(2), id="up"),
-        pytest.param(2, [], 2, Count(), id="asked for already"),
-        pytest.param(1, [pod(1, A)], 2, Count(3), id="two more"),
-        pytest.param(3, [pod(1, A)], 1, Count(foreign=1), id="one more than ours is coming"),
-        pytest.param(2, [pod(1, A, stopping=True), pod(2, B)], 0, Count(1), id="down"),
-        pytest.param(1, [pod(1, A, stopping=True), pod(2, B)], 0, Count(), id="down was asked for already"),
-        pytest.param(1, [pod(1, A, stopping=True, going=True), pod(2, B)], 0, Count(), id="it is going"),
-        pytest.param(2, [pod(1, A, stopping=True), pod(2, B)], 1, Count(1), id="down before up"),
-        pytest.param(1, [pod(1, A), pod(2, B)], 1, Count(), id="it is about to end one"),
-        pytest.param(4, [pod(1, A), pod(2), pod(3)], 0, Count(foreign=3), id="somebody else's"),
-        pytest.param(1, [pod(1)], 1, Count(), id="one came before it was asked for"),
-        pytest.param(1, [pod(1, A, over=True)], 1, Count(), id="one that failed is being replaced"),
-        pytest.param(2, [pod(1, A), pod(2, B)], 0, Count(), id="as it should be"),
+        pytest.param(0, [], 2, PodCount(2), id="up"),
+        pytest.param(2, [], 2, PodCount(), id="asked for already"),
+        pytest.param(1, [pod(1, A)], 2, PodCount(3), id="two more"),
+        pytest.param(3, [pod(1, A)], 1, PodCount(foreign=1), id="one more than ours is coming"),
+        pytest.param(2, [pod(1, A, stopping=True), pod(2, B)], 0, PodCount(1), id="down"),
+        pytest.param(
+            1, [pod(1, A, stopping=True), pod(2, B)], 0, PodCount(), id="down was asked for already"
+        ),
+        pytest.param(1, [pod(1, A, stopping=True, going=True), pod(2, B)], 0, PodCount(), id="it is going"),
+        pytest.param(2, [pod(1, A, stopping=True), pod(2, B)], 1, PodCount(1), id="down before up"),
+        pytest.param(1, [pod(1, A), pod(2, B)], 1, PodCount(), id="it is about to end one"),
+        pytest.param(4, [pod(1, A), pod(2), pod(3)], 0, PodCount(foreign=3), id="somebody else's"),
+        pytest.param(1, [pod(1)], 1, PodCount(), id="one came before it was asked for"),
+        pytest.param(1, [pod(1, A, over=True)], 1, PodCount(), id="one that failed is being replaced"),
+        pytest.param(2, [pod(1, A), pod(2, B)], 0, PodCount(), id="as it should be"),
     ],
 )
-def test_how_many_pods_to_ask_for(asked: int, pods: list[Pod], waiting: int, expected: Count) -> None:
+def test_how_many_pods_to_ask_for(asked: int, pods: list[Pod], waiting: int, expected: PodCount) -> None:
     assert count(workload(asked), pods, waiting) == expected
 
 

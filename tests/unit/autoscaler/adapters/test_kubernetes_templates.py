@@ -8,10 +8,15 @@ from gpuscale.autoscaler.adapters.engine import ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.kubernetes.bare import pod_name
 from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import owner_of
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesSettings
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import Kind, KubernetesTemplate, Workload, why_not
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
+    KubernetesTemplate,
+    PodWorkload,
+    WorkloadKind,
+    why_not,
+)
 
 DEPLOYMENT = KubernetesTemplate(deployment="worker", parameters={"queue": "tasks"})
-WORKLOAD = Workload(Kind.DEPLOYMENT, "worker", gpu_count=2)
+WORKLOAD = PodWorkload(WorkloadKind.DEPLOYMENT, "worker", gpu_count=2)
 
 
 def order(gpu_count: int = 2, **parameters: str) -> ReplicaOrder:

@@ -3,16 +3,16 @@
 import pytest
 from pydantic import ValidationError
 
-from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
 from gpuscale.autoscaler.adapters.engines.ray.engine import RayTemplate, ray_launch
 from gpuscale.autoscaler.adapters.engines.ray.messages import (
     ANSWER,
     QUESTION,
-    Answer,
-    Group,
-    Order,
-    Question,
+    RayAnswer,
+    RayGroup,
     RayLaunch,
+    RayOrder,
+    RayQuestion,
     Status,
     Verb,
     sighting,
@@ -28,7 +28,7 @@ def order(gpus: int = 2, **parameters: str) -> ReplicaOrder:
 
 def group(
     state: str = "CREATED", scheduling: str = "FINISHED", *, has_actor: bool = True, **fields: object
-) -> Group:
+) -> RayGroup:
     known: dict[str, object] = {
         "replica": REPLICA,
         "state": state,
@@ -112,34 +112,34 @@ def test_templates_that_are_refused(fields: dict[str, object]) -> None:
         (
             group("PENDING", "NO_RESOURCES"),
             Sighting(
-                Life.STARTING,
+                WorkerLife.STARTING,
                 reason="waits for Ray (NO_RESOURCES): the resources that its placement group asks for are taken",
             ),
         ),
-        (group(), Sighting(Life.STARTING, reason="its actor is being started")),
-        (group(status=Status(7, None, 0.1)), Sighting(Life.STARTING)),
-        (group(status=Status(7, None, 0.2)), Sighting(Life.READY)),
-        (group(status=Status(7, 3, 9)), Sighting(Life.ENDED, 3, "it ended with exit code 3")),
-        (group(status=Status(7, -9, 9)), Sighting(Life.ENDED, -9, "it ended by signal 9")),
+        (group(), Sighting(WorkerLife.STARTING, reason="its actor is being started")),
+        (group(status=Status(7, None, 0.1)), Sighting(WorkerLife.STARTING)),
+        (group(status=Status(7, None, 0.2)), Sighting(WorkerLife.READY)),
+        (group(status=Status(7, 3, 9)), Sighting(WorkerLife.ENDED, 3, "it ended with exit code 3")),
+        (group(status=Status(7, -9, 9)), Sighting(WorkerLife.ENDED, -9, "it ended by signal 9")),
         (
             group(has_actor=False, death="its node died", status=Status(7, None, 9)),
-            Sighting(Life.ENDED, reason="its actor is gone: its node died"),
+            Sighting(WorkerLife.ENDED, reason="its actor is gone: its node died"),
         ),
         (
             group("RESCHEDULING", "QUEUED", has_actor=False),
-            Sighting(Life.ENDED, reason="its actor is gone: Ray does not say why"),
+            Sighting(WorkerLife.ENDED, reason="its actor is gone: Ray does not say why"),
         ),
     ],
     ids=["waits", "begins", "young", "runs", "ended", "killed", "died", "lost its node"],
 )
-def test_what_a_placement_group_says_of_its_replica(seen: Group, expected: Sighting) -> None:
+def test_what_a_placement_group_says_of_its_replica(seen: RayGroup, expected: Sighting) -> None:
     assert sighting(seen) == expected
 
 
 def test_questions_and_answers_come_through_unchanged() -> None:
     launch = RayLaunch(("/bin/worker", "ä"), {"A": "b\n"}, resources={"rack": 0.5})
-    asked = Question((Order(Verb.START, REPLICA, launch), Order(Verb.KILL, REPLICA)))
+    asked = RayQuestion((RayOrder(Verb.START, REPLICA, launch), RayOrder(Verb.KILL, REPLICA)))
     assert QUESTION.validate_json(QUESTION.dump_json(asked)) == asked
     assert b"\n" not in QUESTION.dump_json(asked)
-    said = Answer((group(status=Status(7, None, 0.5)),), "")
+    said = RayAnswer((group(status=Status(7, None, 0.5)),), "")
     assert ANSWER.validate_json(ANSWER.dump_json(said)) == said

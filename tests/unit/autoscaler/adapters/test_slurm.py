@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
 from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmSettings
 from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
     SCRIPT,
-    Job,
     JobTemplate,
+    SlurmJob,
     Submission,
     first,
     is_away,
@@ -86,8 +86,8 @@ def test_the_name_of_a_job_of_somebody_else_may_hold_anything(name: str) -> None
     name = name.replace(SECRET, "guess")
     said = line("6", "PENDING", "0", "0:00", "a|b\nc", name) + line("7", "RUNNING", "0", "0:02", "None", NAME)
     assert parse_jobs(said, SECRET) == [
-        Job(6, name, "PENDING", young=True, reason="a|b\nc"),
-        Job(7, NAME, "RUNNING", young=True, reason="None"),
+        SlurmJob(6, name, "PENDING", young=True, reason="a|b\nc"),
+        SlurmJob(7, NAME, "RUNNING", young=True, reason="None"),
     ]
     assert parse_jobs("", SECRET) == []
 
@@ -110,12 +110,16 @@ def test_an_answer_that_is_none_is_no_empty_list(said: str) -> None:
 @pytest.mark.parametrize(
     ("state", "reason", "expected"),
     [
-        ("PENDING", "Resources", Sighting(Life.STARTING, reason="its job 7 is pending: Resources")),
-        ("CONFIGURING", "None", Sighting(Life.STARTING, reason="its job 7 is configuring")),
-        ("RUNNING", "None", Sighting(Life.READY)),
-        ("SUSPENDED", "None", Sighting(Life.STARTING, reason="its job 7 is suspended")),
-        ("COMPLETING", "None", Sighting(Life.STARTING, reason="its job 7 is completing")),
-        ("A_STATE_OF_TOMORROW", "None", Sighting(Life.STARTING, reason="its job 7 is a_state_of_tomorrow")),
+        ("PENDING", "Resources", Sighting(WorkerLife.STARTING, reason="its job 7 is pending: Resources")),
+        ("CONFIGURING", "None", Sighting(WorkerLife.STARTING, reason="its job 7 is configuring")),
+        ("RUNNING", "None", Sighting(WorkerLife.READY)),
+        ("SUSPENDED", "None", Sighting(WorkerLife.STARTING, reason="its job 7 is suspended")),
+        ("COMPLETING", "None", Sighting(WorkerLife.STARTING, reason="its job 7 is completing")),
+        (
+            "A_STATE_OF_TOMORROW",
+            "None",
+            Sighting(WorkerLife.STARTING, reason="its job 7 is a_state_of_tomorrow"),
+        ),
     ],
 )
 def test_what_lives(state: str, reason: str, expected: Sighting) -> None:
@@ -144,12 +148,12 @@ def test_what_lives(state: str, reason: str, expected: Sighting) -> None:
 def test_every_end_has_its_words_and_its_exit_code(
     state: str, status: str, reason: str, code: int | None, why: str
 ) -> None:
-    assert seen(state, status, reason) == Sighting(Life.ENDED, code, why)
+    assert seen(state, status, reason) == Sighting(WorkerLife.ENDED, code, why)
 
 
 def test_of_two_jobs_of_a_name_the_first_counts() -> None:
     """They run one after the other; the second was submitted since the answer to the first was lost."""
-    assert first([Job(9, NAME, "PENDING"), Job(8, NAME, "COMPLETED")]).number == 8
+    assert first([SlurmJob(9, NAME, "PENDING"), SlurmJob(8, NAME, "COMPLETED")]).number == 8
 
 
 def test_what_is_submitted_for_gpus() -> None:

@@ -7,23 +7,23 @@ import pytest
 from gpuscale.autoscaler.adapters.engine import (
     Desired,
     Finish,
-    Goal,
     Kill,
-    Life,
     Remove,
     ReplicaOrder,
     Sighting,
     Start,
+    WorkerGoal,
+    WorkerLife,
 )
-from gpuscale.autoscaler.adapters.journal import Phase, Record
+from gpuscale.autoscaler.adapters.journal import JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import (
     ENDED_ASKED,
     GONE,
     KILLED,
     NEVER_STARTED,
     VANISHED_AFTER,
-    Plan,
     Situation,
+    StepPlan,
     plan_steps,
     refused,
     reports,
@@ -32,22 +32,24 @@ from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 
 ONE, TWO = "endpoints/e/replicas/one", "endpoints/e/replicas/two"
 NOW = 1000.0
-RUNS = Sighting(Life.READY, pid=7)
-OVER = Sighting(Life.ENDED, 3, "exit code 3")
+RUNS = Sighting(WorkerLife.READY, pid=7)
+OVER = Sighting(WorkerLife.ENDED, 3, "exit code 3")
 
 
-def wanted(name: str = ONE, goal: Goal = Goal.RUN, drain: float | None = None) -> dict[str, Desired]:
+def wanted(
+    name: str = ONE, goal: WorkerGoal = WorkerGoal.RUN, drain: float | None = None
+) -> dict[str, Desired]:
     return {name: Desired(ReplicaOrder(name, "endpoints/e", {}), goal, "worker", drain)}
 
 
-def record(phase: Phase = Phase.RUNNING, asked: float | None = None, boot: str = "boot") -> Record:
-    return Record(ONE, phase, boot, asked_to_stop_at=asked)
+def record(phase: Phase = Phase.RUNNING, asked: float | None = None, boot: str = "boot") -> JournalRecord:
+    return JournalRecord(ONE, phase, boot, asked_to_stop_at=asked)
 
 
 def situation(
     want: dict[str, Desired],
     seen: Sighting | None = None,
-    kept: Record | None = None,
+    kept: JournalRecord | None = None,
     missing: float = 0.0,
     most: int = 0,
 ) -> Situation:
@@ -70,52 +72,52 @@ def test_what_is_missing_is_written_down_and_started() -> None:
 
 def test_a_start_whose_answer_was_lost_is_asked_for_again() -> None:
     plan = plan_steps(situation(wanted(), kept=record(Phase.INTENT), missing=100.0))
-    assert plan == Plan(steps=[Start(wanted()[ONE].order, "worker")])
+    assert plan == StepPlan(steps=[Start(wanted()[ONE].order, "worker")])
 
 
 def test_what_runs_is_noted_once_and_left_alone() -> None:
-    assert plan_steps(situation(wanted(), RUNS, record(Phase.INTENT))) == Plan(write=[record()])
-    assert plan_steps(situation(wanted(), RUNS, record())) == Plan()
+    assert plan_steps(situation(wanted(), RUNS, record(Phase.INTENT))) == StepPlan(write=[record()])
+    assert plan_steps(situation(wanted(), RUNS, record())) == StepPlan()
 
 
-@pytest.mark.parametrize(("goal", "reason"), [(Goal.RUN, GONE), (Goal.STOP, ENDED_ASKED)])
-def test_what_the_engine_lost_counts_as_ended_only_after_a_while(goal: Goal, reason: str) -> None:
+@pytest.mark.parametrize(("goal", "reason"), [(WorkerGoal.RUN, GONE), (WorkerGoal.STOP, ENDED_ASKED)])
+def test_what_the_engine_lost_counts_as_ended_only_after_a_while(goal: WorkerGoal, reason: str) -> None:
     """A listing that is a moment late must neither free GPUs nor start a second one."""
     early = situation(wanted(goal=goal), kept=record(), missing=VANISHED_AFTER - 0.1)
-    assert plan_steps(early) == Plan()
+    assert plan_steps(early) == StepPlan()
     plan = plan_steps(situation(wanted(goal=goal), kept=record(), missing=VANISHED_AFTER))
     assert plan.steps == []
     assert [(one.phase, one.failed, one.reason) for one in plan.write] == [
-        (Phase.ENDED, goal is Goal.RUN, reason)
+        (Phase.ENDED, goal is WorkerGoal.RUN, reason)
     ]
 
 
 def test_one_that_ran_is_not_started_again_where_the_engine_has_it_back_at_the_beginning() -> None:
     """As a container that somebody removed and made anew, or a job that was put back into the queue."""
-    at = situation(wanted(), Sighting(Life.WAITING), record())
+    at = situation(wanted(), Sighting(WorkerLife.WAITING), record())
     plan = plan_steps(replace(at, missing_since={}))
     assert plan.steps == []
     [gone] = plan.write
     assert (gone.phase, gone.failed, gone.reason) == (Phase.ENDED, True, GONE)
-    assert plan_steps(replace(at, records={ONE: gone})) == Plan(steps=[Remove(ONE)])
+    assert plan_steps(replace(at, records={ONE: gone})) == StepPlan(steps=[Remove(ONE)])
 
 
 def test_what_was_never_started_and_should_stop_has_stopped() -> None:
-    plan = plan_steps(situation(wanted(goal=Goal.STOP)))
+    plan = plan_steps(situation(wanted(goal=WorkerGoal.STOP)))
     assert [(one.phase, one.failed, one.reason) for one in plan.write] == [
         (Phase.ENDED, False, NEVER_STARTED)
     ]
 
 
 def test_a_stop_waits_while_its_start_may_be_under_way() -> None:
-    plan = plan_steps(situation(wanted(goal=Goal.STOP), kept=record(Phase.INTENT), missing=1.0))
-    assert plan == Plan()
+    plan = plan_steps(situation(wanted(goal=WorkerGoal.STOP), kept=record(Phase.INTENT), missing=1.0))
+    assert plan == StepPlan()
 
 
 def test_it_is_asked_to_finish_before_that_is_written_down() -> None:
     """A crash in between asks twice; the other way round it might never be asked."""
-    plan = plan_steps(situation(wanted(goal=Goal.STOP, drain=30.0), RUNS, record()))
-    assert plan == Plan(steps=[Finish(ONE, 30.0)], done=[record(asked=NOW)])
+    plan = plan_steps(situation(wanted(goal=WorkerGoal.STOP, drain=30.0), RUNS, record()))
+    assert plan == StepPlan(steps=[Finish(ONE, 30.0)], done=[record(asked=NOW)])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,9 @@ def test_it_is_asked_to_finish_before_that_is_written_down() -> None:
 def test_it_is_killed_when_its_time_is_over(
     drain: float | None, asked: float, boot: str, steps: list[Kill]
 ) -> None:
-    plan = plan_steps(situation(wanted(goal=Goal.STOP, drain=drain), RUNS, record(asked=asked, boot=boot)))
+    plan = plan_steps(
+        situation(wanted(goal=WorkerGoal.STOP, drain=drain), RUNS, record(asked=asked, boot=boot))
+    )
     assert plan.steps == steps
     assert plan.done == []  # which is written after a step alone
     assert [one.asked_to_stop_at for one in plan.write] == ([NOW] if boot != "boot" else [])
@@ -139,29 +143,29 @@ def test_it_is_killed_when_its_time_is_over(
 
 def test_what_ended_is_kept_until_the_autoscaler_has_noted_it() -> None:
     [kept] = plan_steps(situation(wanted(), OVER, record())).write
-    assert plan_steps(situation(wanted(), OVER, kept)) == Plan()
-    plan = plan_steps(situation(wanted(goal=Goal.FORGET), OVER, kept))
-    assert plan == Plan(steps=[Remove(ONE)], forget=[ONE])
+    assert plan_steps(situation(wanted(), OVER, kept)) == StepPlan()
+    plan = plan_steps(situation(wanted(goal=WorkerGoal.FORGET), OVER, kept))
+    assert plan == StepPlan(steps=[Remove(ONE)], forget=[ONE])
 
 
 @pytest.mark.parametrize("asked", [None, 5.0])
 def test_how_it_ended_is_known_when_the_engine_has_forgotten_it(asked: float | None) -> None:
     """Slurm forgets a job within minutes, and an autoscaler may be away for longer."""
-    goal = Goal.RUN if asked is None else Goal.STOP
+    goal = WorkerGoal.RUN if asked is None else WorkerGoal.STOP
     [kept] = plan_steps(situation(wanted(goal=goal), OVER, record(asked=asked))).write
-    assert plan_steps(situation(wanted(goal=goal), None, kept, missing=100.0)) == Plan()
+    assert plan_steps(situation(wanted(goal=goal), None, kept, missing=100.0)) == StepPlan()
     assert reports({}, {ONE: kept}, ()) == reports({ONE: OVER}, {ONE: record(asked=asked)}, ())
 
 
 def test_what_runs_is_never_forgotten() -> None:
-    assert plan_steps(situation(wanted(goal=Goal.FORGET), RUNS, record())) == Plan()
-    assert plan_steps(situation(wanted(goal=Goal.FORGET), None, record())) == Plan()
+    assert plan_steps(situation(wanted(goal=WorkerGoal.FORGET), RUNS, record())) == StepPlan()
+    assert plan_steps(situation(wanted(goal=WorkerGoal.FORGET), None, record())) == StepPlan()
 
 
 def test_a_refused_one_is_not_tried_again_and_can_be_forgotten() -> None:
     no = refused(ONE, "no such image", "boot")
-    assert plan_steps(situation(wanted(), kept=no)) == Plan()
-    assert plan_steps(situation(wanted(goal=Goal.FORGET), kept=no)) == Plan(forget=[ONE])
+    assert plan_steps(situation(wanted(), kept=no)) == StepPlan()
+    assert plan_steps(situation(wanted(goal=WorkerGoal.FORGET), kept=no)) == StepPlan(forget=[ONE])
 
 
 def test_no_more_than_the_adapter_may_run() -> None:
@@ -188,7 +192,7 @@ def test_a_start_that_is_under_way_takes_a_place() -> None:
 @pytest.mark.parametrize(
     ("sighting", "asked", "state"),
     [
-        (Sighting(Life.STARTING), None, ReplicaState.STARTING),
+        (Sighting(WorkerLife.STARTING), None, ReplicaState.STARTING),
         (RUNS, None, ReplicaState.READY),
         (RUNS, 5.0, ReplicaState.DRAINING),
         (OVER, None, ReplicaState.FAILED),
@@ -208,7 +212,7 @@ def test_a_replica_that_is_not_ours_to_judge_is_reported_too() -> None:
 
 
 def test_one_that_was_killed_says_so() -> None:
-    told = reports({ONE: Sighting(Life.ENDED, -9)}, {ONE: record(asked=1.0)}, [ONE])[ONE]
+    told = reports({ONE: Sighting(WorkerLife.ENDED, -9)}, {ONE: record(asked=1.0)}, [ONE])[ONE]
     assert told.reason == KILLED
 
 
@@ -219,16 +223,18 @@ def test_what_is_written_down_alone() -> None:
 
 
 # One that the engine cannot start yet is asked for again and again, and dropped without a trace where it is not wanted.
-WAITS = Sighting(Life.WAITING, reason="pulling its image")
+WAITS = Sighting(WorkerLife.WAITING, reason="pulling its image")
 
 
-def waiting(goal: Goal, kept: Record | None, most: int = 0) -> Plan:
+def waiting(goal: WorkerGoal, kept: JournalRecord | None, most: int = 0) -> StepPlan:
     return plan_steps(replace(situation(wanted(goal=goal), WAITS, kept, most=most), missing_since={}))
 
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_the_start_of_one_that_waits_is_repeated_and_counts_once(most: int) -> None:
-    assert waiting(Goal.RUN, record(Phase.INTENT), most) == Plan(steps=[Start(wanted()[ONE].order, "worker")])
+    assert waiting(WorkerGoal.RUN, record(Phase.INTENT), most) == StepPlan(
+        steps=[Start(wanted()[ONE].order, "worker")]
+    )
 
 
 def test_one_that_waits_is_reported_as_starting_with_what_it_waits_for() -> None:
@@ -237,24 +243,24 @@ def test_one_that_waits_is_reported_as_starting_with_what_it_waits_for() -> None
 
 
 @pytest.mark.parametrize("kept", [record(Phase.INTENT), None])
-def test_one_that_waits_and_should_stop_is_dropped_and_was_never_started(kept: Record | None) -> None:
+def test_one_that_waits_and_should_stop_is_dropped_and_was_never_started(kept: JournalRecord | None) -> None:
     """What was prepared of it goes first: a crash in between drops it again, and leaves nothing behind."""
-    stopped = Record(ONE, Phase.ENDED, "boot", reason=NEVER_STARTED)
-    assert waiting(Goal.STOP, kept) == Plan(steps=[Remove(ONE)], done=[stopped])
+    stopped = JournalRecord(ONE, Phase.ENDED, "boot", reason=NEVER_STARTED)
+    assert waiting(WorkerGoal.STOP, kept) == StepPlan(steps=[Remove(ONE)], done=[stopped])
 
 
 def test_what_is_left_of_one_that_was_refused_is_removed_and_not_reported() -> None:
     no = refused(ONE, "no such runtime", "boot")
-    assert waiting(Goal.RUN, no) == Plan(steps=[Remove(ONE)])
+    assert waiting(WorkerGoal.RUN, no) == StepPlan(steps=[Remove(ONE)])
     assert reports({ONE: WAITS}, {ONE: no}, ())[ONE].state is ReplicaState.FAILED
 
 
 def test_one_that_waits_can_be_forgotten() -> None:
-    assert waiting(Goal.FORGET, record(Phase.INTENT)) == Plan(steps=[Remove(ONE)], forget=[ONE])
+    assert waiting(WorkerGoal.FORGET, record(Phase.INTENT)) == StepPlan(steps=[Remove(ONE)], forget=[ONE])
 
 
 def test_what_the_engine_finds_a_replica_by_is_kept_with_its_record() -> None:
     found = replace(RUNS, kept={"pid": 7})
     [kept] = plan_steps(situation(wanted(), found, record())).write
     assert kept.kept == {"pid": 7}
-    assert plan_steps(situation(wanted(), found, kept)) == Plan()
+    assert plan_steps(situation(wanted(), found, kept)) == StepPlan()

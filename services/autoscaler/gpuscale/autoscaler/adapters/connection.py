@@ -9,7 +9,7 @@ from typing import Protocol
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engine import Desired, Goal, ReplicaOrder
+from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaReport, ReplicaState
 from gpuscale.common import names, wire
 from gpuscale.common.errors import (
@@ -40,9 +40,9 @@ _REFUSALS = (
     UnauthenticatedError,
 )
 _GOALS = {
-    api.DesiredReplica.GOAL_RUN: Goal.RUN,
-    api.DesiredReplica.GOAL_STOP: Goal.STOP,
-    api.DesiredReplica.GOAL_FORGET: Goal.FORGET,
+    api.DesiredReplica.GOAL_RUN: WorkerGoal.RUN,
+    api.DesiredReplica.GOAL_STOP: WorkerGoal.STOP,
+    api.DesiredReplica.GOAL_FORGET: WorkerGoal.FORGET,
 }
 _STATES = {
     ReplicaState.STARTING: api.Replica.STATE_STARTING,

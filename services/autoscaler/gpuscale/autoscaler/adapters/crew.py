@@ -7,16 +7,16 @@ from gpuscale.autoscaler.adapters.engine import (
     Desired,
     Engine,
     EngineUnavailableError,
-    Goal,
     Kill,
-    Life,
     ReplicaOrder,
     Sighting,
     Start,
     Step,
     StepsFailedError,
+    WorkerGoal,
+    WorkerLife,
 )
-from gpuscale.autoscaler.adapters.journal import Journal, Phase, Record
+from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import Situation, plan_steps, refused, reports
 from gpuscale.autoscaler.domain.replicas import ReplicaReport
 from gpuscale.common.runtime.clock import Clock
@@ -52,7 +52,7 @@ class EngineCrew:
         self,
         engine: Engine,
         journal: Journal,
-        records: Iterable[Record],
+        records: Iterable[JournalRecord],
         clock: Clock,
         changed: asyncio.Event,
         *,
@@ -98,7 +98,9 @@ class EngineCrew:
             record = self._records.get(name)
             asked = record.asked_to_stop_at if record is not None and record.boot_id == boot_id else None
             drain_timeout = grace if asked is None else now - asked + grace
-            self._wanted[name] = Desired(ReplicaOrder(name, "", {}), Goal.STOP, drain_timeout=drain_timeout)
+            self._wanted[name] = Desired(
+                ReplicaOrder(name, "", {}), WorkerGoal.STOP, drain_timeout=drain_timeout
+            )
         self._poke.set()
         try:
             async with asyncio.timeout(grace + CLEAN_UP_SECONDS):
@@ -113,7 +115,7 @@ class EngineCrew:
 
     def _living(self) -> set[str]:
         """Replicas that run, or may run."""
-        seen = {name for name, one in self._seen.items() if one.life is not Life.ENDED}
+        seen = {name for name, one in self._seen.items() if one.life is not WorkerLife.ENDED}
         return seen | {
             name
             for name, record in self._records.items()
@@ -189,7 +191,7 @@ class EngineCrew:
             self._see(await self._engine.observe())
 
     async def _take(
-        self, steps: Sequence[Step], done: Iterable[Record], failed: dict[str, str]
+        self, steps: Sequence[Step], done: Iterable[JournalRecord], failed: dict[str, str]
     ) -> OSError | None:
         """Take steps and record their outcome; adds those that failed to `failed`, each with the reason.
 
@@ -223,11 +225,11 @@ class EngineCrew:
             if name in self._shown and self._records[name].phase is Phase.RUNNING
         }
         for name, sighting in seen.items():
-            if sighting.life is Life.ENDED and self._seen.get(name) != sighting:
+            if sighting.life is WorkerLife.ENDED and self._seen.get(name) != sighting:
                 _log.info("replica ended", replica=name, exit_code=sighting.exit_code, why=sighting.reason)
         self._seen, self._shown = seen, {**stand, **seen}
 
-    async def _write(self, records: Iterable[Record]) -> OSError | None:
+    async def _write(self, records: Iterable[JournalRecord]) -> OSError | None:
         """Adopt these records, except intents that cannot be written; returns the error of the last that could not."""
         problem: OSError | None = None
         for record in records:
@@ -241,7 +243,7 @@ class EngineCrew:
                 self._keep(record)
         return problem
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: JournalRecord) -> None:
         self._records[record.replica] = record
         if record.phase is Phase.ENDED and record.replica not in self._seen:
             self._shown = {name: one for name, one in self._shown.items() if name != record.replica}
@@ -259,7 +261,7 @@ class EngineCrew:
         left = [
             asked_at + desired.drain_timeout - now
             for name, desired in self._wanted.items()
-            if desired.goal is Goal.STOP and desired.drain_timeout is not None and name in self._records
+            if desired.goal is WorkerGoal.STOP and desired.drain_timeout is not None and name in self._records
             if (asked_at := self._records[name].asked_to_stop_at) is not None
         ]
         return min((one for one in left if one > 0), default=FRESH)

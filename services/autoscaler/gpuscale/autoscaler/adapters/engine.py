@@ -66,7 +66,7 @@ class ReplicaOrder:
         }
 
 
-class Goal(Enum):
+class WorkerGoal(Enum):
     """What should become of a replica."""
 
     RUN = "run"
@@ -86,7 +86,7 @@ class Desired:
     """
 
     order: ReplicaOrder
-    goal: Goal
+    goal: WorkerGoal
     template: str = ""
     drain_timeout: float | None = None
 
@@ -109,7 +109,7 @@ class StepsFailedError(EngineUnavailableError):
         self.refused = refused
 
 
-class Life(Enum):
+class WorkerLife(Enum):
     """How an engine sees a replica."""
 
     WAITING = "waiting"
@@ -134,7 +134,7 @@ class Sighting:
         kept: what the engine needs to find it again after a restart of the adapter; it comes back in `Record.kept`.
     """
 
-    life: Life
+    life: WorkerLife
     exit_code: int | None = None
     reason: str = ""
     pid: int = 0

@@ -28,7 +28,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JournalRecord:
     """One replica in the journal.
 
     Attributes:
@@ -55,7 +55,7 @@ class Record:
 _SUFFIX = ".json"
 _OF_PROCESSES = ("process", "probe", "ready")
 """Fields of a record that stood beside `kept` up to version 0.1."""
-_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+_RECORD: TypeAdapter[JournalRecord] = TypeAdapter(JournalRecord)
 
 
 class Journal:
@@ -64,7 +64,7 @@ class Journal:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def load(self) -> list[Record]:
+    def load(self) -> list[JournalRecord]:
         """Every record, by the name of its replica.
 
         Raises:
@@ -82,7 +82,7 @@ class Journal:
                 reason="STATE_UNREADABLE",
             ) from error
 
-    def write(self, record: Record) -> None:
+    def write(self, record: JournalRecord) -> None:
         """Keep a record in place of the one before; it is on disk when this returns.
 
         Raises:
@@ -119,7 +119,7 @@ class Journal:
             os.close(descriptor)
 
 
-def _read(path: Path) -> Record:
+def _read(path: Path) -> JournalRecord:
     try:
         fields: dict[str, JsonValue] | None = from_json(path.read_bytes())
         if isinstance(fields, dict) and fields.get("process"):

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.connection import ReadLog
 from gpuscale.autoscaler.adapters.engine import Engine
-from gpuscale.autoscaler.adapters.journal import Record
+from gpuscale.autoscaler.adapters.journal import JournalRecord
 from gpuscale.common.config.settings import ProgramSettings, UpstreamSettings
 from gpuscale.common.names import is_id, to_id
 from gpuscale.common.runtime.clock import Clock
@@ -34,7 +34,7 @@ class Host:
     """
 
     clock: Clock
-    records: tuple[Record, ...] = ()
+    records: tuple[JournalRecord, ...] = ()
     agent: grpc.aio.Channel | None = None
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from gpuscale.autoscaler.adapters.engine import (
     Desired,
     Finish,
-    Goal,
     Kill,
-    Life,
     Remove,
     Sighting,
     Start,
     Step,
+    WorkerGoal,
+    WorkerLife,
 )
-from gpuscale.autoscaler.adapters.journal import Phase, Record
+from gpuscale.autoscaler.adapters.journal import JournalRecord, Phase
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 
 VANISHED_AFTER = 10.0
@@ -44,7 +44,7 @@ class Situation:
 
     wanted: Mapping[str, Desired]
     seen: Mapping[str, Sighting]
-    records: Mapping[str, Record]
+    records: Mapping[str, JournalRecord]
     missing_since: Mapping[str, float]
     now: float
     boot_id: str
@@ -52,28 +52,28 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """What to do next, in this order: `write` records, take `steps`, write `done`, and `forget` replicas."""
 
-    write: list[Record] = field(default_factory=list[Record])
+    write: list[JournalRecord] = field(default_factory=list[JournalRecord])
     steps: list[Step] = field(default_factory=list[Step])
-    done: list[Record] = field(default_factory=list[Record])
+    done: list[JournalRecord] = field(default_factory=list[JournalRecord])
     forget: list[str] = field(default_factory=list[str])
 
 
-def plan_steps(at: Situation) -> Plan:
+def plan_steps(at: Situation) -> StepPlan:
     """The next steps, by name of the replica.
 
     A start is on disk before the engine hears of it, so that a replica that vanished is not started again. A request to
     finish is on disk after the engine heard of it: a crash in between repeats it and never loses it.
     """
-    plan = Plan()
+    plan = StepPlan()
     room = _room(at)
     for name in sorted(at.wanted):
         desired = at.wanted[name]
-        if desired.goal is Goal.FORGET:
+        if desired.goal is WorkerGoal.FORGET:
             _forget(at, name, plan)
-        elif name in at.seen and at.seen[name].life is not Life.WAITING:
+        elif name in at.seen and at.seen[name].life is not WorkerLife.WAITING:
             _tend(at, name, desired, plan)
         elif not _over(at, name, desired, plan):
             if name not in at.records:
@@ -83,7 +83,7 @@ def plan_steps(at: Situation) -> Plan:
                     )
                     continue
                 room -= 1
-                plan.write.append(Record(name, Phase.INTENT, at.boot_id))
+                plan.write.append(JournalRecord(name, Phase.INTENT, at.boot_id))
             plan.steps.append(Start(desired.order, desired.template))
     return plan
 
@@ -92,7 +92,7 @@ def _room(at: Situation) -> float:
     """How many more replicas may run, beside those that run, may run, or are being started."""
     if not at.most:
         return math.inf
-    living = {name for name, one in at.seen.items() if one.life is not Life.ENDED}
+    living = {name for name, one in at.seen.items() if one.life is not WorkerLife.ENDED}
     not_shown = {
         name
         for name, one in at.records.items()
@@ -102,20 +102,20 @@ def _room(at: Situation) -> float:
     return at.most - len(living | not_shown)
 
 
-def refused(name: str, why: str, boot_id: str) -> Record:
+def refused(name: str, why: str, boot_id: str) -> JournalRecord:
     """The record of a replica that will never be started."""
-    return Record(name, Phase.ENDED, boot_id, failed=True, reason=why)
+    return JournalRecord(name, Phase.ENDED, boot_id, failed=True, reason=why)
 
 
 def reports(
-    seen: Mapping[str, Sighting], records: Mapping[str, Record], killed: Iterable[str]
+    seen: Mapping[str, Sighting], records: Mapping[str, JournalRecord], killed: Iterable[str]
 ) -> dict[str, ReplicaReport]:
     """The report of every replica: those the engine has, those about to be started, and those that never were."""
     by_force = frozenset(killed)
     found = {
         name: _sighted(one, records.get(name), killed=name in by_force)
         for name, one in seen.items()
-        if one.life is not Life.WAITING or name not in records or records[name].phase is not Phase.ENDED
+        if one.life is not WorkerLife.WAITING or name not in records or records[name].phase is not Phase.ENDED
     }
     for name, record in records.items():
         if name not in found:
@@ -123,9 +123,9 @@ def reports(
     return found
 
 
-def _forget(at: Situation, name: str, plan: Plan) -> None:
+def _forget(at: Situation, name: str, plan: StepPlan) -> None:
     sighting, record = at.seen.get(name), at.records.get(name)
-    if sighting is not None and sighting.life not in {Life.ENDED, Life.WAITING}:
+    if sighting is not None and sighting.life not in {WorkerLife.ENDED, WorkerLife.WAITING}:
         return
     if sighting is not None:
         plan.steps.append(Remove(name))
@@ -133,18 +133,18 @@ def _forget(at: Situation, name: str, plan: Plan) -> None:
         plan.forget.append(name)
 
 
-def _over(at: Situation, name: str, desired: Desired, plan: Plan) -> bool:
+def _over(at: Situation, name: str, desired: Desired, plan: StepPlan) -> bool:
     """Whether a replica that the engine does not run must not be started: it ended, vanished, or should stop."""
     record, waits = at.records.get(name), name in at.seen
     if record is not None and record.phase is Phase.ENDED:
         if waits:
             plan.steps.append(Remove(name))
         return True
-    if desired.goal is Goal.STOP and waits:
+    if desired.goal is WorkerGoal.STOP and waits:
         plan.steps.append(Remove(name))
         plan.done.append(_absent(at, name))
         return True
-    if desired.goal is Goal.STOP:
+    if desired.goal is WorkerGoal.STOP:
         if record is None or _vanished(at, name):
             plan.write.append(_absent(at, name))
         return True
@@ -160,16 +160,16 @@ def _vanished(at: Situation, name: str) -> bool:
     return at.now - at.missing_since.get(name, at.now) >= VANISHED_AFTER
 
 
-def _tend(at: Situation, name: str, desired: Desired, plan: Plan) -> None:
-    """Record a replica that the engine has, and end it if it should stop."""
+def _tend(at: Situation, name: str, desired: Desired, plan: StepPlan) -> None:
+    """JournalRecord a replica that the engine has, and end it if it should stop."""
     before = at.records.get(name)
-    record = before or Record(name, Phase.RUNNING, at.boot_id)
+    record = before or JournalRecord(name, Phase.RUNNING, at.boot_id)
     if record.phase is Phase.INTENT:
         record = replace(record, phase=Phase.RUNNING)
     sighting = at.seen[name]
     if sighting.kept is not None:
         record = replace(record, kept=sighting.kept)
-    if sighting.life is Life.ENDED:  # an engine forgets that one day
+    if sighting.life is WorkerLife.ENDED:  # an engine forgets that one day
         record = replace(
             record,
             phase=Phase.ENDED,
@@ -177,7 +177,7 @@ def _tend(at: Situation, name: str, desired: Desired, plan: Plan) -> None:
             exit_code=sighting.exit_code,
             reason=sighting.reason,
         )
-    if desired.goal is not Goal.STOP or sighting.life is Life.ENDED:
+    if desired.goal is not WorkerGoal.STOP or sighting.life is WorkerLife.ENDED:
         if record != before:
             plan.write.append(record)
         return
@@ -197,26 +197,26 @@ def _tend(at: Situation, name: str, desired: Desired, plan: Plan) -> None:
         plan.write.append(record)
 
 
-def _absent(at: Situation, name: str) -> Record:
+def _absent(at: Situation, name: str) -> JournalRecord:
     """The record of a replica that should stop and that the engine does not have."""
     record = at.records.get(name)
     reason = NEVER_STARTED if record is None or record.phase is Phase.INTENT else ENDED_ASKED
-    return Record(name, Phase.ENDED, at.boot_id, reason=reason)
+    return JournalRecord(name, Phase.ENDED, at.boot_id, reason=reason)
 
 
-def _sighted(sighting: Sighting, record: Record | None, *, killed: bool) -> ReplicaReport:
+def _sighted(sighting: Sighting, record: JournalRecord | None, *, killed: bool) -> ReplicaReport:
     asked = record is not None and record.asked_to_stop_at is not None
-    if sighting.life is Life.ENDED:
+    if sighting.life is WorkerLife.ENDED:
         state = ReplicaState.STOPPED if asked else ReplicaState.FAILED
     elif asked:
         state = ReplicaState.DRAINING
     else:
-        state = ReplicaState.READY if sighting.life is Life.READY else ReplicaState.STARTING
-    reason = KILLED if killed and sighting.life is Life.ENDED else sighting.reason
+        state = ReplicaState.READY if sighting.life is WorkerLife.READY else ReplicaState.STARTING
+    reason = KILLED if killed and sighting.life is WorkerLife.ENDED else sighting.reason
     return ReplicaReport(state, sighting.pid, sighting.exit_code, reason)
 
 
-def _recorded(record: Record) -> ReplicaReport:
+def _recorded(record: JournalRecord) -> ReplicaReport:
     if record.phase is not Phase.ENDED:
         asked = record.asked_to_stop_at is not None
         return ReplicaReport(ReplicaState.DRAINING if asked else ReplicaState.STARTING)

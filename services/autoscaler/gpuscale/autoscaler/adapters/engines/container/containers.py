@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 
-from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
 from gpuscale.common import names
 
 ADAPTER = "gpuscale.adapter"
@@ -155,23 +155,23 @@ def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
         given_up: why the adapter ended it; empty where it did not.
     """
     if state in _NOT_STARTED:
-        return Sighting(Life.WAITING, reason="its container is made, and not started yet")
+        return Sighting(WorkerLife.WAITING, reason="its container is made, and not started yet")
     if state in _OVER and details.unknown:
-        return Sighting(Life.ENDED, None, given_up or UNTOLD)
+        return Sighting(WorkerLife.ENDED, None, given_up or UNTOLD)
     if state in _OVER:
         code = _exit_code(details.exit_code)
-        return Sighting(Life.ENDED, code, given_up or _ending(details, code))
+        return Sighting(WorkerLife.ENDED, code, given_up or _ending(details, code))
     if state not in _RUNNING:
-        return Sighting(Life.STARTING, reason=f"its engine calls it {state}", pid=details.pid)
+        return Sighting(WorkerLife.STARTING, reason=f"its engine calls it {state}", pid=details.pid)
     if details.unknown:
-        return Sighting(Life.STARTING, reason=UNTOLD)
+        return Sighting(WorkerLife.STARTING, reason=UNTOLD)
     match details.health:
         case "starting":
-            return Sighting(Life.STARTING, reason=STARTING, pid=details.pid)
+            return Sighting(WorkerLife.STARTING, reason=STARTING, pid=details.pid)
         case "unhealthy":
-            return Sighting(Life.STARTING, reason=UNWELL, pid=details.pid)
+            return Sighting(WorkerLife.STARTING, reason=UNWELL, pid=details.pid)
         case _:
-            return Sighting(Life.READY, pid=details.pid)
+            return Sighting(WorkerLife.READY, pid=details.pid)
 
 
 def _exit_code(code: int) -> int:

@@ -21,12 +21,12 @@ from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
-    Life,
     Remove,
     Sighting,
     Start,
     Step,
     StepOutcomes,
+    WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.container.containers import (
     Details,
@@ -182,7 +182,9 @@ class ContainerEngine:
         self._found = {replica: one for replica, one in found.items() if one.id in self._details}
         self._drop_what_is_gone()
         await self._all(self._end_unwell(replica, one) for replica, one in self._found.items())
-        waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._pulls.waiting().items()}
+        waiting = {
+            name: Sighting(WorkerLife.WAITING, reason=why) for name, why in self._pulls.waiting().items()
+        }
         return waiting | {
             replica: sighting(one.state, self._details[one.id][1], self._given_up.get(one.id, ""))
             for replica, one in self._found.items()

@@ -13,12 +13,12 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engine import (
     Finish,
     Kill,
-    Life,
     Remove,
     Sighting,
     Start,
     Step,
     StepOutcomes,
+    WorkerLife,
     split_duplicates,
 )
 from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
@@ -110,7 +110,7 @@ class EcsEngine:
                 await self._calls.stop(task.arn)
         self._tasks = {name: task for name, task in counts.items() if task.arn not in self._removed}
         self._waits = {name: why for name, why in self._waits.items() if name not in self._tasks}
-        waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._waits.items()}
+        waiting = {name: Sighting(WorkerLife.WAITING, reason=why) for name, why in self._waits.items()}
         return waiting | {name: sighting(task) for name, task in self._tasks.items()}
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:

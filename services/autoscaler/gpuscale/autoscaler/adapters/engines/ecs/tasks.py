@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
 from gpuscale.autoscaler.adapters.templates import check_environment, fill_arguments, parse_arguments
 
 if TYPE_CHECKING:
@@ -101,12 +101,12 @@ def sighting(task: Task) -> Sighting:
     """What a task says of its replica."""
     if task.over:
         code = _exit_code(task.exit_code)
-        return Sighting(Life.ENDED, code, _why_ended(task, code))
+        return Sighting(WorkerLife.ENDED, code, _why_ended(task, code))
     if task.status != _RUNNING:
-        return Sighting(Life.STARTING, reason=f"its task is {task.status.lower()}")
+        return Sighting(WorkerLife.STARTING, reason=f"its task is {task.status.lower()}")
     if task.health == "UNHEALTHY" or (task.checked and task.health != "HEALTHY"):
-        return Sighting(Life.STARTING, reason="its health check has not succeeded")
-    return Sighting(Life.READY)
+        return Sighting(WorkerLife.STARTING, reason="its health check has not succeeded")
+    return Sighting(WorkerLife.READY)
 
 
 def _exit_code(code: int | None) -> int | None:

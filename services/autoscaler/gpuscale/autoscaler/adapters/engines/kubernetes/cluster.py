@@ -33,10 +33,10 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     ENDPOINT,
     REPLICA,
     STOPPING,
-    Kind,
     NotAllowedError,
     Pod,
-    Workload,
+    PodWorkload,
+    WorkloadKind,
 )
 from gpuscale.common import names
 from gpuscale.common.errors import FailedPreconditionError
@@ -72,9 +72,9 @@ class Cluster:
         self._gpu_resource = gpu_resource
         self._version = ""
 
-    async def workload(self, kind: Kind, name: str) -> Workload:
-        """A Deployment (also for `Kind.PODS`) or a StatefulSet; one that is not there has that as its problem."""
-        stateful = kind is Kind.STATEFUL_SET
+    async def workload(self, kind: WorkloadKind, name: str) -> PodWorkload:
+        """A Deployment (also for `WorkloadKind.PODS`) or a StatefulSet; one that is not there has that as its problem."""
+        stateful = kind is WorkloadKind.STATEFUL_SET
         what = f"{'StatefulSet' if stateful else 'Deployment'} {name}"
         found: Deployment | StatefulSet
         with _errors(f"read {what}"):
@@ -86,7 +86,7 @@ class Cluster:
             except ApiError as error:
                 if error.status.code != NOT_FOUND:
                     raise
-                return Workload(
+                return PodWorkload(
                     kind, name, problem=f"there is no {what} in namespace {self._client.namespace}"
                 )
             return to_workload(kind, found, self._adapter, self._gpu_resource)
@@ -159,9 +159,9 @@ class Cluster:
         call = self._client.patch(ClusterPod, pod.name, patch, patch_type=PatchType.MERGE)
         return await _change(f"mark pod {pod.name}", call)
 
-    async def scale(self, workload: Workload, replicas: int, *, dry_run: bool = False) -> bool:
+    async def scale(self, workload: PodWorkload, replicas: int, *, dry_run: bool = False) -> bool:
         """Ask for so many pods, unless the workload was changed since it was read; False where it was."""
-        resource = StatefulSet.Scale if workload.kind is Kind.STATEFUL_SET else Deployment.Scale
+        resource = StatefulSet.Scale if workload.kind is WorkloadKind.STATEFUL_SET else Deployment.Scale
         patch = {"metadata": {"resourceVersion": workload.version}, "spec": {"replicas": replicas}}
         call = self._client.patch(resource, workload.name, patch, patch_type=PatchType.MERGE, dry_run=dry_run)
         return await _change(f"scale {workload.kind.value} {workload.name}", call)
@@ -299,7 +299,9 @@ def owner_of(meta: ObjectMeta) -> str | None:
     return None
 
 
-def to_workload(kind: Kind, found: Deployment | StatefulSet, adapter: str, gpu_resource: str) -> Workload:
+def to_workload(
+    kind: WorkloadKind, found: Deployment | StatefulSet, adapter: str, gpu_resource: str
+) -> PodWorkload:
     """A Deployment or a StatefulSet, and why it cannot be used if so.
 
     Raises:
@@ -314,7 +316,7 @@ def to_workload(kind: Kind, found: Deployment | StatefulSet, adapter: str, gpu_r
     if labels.get(ADAPTER) != adapter:
         problem = f"the pod template of {kind.value} {meta.name} lacks the label {ADAPTER}={adapter}"
     grace = template.spec.terminationGracePeriodSeconds if template.spec else None
-    return Workload(
+    return PodWorkload(
         kind,
         meta.name,
         replicas=spec.replicas if spec.replicas is not None else 1,

@@ -15,21 +15,21 @@ from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
-    Life,
     Remove,
     ReplicaOrder,
     Sighting,
     Start,
     Step,
     StepOutcomes,
+    WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     CorrectionTimer,
-    Kind,
     KubernetesTemplate,
     NotAllowedError,
     Pod,
-    Workload,
+    PodWorkload,
+    WorkloadKind,
     arrange,
     count,
     gone,
@@ -80,10 +80,10 @@ class KubernetesSettings(EngineSettings):
 
     @model_validator(mode="after")
     def _check_workloads(self) -> Self:
-        used: dict[tuple[Kind, str], str] = {}
+        used: dict[tuple[WorkloadKind, str], str] = {}
         for name, template in self.kubernetes_templates.items():
             what = (template.kind, template.workload)
-            if template.kind is not Kind.PODS and used.setdefault(what, name) != name:
+            if template.kind is not WorkloadKind.PODS and used.setdefault(what, name) != name:
                 raise ValueError(
                     f"kubernetes_templates.{name}: {template.kind.value} {template.workload} is already"
                     f" that of {used[what]}"
@@ -119,7 +119,7 @@ class KubernetesSettings(EngineSettings):
             workloads = await check_templates(cluster, templates, bare)
             capabilities = api.AdapterCapabilities(
                 gives_gpus=True,
-                picks_victims=all(one.kind is not Kind.STATEFUL_SET for one in templates.values()),
+                picks_victims=all(one.kind is not WorkloadKind.STATEFUL_SET for one in templates.values()),
                 drains=True,
                 probes=bool(workloads) and all(one.probed for one in workloads.values()),
             )
@@ -150,7 +150,7 @@ class KubernetesEngine:
         self._told = False
         self._waiting: dict[str, str] = {}  # by replica: its template
         self._workloads: dict[
-            str, Workload
+            str, PodWorkload
         ] = {}  # by template; dropped once it was changed, until it is seen again
         self._pods: dict[str, Pod] = {}  # by replica
         self._nobodys: dict[str, list[Pod]] = {}  # by template
@@ -170,7 +170,7 @@ class KubernetesEngine:
         before, self._nobodys = self._pods, {}
         self._pods = {pod.replica: pod for pod in pods if not pod.owner and pod.replica}
         for name, template in self._templates.items():
-            if template.kind is not Kind.PODS:
+            if template.kind is not WorkloadKind.PODS:
                 await self._give(name, [pod for pod in pods if pod.owner == template.workload], before)
         for name, pod in before.items():
             if name not in self._pods:
@@ -179,7 +179,7 @@ class KubernetesEngine:
             self._waiting.pop(name, None)
             self._ended.pop(name, None)
         return {
-            **{name: Sighting(Life.WAITING, reason=self._why(name)) for name in self._waiting},
+            **{name: Sighting(WorkerLife.WAITING, reason=self._why(name)) for name in self._waiting},
             **self._ended,
             **{name: sighting(pod, self._note(pod)) for name, pod in self._pods.items()},
         }
@@ -246,7 +246,7 @@ class KubernetesEngine:
         if why := why_not(template, workload, order):
             self._waiting.pop(order.replica, None)
             return why
-        if template.kind is Kind.PODS:
+        if template.kind is WorkloadKind.PODS:
             try:
                 await self._bare.start(step.template, template, order)
             except LaunchRefusedError as error:
@@ -305,7 +305,7 @@ class KubernetesEngine:
             return
         for name in list(self._workloads):
             template, workload = self._templates[name], self._workloads[name]
-            if template.kind is Kind.PODS or workload.problem:
+            if template.kind is WorkloadKind.PODS or workload.problem:
                 continue
             try:
                 await self._settle_one(name, workload)
@@ -316,7 +316,7 @@ class KubernetesEngine:
             else:
                 self._unscaled.pop(name, None)
 
-    async def _settle_one(self, name: str, workload: Workload) -> None:
+    async def _settle_one(self, name: str, workload: PodWorkload) -> None:
         mine = [pod for pod in self._pods.values() if pod.owner == workload.name]
         nobodys = self._nobodys.get(name, [])
         waiting = sum(one == name for one in self._waiting.values())
@@ -345,16 +345,16 @@ class KubernetesEngine:
         else:
             _log.info("the workload was changed meanwhile; looking again", workload=workload.name)
 
-    def _workload_of(self, pod: Pod) -> Workload | None:
+    def _workload_of(self, pod: Pod) -> PodWorkload | None:
         for name, workload in self._workloads.items():
-            if self._templates[name].kind is not Kind.PODS and workload.name == pod.owner:
+            if self._templates[name].kind is not WorkloadKind.PODS and workload.name == pod.owner:
                 return workload
         return None
 
     def _why(self, replica: str) -> str:
         """What a replica without a pod waits for."""
         workload = self._workloads.get(self._waiting[replica])
-        if workload is None or workload.kind is Kind.PODS:
+        if workload is None or workload.kind is WorkloadKind.PODS:
             return "its pod is not there yet"
         if unscaled := self._unscaled.get(self._waiting[replica]):
             return unscaled
@@ -372,7 +372,7 @@ class KubernetesEngine:
 
 async def check_templates(
     cluster: Cluster, templates: Mapping[str, KubernetesTemplate], bare: BarePods
-) -> Mapping[str, Workload]:
+) -> Mapping[str, PodWorkload]:
     """Find out, without changing anything, whether every template can be used.
 
     Returns:
@@ -381,7 +381,7 @@ async def check_templates(
     Raises:
         FailedPreconditionError: a template, or a right of the adapter's account, is not as it must be.
     """
-    found: dict[str, Workload] = {}
+    found: dict[str, PodWorkload] = {}
     name = ""
     try:
         await cluster.pods()
@@ -398,11 +398,11 @@ async def check_templates(
     return found
 
 
-async def _check(cluster: Cluster, name: str, template: KubernetesTemplate, bare: BarePods) -> Workload:
+async def _check(cluster: Cluster, name: str, template: KubernetesTemplate, bare: BarePods) -> PodWorkload:
     workload = await cluster.workload(template.kind, template.workload)
     if workload.problem:
         raise LaunchRefusedError(workload.problem)
-    if template.kind is Kind.PODS:
+    if template.kind is WorkloadKind.PODS:
         await cluster.check_right("delete", "pods")
         await bare.start(name, template, _sample(template), dry_run=True)
         return workload

@@ -14,7 +14,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, ReplicaOrder, Sighting, WorkerLife
 from gpuscale.autoscaler.adapters.templates import parse_arguments
 
 ADAPTER = "gpuscale.adapter"
@@ -38,7 +38,7 @@ class NotAllowedError(EngineUnavailableError):
     """The adapter's account may not do what it must; the text says what."""
 
 
-class Kind(Enum):
+class WorkloadKind(Enum):
     """What makes the pods of a template."""
 
     DEPLOYMENT = "Deployment"
@@ -82,9 +82,15 @@ class KubernetesTemplate(BaseModel):
         return self
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> WorkloadKind:
         """What makes its pods."""
-        return Kind.DEPLOYMENT if self.deployment else Kind.STATEFUL_SET if self.stateful_set else Kind.PODS
+        return (
+            WorkloadKind.DEPLOYMENT
+            if self.deployment
+            else WorkloadKind.STATEFUL_SET
+            if self.stateful_set
+            else WorkloadKind.PODS
+        )
 
     @property
     def workload(self) -> str:
@@ -93,7 +99,7 @@ class KubernetesTemplate(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PodWorkload:
     """A Deployment or a StatefulSet at one moment.
 
     Attributes:
@@ -108,7 +114,7 @@ class Workload:
         probed: whether its pods say whether they are ready.
     """
 
-    kind: Kind
+    kind: WorkloadKind
     name: str
     replicas: int = 0
     version: str = ""
@@ -162,14 +168,14 @@ class Pod:
         return self.active and not self.stopping
 
 
-def why_not(template: KubernetesTemplate, workload: Workload, order: ReplicaOrder) -> str:
+def why_not(template: KubernetesTemplate, workload: PodWorkload, order: ReplicaOrder) -> str:
     """Why this order can never be filled; empty where it can.
 
     The pods of a Deployment are as the operator made them: an endpoint that asks for something else must not get them.
     """
     if workload.problem:
         return workload.problem
-    if template.kind is Kind.PODS:
+    if template.kind is WorkloadKind.PODS:
         return ""
     for name in sorted({*template.parameters, *order.parameters}):
         made_for, asked = template.parameters.get(name), order.parameters.get(name)
@@ -193,18 +199,18 @@ def _said(name: str, value: str | None) -> str:
 def sighting(pod: Pod, note: str = "") -> Sighting:
     """A replica as its pod stands; `note` says what else is to be known of it."""
     if pod.over:
-        return Sighting(Life.ENDED, pod.exit_code, pod.reason)
+        return Sighting(WorkerLife.ENDED, pod.exit_code, pod.reason)
     if pod.going:
         why = "" if pod.stopping else "its pod is being deleted by somebody else or by the cluster"
-        return Sighting(Life.STARTING, reason=why)
+        return Sighting(WorkerLife.STARTING, reason=why)
     reason = "; ".join(text for text in (pod.reason, note) if text)
-    return Sighting(Life.READY if pod.ready else Life.STARTING, reason=reason)
+    return Sighting(WorkerLife.READY if pod.ready else WorkerLife.STARTING, reason=reason)
 
 
 def gone(pod: Pod) -> Sighting:
     """A replica whose pod was there and is not any more."""
     why = "" if pod.stopping else "its pod was deleted by somebody else or by the cluster"
-    return Sighting(Life.ENDED, pod.exit_code, pod.reason if pod.over else why)
+    return Sighting(WorkerLife.ENDED, pod.exit_code, pod.reason if pod.over else why)
 
 
 def arrange(pods: Iterable[Pod], waiting: Iterable[str], vanished: Iterable[str] = ()) -> list[Pod]:
@@ -253,7 +259,7 @@ def _exchanged(ordered: Sequence[Pod], vanished: Iterable[str]) -> list[Pod]:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class PodCount:
     """How many pods a workload should be asked for.
 
     Attributes:
@@ -265,7 +271,7 @@ class Count:
     foreign: int = 0
 
 
-def count(workload: Workload, pods: Sequence[Pod], waiting: int) -> Count:
+def count(workload: PodWorkload, pods: Sequence[Pod], waiting: int) -> PodCount:
     """How many pods to ask for, when the pods are marked and `waiting` replicas have none.
 
     A pod that should finish is asked away before a new one is asked for: at the same number of pods nothing would happen.
@@ -275,13 +281,13 @@ def count(workload: Workload, pods: Sequence[Pod], waiting: int) -> Count:
     stopping = sum(pod.stopping for pod in active)
     if stopping:
         left = len(active) - stopping
-        return Count(left if workload.replicas > left else None)
+        return PodCount(left if workload.replicas > left else None)
     coming = workload.replicas - len(active)
     if coming < 0:  # it is about to end some
-        return Count()
+        return PodCount()
     # Pods that are nobody's yet will be given to replicas that wait.
     spare = coming + sum(not pod.replica for pod in active) - waiting
-    return Count(foreign=spare) if spare >= 0 else Count(workload.replicas - spare)
+    return PodCount(foreign=spare) if spare >= 0 else PodCount(workload.replicas - spare)
 
 
 class CorrectionTimer:

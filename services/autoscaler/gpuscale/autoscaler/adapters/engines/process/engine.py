@@ -15,12 +15,12 @@ from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
-    Life,
     Remove,
     Sighting,
     Start,
     Step,
     StepOutcomes,
+    WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.process.logs import KEPT_SECONDS, ReplicaLogs
 from gpuscale.autoscaler.adapters.engines.process.probes import Probe, ProbeKind, Timing, check_address
@@ -30,8 +30,13 @@ from gpuscale.autoscaler.adapters.engines.process.processes import (
     WorkerUser,
     find_leader,
 )
-from gpuscale.autoscaler.adapters.engines.process.replica import KEPT, Kept, LocalReplica, ReplicaContext
-from gpuscale.autoscaler.adapters.journal import Phase, Record
+from gpuscale.autoscaler.adapters.engines.process.replica import (
+    KEPT,
+    KeptProcess,
+    LocalReplica,
+    ReplicaContext,
+)
+from gpuscale.autoscaler.adapters.journal import JournalRecord, Phase
 from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine
 from gpuscale.autoscaler.adapters.templates import (
     CommandTemplate,
@@ -193,7 +198,7 @@ class ProcessEngine:
         self._replicas: dict[str, LocalReplica] = {}
         self._found: dict[str, ProcessId] = {}
 
-    async def adopt(self, records: Iterable[Record]) -> None:
+    async def adopt(self, records: Iterable[JournalRecord]) -> None:
         """Adopt the replicas of earlier runs of the adapter.
 
         Of one that was being started only the name is known. Its process, if there is one, is adopted once its order
@@ -210,7 +215,7 @@ class ProcessEngine:
                 if leader is not None:
                     self._found[name] = leader
 
-    async def _take_over(self, name: str, kept: Kept | None, *, finishing: bool = False) -> None:
+    async def _take_over(self, name: str, kept: KeptProcess | None, *, finishing: bool = False) -> None:
         probe = kept.probe if kept else None
         replica = self._replicas[name] = LocalReplica(name, self._context, probe, finishing=finishing)
         process = await WorkerProcess.adopt(kept.process) if kept else None
@@ -222,7 +227,7 @@ class ProcessEngine:
 
     async def observe(self) -> Mapping[str, Sighting]:
         """As `Engine.observe`."""
-        found = Sighting(Life.WAITING, reason="its process is being taken over")
+        found = Sighting(WorkerLife.WAITING, reason="its process is being taken over")
         return dict.fromkeys(self._found, found) | {
             name: replica.sighting() for name, replica in self._replicas.items()
         }
@@ -245,7 +250,7 @@ class ProcessEngine:
             case Kill() if replica is not None:
                 replica.kill()
             case Remove(name) if name in self._found:
-                await self._take_over(name, Kept(self._found.pop(name)))
+                await self._take_over(name, KeptProcess(self._found.pop(name)))
                 raise EngineUnavailableError("its process was found, and is asked to finish")
             case Remove(name) if replica is not None:
                 if not replica.ended and not await replica.drop():
@@ -288,7 +293,7 @@ class ProcessEngine:
             return str(error)
         probe = template.probe.filled(asked) if template.probe else None
         if found := self._found.pop(order.replica, None):
-            await self._take_over(order.replica, Kept(found, probe))
+            await self._take_over(order.replica, KeptProcess(found, probe))
             return ""
         replica = self._replicas[order.replica] = LocalReplica(order.replica, self._context, probe)
         self._tasks.start(order.replica, replica.start(order, prepared))

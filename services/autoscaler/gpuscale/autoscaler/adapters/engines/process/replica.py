@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue, TypeAdapter
 
 from gpuscale.autoscaler.adapters.admission import Admission
-from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
 from gpuscale.autoscaler.adapters.engines.process.logs import ReplicaLogs
 from gpuscale.autoscaler.adapters.engines.process.probes import Health, Probe, Verdict, ask, probe_environment
 from gpuscale.autoscaler.adapters.engines.process.processes import (
@@ -56,7 +56,7 @@ class ReplicaContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptProcess:
     """What the next run of the adapter needs to adopt a replica."""
 
     process: ProcessId
@@ -64,7 +64,7 @@ class Kept:
     ready: bool = False
 
 
-KEPT: TypeAdapter[Kept] = TypeAdapter(Kept)
+KEPT: TypeAdapter[KeptProcess] = TypeAdapter(KeptProcess)
 
 
 class LocalReplica:
@@ -92,7 +92,7 @@ class LocalReplica:
         self._wake = asyncio.Event()
         self._end: Sighting | None = None
         self._kept: Mapping[str, JsonValue] | None = None
-        self._life = Life.WAITING
+        self._life = WorkerLife.WAITING
 
     @property
     def ended(self) -> bool:
@@ -160,7 +160,7 @@ class LocalReplica:
 
     def end_unseen(self, process: ProcessId | None) -> Coroutine[None, None, None]:
         """It ended while no adapter watched; what is returned kills what it left behind."""
-        self._life = Life.STARTING
+        self._life = WorkerLife.STARTING
         return self._end_unseen(process)
 
     async def _end_unseen(self, process: ProcessId | None) -> None:
@@ -253,12 +253,12 @@ class LocalReplica:
         if self._process is None:
             return
         self._ready = ready
-        self._life = Life.READY if ready else Life.STARTING
-        self._kept = KEPT.dump_python(Kept(self._process.id, self._probe, ready), mode="json")
+        self._life = WorkerLife.READY if ready else WorkerLife.STARTING
+        self._kept = KEPT.dump_python(KeptProcess(self._process.id, self._probe, ready), mode="json")
         self._context.changed()
 
     def _ended(self, exit_code: int | None, reason: str) -> None:
-        self._end = Sighting(Life.ENDED, exit_code, reason)
+        self._end = Sighting(WorkerLife.ENDED, exit_code, reason)
         self._wake.set()
         self._context.changed()
 

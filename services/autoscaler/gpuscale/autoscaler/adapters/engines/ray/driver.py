@@ -26,10 +26,10 @@ from gpuscale.autoscaler.adapters.engines.ray.messages import (
     PREPARED,
     QUESTION,
     STATUS,
-    Answer,
-    Group,
-    Order,
+    RayAnswer,
+    RayGroup,
     RayLaunch,
+    RayOrder,
     Status,
     Verb,
 )
@@ -39,7 +39,7 @@ ANSWERS_WITHIN = 2.0
 _REMOVED = "REMOVED"
 
 
-class Cluster:
+class RayCluster:
     """The replicas of one adapter in one cluster, to which this process is connected.
 
     Args:
@@ -55,7 +55,7 @@ class Cluster:
         self._said: dict[str, Status] = {}
         self._deaths: dict[str, str] = {}
 
-    def observe(self) -> tuple[Group, ...]:
+    def observe(self) -> tuple[RayGroup, ...]:
         """Every placement group of this adapter that was not removed."""
         named = set(list_named_actors())
         table = {
@@ -74,7 +74,7 @@ class Cluster:
             for name in kept.keys() - table.keys():
                 del kept[name]
         return tuple(
-            Group(
+            RayGroup(
                 replica=name.removeprefix(self._prefix),
                 state=row["state"],
                 scheduling=row["stats"]["scheduling_state"],
@@ -85,7 +85,7 @@ class Cluster:
             for name, row in table.items()
         )
 
-    def take(self, orders: Sequence[Order]) -> dict[str, str]:
+    def take(self, orders: Sequence[RayOrder]) -> dict[str, str]:
         """Take orders; each is harmless when it was taken before. Returns why some failed, by name of the replica."""
         failed: dict[str, str] = {}
         for order in orders:
@@ -95,16 +95,16 @@ class Cluster:
                 failed[order.replica] = f"Ray failed: {error}"
         return failed
 
-    def _take(self, order: Order) -> None:
+    def _take(self, order: RayOrder) -> None:
         name = self._prefix + order.replica
         match order:
-            case Order(Verb.START, launch=RayLaunch() as launch):
+            case RayOrder(Verb.START, launch=RayLaunch() as launch):
                 self._start(name, launch)
-            case Order(Verb.FINISH):
+            case RayOrder(Verb.FINISH):
                 self._finish(name)
-            case Order(Verb.KILL):
+            case RayOrder(Verb.KILL):
                 self._kill(name)
-            case Order(Verb.REMOVE):
+            case RayOrder(Verb.REMOVE):
                 self._remove(name)
             case _:
                 raise ValueError(f"no such order: {order}")
@@ -192,23 +192,23 @@ def main(argv: list[str]) -> int:
         try:
             ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-            _put(answers, Answer(error=f"cannot connect to Ray at {address}: {error}"))
+            _put(answers, RayAnswer(error=f"cannot connect to Ray at {address}: {error}"))
             return 1
-        return _serve(Cluster(namespace, adapter), answers)
+        return _serve(RayCluster(namespace, adapter), answers)
 
 
-def _serve(cluster: Cluster, answers: BinaryIO) -> int:
+def _serve(cluster: RayCluster, answers: BinaryIO) -> int:
     for line in sys.stdin.buffer:
         orders = QUESTION.validate_json(line).orders
         try:
-            answer = Answer(failed=cluster.take(orders)) if orders else Answer(cluster.observe())
+            answer = RayAnswer(failed=cluster.take(orders)) if orders else RayAnswer(cluster.observe())
             _put(answers, answer)
         except (RayError, ConnectionError, TimeoutError) as error:
-            _put(answers, Answer(error=f"Ray failed: {error}"))
+            _put(answers, RayAnswer(error=f"Ray failed: {error}"))
     return 0
 
 
-def _put(answers: BinaryIO, answer: Answer) -> None:
+def _put(answers: BinaryIO, answer: RayAnswer) -> None:
     answers.write(ANSWER.dump_json(answer) + b"\n")
 
 

@@ -30,10 +30,10 @@ from gpuscale.autoscaler.adapters.engine import (
 from gpuscale.autoscaler.adapters.engines.ray.messages import (
     ANSWER,
     QUESTION,
-    Answer,
-    Order,
-    Question,
+    RayAnswer,
     RayLaunch,
+    RayOrder,
+    RayQuestion,
     Verb,
     sighting,
 )
@@ -148,7 +148,7 @@ class RayDriver:
         self._arguments = (address, namespace, adapter)
         self._process: Process | None = None
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: RayQuestion) -> RayAnswer:
         """Ask Ray.
 
         Raises:
@@ -173,7 +173,7 @@ class RayDriver:
             process.kill()
         await process.wait()
 
-    async def _exchange(self, question: Question) -> Answer:
+    async def _exchange(self, question: RayQuestion) -> RayAnswer:
         """One question and its answer. Where that fails or is cut short, the driver is of no more use."""
         sound = False
         try:
@@ -232,25 +232,25 @@ class RayEngine:
 
     async def observe(self) -> Mapping[str, Sighting]:
         """As `Engine.observe`."""
-        answer = await self._driver.ask(Question())
+        answer = await self._driver.ask(RayQuestion())
         return {group.replica: sighting(group) for group in answer.groups}
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
         """As `Engine.apply`."""
         refused: dict[str, str] = {}
-        orders: list[Order] = []
+        orders: list[RayOrder] = []
         for step in steps:
             if not isinstance(step, Start):
-                orders.append(Order(_VERBS[type(step)], step.replica))
+                orders.append(RayOrder(_VERBS[type(step)], step.replica))
                 continue
             try:
                 launch = ray_launch(step.template, self._templates, step.order, self._environment)
             except LaunchRefusedError as error:
                 refused[step.order.replica] = str(error)
             else:
-                orders.append(Order(Verb.START, step.order.replica, launch))
+                orders.append(RayOrder(Verb.START, step.order.replica, launch))
         if orders:
-            answer = await self._driver.ask(Question(tuple(orders)))
+            answer = await self._driver.ask(RayQuestion(tuple(orders)))
             if answer.failed:
                 raise StepsFailedError(answer.failed, refused)
         return refused

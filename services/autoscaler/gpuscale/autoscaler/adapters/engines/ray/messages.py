@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from pydantic import TypeAdapter
 
-from gpuscale.autoscaler.adapters.engine import Life, Sighting
+from gpuscale.autoscaler.adapters.engine import Sighting, WorkerLife
 
 PREPARED = "CREATED"
 """State of a placement group whose resources are held."""
@@ -57,7 +57,7 @@ class Verb(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RayOrder:
     """One thing to do; `launch` belongs to START."""
 
     verb: Verb
@@ -66,10 +66,10 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RayQuestion:
     """Take these orders, or, where there are none, say what there is."""
 
-    orders: tuple[Order, ...] = ()
+    orders: tuple[RayOrder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RayGroup:
     """A placement group of ours.
 
     Attributes:
@@ -103,16 +103,16 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RayAnswer:
     """What there is, or why Ray could not be asked; or why some orders failed, by name of the replica."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[RayGroup, ...] = ()
     error: str = ""
     failed: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-QUESTION: TypeAdapter[Question] = TypeAdapter(Question)
-ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+QUESTION: TypeAdapter[RayQuestion] = TypeAdapter(RayQuestion)
+ANSWER: TypeAdapter[RayAnswer] = TypeAdapter(RayAnswer)
 STATUS: TypeAdapter[Status] = TypeAdapter(Status)
 
 _WAITS_FOR = {
@@ -121,18 +121,20 @@ _WAITS_FOR = {
 }
 
 
-def sighting(group: Group) -> Sighting:
+def sighting(group: RayGroup) -> Sighting:
     """The replica of a placement group, as the crew wants to know it."""
     status = group.status
     if status is not None and status.exit_code is not None:
         code = status.exit_code
         how = f"it ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
-        return Sighting(Life.ENDED, code, how)
+        return Sighting(WorkerLife.ENDED, code, how)
     if not group.has_actor:
-        return Sighting(Life.ENDED, None, f"its actor is gone: {group.death or 'Ray does not say why'}")
+        return Sighting(WorkerLife.ENDED, None, f"its actor is gone: {group.death or 'Ray does not say why'}")
     if group.state != PREPARED:
         reason = _WAITS_FOR.get(group.scheduling, "its placement group is being prepared")
-        return Sighting(Life.STARTING, reason=f"waits for Ray ({group.scheduling or group.state}): {reason}")
+        return Sighting(
+            WorkerLife.STARTING, reason=f"waits for Ray ({group.scheduling or group.state}): {reason}"
+        )
     if status is None:
-        return Sighting(Life.STARTING, reason="its actor is being started")
-    return Sighting(Life.READY if status.lived >= READY_AFTER else Life.STARTING)
+        return Sighting(WorkerLife.STARTING, reason="its actor is being started")
+    return Sighting(WorkerLife.READY if status.lived >= READY_AFTER else WorkerLife.STARTING)

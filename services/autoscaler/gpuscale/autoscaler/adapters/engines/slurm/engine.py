@@ -21,17 +21,17 @@ from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
-    Life,
     Remove,
     Sighting,
     Start,
     Step,
     StepOutcomes,
+    WorkerLife,
     split_duplicates,
 )
 from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
-    Job,
     JobTemplate,
+    SlurmJob,
     Word,
     first,
     is_away,
@@ -108,7 +108,7 @@ class SlurmSettings(EngineSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SlurmAnswer:
     """How a command ended."""
 
     status: int
@@ -133,7 +133,9 @@ class Commands:
         self._path = str(directory) if directory else environment.get("PATH")
         self._environment = environment
 
-    async def run(self, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Answer:
+    async def run(
+        self, name: str, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> SlurmAnswer:
         """Run a command to its end; `environment` is added to what it sees.
 
         Raises:
@@ -150,7 +152,7 @@ class Commands:
             raise EngineUnavailableError(f"{name} did not end within {COMMAND_TIMEOUT:g} s") from error
         except OSError as error:
             raise EngineUnavailableError(f"cannot run {name}: {error.strerror}") from error
-        return Answer(
+        return SlurmAnswer(
             done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
         )
 
@@ -187,7 +189,7 @@ class SlurmEngine:
         self._python = settings.python or sys.executable
         self._environment = environment
         self._poll = settings.poll_seconds
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, SlurmJob] = {}
         self._waits: dict[str, str] = {}
         self._asked: set[str] = set()
         self._removed: set[str] = set()
@@ -205,7 +207,7 @@ class SlurmEngine:
         self._jobs = {name: job for name, job in counts.items() if not job.over or name not in self._removed}
         self._asked &= self._jobs.keys()
         self._waits = {name: why for name, why in self._waits.items() if name not in self._jobs}
-        waiting = {name: Sighting(Life.WAITING, reason=why) for name, why in self._waits.items()}
+        waiting = {name: Sighting(WorkerLife.WAITING, reason=why) for name, why in self._waits.items()}
         return waiting | {name: sighting(job) for name, job in self._jobs.items()}
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
@@ -236,7 +238,7 @@ class SlurmEngine:
                 pass
         return ""
 
-    async def _list(self) -> list[Job]:
+    async def _list(self) -> list[SlurmJob]:
         secret = token_hex(8)
         answer = await self._commands.run("squeue", *question(self._user, secret))
         if answer.status:
@@ -305,7 +307,7 @@ class SlurmEngine:
         await self._cancel(job, "--signal=TERM", "--batch")
         return True
 
-    async def _cancel(self, job: Job, *how: str) -> None:
+    async def _cancel(self, job: SlurmJob, *how: str) -> None:
         """scancel, by number and by name: a number alone may by now be another job's."""
         answer = await self._commands.run("scancel", *how, f"--name={job.name}", str(job.number))
         if answer.status and not any(text in answer.err for text in _GONE):

@@ -14,7 +14,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from gpuscale.autoscaler.adapters.engine import Life, ReplicaOrder, Sighting
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
 from gpuscale.autoscaler.adapters.templates import CommandTemplate, LaunchRefusedError, launch
 from gpuscale.common.names import is_id, replica_name
 
@@ -43,7 +43,7 @@ _OF_THE_PROGRAM = frozenset({"None", "NonZeroExitCode", "JobLaunchFailure", "Rai
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SlurmJob:
     """A batch job.
 
     Attributes:
@@ -93,7 +93,7 @@ def question(user: int, secret: str) -> tuple[str, ...]:
     return ("--noheader", "--states=all", f"--user={user}", f"--Format={columns}")
 
 
-def parse_jobs(said: str, secret: str) -> list[Job]:
+def parse_jobs(said: str, secret: str) -> list[SlurmJob]:
     """The jobs in the answer to `question`.
 
     Raises:
@@ -125,22 +125,22 @@ def replica_of(adapter: str, name: str) -> str | None:
             return None
 
 
-def first(jobs: Iterable[Job]) -> Job:
+def first(jobs: Iterable[SlurmJob]) -> SlurmJob:
     """Of jobs of one name the one that counts: they run one after the other, in the order of their numbers."""
     return min(jobs, key=lambda job: job.number)
 
 
-def sighting(job: Job) -> Sighting:
+def sighting(job: SlurmJob) -> Sighting:
     """What a job says of its replica."""
     if job.over:
-        return Sighting(Life.ENDED, job.exit_code, _why_ended(job))
+        return Sighting(WorkerLife.ENDED, job.exit_code, _why_ended(job))
     if job.state in _RUNNING:
-        return Sighting(Life.READY)
+        return Sighting(WorkerLife.READY)
     why = f"its job {job.number} is {job.state.lower()}"
-    return Sighting(Life.STARTING, reason=why if job.reason in {"", "None"} else f"{why}: {job.reason}")
+    return Sighting(WorkerLife.STARTING, reason=why if job.reason in {"", "None"} else f"{why}: {job.reason}")
 
 
-def _parse(fields: Sequence[str]) -> Job:
+def _parse(fields: Sequence[str]) -> SlurmJob:
     number, state, status, used, reason, name = fields
     number = number.removeprefix("\n")  # of the line before
     if not number.isdecimal():
@@ -148,7 +148,7 @@ def _parse(fields: Sequence[str]) -> Job:
     code = _exit_code(status) if state in _ENDED else None
     if code is not None and not _is_of_the_program(state, code, reason):
         code = None
-    return Job(int(number), name, state, code, used in _YOUNG, reason)
+    return SlurmJob(int(number), name, state, code, used in _YOUNG, reason)
 
 
 def _is_of_the_program(state: str, code: int, reason: str) -> bool:
@@ -169,7 +169,7 @@ def _exit_code(status: str) -> int | None:
     return -signal if signal else code
 
 
-def _why_ended(job: Job) -> str:
+def _why_ended(job: SlurmJob) -> str:
     if job.state != "FAILED":
         return _ENDED[job.state]
     if job.exit_code is None:
