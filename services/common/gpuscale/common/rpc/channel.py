@@ -123,7 +123,7 @@ def open_sync_channel(
 
 def _arguments(tls: ClientTls | None, dial_timeout: float | None = None) -> ChannelArguments:
     """The arguments of a channel, with the proxy if one was asked for."""
-    arguments = dict(CHANNEL_ARGUMENTS)
+    arguments = dict[str, int | str](CHANNEL_ARGUMENTS)
     if dial_timeout is not None:
         arguments["grpc.min_reconnect_backoff_ms"] = max(1, round(dial_timeout * 1000))
     proxy = os.environ.get(PROXY_VARIABLE)

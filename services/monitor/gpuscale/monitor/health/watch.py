@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.message import Message
 
@@ -38,7 +38,7 @@ _COMPARED = {"pcie_replays": "pcie_replay_count", "nvlinks_active": "nvlink_acti
 
 def facts_of(gpu: types_api.Gpu) -> HealthFacts:
     """What the checks look at of a GPU."""
-    reading: Message = gpu.reading
+    reading = cast("Message", gpu.reading)
     facts = dict[str, Any]()
     for fact, name in (_WATCHED | _COMPARED).items():
         if reading.HasField(name):
