@@ -20,9 +20,15 @@ from tests.support.waiting import eventually
 
 @asynccontextmanager
 async def serving_callers(folder: Path, *names: str) -> AsyncGenerator[list[AsyncClient]]:
-    """Clients of an allocator with eight GPUs: `oli` has a token and no more, `ml` may use two tenants, `ada` is admin."""
+    """Clients of an allocator with eight GPUs: `oli` has a token and no more, `ml` may use two tenants, `scaler` all.
+
+    `ada` is admin.
+    """
     tokens = write_tokens(folder / "tokens.toml", oli="operator", ada="admin", ml="operator")
     tokens.write_text(tokens.read_text() + 'tenants = ["ml", "vision"]\nmax_priority = 10\n')
+    write_tokens(folder / "more.toml", scaler="operator")
+    more = (folder / "more.toml").read_text() + 'tenants = ["*"]\n'
+    tokens.write_text(tokens.read_text() + more)
     authenticator = Authenticator(tokens_file=tokens)
     async with (
         serving(FakeFleet(node_message("n0", count=8))) as fleet,
@@ -90,3 +96,15 @@ async def test_a_quota_holds_whoever_tries_to_leave_it(tmp_path: Path) -> None:
         assert held == {"ada": 1000, "ml": 1000, "oli": 1000}
         answer = await ml.capacity.CheckAvailability(api.CheckAvailabilityRequest(ask=api.Ask(gpu_count=1)))
         assert (answer.available, answer.reason) == (False, "QUOTA_EXCEEDED")
+
+
+async def test_who_may_use_the_quotas_of_all_uses_its_own_unless_it_names_another(tmp_path: Path) -> None:
+    """As an autoscaler that is no admin reserves for whoever made an endpoint."""
+    async with serving_callers(tmp_path, "scaler") as [scaler]:
+        assert [(await reserve(scaler, asked(tenant=name))).tenant for name in ("", "oli")] == [
+            "scaler",
+            "oli",
+        ]
+        with pytest.raises(PermissionDeniedError) as refused:
+            await reserve(scaler, asked(priority=1))
+        assert refused.value.reason == "PRIORITY_TOO_HIGH"

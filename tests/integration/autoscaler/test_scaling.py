@@ -186,6 +186,8 @@ async def test_gpus_count_against_the_tenant_of_the_endpoint(
         (Role.OPERATOR, Limits(), "", "ann"),
         (Role.OPERATOR, Limits(("ml", "vision")), "", "ml"),
         (Role.OPERATOR, Limits(("ml", "vision")), "vision", "vision"),
+        (Role.OPERATOR, Limits(("*",)), "", "ann"),
+        (Role.OPERATOR, Limits(("*", "ml")), "vision", "vision"),
         (Role.OPERATOR, Limits(), "ml", None),
         (Role.OPERATOR, Limits(("ml",)), "ann", None),
     ],

@@ -218,7 +218,7 @@ def to_order(
 
 
 def _check_limits(caller: Principal, tenant: str, priority: int, path: str) -> None:
-    if tenant not in caller.tenants:
+    if not caller.may_use(tenant):
         field, may = f"{path}tenant", ", ".join(caller.tenants)
         raise PermissionDeniedError(
             f"{field}: {caller.name} may not use the quota of {tenant}, only of: {may}. On the server's host:"

@@ -160,7 +160,7 @@ def _tenant(stated: str, caller: Principal) -> str:
     """
     if caller.role >= Role.ADMIN:
         return stated
-    if stated and stated not in caller.tenants:
+    if stated and not caller.may_use(stated):
         may = ", ".join(caller.tenants)
         raise PermissionDeniedError(
             f"endpoint.tenant: {caller.name} may not use the quota of {stated}, only of: {may}",

@@ -72,13 +72,16 @@ class Role(IntEnum):
     ADMIN = options_pb2.ROLE_ADMIN
 
 
+ANY_TENANT: Final = "*"
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a caller other than an admin may request.
 
     Attributes:
         tenants: whose quotas it may use, the one first that a request without a tenant counts against; its own name alone
-            where there are none.
+            where there are none. `*` stands for all: the autoscaler reserves for whoever made an endpoint.
         max_priority: the highest priority that it may ask for.
     """
 
@@ -105,8 +108,12 @@ class Principal:
 
     @property
     def tenants(self) -> tuple[str, ...]:
-        """Whose quotas it may use; an admin may use those of all others too."""
-        return self.limits.tenants or (self.name,)
+        """Whose quotas it may use by name, the default one first."""
+        return tuple(one for one in self.limits.tenants if one != ANY_TENANT) or (self.name,)
+
+    def may_use(self, tenant: str) -> bool:
+        """Whether it may use the quota of a tenant; an admin may use those of all."""
+        return self.role >= Role.ADMIN or tenant in self.tenants or ANY_TENANT in self.limits.tenants
 
 
 LOCAL = Principal("local", Role.ADMIN, "local")

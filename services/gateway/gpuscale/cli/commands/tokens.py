@@ -53,7 +53,7 @@ TENANTS = repeated(
     "--tenant",
     "tenants",
     metavar="TENANT",
-    help="Tenant whose quota its bearer may use, the default one first. Without it: the tenant of its own name.",
+    help="Tenant whose quota its bearer may use, the default one first; * for all. Without it: the tenant of its own name.",
 )
 MAX_PRIORITY = option(
     "--max-priority",
