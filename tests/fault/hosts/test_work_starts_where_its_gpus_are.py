@@ -51,8 +51,8 @@ def test_a_command_gets_gpus_of_the_host_it_is_typed_on(site: Site, host: str) -
     [
         (("--node", RIGHT), f"which is {LEFT}: run it on {RIGHT}"),
         (("--gpu", f"{RIGHT}/gpu-right-0"), f"which is {LEFT}: run it on {RIGHT}"),
-        (("--exclude-node", LEFT), "leaves none of its GPUs"),
-        (("--members", "2", "--strategy", "strict-spread"), "wants 2 nodes"),
+        (("--exclude-node", LEFT), f"--exclude-node {LEFT} excludes it"),
+        (("--members", "2", "--strategy", "strict-spread"), "strict-spread needs 2 nodes"),
     ],
     ids=["node", "gpu", "excluded", "members"],
 )

@@ -76,4 +76,4 @@ def test_a_number_that_is_not_the_replicas_any_more_has_no_members(pid: int) -> 
 def test_processes_that_are_older_than_the_replica_are_never_its_members() -> None:
     with worker("sleep 1000") as process:
         leader = started(process.pid)
-        assert members(NAME, ProcessId(leader.pid, leader.start_ticks + 1)) == []
+        assert members(NAME, ProcessId(leader.pid, leader.start_ticks + 100)) == []

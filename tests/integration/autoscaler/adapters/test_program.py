@@ -21,7 +21,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engine import Life, Remove, Sighting, Start
+from gpuscale.autoscaler.adapters.engine import Remove, Sighting, Start, WorkerLife
 from gpuscale.autoscaler.adapters.settings import EngineSettings, OpenEngine
 from tests.support.fake_engine import FakeEngine
 
@@ -30,7 +30,7 @@ class Memory(FakeEngine):
     async def apply(self, steps):
         for step in steps:
             if isinstance(step, Start):
-                self.show(step.replica, Sighting(Life.READY, pid=4711))
+                self.show(step.replica, Sighting(WorkerLife.READY, pid=4711))
         return {}
 
 
