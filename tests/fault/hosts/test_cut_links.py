@@ -33,7 +33,7 @@ from tests.support.nvml_double import why_unavailable as why_no_double
 from tests.support.nvml_double.model import DoubleProcess
 from tests.support.waiting import eventually
 
-TTL = 5.0
+TTL = 8.0
 READY, UNKNOWN = autoscaler_api.Replica.STATE_READY, autoscaler_api.Replica.STATE_UNKNOWN
 BROKEN = (AssertionError, grpc.aio.AioRpcError, UnavailableError)
 

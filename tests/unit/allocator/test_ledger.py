@@ -156,6 +156,16 @@ def test_gpus_stay_held_until_the_end_is_on_disk() -> None:
     assert list(ledger.reservations(ended=True)) == [closed]
 
 
+def test_a_renewal_while_the_end_is_written_is_told_why_it_ends() -> None:
+    ledger = Ledger()
+    one = active(ledger, "GPU-a")
+    ledger.close(one, State.RELEASED, now=NOW, wall=WALL, reason="taken away by an admin")
+    with pytest.raises(
+        FailedPreconditionError, match=r"has ended \(ending\): taken away by an admin; reserve anew"
+    ):
+        ledger.renew(one.id, one.fence, None, NOW)
+
+
 def test_an_end_that_could_not_be_written_is_taken_back() -> None:
     ledger = Ledger()
     reservation = active(ledger, wish=order(ttl=60))

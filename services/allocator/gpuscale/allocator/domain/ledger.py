@@ -82,7 +82,7 @@ class Ledger:
         self._by_request: dict[str, str] = {}
         self._ended: dict[str, None] = {}
         self._use = Use()
-        self._closing: set[str] = set()
+        self._closing: dict[str, str] = {}  # why each ends
         self._granted_at: dict[str, float] = {}
         self._deadlines = Deadlines()
 
@@ -259,7 +259,7 @@ class Ledger:
         """
         if reservation.id in self._closing:
             raise ValueError(f"reservation {reservation.id} is being closed already")
-        self._closing.add(reservation.id)
+        why = self._closing[reservation.id] = reason or reservation.end_reason
         gpus = reservation.gpus
         if lost:
             gpus = tuple(replace(gpu, lost=True) if gpu.uuid in lost else gpu for gpu in gpus)
@@ -270,12 +270,12 @@ class Ledger:
             deadline=now + retention_of(reservation.ttl),
             ended=wall,
             revoke_at=None,
-            end_reason=reason or reservation.end_reason,
+            end_reason=why,
         )
 
     def settle(self, closed: Reservation) -> None:
         """Free the GPUs of a closed reservation: its end is on disk."""
-        self._closing.discard(closed.id)
+        self._closing.pop(closed.id, None)
         self._live.pop(closed.id, None)
         self._granted_at.pop(closed.id, None)
         self._use.free(closed.id)
@@ -287,7 +287,7 @@ class Ledger:
 
     def reopen(self, closed: Reservation) -> None:
         """Take back a `close` whose write failed: the reservation lives on and its deadline is due again."""
-        self._closing.discard(closed.id)
+        self._closing.pop(closed.id, None)
         self._put(self._reservations[closed.id])
 
     def due(self, now: float, limit: int) -> list[Reservation]:
@@ -351,9 +351,10 @@ class Ledger:
             FailedPreconditionError: it has ended or is ending.
         """
         if not found.live or found.id in self._closing:
+            why = self._closing.get(found.id, "") if found.live else found.end_reason
             raise FailedPreconditionError(
-                f"reservation {found.id} has ended ({found.state.value if not found.live else 'ending'})"
-                + (f": {found.end_reason}" if not found.live and found.end_reason else "")
+                f"reservation {found.id} has ended ({'ending' if found.live else found.state.value})"
+                + (f": {why}" if why else "")
                 + "; reserve anew: its GPUs may be another's",
                 reason="RESERVATION_ENDED",
                 metadata={"reservation": found.id},
