@@ -5,6 +5,7 @@ settings come from.
 """
 
 import socket
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -118,13 +119,13 @@ class EngineSettings(UpstreamSettings, ProgramSettings):
                 raise ValueError(f"{self.templates_field}.{name}: the name of a template must be an id")
         return self
 
+    @abstractmethod
     def open_engine(self, host: Host, /) -> AbstractAsyncContextManager[OpenEngine]:
         """The engine that these settings describe, until the block ends.
 
         Raises:
             GpuscaleError: the engine cannot be used as it is described.
         """
-        raise NotImplementedError
 
 
 class NodeEngineSettings(EngineSettings):
