@@ -37,8 +37,10 @@ _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 _DYING_WITH = """
 import ctypes, os, signal, sys
-for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # as they were before Python changed them
+for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as they were before Python changed them
     signal.signal(number, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
 if os.getppid() != int(sys.argv[1]):
     sys.exit(137)  # it ended before the call
