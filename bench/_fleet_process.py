@@ -22,7 +22,7 @@ import uvloop
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.server import SERVER_ARGUMENTS, Registration, Server, ServerOptions
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.monitor.app.fleet import MIB, SWEEP_SECONDS, Observing
 from gpuscale.monitor.app.settings import FleetSettings

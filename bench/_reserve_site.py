@@ -16,7 +16,7 @@ import grpc
 import uvloop
 
 from bench._callers import Caller, connected
-from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime import tasks
 
 GPUS = 8
 ECHO = "/bench.Echo/Echo"
@@ -57,7 +57,7 @@ async def open_site(client: str, nodes: int, points: str = "", database: str = "
             sys.executable,
             *("-m", "bench._reserve_site", folder, str(nodes)),
             stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {failpoints.VARIABLE: points, DATABASE: database},
+            env=os.environ | {tasks.FAILPOINTS: points, DATABASE: database},
         )
         try:
             assert server.stdout is not None

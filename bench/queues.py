@@ -41,7 +41,7 @@ from gpuscale.autoscaler.signals.brokers import Broker, BrokerSettings, RetryGat
 from gpuscale.autoscaler.signals.management import ManagementClient, Measured
 from gpuscale.autoscaler.signals.sweeps import BrokerSweeps, Publish, VirtualHostReader
 from gpuscale.common.runtime import logs
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.secrets import SecretUrl
 from tests.support.rabbitmq import RabbitBroker, why_unavailable
 

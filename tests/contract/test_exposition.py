@@ -10,8 +10,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition import agent, fleet, snapshots

@@ -14,7 +14,7 @@ from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, Unavail
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import Clock, SystemClock
+from gpuscale.common.runtime.tasks import Clock, SystemClock
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.term import Term

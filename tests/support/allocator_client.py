@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient, UnavailableError, connect_async
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from tests.support.allocator import allocator
 from tests.support.fake_fleet import FakeFleet, serving
 from tests.support.waiting import eventually

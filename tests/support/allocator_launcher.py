@@ -18,8 +18,8 @@ from pathlib import Path
 
 from gpuscale.allocator.main import main
 from gpuscale.allocator.usecases import endings as sweeper
-from gpuscale.common.runtime import failpoints
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime import tasks
+from gpuscale.common.runtime.tasks import SystemClock
 from tests.support.planted_bugs import PLANTS
 
 START_DELAY = 0.5
@@ -42,7 +42,7 @@ def live(order: dict[str, str], plant: str) -> int:
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(0, 1)
-    failpoints._points = failpoints.parse(order["failpoints"])
+    tasks._points = tasks.parse_failpoints(order["failpoints"])
     step_wall_clock(Path(order["wall"]))
     sweeper.START_DELAY = START_DELAY
     if plant:

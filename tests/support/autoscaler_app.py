@@ -18,7 +18,7 @@ from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error
-from gpuscale.common.runtime.clock import Clock, SystemClock
+from gpuscale.common.runtime.tasks import Clock, SystemClock
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import to_duration
 

@@ -11,7 +11,7 @@ import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.failpoints import VARIABLE
+from gpuscale.common.runtime.tasks import FAILPOINTS
 from gpuscale.common.secrets import SecretUrl
 from tests.support.autoscaler_app import Autoscaler, FakeWatchers
 from tests.support.ports import free_port
@@ -44,7 +44,7 @@ class AutoscalerProcess:
             *("--listen", self.address),
             *("--allocator-address", self._allocator_address),
             *("--log-level", "error"),
-            env=environment | self._database | {VARIABLE: failpoints},
+            env=environment | self._database | {FAILPOINTS: failpoints},
         )
 
     async def ended(self, timeout: float = 60.0) -> int:

@@ -21,7 +21,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import errors
 from gpuscale.common.rpc.status import to_rpc_status
-from gpuscale.common.runtime.clock import read_boot_id
+from gpuscale.common.runtime.tasks import read_boot_id
 
 GIB = 1 << 30
 LONG_AGO = Timestamp(seconds=1_700_000_000)

@@ -7,7 +7,7 @@ WALL_START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class ManualClock:
-    """A `gpuscale.common.runtime.clock.Clock` whose time passes only by `advance`.
+    """A `gpuscale.common.runtime.tasks.Clock` whose time passes only by `advance`.
 
     `now` starts at `start` seconds after boot, the wall clock at 2026-01-01 00:00 UTC. `step_wall` moves the date
     alone, as an operator or NTP would; `reboot` begins a new boot.

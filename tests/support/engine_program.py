@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from gpuscale.common.runtime.failpoints import VARIABLE
+from gpuscale.common.runtime.tasks import FAILPOINTS
 
 
 class EngineProgram:
@@ -32,7 +32,7 @@ class EngineProgram:
             sys.executable,
             *("-m", "gpuscale.autoscaler.adapters.main", self._engine),
             *("--config", str(self._config)),
-            env={**self._environment, VARIABLE: failpoints},
+            env={**self._environment, FAILPOINTS: failpoints},
         )
 
     async def ended(self, timeout: float = 120.0) -> int:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.model.readings import GpuState, GpuView

@@ -13,8 +13,7 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesEng
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import KubernetesTemplate
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
-from gpuscale.common.runtime.clock import Clock, SystemClock
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from tests.support.waiting import eventually
 
 GPUS = "nvidia.com/gpu"

@@ -15,7 +15,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
-from gpuscale.common.runtime.clock import Clock, SystemClock
+from gpuscale.common.runtime.tasks import Clock, SystemClock
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.app.agent import open_agent

@@ -14,8 +14,8 @@ from gpuscale.allocator.domain.model import WHOLE, Reservation
 from gpuscale.allocator.domain.use import FREE_GPU, GpuUse, Use
 from gpuscale.allocator.state import schema as schema_store
 from gpuscale.allocator.state.store import AllocatorStore
-from gpuscale.common.runtime import failpoints
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime import tasks
+from gpuscale.common.runtime.tasks import SystemClock
 
 DELAY = 60.0
 """Seconds by which a write may come too late; longer than any schedule."""
@@ -54,7 +54,7 @@ def two_transactions() -> None:
         await save(self, [], changed)
         for index, one in enumerate(added):
             if index:
-                await failpoints.hit_async(BETWEEN)
+                await tasks.hit_async(BETWEEN)
             await save(self, [one], [])
 
     AllocatorStore.save = apart  # type: ignore[method-assign]

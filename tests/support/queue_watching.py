@@ -10,7 +10,7 @@ from sqlmodel import SQLModel
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, WatchSpec
 from gpuscale.autoscaler.signals.brokers import BrokerSettings
 from gpuscale.autoscaler.signals.watchers import QueueWatchers, open_watchers
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.store import Store
 from tests.support.rabbitmq import RabbitBroker

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from gpuscale.allocator.domain.ledger import RETENTION
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime import tasks
 from gpuscale.common.wire import seconds, to_datetime, to_duration
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import NodeState, gpu_message
@@ -378,8 +378,8 @@ def _without_token(page: str) -> str:
 @contextmanager
 def failing() -> Generator[None]:
     """No write comes to disk meanwhile."""
-    before, failpoints._points = failpoints._points, failpoints.parse("allocator.store.before_commit=error")
+    before, tasks._points = tasks._points, tasks.parse_failpoints("allocator.store.before_commit=error")
     try:
         yield
     finally:
-        failpoints._points = before
+        tasks._points = before

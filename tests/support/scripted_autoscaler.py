@@ -19,7 +19,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings, ProcessTemplate
 from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
 from tests.support.waiting import eventually
 

@@ -15,7 +15,7 @@ from gpuscale.autoscaler.domain.queues import QueueState, QueueTarget
 from gpuscale.autoscaler.signals import rabbitmq as amqp
 from gpuscale.autoscaler.signals.brokers import BrokerSettings, resolve
 from gpuscale.autoscaler.signals.sweeps import BrokerSweeps, Publish, VirtualHostReader
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from tests.support.queue_watching import broker_settings, shows, spec, watching
 from tests.support.rabbitmq import RabbitBroker
 from tests.support.rabbitmq_queues import declare_queue, publish, unique_queue_name

@@ -20,7 +20,7 @@ from gpuscale.client import (
     ResourceExhaustedError,
     connect_async,
 )
-from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime import tasks
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import seconds, to_datetime, to_duration
 from tests.support.allocator import allocator, calling, running
@@ -241,7 +241,7 @@ async def test_a_drain_reaches_a_grant_that_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can look it up yet, and its holder would never be told."""
-    writing, go, hit = asyncio.Event(), asyncio.Event(), failpoints.hit_async
+    writing, go, hit = asyncio.Event(), asyncio.Event(), tasks.hit_async
 
     async def slow(name: str) -> None:
         if name == "allocator.reserve.before_commit":
@@ -250,7 +250,7 @@ async def test_a_drain_reaches_a_grant_that_is_being_written(
         await hit(name)
 
     async with allocator_client(tmp_path, fleet()) as client:
-        monkeypatch.setattr(failpoints, "hit_async", slow)
+        monkeypatch.setattr(tasks, "hit_async", slow)
         granted = asyncio.ensure_future(client.reserve(1, "me", ttl=600, nodes=[N1]))
         await writing.wait()
         drained = asyncio.create_task(drain(client, N1, 300))

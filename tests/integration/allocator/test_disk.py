@@ -13,7 +13,7 @@ from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.state.store import open_store
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime import tasks
 from gpuscale.common.wire import seconds
 from tests.support.allocator import Client, Reservation, running
 from tests.support.allocator_values import NOW, WALL, order, reserved
@@ -30,7 +30,7 @@ def points(monkeypatch: pytest.MonkeyPatch) -> SetPoints:
     """Set the failpoints of this process, as the environment variable would."""
 
     def set_points(text: str) -> None:
-        monkeypatch.setattr(failpoints, "_points", failpoints.parse(text))
+        monkeypatch.setattr(tasks, "_points", tasks.parse_failpoints(text))
 
     return set_points
 
@@ -125,13 +125,13 @@ async def test_several_releases_at_once_over_a_failing_disk_free_the_gpu_once(
 async def test_a_lease_whose_end_cannot_be_written_stays_held_and_ends_later(
     tmp_path: Path, points: SetPoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, tries, hit = ManualClock(), list[str](), failpoints.hit_async
+    clock, tries, hit = ManualClock(), list[str](), tasks.hit_async
 
     async def noted(name: str) -> None:
         tries.append(name)
         await hit(name)
 
-    monkeypatch.setattr(failpoints, "hit_async", noted)
+    monkeypatch.setattr(tasks, "hit_async", noted)
     async with running(tmp_path, FakeFleet(node_message("n0", count=1)), clock=clock) as client:
         granted = await client.reserve(ttl=60)
         points("allocator.end.before_commit=error")

@@ -10,7 +10,7 @@ from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.state.integrity import MOST_RESETS, StateGuard, Witness
 from gpuscale.allocator.state.store import open_store
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime import tasks
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 
@@ -100,11 +100,11 @@ async def test_writes_that_fail_accuse_nobody_at_the_next_start(
             with pytest.raises(UnavailableError):
                 await store.save([refused], [])
             monkeypatch.setattr(
-                failpoints, "_points", failpoints.parse("allocator.store.before_commit=error")
+                tasks, "_points", tasks.parse_failpoints("allocator.store.before_commit=error")
             )
             with pytest.raises(UnavailableError):
                 await store.save([], [kept])
-            monkeypatch.setattr(failpoints, "_points", {})
+            monkeypatch.setattr(tasks, "_points", {})
             await store.save([], [refused])  # no such row
     async with open_store(tmp_path / DATABASE, "boot") as store:
         assert [one for one, _ in (await store.load()).reservations] == [kept]

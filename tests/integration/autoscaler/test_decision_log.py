@@ -14,7 +14,7 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest import history
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
 from tests.support import autoscaler_app
 from tests.support.asking_autoscaler import Asking, asking

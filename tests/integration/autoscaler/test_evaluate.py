@@ -10,7 +10,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import from_rpc_error
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import seconds, to_duration
 from tests.support.asking_autoscaler import Asking, asking
 from tests.support.autoscaler_app import TIMEOUT, FakeWatchers, reason, scaling

@@ -11,7 +11,7 @@ from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError
 from gpuscale.autoscaler.signals.management import Counted, ManagementClient, Measured
 from gpuscale.autoscaler.signals.rabbitmq import AmqpSession
 from gpuscale.autoscaler.signals.sweeps import BrokerSweeps
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.secrets import SecretUrl
 
 pytestmark = pytest.mark.looptime

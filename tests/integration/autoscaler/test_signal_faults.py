@@ -38,7 +38,7 @@ from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
 from gpuscale.autoscaler.signals.sources import SignalSources, Value, open_sources
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.secrets import SecretUrl
 from tests.support import fake_allocator, fake_fleet
 from tests.support import prometheus as fake_prometheus

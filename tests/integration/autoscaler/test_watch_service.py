@@ -23,7 +23,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.store.store import Store

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from tests.support.asking_autoscaler import Asking, asking
 from tests.support.autoscaler_app import FakeWatchers
 from tests.support.cli import Ran, run_cli

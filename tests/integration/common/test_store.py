@@ -13,7 +13,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError
 
 from gpuscale.common.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
-from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime import tasks
 from gpuscale.common.store import sqlite_store, store
 from gpuscale.common.store.store import Store
 from tests.support.notes import METADATA, add, as_group, count, held, submit
@@ -173,9 +173,9 @@ async def test_a_fault_of_the_store_itself_answers_everybody(
         raise RuntimeError(name)
 
     async with open_notes(path) as notes:
-        monkeypatch.setattr(failpoints, "hit", unforeseen)
-        tasks = await submit(notes, add(1), add(2))
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        monkeypatch.setattr(tasks, "hit", unforeseen)
+        written = await submit(notes, add(1), add(2))
+        results = await asyncio.gather(*written, return_exceptions=True)
         assert [getattr(result, "reason", None) for result in results] == ["STORE_CLOSED"] * 2
         with pytest.raises(UnavailableError):
             await notes.write(add(3))

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from gpuscale.common.errors import AbortedError, UnavailableError
-from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime import tasks
 from gpuscale.common.store.schema import Prepared
 from gpuscale.common.store.store import Store
 from tests.support.notes import METADATA, NOTES, add, as_group, count, held, submit
@@ -58,7 +58,7 @@ async def test_writes_that_wait_together_share_one_commit(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points: list[str] = []
-    monkeypatch.setattr(failpoints, "hit", points.append)
+    monkeypatch.setattr(tasks, "hit", points.append)
     async with opened() as notes:
         points.clear()
         assert await as_group(notes, *(add(number) for number in range(50))) == [1] * 50
@@ -128,11 +128,11 @@ async def test_an_error_around_the_commit_reaches_every_caller_of_the_group(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, point: str, kept: int
 ) -> None:
     async with opened() as notes:
-        monkeypatch.setattr(failpoints, "_points", failpoints.parse(f"notes.store.{point}=error"))
-        tasks = await submit(notes, add(1), add(2), add(3))
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        monkeypatch.setattr(tasks, "_points", tasks.parse_failpoints(f"notes.store.{point}=error"))
+        written = await submit(notes, add(1), add(2), add(3))
+        results = await asyncio.gather(*written, return_exceptions=True)
         assert [type(result) for result in results] == [UnavailableError] * 3
-        monkeypatch.setattr(failpoints, "_points", {})
+        monkeypatch.setattr(tasks, "_points", {})
         assert await notes.read(count) == kept
         assert await notes.write(add(9)) == 1
 

@@ -14,7 +14,7 @@ from gpuscale.client import (
     UnavailableError,
 )
 from gpuscale.client.connection import connect_async
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.dashboard.visitors import VisitorActions, Visitors
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually

@@ -9,7 +9,7 @@ import pytest
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.monitor.agent.events import MOST_FAULTS, FaultLog, GpuEvents, Listener
 from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.app import agent as agent_app

@@ -31,7 +31,7 @@ from gpuscale.common.names import gpu_name
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator, Principal, Role
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.agent.work import HeldLease, LeaseChecks

@@ -11,7 +11,7 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.monitor.agent import feed as agent_feed
 from gpuscale.monitor.fleet import servicer

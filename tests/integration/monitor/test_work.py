@@ -15,8 +15,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.failpoints import VARIABLE
+from gpuscale.common.runtime.tasks import FAILPOINTS, SystemClock
 from gpuscale.monitor.agent.admission import Admissions
 from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.device import ReadDeadlines
@@ -165,7 +164,7 @@ async def test_an_agent_killed_while_it_writes_leaves_a_whole_file(tmp_path: Pat
         f"AdmissionFile(Path({str(tmp_path)!r}), 'boot').save(Admissions({{'a': 9}}))"
     )
     AdmissionFile(tmp_path, "boot").save(Admissions({"a": 3}))
-    environment = {**os.environ, VARIABLE: f"agent.admit.{moment}=kill"}
+    environment = {**os.environ, FAILPOINTS: f"agent.admit.{moment}=kill"}
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, env=environment)
     async with asyncio.timeout(60.0):
         assert await process.wait() == -9

@@ -7,12 +7,12 @@ import time
 import pytest
 
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime import tasks
 
 
 def test_points_do_nothing_without_the_variable() -> None:
-    assert not failpoints.parse("")
-    failpoints.hit("allocator.store.before_commit")
+    assert not tasks.parse_failpoints("")
+    tasks.hit("allocator.store.before_commit")
 
 
 @pytest.mark.parametrize(
@@ -20,28 +20,30 @@ def test_points_do_nothing_without_the_variable() -> None:
 )
 def test_text_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        failpoints.parse(text)
+        tasks.parse_failpoints(text)
 
 
 def test_error_raises_only_at_its_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_points", failpoints.parse("a.b.c=error, d=sleep:0"))
-    failpoints.hit("a.b")
-    failpoints.hit("d")
+    monkeypatch.setattr(tasks, "_points", tasks.parse_failpoints("a.b.c=error, d=sleep:0"))
+    tasks.hit("a.b")
+    tasks.hit("d")
     with pytest.raises(UnavailableError, match=r"a\.b\.c") as caught:
-        failpoints.hit("a.b.c")
+        tasks.hit("a.b.c")
     assert caught.value.reason == "FAILPOINT"
 
 
 def test_sleep_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_points", failpoints.parse("a=sleep:0.05"))
+    monkeypatch.setattr(tasks, "_points", tasks.parse_failpoints("a=sleep:0.05"))
     before = time.monotonic()
-    failpoints.hit("a")
+    tasks.hit("a")
     assert time.monotonic() - before >= 0.05
 
 
 @pytest.mark.parametrize("call", ["hit('a.b')", "__import__('asyncio').run(hit_async('a.b'))"])
 def test_the_variable_of_a_process_kills_it_at_the_point(call: str) -> None:
-    program = f"from gpuscale.common.runtime.failpoints import *; print('before', flush=True); {call}; print('after')"
+    program = (
+        f"from gpuscale.common.runtime.tasks import *; print('before', flush=True); {call}; print('after')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={"GPUSCALE_FAILPOINTS": "a.b=kill"},
@@ -53,7 +55,7 @@ def test_the_variable_of_a_process_kills_it_at_the_point(call: str) -> None:
 
 @pytest.mark.looptime
 async def test_points_on_the_loop_sleep_without_blocking_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failpoints, "_points", failpoints.parse("a=sleep:100,b=error"))
-    await failpoints.hit_async("a")
+    monkeypatch.setattr(tasks, "_points", tasks.parse_failpoints("a=sleep:100,b=error"))
+    await tasks.hit_async("a")
     with pytest.raises(UnavailableError):
-        await failpoints.hit_async("b")
+        await tasks.hit_async("b")

@@ -13,8 +13,7 @@ from google.protobuf.struct_pb2 import Struct
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.runtime.clock import Clock, SystemClock
-from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.common.runtime.tasks import Backoff, Clock, SystemClock
 from gpuscale.common.wire import page
 from tests.support.clock import ManualClock
 

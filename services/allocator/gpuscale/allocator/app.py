@@ -31,9 +31,8 @@ from gpuscale.allocator.usecases.waiting import AllocatorWorld, Waiting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.server import Registration
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.common.store.term import Term
 
 DATABASE = "allocator.db"

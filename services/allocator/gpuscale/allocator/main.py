@@ -7,8 +7,8 @@ from functools import partial
 from gpuscale.allocator.app import SERVICES, open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.common.config.settings import run_program, serve_stateful
-from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
+from gpuscale.common.runtime.tasks import SystemClock
 
 PROGRAM = "gpuscale-allocator"
 DESCRIPTION = "Grants, renews and ends reservations of GPUs."

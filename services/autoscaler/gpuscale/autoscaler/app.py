@@ -32,8 +32,7 @@ from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions, open_decision_file
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.server import Registration
-from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.common.store.store import Store
 from gpuscale.common.store.term import Term
 

@@ -7,8 +7,8 @@ from functools import partial
 from gpuscale.autoscaler.app import SERVICES, open_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.config.settings import run_program, serve_stateful
-from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
+from gpuscale.common.runtime.tasks import SystemClock
 
 PROGRAM = "gpuscale-autoscaler"
 DESCRIPTION = "Scales endpoints by their rules, and drives their replicas through worker adapters."

@@ -55,7 +55,7 @@ _CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def now() -> float:
-    """Seconds that pass while the host sleeps as well, as the allocator counts leases (`gpuscale.common.runtime.clock`)."""
+    """Seconds that pass while the host sleeps as well, as the allocator counts leases (`gpuscale.common.runtime.tasks`)."""
     return time.clock_gettime(_CLOCK)
 
 

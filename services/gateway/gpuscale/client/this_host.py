@@ -23,7 +23,7 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, Inval
 from gpuscale.common.names import is_id, node_name
 from gpuscale.common.rpc.channel import is_local, open_sync_channel
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import network_namespace, read_boot_id
+from gpuscale.common.runtime.tasks import network_namespace, read_boot_id
 
 if TYPE_CHECKING:
     from gpuscale.api.monitor.v1 import WorkServiceStub

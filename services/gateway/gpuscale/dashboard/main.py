@@ -14,10 +14,9 @@ from gpuscale.client import ClientTls, connect_async, read_token
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.server import ListenAddress, bind_error, check_exposure, parse_listen
-from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.connections import Connections
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.security.tls import ServerTls, server_context
 from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed

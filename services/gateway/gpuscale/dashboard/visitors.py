@@ -23,7 +23,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, PermissionDeniedError, UnauthenticatedError
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 
 LENGTH = 12 * 3600.0
 """Seconds after which a visitor has to sign in again."""

@@ -11,7 +11,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name
-from gpuscale.common.runtime.clock import network_namespace, read_boot_id
+from gpuscale.common.runtime.tasks import network_namespace, read_boot_id
 from gpuscale.common.wire import to_duration
 
 FOR_LONG = 3600.0

@@ -30,8 +30,7 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.interceptor import Handler
 from gpuscale.common.rpc.server import HandlerCollector, Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.monitor.agent.servicers import WorkServicer
 from gpuscale.monitor.agent.work import LeaseChecks, Work

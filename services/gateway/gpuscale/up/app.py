@@ -25,8 +25,8 @@ from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.up.settings import AllSettings

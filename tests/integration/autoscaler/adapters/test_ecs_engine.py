@@ -31,7 +31,7 @@ from gpuscale.autoscaler.adapters.engines.ecs.tasks import run_request
 from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.autoscaler.adapters.settings import Host
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 
 if TYPE_CHECKING:
     from types_boto3_ecs import ECSClient

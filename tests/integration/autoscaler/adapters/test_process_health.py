@@ -23,7 +23,7 @@ from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator
 from tests.support.ports import free_port
 from tests.support.scripted_autoscaler import processes_of, replica, scripted_autoscaler

@@ -27,8 +27,7 @@ from gpuscale.autoscaler.adapters.engines.ray.messages import RayLaunch, RayOrde
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.steps import KILLED
 from gpuscale.autoscaler.domain.replicas import ENDED, ReplicaReport, ReplicaState
-from gpuscale.common.runtime.clock import SystemClock
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from tests.support.autoscaler_app import endpoint, running
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.ray_cluster import RayCluster, ray_cluster

@@ -12,7 +12,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engine import Engine, Finish, ReplicaOrder, Sighting, Start, WorkerLife
 from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmSettings
 from gpuscale.autoscaler.adapters.settings import Host
-from gpuscale.common.runtime.clock import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock
 from tests.support.autoscaler_app import Autoscaler, endpoint, running
 from tests.support.engine_program import EngineProgram, engine_program
 from tests.support.fake_allocator import FakeAllocator, serving

@@ -23,7 +23,7 @@ from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.quotas import Quotas, Standing
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, current_principal
 
 MOST_FREE = 100

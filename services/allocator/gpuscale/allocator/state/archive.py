@@ -33,8 +33,8 @@ from gpuscale.allocator.state import schema
 from gpuscale.allocator.state.integrity import as_sealed, is_whole_reservation
 from gpuscale.allocator.state.store import AllocatorStore, count
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.store.sqlite_store import give_back
 
 ROW_BYTES = 200

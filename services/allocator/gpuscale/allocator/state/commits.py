@@ -20,7 +20,7 @@ from gpuscale.allocator.domain.ledger import Ledger, activated
 from gpuscale.allocator.domain.model import Reservation
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime import tasks
 
 _Error = UnavailableError | None
 
@@ -304,7 +304,7 @@ class Commits:
 
     async def _failed_at_point(self, unit: _Unit) -> bool:
         try:
-            await failpoints.hit_async(unit.kind.value)
+            await tasks.hit_async(unit.kind.value)
         except UnavailableError as error:
             self._settle(unit, error)
             return True

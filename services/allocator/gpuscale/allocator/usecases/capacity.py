@@ -19,7 +19,7 @@ from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.allocator.usecases.waiting import Waiting
 from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a wait lasts where it does not say: the seed's."""

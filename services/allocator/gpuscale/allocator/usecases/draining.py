@@ -17,9 +17,8 @@ from gpuscale.allocator.state.operator_store import CordonStore
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.common.errors import GpuscaleError, NotFoundError
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Principal, Role, require
 from gpuscale.common.wire import page
 

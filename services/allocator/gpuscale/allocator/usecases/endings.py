@@ -27,8 +27,8 @@ from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock
 
 LOST = "LOST"
 """Trouble of a GPU that fell off its bus."""

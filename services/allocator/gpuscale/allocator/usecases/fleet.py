@@ -22,9 +22,8 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.common.runtime.tasks import Backoff, Clock
 
 
 class FleetView:

@@ -14,7 +14,7 @@ from gpuscale.common.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Principal, Role
 
 

@@ -13,7 +13,7 @@ from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.fleet import FleetView
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import page_limit
 
 IDLE_PERCENT = 5.0

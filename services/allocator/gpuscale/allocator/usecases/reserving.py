@@ -23,8 +23,8 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gpuscale.common.runtime import failpoints
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime import tasks
+from gpuscale.common.runtime.tasks import Clock
 
 _RETRY_TELEMETRY = 1.0
 _RETRY_EMPTY = 5.0
@@ -168,7 +168,7 @@ class Reserving:
             error = error if len(ids) < len(orders) else None
         if error is not None:
             raise error
-        await failpoints.hit_async("allocator.reserve.before_reply")
+        await tasks.hit_async("allocator.reserve.before_reply")
         return [self.ledger.get(one) for one in ids]
 
     def _no_telemetry(self) -> UnavailableError:

@@ -27,7 +27,7 @@ from gpuscale.allocator.queueing.model import (
 from gpuscale.allocator.queueing.queue import MOST_FORESEEN, Queue
 from gpuscale.allocator.state.commits import Commits
 from gpuscale.common.errors import AlreadyExistsError, GpuscaleError, NotFoundError, ResourceExhaustedError
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 
 
 class AllocatorWorld:

@@ -19,10 +19,8 @@ from gpuscale.autoscaler.adapters.engine import (
 from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import Situation, plan_steps, refused, reports
 from gpuscale.autoscaler.domain.replicas import ReplicaReport
-from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.common.runtime.tasks import Backoff, Clock, hit_async
 
 FRESH = 10.0
 """Seconds for which an observation counts; after that nothing is reported until the engine answers again."""

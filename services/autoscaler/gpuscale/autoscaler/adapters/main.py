@@ -26,10 +26,9 @@ from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, NodeEngineSettings
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.runtime.clock import Clock, SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.secrets import hide_memory
 
 PROGRAM = "gpuscale-adapter"

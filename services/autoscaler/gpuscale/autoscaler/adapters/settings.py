@@ -21,7 +21,7 @@ from gpuscale.autoscaler.adapters.engine import Engine
 from gpuscale.autoscaler.adapters.journal import JournalRecord
 from gpuscale.common.config.settings import ProgramSettings, UpstreamSettings
 from gpuscale.common.names import is_id, to_id
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 
 
 @dataclass(frozen=True, slots=True)

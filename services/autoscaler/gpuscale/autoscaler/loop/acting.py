@@ -34,8 +34,7 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
 )
-from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.failpoints import hit_async
+from gpuscale.common.runtime.tasks import Clock, hit_async
 from gpuscale.common.store.store import Store
 
 RETRY = 5.0

@@ -40,9 +40,8 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 from gpuscale.common.names import adapter_name, replica_name
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.store.store import Store
 
 TIMEOUT: Final = 5.0

@@ -19,10 +19,8 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFo
 from gpuscale.common.names import endpoint_name, replica_name
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.common.runtime.tasks import Backoff, Clock, hit_async
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import to_duration
 

@@ -35,9 +35,8 @@ from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.autoscaler.state.decision_log import DecisionFile, Repetitions
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import GpuscaleError
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff, TaskScope
+from gpuscale.common.runtime.tasks import Backoff, Clock, TaskScope
 from gpuscale.common.store.store import Store
 
 CONCURRENT = 16

@@ -22,8 +22,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name, parse
 from gpuscale.common.rpc.validation import validate
-from gpuscale.common.runtime.failpoints import hit_async
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope, hit_async
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
 from gpuscale.common.wire import page, to_duration, to_timestamp
 

@@ -33,7 +33,7 @@ from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_to_wire
 from gpuscale.client.traces import Request
 from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
 from gpuscale.common.names import ENDPOINT, parse
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import optional_seconds, to_datetime

@@ -35,7 +35,7 @@ from gpuscale.autoscaler.wire.decisions import (
 from gpuscale.autoscaler.wire.specs import spec_from_wire
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.names import DECISION, ENDPOINT, parse
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.store.store import Store
 

@@ -29,8 +29,7 @@ from gpuscale.common.errors import (
     OutOfRangeError,
 )
 from gpuscale.common.names import endpoint_name, watcher_name
-from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import page
 

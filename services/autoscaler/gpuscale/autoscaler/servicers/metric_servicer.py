@@ -9,7 +9,7 @@ from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.wire.specs import tasks_from_wire
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from gpuscale.common.names import ENDPOINT, REPLICA, endpoint_name, match, replica_name
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import optional_seconds, page, seconds, to_duration

@@ -21,7 +21,7 @@ from gpuscale.autoscaler.wire.specs import rule_from_wire, rule_to_wire
 from gpuscale.common.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import ENDPOINT, RULE, parse, rule_name
 from gpuscale.common.rpc import validation
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import page, to_duration

@@ -13,7 +13,7 @@ from gpuscale.autoscaler.domain.queues import (
 from gpuscale.autoscaler.signals.watchers import QueueWatchers
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 
 _Status = api.QueueWatcherStatus

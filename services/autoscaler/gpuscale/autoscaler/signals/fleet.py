@@ -19,9 +19,8 @@ from gpuscale.autoscaler.domain.spec import GpuSignal, HostSignal
 from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.common.runtime.tasks import Backoff, Clock
 
 FRESH_PERIODS = 3
 """Periods for which a reading counts (DESIGN: older than three is STALE)."""

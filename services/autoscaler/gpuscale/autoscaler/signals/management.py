@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from gpuscale.autoscaler.domain.queues import LARGEST_COUNT, QueueFailure, QueueState, Rates
 from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.secrets import SecretUrl
 
 TIMEOUT = 5.0

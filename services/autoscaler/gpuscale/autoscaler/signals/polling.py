@@ -20,7 +20,7 @@ from gpuscale.autoscaler.wire.specs import ask_to_wire
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 
 AT_ONCE = 4
 """Calls to one place that are under way at a time."""

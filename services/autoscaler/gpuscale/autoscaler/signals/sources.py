@@ -50,8 +50,7 @@ from gpuscale.autoscaler.signals.prometheus import (
     prometheus_sample,
 )
 from gpuscale.common.errors import ResourceExhaustedError
-from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import Clock, TaskScope
 
 MAX_METRICS_OF_ONE = 100
 """Metrics that are kept of one endpoint or replica."""

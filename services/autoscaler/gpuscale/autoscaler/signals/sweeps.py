@@ -26,8 +26,8 @@ from gpuscale.autoscaler.domain.queues import (
 from gpuscale.autoscaler.signals.brokers import Broker, RetryGate, VirtualHostError
 from gpuscale.autoscaler.signals.management import Counted, ManagementClient, QueueStatistics
 from gpuscale.autoscaler.signals.rabbitmq import AmqpSession
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock
 
 NAMES_AT_ONCE = 100
 """Names that a thread matches with a pattern before it may be told to stop."""

@@ -27,8 +27,7 @@ from gpuscale.common.errors import (
     NotFoundError,
 )
 from gpuscale.common.names import watcher_name
-from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.tasks import TaskScope, uninterrupted
+from gpuscale.common.runtime.tasks import Clock, TaskScope, uninterrupted
 from gpuscale.common.secrets import environment as own_environment
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import page

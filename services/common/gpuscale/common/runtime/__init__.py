@@ -1,4 +1,4 @@
-"""What every process needs: clocks, tasks and their scopes, logs, failpoints, signals.
+"""What every process needs: tasks, clocks and failpoints, logs, signals.
 
 No network, no database, no identity of callers. Begin with `tasks` and `lifecycle`.
 """

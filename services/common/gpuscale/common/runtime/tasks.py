@@ -1,19 +1,35 @@
-"""Tasks: scopes that end them, changes that no caller interrupts, and the waits between attempts.
+"""Tasks and what they go by: scopes that end them, changes that no caller interrupts, waits, clocks, and failpoints.
 
 A change that is on its way to the disk cannot be called back: it is there after a restart, so it must be in memory as
 well. A use case that writes and then changes memory is marked with `uninterrupted`. Within a call, `Store.write` refuses
 to run outside of such a use case, so a mark that is missing fails the first call and not one cancelled call in a thousand.
+
+Decisions use seconds since boot, which wall-clock steps do not touch; dates are for display. Seconds since boot
+(CLOCK_BOOTTIME) also count while the host sleeps, so a lease does not outlive a suspend. They mean something only together
+with the boot they belong to: whoever stores them stores `boot_id` too.
+
+Failpoints are named points where a test makes the program fail (the idea is gofail's, which etcd is tested with). The
+environment variable GPUSCALE_FAILPOINTS lists them: `name=kill,name2=sleep:2.5,name3=error`. `kill` ends the process with
+SIGKILL, `sleep` waits that many seconds, `error` raises UnavailableError with reason FAILPOINT. Names are
+`room.operation.point`, such as `allocator.store.before_commit`. Without the variable a point costs one look at an empty
+dictionary.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import wraps
+from pathlib import Path
 from random import SystemRandom
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, NoReturn, ParamSpec, Protocol, Self, TypeVar
 
-from gpuscale.common.errors import GpuscaleError, InternalError
+from gpuscale.common.errors import GpuscaleError, InternalError, UnavailableError
 
 _random = SystemRandom()
 
@@ -184,3 +200,125 @@ async def _named(name: str, work: Coroutine[Any, Any, T]) -> T:
 async def _never_ending(name: str, work: Coroutine[Any, Any, None]) -> None:
     await _named(name, work)
     raise InternalError(f"task {name} ended, which it never should", reason="TASK_ENDED")
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Clock(Protocol):
+    """What tells the time; programs use `SystemClock`, tests set their own."""
+
+    @property
+    def boot_id(self) -> str:
+        """The kernel's id of the current boot."""
+        ...
+
+    def now(self) -> float:
+        """Seconds since the boot; never goes back within one `boot_id`."""
+        ...
+
+    def wall(self) -> datetime:
+        """The date, aware and in UTC; may jump in either direction."""
+        ...
+
+
+def read_boot_id() -> str:
+    """The kernel's id of the current boot.
+
+    Raises:
+        OSError: this is no Linux.
+    """
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def network_namespace(proc: Path = Path("/proc")) -> int:
+    """Number of this process's network namespace; 0 where it is not known.
+
+    Hosts that are namespaces on one kernel share its `boot_id`, and differ in this.
+    """
+    try:
+        return (proc / "self/ns/net").stat().st_ino
+    except OSError:
+        return 0
+
+
+class SystemClock:
+    """The clock of this host."""
+
+    def __init__(self) -> None:
+        self._boot_id = read_boot_id()
+
+    @property
+    def boot_id(self) -> str:
+        """The kernel's id of the current boot."""
+        return self._boot_id
+
+    def now(self) -> float:
+        """Seconds of CLOCK_BOOTTIME."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def wall(self) -> datetime:
+        """The date of this host in UTC."""
+        return datetime.now(UTC)
+
+
+FAILPOINTS = "GPUSCALE_FAILPOINTS"
+
+
+@dataclass(frozen=True, slots=True)
+class _Action:
+    kind: str
+    seconds: float = 0.0
+
+
+def parse_failpoints(text: str) -> Mapping[str, _Action]:
+    """The actions by point.
+
+    Raises:
+        ValueError: the text is not of the form above.
+    """
+    actions: dict[str, _Action] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, action = item.partition("=")
+        kind, _, argument = action.partition(":")
+        if not name or kind not in {"kill", "sleep", "error"} or bool(argument) != (kind == "sleep"):
+            raise ValueError(f"{FAILPOINTS}: {item!r} must be name=kill, name=sleep:SECONDS or name=error")
+        actions[name] = _Action(kind, float(argument) if argument else 0.0)
+    return actions
+
+
+_points = parse_failpoints(os.environ.get(FAILPOINTS, ""))
+
+
+def hit(name: str) -> None:
+    """Pass a point in a thread.
+
+    Raises:
+        UnavailableError: the point is set to `error`.
+    """
+    action = _points.get(name)
+    if action is not None:
+        if action.kind == "sleep":
+            time.sleep(action.seconds)
+        else:
+            _fail(name, action)
+
+
+async def hit_async(name: str) -> None:
+    """Pass a point on the event loop.
+
+    Raises:
+        UnavailableError: the point is set to `error`.
+    """
+    action = _points.get(name)
+    if action is not None:
+        if action.kind == "sleep":
+            await asyncio.sleep(action.seconds)
+        else:
+            _fail(name, action)
+
+
+def _fail(name: str, action: _Action) -> NoReturn:
+    if action.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise UnavailableError(f"failpoint {name}", reason="FAILPOINT")

@@ -20,7 +20,7 @@ from typing import Any, Final, Generic, LiteralString, Protocol, Self, TypeVar
 from sqlalchemy import Connection, MetaData
 
 from gpuscale.common.errors import GpuscaleError, InternalError, ResourceExhaustedError, UnavailableError
-from gpuscale.common.runtime import failpoints
+from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import require_uninterrupted
 from gpuscale.common.store.schema import Migrations
 from gpuscale.common.store.sqlite_store import Sqlite, WriteGuard
@@ -158,9 +158,9 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
         with backend.transaction(connection):
             for job in group:
                 _run_alone(backend, connection, job, shared=len(group) > 1)
-            failpoints.hit(f"{name}.before_commit")
+            tasks.hit(f"{name}.before_commit")
         committed = True
-        failpoints.hit(f"{name}.after_commit")
+        tasks.hit(f"{name}.after_commit")
     except _UndoneError:
         for job in group:
             job.error = job.error and backend.failure(job.error)

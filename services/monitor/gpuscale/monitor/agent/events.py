@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import datetime
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.agent.sources import GpuSource
 from gpuscale.monitor.agent.threads import CallThread

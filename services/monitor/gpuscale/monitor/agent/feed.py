@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.model.readings import Snapshot

@@ -13,9 +13,8 @@ from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.common.runtime.tasks import Backoff, Clock
 from gpuscale.monitor.agent.device import QUICK_SECONDS, Device, ReadDeadlines
 from gpuscale.monitor.agent.events import GpuEvents, Listener
 from gpuscale.monitor.agent.pci import pci_address

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from gpuscale.common.runtime.clock import network_namespace
+from gpuscale.common.runtime.tasks import network_namespace
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import Absent, HostIdentity, HostReading, ReadingStatus
 

@@ -26,9 +26,8 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.common.runtime.tasks import Backoff, Clock
 from gpuscale.common.wire import to_datetime, to_timestamp
 from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas

@@ -7,7 +7,7 @@ from datetime import timedelta
 import grpc
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, current_principal
 from gpuscale.common.wire import optional_seconds, seconds, to_timestamp
 from gpuscale.monitor.agent.collector import Sampler

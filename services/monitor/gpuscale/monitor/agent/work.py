@@ -25,9 +25,8 @@ from gpuscale.common.errors import (
     UnimplementedError,
 )
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.failpoints import hit
 from gpuscale.common.runtime.lifecycle import DirectoryLock
-from gpuscale.common.runtime.tasks import require_uninterrupted, uninterrupted
+from gpuscale.common.runtime.tasks import hit, require_uninterrupted, uninterrupted
 from gpuscale.common.security.auth import Principal, Role
 from gpuscale.monitor.agent.admission import Admissions, AdmittedProcess, FenceTooLow
 from gpuscale.monitor.agent.processes import ProcessNames

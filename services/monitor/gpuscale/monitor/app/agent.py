@@ -11,9 +11,8 @@ import grpc
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.server import Registration, Server
-from gpuscale.common.runtime.clock import Clock, SystemClock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.monitor.agent.admission import Holders
 from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.events import FaultLog

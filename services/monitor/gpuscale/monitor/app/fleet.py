@@ -9,10 +9,9 @@ from functools import partial
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.server import Registration, Server
-from gpuscale.common.runtime.clock import Clock, SystemClock
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import FleetPage
 from gpuscale.monitor.fleet.directory import Directory

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iter
 from importlib.metadata import version
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.connections import add_connections
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address

@@ -17,8 +17,8 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.rpc.validation import violations
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, Online, Owners
 from gpuscale.monitor.fleet.validation import refuse_change, refuse_snapshot

@@ -17,7 +17,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.names import NODE, node_name, parse
 from gpuscale.common.rpc.validation import validate
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Role, current_principal
 from gpuscale.common.wire import page, seconds, to_timestamp
 from gpuscale.monitor.fleet.nodes import Nodes

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.names import GPU, NODE, gpu_name, parse
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import page
 from gpuscale.monitor.fleet.directory import Directory

@@ -8,8 +8,8 @@ from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.health.checks import HARDWARE_THERMAL, POWER_BRAKE, SOFTWARE_THERMAL

@@ -7,7 +7,7 @@ from math import inf, nextafter
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import optional_seconds, seconds, to_duration
 from gpuscale.monitor.fleet.directory import Directory, Subject

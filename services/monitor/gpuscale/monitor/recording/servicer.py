@@ -9,8 +9,7 @@ from itertools import accumulate
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import parse
-from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import fingerprint, optional_seconds, page, to_duration
 from gpuscale.monitor.fleet.directory import Directory

@@ -12,9 +12,8 @@ from itertools import islice
 from pathlib import Path
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.runtime.clock import Clock
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.history.history import History, metrics_of
 from gpuscale.monitor.history.ring import Rows

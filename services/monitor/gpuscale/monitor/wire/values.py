@@ -11,7 +11,7 @@ from typing import Self
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import to_datetime, to_timestamp
 from gpuscale.monitor.model.metrics import Metric, Stats
 

@@ -26,9 +26,8 @@ from gpuscale.autoscaler.adapters.engines.container.template import (
     container_request,
 )
 from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, template_named
-from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope, hit_async
 
 if TYPE_CHECKING:
     from gpuscale.autoscaler.adapters.engines.container.docker_api import DockerApi, Inspected

@@ -39,9 +39,8 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
 from gpuscale.autoscaler.adapters.templates import BUILTIN, LaunchRefusedError, Placeholder, parse_arguments
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.runtime.clock import Clock
-from gpuscale.common.runtime.failpoints import hit_async
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock, hit_async
 
 if TYPE_CHECKING:
     from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods

@@ -25,9 +25,9 @@ from gpuscale.autoscaler.adapters.engines.process.processes import (
     kill_members,
 )
 from gpuscale.autoscaler.adapters.templates import Launch
-from gpuscale.common.runtime import failpoints
-from gpuscale.common.runtime.clock import Clock
+from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock
 
 READY_AFTER = 0.2
 GIVEN_UP_GRACE = 5.0
@@ -129,7 +129,7 @@ class LocalReplica:
     async def start(self, order: ReplicaOrder, launch: Launch) -> None:
         """Start it, and see it through to its end."""
         admission = self._context.admission
-        await failpoints.hit_async("adapter.start.after_intent")
+        await tasks.hit_async("adapter.start.after_intent")
         if refusal := await admission.refusal(order):
             self._ended(None, refusal)
             return
@@ -143,7 +143,7 @@ class LocalReplica:
         except OSError as error:
             self._ended(None, f"cannot be started: {error.strerror or error}")
             return
-        await failpoints.hit_async("adapter.start.after_spawn")
+        await tasks.hit_async("adapter.start.after_spawn")
         _log.info("replica started", replica=self._name, pid=process.id.pid, argv=list(launch.argv))
         if self._dropped:
             process.kill()
