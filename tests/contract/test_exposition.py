@@ -15,7 +15,7 @@ from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition import agent, fleet, snapshots
-from gpuscale.monitor.exposition.series import DCGM, DCGM_CHECKED, GPU, HOST
+from gpuscale.monitor.model.prometheus import DCGM, DCGM_CHECKED, GPU, HOST
 from tests.support.monitor import running_agent, serve
 from tests.support.nvml_double import NvmlDouble, NvmlReturn, wired_gpus
 from tests.support.ports import free_port

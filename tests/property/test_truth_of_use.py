@@ -24,8 +24,8 @@ from gpuscale.allocator.usecases.fleet import FleetView, node_of
 from gpuscale.allocator.usecases.records import usage_of
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.monitor.agent.admission import Admissions, Holders
 from gpuscale.monitor.agent.processes import ProcessNames, Program
+from gpuscale.monitor.model.admission import Admissions, Holders
 from gpuscale.monitor.model.readings import (
     GpuIdentity,
     GpuReading,

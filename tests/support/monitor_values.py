@@ -9,7 +9,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, GpuSample, GpuState
 from gpuscale.monitor.model.recordings import Recording
-from gpuscale.monitor.state.encoding import recording_to_text
+from gpuscale.monitor.model.stored import recording_to_text
 
 GIB = 1024**3
 

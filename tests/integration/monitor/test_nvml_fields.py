@@ -6,7 +6,7 @@ import pynvml
 import pytest
 
 from gpuscale.monitor.agent.nvml import NvmlSource
-from gpuscale.monitor.agent.nvml.fields import METERS
+from gpuscale.monitor.agent.nvml.tick import METERS
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuSample, GpuState, ReadingStatus
 from tests.support.nvml_double import FIELD_IDS, NvmlDouble, NvmlReturn
 

@@ -15,7 +15,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import seconds, to_duration, to_timestamp
 from gpuscale.monitor.app import fleet as observing
-from gpuscale.monitor.health.watch import HealthWatch
+from gpuscale.monitor.observing.health_watch import HealthWatch
 from tests.support.clock import ManualClock
 from tests.support.monitor import RunningFleet, running_fleet
 from tests.support.monitor_values import hello, snapshot, telemetry

@@ -14,12 +14,12 @@ import pytest
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.xids import xid_finding
+from gpuscale.monitor.history.chunks import CHUNK
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.model.health import Event, HealthCheck
 from gpuscale.monitor.model.recordings import RecordingOrder, RecordingState, Target
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.state.encoding import CHUNK
 from gpuscale.monitor.state.saver import Saver, open_saver
 from gpuscale.monitor.state.store import DATABASE, FleetStore, Saving
 from tests.support.clock import ManualClock

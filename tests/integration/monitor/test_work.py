@@ -16,12 +16,12 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import FAILPOINTS, SystemClock
-from gpuscale.monitor.agent.admission import Admissions
 from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.agent.work import FILE_NAME, AdmissionFile
+from gpuscale.monitor.model.admission import Admissions
 from gpuscale.monitor.model.readings import (
     GpuProcess,
     GpuReading,
@@ -159,7 +159,7 @@ async def test_processes_of_admitted_work_are_shown_with_its_reservation_and_out
 async def test_an_agent_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path, moment: str) -> None:
     """Admitted before: still there. Killed after the write and before the answer: admitted, which is the safe side."""
     script = (
-        "from pathlib import Path; from gpuscale.monitor.agent.admission import Admissions;"
+        "from pathlib import Path; from gpuscale.monitor.model.admission import Admissions;"
         "from gpuscale.monitor.agent.work import AdmissionFile;"
         f"AdmissionFile(Path({str(tmp_path)!r}), 'boot').save(Admissions({{'a': 9}}))"
     )

@@ -7,8 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
-from gpuscale.monitor.exposition.series import DCGM, GPU, Style
 from gpuscale.monitor.exposition.snapshots import add_snapshot
+from gpuscale.monitor.model.prometheus import DCGM, GPU, Style
 
 TEXT = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=20)
 NUMBER = st.floats(0, 1e15) | st.integers(0, 2**53)

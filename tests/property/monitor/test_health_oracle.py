@@ -11,7 +11,6 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.health.watch import HealthWatch
 from gpuscale.monitor.model.readings import (
     GpuIdentity,
     GpuReading,
@@ -22,7 +21,8 @@ from gpuscale.monitor.model.readings import (
     RecoveryAction,
     Snapshot,
 )
-from gpuscale.monitor.state.encoding import event_from_text, event_to_text
+from gpuscale.monitor.model.stored import event_from_text, event_to_text
+from gpuscale.monitor.observing.health_watch import HealthWatch
 from gpuscale.monitor.wire.snapshots import to_snapshot
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, epoch_id, hello, telemetry

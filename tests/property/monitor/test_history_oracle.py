@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
+from gpuscale.monitor.history.chunks import chunks, unpack
 from gpuscale.monitor.history.ring import Rows
 from gpuscale.monitor.history.series import HistorySeries, Tier
 from gpuscale.monitor.model.metrics import ABSENT
-from gpuscale.monitor.state.encoding import chunks, unpack
 
 WIDTH = 2
 ALL = -(2**31)

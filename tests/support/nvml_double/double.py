@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuscale.monitor.agent.nvml.fields import METERS, NVLINK, SLOW
+from gpuscale.monitor.agent.nvml.nvlink import NVLINK
+from gpuscale.monitor.agent.nvml.tick import METERS, SLOW
 from tests.support.nvml_double.build import library_folder, preload
 from tests.support.nvml_double.model import DoubleGpu, Rules
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.monitor.agent.admission import DEAD_KEPT, Admissions, FenceTooLow, Holders
+from gpuscale.monitor.model.admission import DEAD_KEPT, Admissions, FenceTooLow, Holders
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 PARENT, CHILD, OTHER = ProcessKey(10, 1), ProcessKey(11, 2), ProcessKey(12, 3)

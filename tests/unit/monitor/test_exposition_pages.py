@@ -10,9 +10,9 @@ from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, find_gpus
 from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids
 from gpuscale.monitor.exposition.fleet import FleetPage
-from gpuscale.monitor.exposition.series import Style
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.model.health import Event, Finding, HealthAction, HealthCheck, HealthSeverity
+from gpuscale.monitor.model.prometheus import Style
 from gpuscale.monitor.model.readings import (
     Absent,
     GpuEvent,

@@ -7,7 +7,7 @@ import pytest
 from google.protobuf.message import Message
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.monitor.exposition.series import DCGM, GPU, HOST, ReadingSeries
+from gpuscale.monitor.model.prometheus import DCGM, GPU, HOST, ReadingSeries
 
 ELSEWHERE = {"throttle_reason_mask", "recovery_action", "age"}
 """Readings that are shown with a label of their own, by exposition/snapshots.py."""

@@ -8,8 +8,8 @@ import pytest
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.exposition.series import DCGM, Names, Style
 from gpuscale.monitor.exposition.snapshots import add_snapshot
+from gpuscale.monitor.model.prometheus import DCGM, Names, Style
 from tests.support.monitor_values import GIB, snapshot
 from tests.support.promtool import named, samples, value
 

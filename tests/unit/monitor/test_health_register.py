@@ -17,7 +17,7 @@ from gpuscale.monitor.model.health import (
     HealthSeverity,
     QuarantinedGpu,
 )
-from gpuscale.monitor.state.encoding import event_from_text, event_to_text
+from gpuscale.monitor.model.stored import event_from_text, event_to_text
 
 OK = HealthFacts("OK", 0, False, False, False, "NONE", 0, 0, 18)  # noqa: FBT003
 

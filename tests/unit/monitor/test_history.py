@@ -4,11 +4,11 @@ import random
 
 import pytest
 
+from gpuscale.monitor.history.chunks import CHUNK, chunks, unpack
 from gpuscale.monitor.history.history import History, metrics_of
 from gpuscale.monitor.history.ring import Bucket, Point, Rows
 from gpuscale.monitor.history.series import HistorySeries, Tier
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Sample
-from gpuscale.monitor.state.encoding import CHUNK, chunks, unpack
 from gpuscale.monitor.state.store import BootTimeline, continued
 
 TIERS = (Tier(1.0, 120.0), Tier(10.0, 600.0), Tier(60.0, 30 * 60.0))

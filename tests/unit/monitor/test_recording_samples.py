@@ -13,8 +13,8 @@ from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.model.recordings import RecordingOrder, Target
+from gpuscale.monitor.observing.samples import SampleObserver, gpu_sample
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.recording.samples import SampleObserver, gpu_sample
 from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import hello, telemetry

@@ -13,10 +13,10 @@ from gpuscale.monitor.fleet.directory import MOST_GPUS, Directory
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.model.metrics import ABSENT, Metric, Sample, Stats
 from gpuscale.monitor.model.recordings import Recording, RecordingOrder, RecordingState, Target
-from gpuscale.monitor.recording import servicer
+from gpuscale.monitor.model.stored import recording_from_text, recording_to_text
+from gpuscale.monitor.observing import recording_servicer as servicer
+from gpuscale.monitor.observing.recording_servicer import RecordingServicer, forget, to_recording
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.recording.servicer import RecordingServicer, forget, to_recording
-from gpuscale.monitor.state.encoding import recording_from_text, recording_to_text
 from gpuscale.monitor.wire.values import Dates
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import recorded_text

@@ -10,11 +10,11 @@ from dataclasses import replace
 from uuid import uuid4
 
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.monitor.agent.admission import Admissions, Holders
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.sources import HostSource
 from gpuscale.monitor.agent.threads import CallThread, Reader, wait_until
+from gpuscale.monitor.model.admission import Admissions, Holders
 from gpuscale.monitor.model.readings import (
     GpuView,
     HostIdentity,

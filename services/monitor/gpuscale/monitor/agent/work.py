@@ -28,8 +28,8 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.tasks import hit, require_uninterrupted, uninterrupted
 from gpuscale.common.security.auth import Principal, Role
-from gpuscale.monitor.agent.admission import Admissions, AdmittedProcess, FenceTooLow
 from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.model.admission import Admissions, AdmittedProcess, FenceTooLow
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 FILE_NAME = "admissions.json"

@@ -13,7 +13,6 @@ from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
-from gpuscale.monitor.agent.admission import Holders
 from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.agent.feed import SnapshotFeed
@@ -32,6 +31,7 @@ from gpuscale.monitor.agent.sources import make_source
 from gpuscale.monitor.agent.work import LeaseChecks, Work
 from gpuscale.monitor.app.settings import AgentSettings
 from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids
+from gpuscale.monitor.model.admission import Holders
 
 DRIVER_SERVICE = "gpuscale.api.monitor.v1.DriverService"
 WORK_SERVICE = "gpuscale.api.monitor.v1.WorkService"

@@ -17,15 +17,15 @@ from gpuscale.monitor.exposition.fleet import FleetPage
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, FleetServicer, add_fleet
-from gpuscale.monitor.health.servicer import HealthServicer
-from gpuscale.monitor.health.watch import HealthWatch
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.history.series import Tier
-from gpuscale.monitor.history.servicer import HistoryServicer
 from gpuscale.monitor.model.health import Event
+from gpuscale.monitor.observing.health_servicer import HealthServicer
+from gpuscale.monitor.observing.health_watch import HealthWatch
+from gpuscale.monitor.observing.history_servicer import HistoryServicer
+from gpuscale.monitor.observing.recording_servicer import Keep, RecordingServicer, forget
+from gpuscale.monitor.observing.samples import SampleObserver
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.recording.samples import SampleObserver
-from gpuscale.monitor.recording.servicer import Keep, RecordingServicer, forget
 from gpuscale.monitor.state.saver import open_saver
 
 RECORDING_SERVICE = "gpuscale.api.monitor.v1.RecordingService"

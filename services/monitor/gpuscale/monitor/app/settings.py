@@ -12,8 +12,8 @@ from gpuscale.common.names import is_id, to_id
 from gpuscale.monitor.agent.deltas import DeadBands
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.sources import SourceKind
-from gpuscale.monitor.exposition.series import HostLabel, Names, Style
 from gpuscale.monitor.history.series import Tier
+from gpuscale.monitor.model.prometheus import HostLabel, Names, Style
 
 
 class ExpositionSettings(MetricsSettings):

@@ -1,4 +1,4 @@
 """What the agent and the fleet show to Prometheus; the HTTP server is common's `rpc.metrics_http`.
 
-Begin with `series`, the names as data, then `agent` and `fleet`, the two pages.
+Begin with `agent` and `fleet`, the two pages; the names are data in `model.prometheus`.
 """

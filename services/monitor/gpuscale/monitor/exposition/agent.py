@@ -12,9 +12,9 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address
-from gpuscale.monitor.exposition.series import Style, counter, gauge
 from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot, dcgm_labels, own_labels
 from gpuscale.monitor.model.nodes import STALE_PERIODS
+from gpuscale.monitor.model.prometheus import Style, counter, gauge
 from gpuscale.monitor.model.readings import EXCUSED, GpuEvent, GpuState, GpuView, ReadingStatus, Snapshot
 from gpuscale.monitor.wire.snapshots import to_snapshot
 from gpuscale.monitor.wire.watch import Broadcast

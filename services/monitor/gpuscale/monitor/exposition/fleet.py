@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from gpuscale.common.runtime.connections import add_connections
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.monitor.exposition.series import Style, counter, gauge
 from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import NodeRecord
 from gpuscale.monitor.model.health import Event
 from gpuscale.monitor.model.nodes import NodeState
+from gpuscale.monitor.model.prometheus import Style, counter, gauge
 
 NODES = gauge("gpuscale_fleet_nodes", "Nodes, by state.")
 NODE_STATE = gauge("gpuscale_node_state", "1 for the state that a node is in; other states have no series.")

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.wire import seconds
-from gpuscale.monitor.exposition.series import (
+from gpuscale.monitor.model.prometheus import (
     DCGM,
     DCGM_CHECKED,
     GPU,

@@ -1,4 +1,4 @@
 """Health: what is wrong with GPUs and nodes, what to do about it, and which GPUs to keep work away from.
 
-All but `watch` and `servicer` is pure: facts and times in, events and quarantines out. Begin with `register`.
+Pure: facts and times in, events and quarantines out. Begin with `register`.
 """

@@ -1,4 +1,4 @@
-"""History: what nodes and GPUs did, in memory, coarser the longer ago it was.
+"""History: what nodes and GPUs did, in memory, in coarser steps the longer ago it was.
 
-All but `servicer` is pure: times are arguments. Begin with `history`, then `series`.
+Pure: times are arguments. Begin with `history`, then `series`.
 """

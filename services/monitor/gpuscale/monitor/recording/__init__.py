@@ -1,4 +1,1 @@
-"""Recordings: what GPUs did between two moments, as minimum, maximum, mean and count of samples.
-
-`samples` feeds history as well. `recordings` is pure. Begin with `recordings`.
-"""
+"""Recordings: what GPUs did between two moments, as minimum, maximum, mean and count of samples. Pure."""

@@ -15,20 +15,18 @@ from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.monitor.health.events import Events
+from gpuscale.monitor.history.chunks import CHUNK, chunks, unpack
 from gpuscale.monitor.history.history import History, metrics_of
 from gpuscale.monitor.history.ring import Rows
 from gpuscale.monitor.history.series import HistorySeries, Tier
 from gpuscale.monitor.model.recordings import Recording, RecordingState
-from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.state.encoding import (
-    CHUNK,
-    chunks,
+from gpuscale.monitor.model.stored import (
     event_from_text,
     event_to_text,
     recording_from_text,
     recording_to_text,
-    unpack,
 )
+from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.state.store import (
     DATABASE,
     STEP_SECONDS,

@@ -69,21 +69,21 @@ class _Table(SQLModel, registry=registry()):
 
 
 class Recording(_Table, table=True):
-    """A recording; `body` is that of `gpuscale.monitor.state.encoding`."""
+    """A recording; `body` is that of `gpuscale.monitor.model.stored`."""
 
     id: str = Field(primary_key=True)
     body: str
 
 
 class HealthEvent(_Table, table=True):
-    """A health event; `body` is that of `gpuscale.monitor.state.encoding`."""
+    """A health event; `body` is that of `gpuscale.monitor.model.stored`."""
 
     id: str = Field(primary_key=True)
     body: str
 
 
 class HistoryChunk(_Table, table=True):
-    """Rows of one series; `body` is that of `gpuscale.monitor.state.encoding`."""
+    """Rows of one series; `body` is that of `gpuscale.monitor.history.chunks`."""
 
     key: str = Field(primary_key=True)
     number: int = Field(primary_key=True, index=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pynvml
 
 from gpuscale.monitor.agent.nvml.queries import raise_if_driver_gone
-from gpuscale.monitor.agent.nvml.reading import NvmlDevice
+from gpuscale.monitor.agent.nvml.tick import NvmlDevice
 from gpuscale.monitor.agent.pci import Bus, find_gpus, pci_address
 from gpuscale.monitor.model.readings import GpuIdentity, MissingGpu
 

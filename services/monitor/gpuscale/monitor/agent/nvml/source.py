@@ -9,7 +9,7 @@ import pynvml
 
 from gpuscale.monitor.agent.nvml.inventory import NvmlSurvey, mig_enabled, mig_parts
 from gpuscale.monitor.agent.nvml.queries import Queries, explain, raise_if_driver_gone, source_error
-from gpuscale.monitor.agent.nvml.reading import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, NvmlDevice, Tick
+from gpuscale.monitor.agent.nvml.tick import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, NvmlDevice, Tick
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import (
     DriverEvent,

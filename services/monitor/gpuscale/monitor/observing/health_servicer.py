@@ -8,8 +8,8 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import page
 from gpuscale.monitor.fleet.directory import Directory
-from gpuscale.monitor.health.watch import HealthWatch
 from gpuscale.monitor.model.health import Event, HealthCheck
+from gpuscale.monitor.observing.health_watch import HealthWatch
 from gpuscale.monitor.wire.values import Dates
 
 EVENTS_PER_MESSAGE = 500

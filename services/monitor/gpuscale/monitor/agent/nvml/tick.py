@@ -14,37 +14,77 @@ from functools import partial
 
 import pynvml
 
-from gpuscale.monitor.agent.nvml.fields import METERS, Values, ask, ask_slow
-from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries, raise_if_driver_gone
+from gpuscale.monitor.agent.nvml.ecc import ECC
+from gpuscale.monitor.agent.nvml.field_values import FieldReading, Values, ask
+from gpuscale.monitor.agent.nvml.nvlink import NVLINK, link_ends
+from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries
 from gpuscale.monitor.agent.processes import ProcessNames
-from gpuscale.monitor.model.readings import GpuIdentity, GpuProcess, GpuReading, ReadingStatus
+from gpuscale.monitor.model.readings import GpuIdentity, GpuProcess, GpuReading, ReadingStatus, RecoveryAction
 
-_MOST_LINKS = 36
-# There is no link of that number, or none at all.
-_NO_MORE = {
-    pynvml.NVML_ERROR_INVALID_ARGUMENT,
-    pynvml.NVML_ERROR_NOT_SUPPORTED,
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+_RECOVERY = {
+    pynvml.NVML_GPU_RECOVERY_ACTION_NONE: RecoveryAction.NONE,
+    pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET: RecoveryAction.GPU_RESET,
+    pynvml.NVML_GPU_RECOVERY_ACTION_NODE_REBOOT: RecoveryAction.NODE_REBOOT,
+    pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_P2P: RecoveryAction.DRAIN_PEERS,
+    pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET: RecoveryAction.DRAIN_AND_RESET,
 }
 
 
-def link_ends(handle: pynvml.c_nvmlDevice_t, by_address: Mapping[str, str]) -> dict[int, str | None] | None:
-    """Each active link by number, with the UUID of the GPU at its other end; None for a switch.
+_MILLI = 1000.0
+_HIGHEST_CELSIUS = 300.0
+_HIGHEST_WATTS = 100_000.0
+_HIGHEST_MILLIWATTS = _HIGHEST_WATTS * _MILLI
 
-    Returns None where the GPU gave an error: it is to be asked again.
 
-    Raises:
-        GpuSourceError: NVML is gone.
-    """
-    ends: dict[int, str | None] = {}
-    for link in range(_MOST_LINKS):
-        try:
-            if pynvml.nvmlDeviceGetNvLinkState(handle, link):
-                ends[link] = by_address.get(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
-        except pynvml.NVMLError as error:
-            raise_if_driver_gone(error)
-            return ends if error.value in _NO_MORE else None
-    return ends
+def _thousandth(value: float) -> float:
+    return value / _MILLI
+
+
+def _recovery(value: float) -> RecoveryAction:
+    return _RECOVERY.get(int(value), RecoveryAction.OTHER)
+
+
+METERS = (
+    FieldReading("memory_temperature_celsius", (pynvml.NVML_FI_DEV_MEMORY_TEMP,), float, _HIGHEST_CELSIUS),
+    FieldReading("energy_joules", (pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,), _thousandth),
+)
+"""What moves slowly or only adds up, and is worth a call every few seconds."""
+
+SLOW = (
+    FieldReading(
+        "power_limit_default_watts",
+        (pynvml.NVML_FI_DEV_POWER_DEFAULT_LIMIT,),
+        _thousandth,
+        _HIGHEST_MILLIWATTS,
+    ),
+    FieldReading(
+        "power_limit_min_watts", (pynvml.NVML_FI_DEV_POWER_MIN_LIMIT,), _thousandth, _HIGHEST_MILLIWATTS
+    ),
+    FieldReading(
+        "power_limit_max_watts", (pynvml.NVML_FI_DEV_POWER_MAX_LIMIT,), _thousandth, _HIGHEST_MILLIWATTS
+    ),
+    FieldReading("pcie_replay_count", (pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER,)),
+    FieldReading("pcie_sent_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES,)),
+    FieldReading("pcie_received_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES,)),
+    *ECC,
+    FieldReading("recovery_action", (pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,), _recovery),
+)
+"""What changes seldom."""
+
+
+_NVLINK_STATE = "nvlink_active_count"
+_NO_LINKS = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU has no NVLink")
+
+
+def ask_slow(
+    queries: Queries[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, links: tuple[int, ...]
+) -> Values:
+    """Everything that is read seldom, in one call; `links` are the GPU's NVLinks."""
+    if not links:
+        queries.note((*(field.name for field in NVLINK), _NVLINK_STATE), _NO_LINKS)
+        return ask(queries, handle, "slow fields", SLOW)
+    state = FieldReading(_NVLINK_STATE, tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in links))
+    return ask(queries, handle, "slow fields", (*SLOW, *NVLINK, state))
 
 
 _Processes = list[pynvml.nvmlFriendlyObject]
@@ -106,9 +146,6 @@ _FIRST_PROCESSES_SECONDS = 2.0
 _FIRST_SLOW_SECONDS = 28.0
 FIRST_PARTS_SECONDS = 26.0
 
-_MILLI = 1000.0
-_HIGHEST_CELSIUS = 300.0
-_HIGHEST_WATTS = 100_000.0
 _HIGHEST_MHZ = 1_000_000.0
 _HIGHEST_LINK = 255.0
 _HIGHEST_MASK = 2**63 - 1
