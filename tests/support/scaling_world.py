@@ -18,18 +18,15 @@ from sqlalchemy import Connection, StaticPool, create_engine
 
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.spec import EndpointSpec
-from gpuscale.autoscaler.loop import passes
-from gpuscale.autoscaler.loop.acting import Actor
-from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.loop.leases import LeaseKeeper, Reservations
+from gpuscale.autoscaler.loop import reconciler
+from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wakes
+from gpuscale.autoscaler.loop.leases import Actor, LeaseKeeper, Reservations
 from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
-from gpuscale.autoscaler.loop.wakes import Followers, Wakes, WatcherUses
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.signals.fleet import FleetMetrics
-from gpuscale.autoscaler.signals.histories import Histories
 from gpuscale.autoscaler.signals.polling import Poller, PollingRoom, WaitingRequests
-from gpuscale.autoscaler.signals.sources import ReportedMetrics, SignalSources
+from gpuscale.autoscaler.signals.sources import Histories, ReportedMetrics, SignalSources, WatcherUses
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionFile, Repetitions
 from gpuscale.common.errors import GpuscaleError, UnavailableError
@@ -217,7 +214,7 @@ def seeded(world: World) -> ExitStack:
     stack = ExitStack()
     stack.enter_context(patch.object(backoff, "_random", world.dice))
     stack.enter_context(
-        patch.object(passes, "uuid4", lambda: UUID(int=world.dice.getrandbits(128), version=4))
+        patch.object(reconciler, "uuid4", lambda: UUID(int=world.dice.getrandbits(128), version=4))
     )
     token = auth._current.set(auth.LOCAL)
     stack.callback(auth._current.reset, token)

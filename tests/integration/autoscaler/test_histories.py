@@ -15,7 +15,7 @@ from gpuscale.autoscaler.backtest.history import KEPT, SPACING, UNKNOWN, Recorde
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.domain.replicas import Moment
 from gpuscale.autoscaler.domain.spec import EndpointSpec
-from gpuscale.autoscaler.signals.histories import Histories
+from gpuscale.autoscaler.signals.sources import Histories
 from gpuscale.autoscaler.state import store as autoscaler_store
 from gpuscale.autoscaler.state import watcher_store
 from gpuscale.autoscaler.state.store import Connection

@@ -8,7 +8,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.engine import Question, Result
-from gpuscale.autoscaler.loop import passes
+from gpuscale.autoscaler.loop import reconciler
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import seconds, to_duration
@@ -135,7 +135,7 @@ async def test_an_endpoint_whose_numbers_no_rule_foresaw_stops_no_other(
     autoscaler: Autoscaler, adapter: FakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = 0
-    known = passes.asked
+    known = reconciler.asked
 
     def asked(question: Question) -> Result:
         nonlocal tried
@@ -144,7 +144,7 @@ async def test_an_endpoint_whose_numbers_no_rule_foresaw_stops_no_other(
             raise (ZeroDivisionError, OverflowError, ValueError)[tried % 3]("a number that nobody foresaw")
         return known(question)
 
-    monkeypatch.setattr(passes, "asked", asked)
+    monkeypatch.setattr(reconciler, "asked", asked)
     await autoscaler.create(endpoint(low=1, high=7))
     await eventually(lambda: tried >= 3)
     await autoscaler.create(endpoint(low=2, name="other"))

@@ -25,7 +25,7 @@ from gpuscale.autoscaler.domain.spec import (
     ReplicaTemplate,
     Signal,
 )
-from gpuscale.autoscaler.loop import passes
+from gpuscale.autoscaler.loop import reconciler
 from gpuscale.client.traces import Request
 from tests.support.scaling_world import World, seeded
 from tests.support.virtual_time import run
@@ -102,7 +102,7 @@ async def live(spec: EndpointSpec, depths: list[int | None]) -> list[int]:
         return result
 
     world.reading = reads  # type: ignore[method-assign]
-    with seeded(world), patch.object(passes, "asked", noted):
+    with seeded(world), patch.object(reconciler, "asked", noted):
         tasks = [asyncio.create_task(one) for one in (world.live(), world.adapters[0].stay(world))]
         await world._born.wait()
         await asyncio.sleep(2)

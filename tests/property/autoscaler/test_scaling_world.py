@@ -21,10 +21,9 @@ from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.targets import TargetRule
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
-from gpuscale.autoscaler.loop import passes, reconciler
-from gpuscale.autoscaler.loop.acting import Actor
-from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.signals.sources import SignalSources
+from gpuscale.autoscaler.loop import reconciler
+from gpuscale.autoscaler.loop.leases import Actor
+from gpuscale.autoscaler.signals.sources import Histories, SignalSources
 from gpuscale.autoscaler.state import decision_log
 from gpuscale.common.names import replica_name
 from tests.support.fake_adapter import FAILED, READY
@@ -119,8 +118,8 @@ def test_a_lease_that_was_released_before_anybody_said_so_is_renewed_no_more() -
 STAGES: dict[str, tuple[object, str]] = {
     "bad-sampling": (SignalSources, "sample"),
     "bad-reading": (reconciler, "_found"),
-    "bad-evaluating": (passes, "asked"),
-    "bad-planning": (passes, "plan_sets"),
+    "bad-evaluating": (reconciler, "asked"),
+    "bad-planning": (reconciler, "plan_sets"),
     "bad-acting": (Actor, "act"),
     "bad-keeping": (Histories, "note"),
     "bad-composing": (reconciler, "compose"),

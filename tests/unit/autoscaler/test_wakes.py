@@ -1,6 +1,6 @@
 """Followers of an endpoint hear of its changes, of no other's, and are forgotten when they leave."""
 
-from gpuscale.autoscaler.loop.wakes import Followers
+from gpuscale.autoscaler.loop.hub import Followers
 
 
 def test_all_who_follow_an_endpoint_hear_of_it_and_no_others() -> None:

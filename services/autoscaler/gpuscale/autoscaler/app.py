@@ -8,11 +8,9 @@ from typing import TypeVar
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.loop.acting import Actor
-from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.loop.leases import LeaseKeeper, Reservations
+from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wakes
+from gpuscale.autoscaler.loop.leases import Actor, LeaseKeeper, Reservations
 from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
-from gpuscale.autoscaler.loop.wakes import Followers, Wakes, WatcherUses
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer, Runs
 from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer, Evaluations
@@ -25,8 +23,7 @@ from gpuscale.autoscaler.servicers.preset_servicer import PresetServicer
 from gpuscale.autoscaler.servicers.rule_servicer import EndpointRules, RuleServicer
 from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.autoscaler.signals.histories import Histories
-from gpuscale.autoscaler.signals.sources import open_sources
+from gpuscale.autoscaler.signals.sources import Histories, WatcherUses, open_sources
 from gpuscale.autoscaler.signals.watchers import open_watchers
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions, open_decision_file

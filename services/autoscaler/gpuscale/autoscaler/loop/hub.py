@@ -1,12 +1,12 @@
-"""All worker adapters: who is connected, what runs, what should run, and what their replicas wrote.
+"""All worker adapters: who is connected, what runs, what should run, and what their replicas wrote; and whom their news wakes.
 
 An adapter that is silent or gone says nothing about its replicas: they become UNKNOWN, and nothing is stopped or started
 in their place until it is heard of again (Ray #58933: a failed listing was read as "no workers").
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -28,7 +28,6 @@ from gpuscale.autoscaler.domain.replicas import (
     stopped,
     unknown_to,
 )
-from gpuscale.autoscaler.loop.wakes import Wakes
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import (
@@ -43,6 +42,100 @@ from gpuscale.common.names import adapter_name, replica_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.store.store import Store
+
+
+class Wake:
+    """The call of one endpoint. `waiting`: it lacks GPUs or an adapter."""
+
+    def __init__(self) -> None:
+        self.waiting = False
+        self._event = asyncio.Event()
+        self._evaluate = False
+
+    def call(self, *, evaluate: bool = False) -> None:
+        """Ask for a look, and for an evaluation of the rules where the spec changed."""
+        self._evaluate = self._evaluate or evaluate
+        self._event.set()
+
+    @property
+    def called(self) -> bool:
+        """Whether somebody called since the last look began."""
+        return self._event.is_set()
+
+    def answer(self) -> bool:
+        """Begin to look; whether an evaluation was asked for."""
+        evaluate, self._evaluate = self._evaluate, False
+        self._event.clear()
+        return evaluate
+
+    async def wait(self, seconds: float) -> None:
+        """Until somebody calls, or so many seconds have passed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._event.wait()
+
+
+class Wakes:
+    """The calls of all endpoints."""
+
+    def __init__(self) -> None:
+        self._wakes: dict[str, Wake] = {}
+        self._arrived: asyncio.Queue[str] = asyncio.Queue()
+
+    def call(self, endpoint: str, *, evaluate: bool = False) -> None:
+        """Ask for a look at an endpoint; one that was not known before is announced by `arrival`."""
+        if endpoint not in self._wakes:
+            self._wakes[endpoint] = Wake()
+            self._arrived.put_nowait(endpoint)
+        self._wakes[endpoint].call(evaluate=evaluate)
+
+    def call_each(self, endpoints: Iterable[str]) -> None:
+        """Ask for a look at these."""
+        for endpoint in sorted(endpoints):
+            self.call(endpoint)
+
+    def call_all(self) -> None:
+        """Ask for a look at every endpoint: it may concern any."""
+        self.call_each(list(self._wakes))
+
+    def call_waiting(self) -> None:
+        """Ask for a look at those that lack something: GPUs or an adapter may have become free."""
+        self.call_each([endpoint for endpoint, wake in self._wakes.items() if wake.waiting])
+
+    async def arrival(self) -> tuple[str, Wake]:
+        """The next endpoint that was not known before."""
+        endpoint = await self._arrived.get()
+        return endpoint, self._wakes[endpoint]
+
+    def forget(self, endpoint: str) -> None:
+        """The endpoint is gone; a call after this one announces it anew."""
+        self._wakes.pop(endpoint, None)
+
+
+class Followers:
+    """Who follows which endpoint. Any number of changes before somebody looks are one."""
+
+    def __init__(self) -> None:
+        self._followers: dict[str, set[asyncio.Event]] = {}
+
+    def tell(self, endpoint: str) -> None:
+        """The endpoint may have changed, or be gone; what changed is on disk."""
+        for event in self._followers.get(endpoint, ()):
+            event.set()
+
+    @contextmanager
+    def follow(self, endpoint: str) -> Generator[asyncio.Event]:
+        """An event that every change sets from now on; its owner clears it before each look."""
+        event = asyncio.Event()
+        followers = self._followers.setdefault(endpoint, set())
+        followers.add(event)
+        try:
+            yield event
+        finally:
+            followers.discard(event)
+            if not followers and self._followers.get(endpoint) is followers:
+                del self._followers[endpoint]
+
 
 TIMEOUT: Final = 5.0
 """Seconds for which an adapter may think about its answer."""

@@ -28,7 +28,7 @@ from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.autoscaler.servicers.endpoints import find_endpoint
 from gpuscale.autoscaler.servicers.preset_servicer import DEFAULT_BOUNDS, render
-from gpuscale.autoscaler.signals.histories import Histories
+from gpuscale.autoscaler.signals.sources import Histories
 from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_to_wire
 from gpuscale.client.traces import Request
 from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError

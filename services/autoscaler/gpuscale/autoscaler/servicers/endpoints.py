@@ -13,8 +13,8 @@ from gpuscale.autoscaler.domain.engine import order
 from gpuscale.autoscaler.domain.replicas import Replica
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
 from gpuscale.autoscaler.domain.validate import violations
-from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.loop.wakes import Followers, Wakes, WatcherUses
+from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wakes
+from gpuscale.autoscaler.signals.sources import WatcherUses
 from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.autoscaler.state.decision_log import DecisionFile, Repetitions, StoredDecision
 from gpuscale.autoscaler.state.store import Connection

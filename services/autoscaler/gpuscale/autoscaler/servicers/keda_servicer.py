@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from gpuscale.api import externalscaler as api
 from gpuscale.autoscaler.domain.spec import Endpoint
-from gpuscale.autoscaler.loop.wakes import Followers
+from gpuscale.autoscaler.loop.hub import Followers
 from gpuscale.autoscaler.state import store
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.names import endpoint_name, is_id

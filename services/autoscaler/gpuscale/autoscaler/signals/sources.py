@@ -6,16 +6,22 @@ replica counts only while that replica is ready, so that nothing is left of one 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
 
 import grpc
 
+from gpuscale.autoscaler.backtest import history
+from gpuscale.autoscaler.backtest.history import UNKNOWN, NoWorkloadError, RecordedReading, workload
 from gpuscale.autoscaler.domain.inputs import TaskReport
 from gpuscale.autoscaler.domain.planning import AdapterFacts, gpus_elsewhere, nodes_of
 from gpuscale.autoscaler.domain.queues import QueueReading
-from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState
+from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
 from gpuscale.autoscaler.domain.signals import Sample, queue_sample
 from gpuscale.autoscaler.domain.spec import (
     ASKS_FOR_ROOM,
@@ -49,8 +55,13 @@ from gpuscale.autoscaler.signals.prometheus import (
     Values,
     prometheus_sample,
 )
-from gpuscale.common.errors import ResourceExhaustedError
+from gpuscale.autoscaler.state import watcher_store
+from gpuscale.client.traces import Request
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, ResourceExhaustedError
+from gpuscale.common.names import endpoint_name
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, TaskScope
+from gpuscale.common.store.store import Store
 
 MAX_METRICS_OF_ONE = 100
 """Metrics that are kept of one endpoint or replica."""
@@ -319,3 +330,123 @@ async def open_sources(
         for name, poller in sources.prometheus.items():
             scope.spawn(f"queries of prometheus {name}", poller.run())
         yield sources
+
+
+_log = get_logger(__name__)
+
+
+class Histories:
+    """The history of every endpoint that reads queues.
+
+    Args:
+        reading: what a queue watcher (by id) read last.
+        store: where it is kept.
+    """
+
+    def __init__(self, reading: Callable[[str], QueueReading | None], store: Store) -> None:
+        self._reading = reading
+        self._store = store
+        self._noted: dict[str, float] = {}
+        self._written: dict[str, RecordedReading] = {}
+        self._held: dict[str, RecordedReading] = {}
+
+    async def note(self, endpoint: str, spec: EndpointSpec, at: Moment) -> None:
+        """Keep what its queues are like now, if it is time; nothing where one of them cannot be had.
+
+        While they stay as they are nothing is written, for an hour at most. Where it cannot be written, that is a gap in
+        the history, and no reason to hold up what scales.
+        """
+        if at.now - self._noted.get(endpoint, float("-inf")) < history.SPACING:
+            return
+        found = [self._reading(watcher) for watcher in sorted(spec.watchers)]
+        seen = [one for one in found if one is not None and one.total is not None]
+        if not seen or len(seen) != len(found):
+            return
+        self._noted[endpoint] = at.now
+        reading = _reading(seen, at.wall)
+        written = self._written.get(endpoint)
+        if written is not None and reading.goes_on_from(self._held.get(endpoint, written)):
+            held = replace(reading, since=written.at)
+            self._held[endpoint] = held
+            if held.at - written.at < history.LONGEST_HELD:
+                return
+            reading = self._held.pop(endpoint)
+        ended = self._held.pop(endpoint, None)
+        await self._keep([(endpoint, one) for one in (ended, reading) if one is not None])
+
+    async def _keep(self, readings: Sequence[tuple[str, RecordedReading]]) -> None:
+        self._written.update(readings)
+        try:
+            await self._store.write(partial(watcher_store.keep, readings=readings))
+        except GpuscaleError as error:
+            for endpoint, _ in readings:
+                self._written.pop(endpoint, None)
+            names = sorted({endpoint for endpoint, _ in readings})
+            _log.warning("readings of queues were not kept", endpoints=names, error=error.message)
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncGenerator[None]:
+        """Write what they are held at when the context is left."""
+        try:
+            yield
+        finally:
+            if self._held:
+                await self._keep([*self._held.items()])
+
+    def forget(self, endpoint: str) -> None:
+        """An endpoint is gone, and its readings with it."""
+        for known in (self._noted, self._written, self._held):
+            known.pop(endpoint, None)
+
+    async def workload(self, endpoint: str, service: float | None, wall: datetime) -> list[Request]:
+        """The workload that an endpoint had in the last day; `service`: seconds of a request, learnt where it is None.
+
+        Raises:
+            FailedPreconditionError: none follows from what was seen of it.
+        """
+        until = wall.timestamp()  # what is later was read while the clock was wrong
+        since = until - history.SPACING * history.KEPT
+        readings = await self._store.read(
+            partial(watcher_store.readings, endpoint=endpoint, since=since, until=until)
+        )
+        if endpoint in self._held and since <= self._held[endpoint].at <= until:
+            readings.append(self._held[endpoint])
+        try:
+            return await asyncio.to_thread(workload, readings, service)  # there may be many requests
+        except NoWorkloadError as error:
+            text = f"{endpoint_name(endpoint)} has no history to run: {error}"
+            raise FailedPreconditionError(text, reason="NO_HISTORY") from error
+
+
+def _reading(seen: list[QueueReading], wall: datetime) -> RecordedReading:
+    rates = [one.rates for one in seen if one.rates is not None]
+    told = len(rates) == len(seen)
+    return RecordedReading(
+        wall.timestamp(),
+        sum(one.ready or 0 for one in seen),
+        sum(one.unacked or 0 for one in seen),
+        sum(one.published for one in rates) if told else UNKNOWN,
+        sum(one.delivered for one in rates) if told else UNKNOWN,
+    )
+
+
+class WatcherUses:
+    """Kept beside the stored specs: a watcher is entered before a spec that names it is stored."""
+
+    def __init__(self) -> None:
+        self._watchers: dict[str, AbstractSet[str]] = {}
+
+    def of(self, watcher: str) -> list[str]:
+        """Names of the endpoints that read a watcher."""
+        return [endpoint_name(one) for one, watchers in sorted(self._watchers.items()) if watcher in watchers]
+
+    def reads(self, endpoint: str) -> AbstractSet[str]:
+        """Ids of the watchers that an endpoint reads."""
+        return self._watchers.get(endpoint, frozenset())
+
+    def set(self, endpoint: str, watchers: AbstractSet[str]) -> None:
+        """What an endpoint reads from now on; nothing for one that is gone."""
+        if watchers:
+            self._watchers[endpoint] = watchers
+        else:
+            self._watchers.pop(endpoint, None)
