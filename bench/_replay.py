@@ -18,8 +18,8 @@ from gpuscale.allocator.domain.model import (
     ReservedGpu,
     Score,
     State,
+    Use,
 )
-from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.policies import Demand
 

@@ -22,7 +22,8 @@ from gpuscale.allocator.domain.model import Ask, Order, ReservedGpu, Score, Stat
 from gpuscale.allocator.state import integrity as sealing
 from gpuscale.allocator.state import schema
 from gpuscale.allocator.state.archive import EndedStore
-from gpuscale.allocator.state.store import open_store
+from gpuscale.allocator.state.opening import open_store
+from gpuscale.allocator.state.store import to_row
 
 BOOT, NOW, WALL = "boot", 1000.0, datetime.now(UTC)
 ROW_BYTES = 700
@@ -86,7 +87,7 @@ def _rows(records: int) -> Iterator[dict[str, object]]:
         for index in range(2)
     ]
     live = activated(ledger.grant(order, gpus, now=NOW, wall=WALL))
-    row = schema.to_row(ledger.close(live, State.RELEASED, now=NOW, wall=WALL), BOOT, 1)
+    row = to_row(ledger.close(live, State.RELEASED, now=NOW, wall=WALL), BOOT, 1)
     for fence in range(1, records + 1):
         row |= {
             "id": f"r{fence}-aa",

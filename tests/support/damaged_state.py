@@ -13,8 +13,9 @@ from gpuscale.allocator.domain.cordons import Cordon, Spot
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.queueing.model import Quota
-from gpuscale.allocator.state.operator_store import CordonStore, QuotaStore
-from gpuscale.allocator.state.store import AllocatorStore, open_store
+from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
+from gpuscale.allocator.state.opening import open_store
+from gpuscale.allocator.state.store import AllocatorStore
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 BOOT = "boot"

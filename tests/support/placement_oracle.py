@@ -4,8 +4,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Gpu, Node, NodeState, ReservedGpu, Score
-from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.domain.model import (
+    WHOLE,
+    Ask,
+    GangStrategy,
+    Gpu,
+    Node,
+    NodeState,
+    ReservedGpu,
+    Score,
+    Use,
+)
 from gpuscale.allocator.placing.constraints import memory_on, milli_on
 from tests.support.allocator_values import NOW
 from tests.support.placing import NOTHING, free_memory, obstacle, reservation

@@ -16,10 +16,10 @@ from gpuscale.allocator.domain.model import (
     ReservedGpu,
     Score,
     State,
+    Use,
     Weights,
 )
-from gpuscale.allocator.domain.use import Use
-from gpuscale.allocator.placing.obstacles import Obstacle
+from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.policies import scored
 from gpuscale.allocator.placing.refusal import Refusal

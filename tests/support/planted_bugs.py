@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sqlalchemy import UniqueConstraint, event
 
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import WHOLE, Reservation
-from gpuscale.allocator.domain.use import FREE_GPU, GpuUse, Use
+from gpuscale.allocator.domain.model import FREE_GPU, WHOLE, GpuUse, Reservation, Use
 from gpuscale.allocator.state import schema as schema_store
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.runtime import tasks

@@ -12,7 +12,7 @@ from gpuscale.allocator.queueing.model import Quota, Rules
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.usecases.endings import Sweeper
-from gpuscale.allocator.usecases.waiting import AllocatorWorld, Waiting
+from gpuscale.allocator.usecases.reserving import AllocatorWorld, Waiting
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, plain_node, reserved

@@ -16,7 +16,8 @@ from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.state import archive
 from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore, Totals
-from gpuscale.allocator.state.store import AllocatorStore, open_store
+from gpuscale.allocator.state.opening import open_store
+from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, UnavailableError
 from gpuscale.common.secrets import SecretUrl
 from tests.support.allocator import Client, Reservation, running

@@ -17,9 +17,10 @@ from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state import schema as schema_store
+from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.integrity import check_seals
-from gpuscale.allocator.state.operator_store import CordonStore, QuotaStore
-from gpuscale.allocator.state.store import SERVICE, AllocatorStore, open_shared_store
+from gpuscale.allocator.state.opening import open_shared_store
+from gpuscale.allocator.state.store import SERVICE, AllocatorStore
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.secrets import SecretUrl

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuscale.allocator.usecases.waiting import NEWS_GAP
+from gpuscale.allocator.usecases.reserving import NEWS_GAP
 from tests.support.allocator import allocator, calling
 from tests.support.cli import Ran, run_cli
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving

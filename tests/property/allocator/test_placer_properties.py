@@ -19,9 +19,9 @@ from gpuscale.allocator.domain.model import (
     Policy,
     ReservedGpu,
     Score,
+    Use,
     Weights,
 )
-from gpuscale.allocator.domain.use import Use
 from gpuscale.allocator.placing.columns import Columns
 from gpuscale.allocator.placing.constraints import ABSENT, Constraints
 from gpuscale.allocator.placing.index import Index

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, Node, Pick, Reservation
-from gpuscale.allocator.domain.use import Use
-from gpuscale.allocator.placing.obstacles import Obstacle
+from gpuscale.allocator.domain.model import WHOLE, Ask, Node, Pick, Reservation, Use
+from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.allocator.state import schema as schema_store
+from gpuscale.allocator.state import store
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
 from tests.support.placing import placer, reservation
 
@@ -100,5 +99,5 @@ def test_other_gpus_are_none_of_its_business() -> None:
 def test_whose_instance_it_was_goes_to_disk_and_takes_no_room_there_otherwise() -> None:
     """After a restart nobody else knows."""
     for fleet, wish, told in ((SPLIT, PART, "GPU-p"), (UNSPLIT, ask(), None)):
-        [row] = json.loads(schema_store.to_gpus(take(placer([fleet]), Use(), wish)))
+        [row] = json.loads(store.to_gpus(take(placer([fleet]), Use(), wish)))
         assert row.get("parent") == told

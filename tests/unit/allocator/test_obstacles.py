@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.allocator.domain.model import Ask, Gpu, NodeState
-from gpuscale.allocator.placing.obstacles import Obstacle
+from gpuscale.allocator.placing.constraints import Obstacle
 from tests.support.allocator_values import MIB, NOW, ask, gpu, node, reserved
 from tests.support.placing import held_whole, placer, reservation
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gpuscale.allocator.domain.model import Ask, Node, Pick, Policy, Weights
-from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.domain.model import Ask, Node, Pick, Policy, Use, Weights
 from gpuscale.allocator.placing import index as members
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.policies import Demand, gradients, integer_scores, typical

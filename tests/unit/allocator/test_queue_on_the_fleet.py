@@ -10,7 +10,7 @@ from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, Pi
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.model import Grant, QueueObstacle, Quota, Reason, Revoke, Rules
 from gpuscale.allocator.queueing.queue import BEHIND_OTHERS, Queue
-from gpuscale.allocator.usecases.waiting import AllocatorWorld
+from gpuscale.allocator.usecases.reserving import AllocatorWorld
 from tests.support.allocator_values import MIB, WALL, ask, gpu
 from tests.support.clock import ManualClock
 from tests.support.queue_world import wish

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.allocator.domain.model import Ask, GangStrategy, Node, NodeState
-from gpuscale.allocator.placing.obstacles import Obstacle
+from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
 from tests.support.placing import place

@@ -8,6 +8,7 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.state import schema as schema_store
+from gpuscale.allocator.state import store
 from gpuscale.allocator.state.integrity import is_whole, is_whole_reservation, sealed
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
@@ -18,7 +19,7 @@ def row() -> dict[str, object]:
     """The row of a reservation that has something in every column."""
     granted = Ledger().grant(order(ttl=60), [reserved("GPU-a")], now=NOW, wall=WALL)
     full = replace(granted, ended=WALL, revoke_at=int(NOW), end_reason="é", preemptible=True, ttl=60)
-    return schema_store.to_row(full, "boot", 7)
+    return store.to_row(full, "boot", 7)
 
 
 def test_a_row_is_whole_as_it_was_written() -> None:
@@ -51,9 +52,9 @@ def test_a_reservation_that_lost_a_gpu_has_the_sum_of_the_labels_that_an_earlier
     """The sum is made anew and the labels are not written: they are to be spelled as they were when the row was made."""
     granted = Ledger().grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL)
     labelled = replace(granted, labels={"job": "é", "team": "a"})
-    written = schema_store.to_row(labelled, "boot", 7) | {"labels": r'{"job": "\u00e9", "team": "a"}'}
+    written = store.to_row(labelled, "boot", 7) | {"labels": r'{"job": "\u00e9", "team": "a"}'}
     lost = replace(labelled, gpus=(replace(labelled.gpus[0], lost=True),))
-    assert is_whole_reservation(written | schema_store.to_lost(lost))
+    assert is_whole_reservation(written | store.to_lost(lost))
 
 
 def test_a_row_with_one_sum() -> None:

@@ -14,9 +14,9 @@ from gpuscale.allocator.domain.model import (
     Pick,
     Policy,
     ReservedGpu,
+    Use,
 )
-from gpuscale.allocator.domain.use import Use
-from gpuscale.allocator.placing.obstacles import Obstacle
+from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from tests.support.allocator_values import MIB, NOW, ask, gpu, node, plain_node

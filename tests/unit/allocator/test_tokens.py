@@ -4,7 +4,7 @@ from base64 import urlsafe_b64decode
 
 import pytest
 
-from gpuscale.allocator.domain.tokens import Tokens
+from gpuscale.allocator.domain.ledger import Tokens
 from gpuscale.common.errors import InvalidArgumentError
 
 TOKENS = Tokens([1, 2, 3, 4])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation, Score, ScorePart
-from gpuscale.allocator.servicers import translate
+from gpuscale.allocator.servicers import servicer as translate
 from gpuscale.common import wire
 from tests.support.allocator_values import MIB, NOW, WALL, order, reserved
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.domain.model import WHOLE
-from gpuscale.allocator.servicers.translate import to_ask
+from gpuscale.allocator.servicers.servicer import to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import InvalidArgumentError

@@ -12,7 +12,7 @@ from gpuscale.allocator.usecases import capacity as capacity_module
 from gpuscale.allocator.usecases.capacity import LOOK_GAP, Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
-from gpuscale.allocator.usecases.waiting import Waiting
+from gpuscale.allocator.usecases.reserving import Waiting
 from gpuscale.common.errors import ResourceExhaustedError
 from tests.support.allocator_values import NOW, ask, order, plain_node, reserved
 from tests.support.clock import ManualClock

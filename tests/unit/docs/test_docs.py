@@ -97,7 +97,7 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
 @pytest.mark.parametrize(
     ("page", "module", "enum"),
     [
-        ("allocation.md", "allocator.placing.obstacles", "Obstacle"),
+        ("allocation.md", "allocator.placing.constraints", "Obstacle"),
         ("allocation.md", "allocator.placing.refusal", "RefusalKind"),
         ("autoscaling.md", "autoscaler.domain.decisions", "Code"),
         ("autoscaling.md", "autoscaler.domain.replicas", "ReplicaState"),

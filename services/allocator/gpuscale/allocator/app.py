@@ -7,9 +7,8 @@ from functools import partial
 
 import grpc
 
-from gpuscale.allocator.domain.ledger import Ledger, rebased
+from gpuscale.allocator.domain.ledger import Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import Node, Reservation
-from gpuscale.allocator.domain.tokens import Tokens
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, NodeServicer, QuotaServicer
@@ -17,8 +16,9 @@ from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore
 from gpuscale.allocator.state.commits import Changes, Commits
-from gpuscale.allocator.state.operator_store import CordonStore, QuotaStore
-from gpuscale.allocator.state.store import AllocatorStore, Saved, open_shared_store, open_store
+from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
+from gpuscale.allocator.state.opening import open_shared_store, open_store
+from gpuscale.allocator.state.store import AllocatorStore, Saved
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.endings import BATCH, Forgetting, Losses, Sweeper
@@ -26,8 +26,7 @@ from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.quotas import Quotas
 from gpuscale.allocator.usecases.records import Records
-from gpuscale.allocator.usecases.reserving import Reserving
-from gpuscale.allocator.usecases.waiting import AllocatorWorld, Waiting
+from gpuscale.allocator.usecases.reserving import AllocatorWorld, Reserving, Waiting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.server import Registration

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuscale.allocator.domain.model import WHOLE, Gpu, Node, NodeState, Reservation, Weights
-from gpuscale.allocator.domain.use import GpuUse, Use
+from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuUse, Node, NodeState, Reservation, Use, Weights
 
 UNKNOWN = int(np.iinfo(np.int64).min)
 """A number that is not known."""

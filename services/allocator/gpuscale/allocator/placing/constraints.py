@@ -1,5 +1,7 @@
 """Constraints: what an ask needs of a GPU, what keeps a GPU from it, and how many members fit on a node. Pure.
 
+Unknown is never free: a GPU whose memory is not reported, or whose readings are too old, serves nobody.
+
 Each rule is written once, for numbers and arrays alike (`columns.GpuFacts`): arrays look at many rows at once, numbers at
 the few that have changed. An operation on an array costs a microsecond however small the array is: by arrays alone, an ask
 of one GPU after a grant took 100 us longer, a tenth of a Reserve and its Release. A property test compares the two.
@@ -11,14 +13,14 @@ left where that is less.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Node
-from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Node, Use
 from gpuscale.allocator.placing.columns import (
     IS_OFFLINE,
     IS_STALE,
@@ -32,7 +34,41 @@ from gpuscale.allocator.placing.columns import (
     Row,
     listed,
 )
-from gpuscale.allocator.placing.obstacles import ADMITS_ALL_PERCENT, ORDER, Obstacle
+
+ADMITS_ALL_PERCENT = 100.0
+"""A utilization limit that admits a GPU however busy it is."""
+
+
+class Obstacle(StrEnum):
+    """Why a GPU cannot serve an ask; of several, the first in this order is named.
+
+    Those of LASTING stay whatever ends or comes back; the others pass.
+    """
+
+    NODE_NOT_SELECTED = "NODE_NOT_SELECTED"
+    LABELS_DIFFER = "LABELS_DIFFER"
+    GPU_NOT_SELECTED = "GPU_NOT_SELECTED"
+    MODEL_DIFFERS = "MODEL_DIFFERS"
+    MIG_PROFILE_DIFFERS = "MIG_PROFILE_DIFFERS"
+    NODE_NOT_ONLINE = "NODE_NOT_ONLINE"
+    STALE = "STALE"
+    GPU_NOT_OK = "GPU_NOT_OK"
+    QUARANTINED = "QUARANTINED"
+    CORDONED = "CORDONED"
+    NOT_APART = "NOT_APART"
+    HELD = "HELD"
+    CPU_BELOW_MIN = "CPU_BELOW_MIN"
+    HOST_MEMORY_BELOW_MIN = "HOST_MEMORY_BELOW_MIN"
+    MEMORY_UNKNOWN = "MEMORY_UNKNOWN"
+    MEMORY_BELOW_MIN = "MEMORY_BELOW_MIN"
+    UTILIZATION_UNKNOWN = "UTILIZATION_UNKNOWN"
+    UTILIZATION_TOO_HIGH = "UTILIZATION_TOO_HIGH"
+
+
+ORDER = tuple(Obstacle)
+"""All obstacles in their order."""
+LASTING = frozenset(ORDER[: ORDER.index(Obstacle.MIG_PROFILE_DIFFERS) + 1])
+"""Obstacles that no end of a reservation cures."""
 
 SHARE_FLOOR = (9, 10)
 """The least part of its nominal memory that a share without a memory of its own accepts, as a fraction."""

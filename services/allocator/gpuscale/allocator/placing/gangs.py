@@ -10,12 +10,10 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from gpuscale.allocator.domain.model import Ask, GangStrategy, Policy, Reservation, ReservedGpu, State
-from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.domain.model import Ask, GangStrategy, Policy, Reservation, ReservedGpu, State, Use
 from gpuscale.allocator.placing.columns import Floats, Ints
 from gpuscale.allocator.placing.constraints import capacities
-from gpuscale.allocator.placing.index import Index
-from gpuscale.allocator.placing.shapes import Shape
+from gpuscale.allocator.placing.index import Index, Shape
 
 Fill = Callable[[int, int], int]
 """Places up to so many members on a row, and tells how many."""

@@ -11,17 +11,16 @@ import numpy as np
 
 from gpuscale.allocator.domain.cordons import Cordon, Cordons
 from gpuscale.allocator.domain.ledger import due_at
-from gpuscale.allocator.domain.model import Ask, Gpu, Node, Pick, Reservation, Score
-from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.domain.model import Ask, Gpu, Node, Pick, Reservation, Score, Use
 from gpuscale.allocator.placing.columns import NO_GPU, Bools, listed, outsiders
-from gpuscale.allocator.placing.constraints import NODE_OBSTACLES
-from gpuscale.allocator.placing.index import Index
-from gpuscale.allocator.placing.obstacles import (
+from gpuscale.allocator.placing.constraints import NODE_OBSTACLES, ORDER, Obstacle
+from gpuscale.allocator.placing.index import Index, Shape
+from gpuscale.allocator.placing.refusal import (
     HELP,
     MOST_NAMES,
-    ORDER,
     WORDS,
-    Obstacle,
+    Refusal,
+    Survey,
     extent,
     gpus,
     lifting,
@@ -29,8 +28,6 @@ from gpuscale.allocator.placing.obstacles import (
     names,
     sentence,
 )
-from gpuscale.allocator.placing.refusal import Refusal, Survey
-from gpuscale.allocator.placing.shapes import Shape
 
 MOST_NODES = 100
 

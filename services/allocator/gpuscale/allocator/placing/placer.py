@@ -1,7 +1,7 @@
 """Placer: finds GPUs for asks, follows the fleet and what is held, and says why not. Pure.
 
 Feasible, then value by policy, then pick, over arrays (`placing.columns`) of which only changed rows are looked at
-again (`placing.shapes`). The answer depends on what is known alone, never on the order in which it came: ties go to
+again (`placing.index`). The answer depends on what is known alone, never on the order in which it came: ties go to
 the node that was seen first (`rank`), inside a node to the lower index. Imagining reservations gone, and placing the
 members of a gang one after the other, hold and free in `use` for a moment and undo it before they return.
 """
@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from gpuscale.allocator.domain.model import Ask, Node, Pick, ReservedGpu
-from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.domain.model import Ask, Node, Pick, ReservedGpu, Use
 from gpuscale.allocator.placing.gangs import Member, place_gang, without
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.outlook import Outlook, outlook

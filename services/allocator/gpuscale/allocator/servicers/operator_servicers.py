@@ -15,8 +15,7 @@ from gpuscale.allocator.domain.ranking import (
 )
 from gpuscale.allocator.placing.outlook import NodeOutlook
 from gpuscale.allocator.queueing.model import Quota
-from gpuscale.allocator.servicers import translate
-from gpuscale.allocator.servicers.translate import to_ask
+from gpuscale.allocator.servicers.servicer import from_gpu, from_reservation, from_score, to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
@@ -46,7 +45,7 @@ class CapacityServicer(api.CapacityServiceServicer):
             available=found.available,
             message=found.message,
             reason=found.reason,
-            gpus=[translate.from_gpu(gpu) for gpu in found.gpus],
+            gpus=[from_gpu(gpu) for gpu in found.gpus],
         )
 
     async def WaitForAvailability(
@@ -75,7 +74,7 @@ class CapacityServicer(api.CapacityServiceServicer):
             available=found.answer.available,
             message=found.answer.message,
             reason=found.answer.reason,
-            gpus=[translate.from_gpu(gpu) for gpu in found.answer.gpus],
+            gpus=[from_gpu(gpu) for gpu in found.answer.gpus],
             constraints=[
                 api.ConstraintEffect(
                     constraint=one.obstacle,
@@ -126,7 +125,7 @@ class CapacityServicer(api.CapacityServiceServicer):
         asked.gpu_count = 1
         asked.ClearField("member_count")
         found, count = self.capacity.free(to_ask(asked, self.settings), request.max_count or MOST_FREE)
-        return api.RankGpusResponse(gpus=map(translate.from_gpu, found), free_count=count)
+        return api.RankGpusResponse(gpus=map(from_gpu, found), free_count=count)
 
 
 def _to_wish(request: api.EstimateRequirementsRequest) -> ModelWish:
@@ -154,7 +153,7 @@ def _from_outlook(one: NodeOutlook) -> api.NodeOutlook:
                 uuid=gpu.gpu.uuid,
                 obstacle=gpu.obstacle or "",
                 message=gpu.message,
-                score=None if gpu.score is None else translate.from_score(gpu.score),
+                score=None if gpu.score is None else from_score(gpu.score),
                 reservations=map(names.reservation_name, gpu.reservations),
             )
             for gpu in one.gpus
@@ -216,7 +215,7 @@ class NodeServicer(api.NodeServiceServicer):
         now, wall = self.clock.now(), self.clock.wall()
         return api.DrainNodeResponse(
             cordon=self._message(cordon, now, wall),
-            reservations=[translate.from_reservation(one, now, wall) for one in leaving],
+            reservations=[from_reservation(one, now, wall) for one in leaving],
         )
 
     async def ListCordons(self, request: api.ListCordonsRequest, context: Context) -> api.ListCordonsResponse:

@@ -1,22 +1,41 @@
-"""AllocatorService on the wire: messages to values, one use case, values to messages."""
+"""AllocatorService on the wire: messages to values, one use case, values to messages; and how asks and GPUs are translated."""
 
-from collections.abc import AsyncIterator, Iterable
+import re
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
+from datetime import datetime, timedelta
+from typing import TypeAlias, TypeVar
 
-from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.domain.tokens import Tokens
-from gpuscale.allocator.servicers import translate
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.allocator.domain.ledger import Tokens
+from gpuscale.allocator.domain.model import (
+    WHOLE,
+    Ask,
+    GangStrategy,
+    GpuSet,
+    Order,
+    Policy,
+    Reservation,
+    ReservedGpu,
+    Score,
+    State,
+    Weights,
+)
+from gpuscale.allocator.queueing.model import QueuePlace
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.allocator.usecases.leases import Leases
-from gpuscale.allocator.usecases.records import Records
+from gpuscale.allocator.usecases.leases import LeaseClaim, Leases, Renewal
+from gpuscale.allocator.usecases.records import Records, Usage
 from gpuscale.allocator.usecases.reserving import Reserving
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common import wire
+from gpuscale.common import names, wire
+from gpuscale.common.errors import FieldViolation, InvalidArgumentError, PermissionDeniedError
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.common.security.auth import Context, Role, current_principal
+from gpuscale.common.security.auth import Context, Principal, Role, current_principal
 
 _One = TypeVar(
     "_One",
@@ -41,7 +60,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
 
     async def Reserve(self, request: api.ReserveRequest, context: Context) -> api.ReserveResponse:
         """Grant GPUs."""
-        order = translate.to_order(request, current_principal(), self.settings)
+        order = to_order(request, current_principal(), self.settings)
         granted = await self.reserving.reserve(order, wire.optional_seconds(request, "wait") or 0.0)
         return self._put(api.ReserveResponse(lease_token=self.tokens.of_lease(granted)), granted)
 
@@ -49,7 +68,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         self, request: api.ReserveAndWatchRequest, context: Context
     ) -> AsyncIterator[api.ReserveAndWatchResponse]:
         """Grant GPUs, and tell the place in the queue meanwhile."""
-        order = translate.to_order(request.reserve, current_principal(), self.settings, "reserve.")
+        order = to_order(request.reserve, current_principal(), self.settings, "reserve.")
         since = self.clock.now()
         wait = wire.optional_seconds(request.reserve, "wait") or 0.0
         async with aclosing(self.reserving.reserve_and_watch(order, wait)) as news:
@@ -57,14 +76,14 @@ class AllocatorServicer(api.AllocatorServiceServicer):
                 if isinstance(one, Reservation):
                     yield self._put(api.ReserveAndWatchResponse(lease_token=self.tokens.of_lease(one)), one)
                 else:
-                    place = translate.from_place(one, self.clock.now(), since)
+                    place = from_place(one, self.clock.now(), since)
                     yield api.ReserveAndWatchResponse(waiting=place)
 
     async def BatchReserve(
         self, request: api.BatchReserveRequest, context: Context
     ) -> api.BatchReserveResponse:
         """Grant several requests, all or none."""
-        orders = translate.to_orders(request, current_principal(), self.settings)
+        orders = to_orders(request, current_principal(), self.settings)
         granted = await self.reserving.reserve_all(orders)
         return self._add(api.BatchReserveResponse(lease_tokens=map(self.tokens.of_lease, granted)), granted)
 
@@ -73,7 +92,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     ) -> api.RenewReservationResponse:
         """Start a lease anew."""
         ttl = wire.optional_seconds(request, "ttl")
-        renewed = await self.leases.renew(translate.to_lease(request), ttl, current_principal())
+        renewed = await self.leases.renew(to_lease(request), ttl, current_principal())
         return self._put(api.RenewReservationResponse(), renewed)
 
     async def KeepAlive(
@@ -83,29 +102,29 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         caller = current_principal()
         async for request in request_iterator:
             validate(request)
-            leases = [translate.to_lease(one) for one in request.leases]
+            leases = [to_lease(one) for one in request.leases]
             renewals = await self.leases.keep_alive(leases, request.holder, caller)
             now, wall = self.clock.now(), self.clock.wall()
-            yield api.KeepAliveResponse(leases=[translate.from_renewal(one, now, wall) for one in renewals])
+            yield api.KeepAliveResponse(leases=[from_renewal(one, now, wall) for one in renewals])
 
     async def ReleaseReservation(
         self, request: api.ReleaseReservationRequest, context: Context
     ) -> api.ReleaseReservationResponse:
         """Give GPUs back."""
-        released = await self.leases.release([translate.to_lease(request)], current_principal())
+        released = await self.leases.release([to_lease(request)], current_principal())
         return self._put(api.ReleaseReservationResponse(), released[0])
 
     async def BatchRelease(
         self, request: api.BatchReleaseRequest, context: Context
     ) -> api.BatchReleaseResponse:
         """Give several back, all or none."""
-        leases = [translate.to_lease(one) for one in request.requests]
+        leases = [to_lease(one) for one in request.requests]
         released = await self.leases.release(leases, current_principal())
         return self._add(api.BatchReleaseResponse(), released)
 
     async def CheckLease(self, request: api.CheckLeaseRequest, context: Context) -> api.CheckLeaseResponse:
         """Say whether a lease holds GPUs."""
-        lease, caller = translate.to_lease(request), current_principal()
+        lease, caller = to_lease(request), current_principal()
         lowest = self.leases.check(lease, request.node, request.gpu_uuids, request.lease_token, caller)
         return api.CheckLeaseResponse(lowest_fences=lowest)
 
@@ -113,7 +132,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         self, request: api.GetReservationRequest, context: Context
     ) -> api.GetReservationResponse:
         """Look one up."""
-        found = await self.records.get(translate.reservation_id(request.name))
+        found = await self.records.get(reservation_id(request.name))
         own = found.live and found.owner == current_principal().name
         return api.GetReservationResponse(
             reservation=self._report(found), lease_token=self.tokens.of_lease(found) if own else ""
@@ -144,20 +163,412 @@ class AllocatorServicer(api.AllocatorServiceServicer):
 
     def _put(self, answer: _One, one: Reservation) -> _One:
         """Put a reservation into an answer."""
-        translate.put_reservation(answer.reservation, one, self.clock.now(), self.clock.wall())
+        put_reservation(answer.reservation, one, self.clock.now(), self.clock.wall())
         return answer
 
     def _add(self, answer: _Several, reservations: Iterable[Reservation]) -> _Several:
         """Put reservations into an answer, as of one moment."""
         now, wall = self.clock.now(), self.clock.wall()
         for one in reservations:
-            translate.put_reservation(answer.reservations.add(), one, now, wall)
+            put_reservation(answer.reservations.add(), one, now, wall)
         return answer
 
     def _report(self, reservation: Reservation) -> api.Reservation:
         """The message of a reservation with what its holder makes of it; its fence is for its owner and for admins."""
         usage, caller = self.records.usage(reservation), current_principal()
-        message = translate.from_reservation(reservation, self.clock.now(), self.clock.wall(), usage)
+        message = from_reservation(reservation, self.clock.now(), self.clock.wall(), usage)
         if reservation.owner != caller.name and caller.role < Role.ADMIN:
             message.ClearField("fence")
         return message
+
+
+_MIB = 1024 * 1024
+_GB = 10**9
+_MIG_MEMORY = re.compile(r"\.(\d{1,6})gb", re.IGNORECASE)
+
+POLICIES = {
+    api.PlacementPolicy.PLACEMENT_POLICY_SPREAD: Policy.SPREAD,
+    api.PlacementPolicy.PLACEMENT_POLICY_PACK: Policy.PACK,
+    api.PlacementPolicy.PLACEMENT_POLICY_BESTFIT: Policy.BESTFIT,
+    api.PlacementPolicy.PLACEMENT_POLICY_FIRSTFIT: Policy.FIRSTFIT,
+    api.PlacementPolicy.PLACEMENT_POLICY_FGD: Policy.FGD,
+}
+_STRATEGIES = {
+    api.GangStrategy.GANG_STRATEGY_STRICT_PACK: GangStrategy.STRICT_PACK,
+    api.GangStrategy.GANG_STRATEGY_SPREAD: GangStrategy.SPREAD,
+    api.GangStrategy.GANG_STRATEGY_STRICT_SPREAD: GangStrategy.STRICT_SPREAD,
+}
+_SETS = {
+    api.GpuSet.GPU_SET_NVLINK: GpuSet.NVLINK,
+    api.GpuSet.GPU_SET_MEMORY_BALANCED: GpuSet.MEMORY_BALANCED,
+}
+
+
+_ASKS_KEPT = 1024
+"""Asks that are kept: callers ask for the same again and again."""
+_asks: OrderedDict[tuple[bytes, int], tuple[AllocatorSettings, Ask]] = OrderedDict()
+
+
+def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") -> Ask:
+    """The ask of a valid message; what it leaves open is filled in from the settings.
+
+    `path` leads to the ask in the message that it is part of.
+
+    Raises:
+        InvalidArgumentError: a name is none, or parts of the ask contradict each other; every one that does is named.
+    """
+    key = request.SerializeToString(deterministic=True), id(defaults)
+    known = _asks.get(key)
+    if known is not None and known[0] is defaults:
+        return known[1]
+    ask = _translated(request, defaults, path)
+    _asks[key] = defaults, ask
+    if len(_known) > _ASKS_KEPT:
+        _asks.popitem(last=False)
+    return ask
+
+
+def _translated(request: api.Ask, defaults: AllocatorSettings, path: str) -> Ask:
+    if problems := list(_contradictions(request, path)):
+        first = problems[0]
+        raise InvalidArgumentError(f"{first.field} {first.description}", violations=problems)
+    weights = request.weights
+    gpus = [names.parse(names.GPU, name) for name in request.gpus]
+    nodes = _nodes(request.nodes) or frozenset(gpu["node"] for gpu in gpus)
+    return Ask(
+        gpu_count=request.gpu_count,
+        min_memory_bytes=_min_memory(request, defaults),
+        max_utilization_percent=(
+            request.max_utilization_percent
+            if request.HasField("max_utilization_percent")
+            else defaults.default_max_utilization_percent
+        ),
+        allow_unknown_utilization=(
+            request.allow_unknown_utilization
+            if request.HasField("allow_unknown_utilization")
+            else request.mig_profile != ""
+        ),
+        policy=POLICIES.get(request.policy, Policy(defaults.default_policy)),
+        weights=Weights(
+            weights.memory if weights.HasField("memory") else defaults.memory_weight,
+            weights.utilization if weights.HasField("utilization") else defaults.utilization_weight,
+        ),
+        nodes=nodes,
+        gpu_milli=request.gpu_milli if request.HasField("gpu_milli") else WHOLE,
+        gpu_memory_bytes=request.gpu_memory_bytes if request.HasField("gpu_memory_bytes") else None,
+        mig_profile=request.mig_profile,
+        models=tuple(request.models),
+        cpu_milli=request.cpu_milli,
+        host_memory_bytes=request.host_memory_bytes,
+        excluded_nodes=_nodes(request.excluded_nodes),
+        gpus=frozenset(gpu["gpu"] for gpu in gpus),
+        excluded_gpus=frozenset(names.parse(names.GPU, name)["gpu"] for name in request.excluded_gpus),
+        node_labels=tuple(sorted(request.node_labels.items())),
+        apart_from=tuple(sorted(request.apart_from.items())),
+        gpu_set=_SETS.get(request.gpu_set, GpuSet.BEST),
+        member_count=request.member_count if request.HasField("member_count") else 1,
+        gang_strategy=_STRATEGIES.get(request.gang_strategy, GangStrategy.PACK),
+    )
+
+
+def _min_memory(request: api.Ask, defaults: AllocatorSettings) -> int:
+    if request.HasField("min_memory_bytes"):
+        return request.min_memory_bytes
+    if request.HasField("gpu_memory_bytes"):
+        return request.gpu_memory_bytes
+    if request.HasField("gpu_milli") and request.gpu_milli < WHOLE:
+        return 0  # the memory that goes with the share has to be free, and no more
+    usual = defaults.default_min_memory_mib * _MIB
+    named = _MIG_MEMORY.search(request.mig_profile)
+    return usual if named is None else min(usual, int(named.group(1)) * _GB * 9 // 10)
+
+
+def _nodes(resources: Sequence[str]) -> frozenset[str]:
+    return frozenset(names.parse(names.NODE, name)["node"] for name in resources)
+
+
+def _contradictions(request: api.Ask, path: str) -> Iterator[FieldViolation]:
+    """What no node could ever satisfy, by what is wrong with it."""
+    if request.gpu_milli == WHOLE and request.HasField("gpu_memory_bytes"):
+        yield FieldViolation(
+            f"{path}gpu_memory_bytes", "is for a share, but gpu_milli asks for the whole GPU: leave out one"
+        )
+    if not (request.gpus or request.excluded_gpus or request.excluded_nodes):
+        return
+    nodes, excluded_nodes = set(request.nodes), set(request.excluded_nodes)
+    seen: set[str] = set()
+    excluded = {name.lower() for name in request.excluded_gpus}
+    for index, name in enumerate(request.gpus):
+        field, key = f"{path}gpus[{index}]", name.lower()
+        if key in seen:
+            yield FieldViolation(field, "is named twice")
+        seen.add(key)
+        if key in excluded:
+            yield FieldViolation(field, "is one of excluded_gpus too")
+        node = name.rpartition("/gpus/")[0]
+        if node in excluded_nodes:
+            yield FieldViolation(field, "is on one of excluded_nodes")
+        if nodes and node not in nodes:
+            yield FieldViolation(field, "is on none of nodes")
+    for index, name in enumerate(request.nodes):
+        if name in excluded_nodes:
+            yield FieldViolation(f"{path}nodes[{index}]", "is one of excluded_nodes too")
+
+
+_NANOS = 1_000_000_000
+_REMEMBERED = 4096
+"""Reservations whose messages are kept ready: those that were answered with first are dropped first."""
+
+_STATES = {
+    State.PENDING: api.Reservation.STATE_PENDING,
+    State.ACTIVE: api.Reservation.STATE_ACTIVE,
+    State.RELEASED: api.Reservation.STATE_RELEASED,
+    State.EXPIRED: api.Reservation.STATE_EXPIRED,
+    State.CANCELLED: api.Reservation.STATE_CANCELLED,
+    State.LOST: api.Reservation.STATE_LOST,
+}
+_POLICIES = {policy: number for number, policy in POLICIES.items()}
+
+
+def to_order(
+    request: api.ReserveRequest, caller: Principal, defaults: AllocatorSettings, path: str = ""
+) -> Order:
+    """The order of a valid request; what it leaves open is filled in from the settings, and the tenant from the caller.
+
+    The fingerprint covers every field but the request id, as the caller sent them, and the caller. `path` leads to the
+    request where it is part of another message, such as `requests[3].`.
+
+    Raises:
+        InvalidArgumentError: parts of it contradict each other.
+        PermissionDeniedError: the caller may not use the tenant's quota (OTHER_TENANT), or not ask for the priority
+            (PRIORITY_TOO_HIGH).
+    """
+    tenant, owner = request.tenant or caller.tenants[0], caller.name
+    if caller.role < Role.ADMIN:
+        _check_limits(caller, tenant, request.priority, path)
+    if request.may_preempt and not wire.optional_seconds(request, "wait"):
+        raise InvalidArgumentError("may_preempt needs a wait", field=f"{path}may_preempt")
+    request_id = request.request_id
+    request.request_id = ""
+    fingerprint = f"{wire.fingerprint(request)} {owner}"
+    request.request_id = request_id
+    ttl = wire.optional_seconds(request, "ttl")
+    return Order(
+        request_id=request_id.lower(),
+        fingerprint=fingerprint,
+        holder=request.holder,
+        owner=owner,
+        ttl=defaults.default_ttl_seconds if ttl is None else ttl,
+        labels=dict(request.labels) if request.labels else {},
+        ask=to_ask(request.ask, defaults, f"{path}ask."),
+        tenant=tenant,
+        priority=request.priority,
+        preemptible=request.preemptible,
+        may_preempt=request.may_preempt,
+    )
+
+
+def _check_limits(caller: Principal, tenant: str, priority: int, path: str) -> None:
+    if not caller.may_use(tenant):
+        field, may = f"{path}tenant", ", ".join(caller.tenants)
+        raise PermissionDeniedError(
+            f"{field}: {caller.name} may not use the quota of {tenant}, only of: {may}. On the server's host:"
+            f" gpuscalectl token limit {caller.name} --tenant {tenant}",
+            reason="OTHER_TENANT",
+            metadata={"field": field, "tenant": tenant},
+        )
+    most = caller.limits.max_priority
+    if priority > most:
+        field = f"{path}priority"
+        raise PermissionDeniedError(
+            f"{field}: {caller.name} may ask for {most} at most. On the server's host:"
+            f" gpuscalectl token limit {caller.name} --max-priority {priority}",
+            reason="PRIORITY_TOO_HIGH",
+            metadata={"field": field, "max_priority": str(most)},
+        )
+
+
+def to_orders(
+    request: api.BatchReserveRequest, caller: Principal, defaults: AllocatorSettings
+) -> list[Order]:
+    """The orders of a valid batch.
+
+    Raises:
+        InvalidArgumentError: one of them waits, or contradicts itself.
+        PermissionDeniedError: as `to_order`.
+    """
+    for index, one in enumerate(request.requests):
+        if wire.optional_seconds(one, "wait"):
+            raise InvalidArgumentError("a batch does not wait", field=f"requests[{index}].wait")
+    return [
+        to_order(one, caller, defaults, f"requests[{index}].") for index, one in enumerate(request.requests)
+    ]
+
+
+def to_lease(
+    message: api.LeaseRenewal
+    | api.RenewReservationRequest
+    | api.ReleaseReservationRequest
+    | api.CheckLeaseRequest,
+) -> LeaseClaim:
+    """The lease that a message names."""
+    return LeaseClaim(reservation_id(message.name), message.fence)
+
+
+def reservation_id(name: str) -> str:
+    """The id in the name of a reservation.
+
+    Raises:
+        InvalidArgumentError: it is no such name.
+    """
+    return names.parse(names.RESERVATION, name)["reservation"]
+
+
+def from_renewal(renewal: Renewal, now: float, wall: datetime) -> api.LeaseStatus:
+    """How a lease stands, answered at `now` and `wall`."""
+    status = api.LeaseStatus(name=names.reservation_name(renewal.lease.id), fence=renewal.lease.fence)
+    one = renewal.reservation
+    if one is not None:
+        status.state = _STATES[one.state]
+        status.message = one.end_reason
+        if one.live:
+            status.remaining.CopyFrom(wire.to_duration(max(0.0, one.deadline - now)))
+        if one.revoke_at is not None:
+            status.revoke_time.CopyFrom(_at(one.revoke_at, now, wall))
+    if renewal.error is not None:
+        status.error_reason = renewal.error.reason
+        status.message = renewal.error.message
+    return status
+
+
+def from_reservation(
+    reservation: Reservation, now: float, wall: datetime, usage: Usage | None = None
+) -> api.Reservation:
+    """The message of a reservation, answered at `now` and `wall`."""
+    message = api.Reservation()
+    put_reservation(message, reservation, now, wall)
+    if usage is not None:
+        message.usage.CopyFrom(_from_usage(usage))
+    return message
+
+
+def put_reservation(message: api.Reservation, reservation: Reservation, now: float, wall: datetime) -> None:
+    """Set the message of a reservation where it stands in an answer; one made apart would be copied into it."""
+    message.CopyFrom(_lasting(reservation))
+    message.state = _STATES[reservation.state]
+    if reservation.end_reason:
+        message.end_reason = reservation.end_reason
+    if reservation.live:
+        remaining = max(0.0, reservation.deadline - now)
+        _put_seconds(message.remaining, remaining)
+        wire.put_timestamp(message.expire_time, wall + timedelta(seconds=remaining))
+    if reservation.revoke_at is not None:
+        message.revoke_time.CopyFrom(_at(reservation.revoke_at, now, wall))
+    if reservation.ended is not None:
+        wire.put_timestamp(message.end_time, reservation.ended)
+
+
+def _put_seconds(duration: Duration, seconds: float) -> None:
+    """Set a Duration that is part of a message, not below 0."""
+    duration.seconds, duration.nanos = divmod(round(seconds * _NANOS), _NANOS)
+
+
+_Known: TypeAlias = tuple[tuple[ReservedGpu, ...], float, api.Reservation]
+_known: OrderedDict[str, _Known] = OrderedDict()
+
+
+def _lasting(reservation: Reservation) -> api.Reservation:
+    """What seldom changes in the life of a reservation: a GPU is lost, another ttl given. The latest are remembered."""
+    known = _known.get(reservation.id)
+    if known is not None and known[0] is reservation.gpus and known[1] == reservation.ttl:
+        return known[2]
+    message = api.Reservation(
+        name=names.reservation_name(reservation.id),
+        holder=reservation.holder,
+        fence=reservation.fence,
+        policy=_POLICIES[reservation.policy],
+        request_id=reservation.request_id,
+        owner=reservation.owner,
+        tenant=reservation.tenant,
+        priority=reservation.priority,
+        preemptible=reservation.preemptible,
+        cpu_milli=reservation.cpu_milli,
+        host_memory_bytes=reservation.host_memory_bytes,
+        member_count=reservation.member_count,
+    )
+    if reservation.labels:
+        message.labels.update(reservation.labels)
+    _put_seconds(message.ttl, reservation.ttl)
+    wire.put_timestamp(message.create_time, reservation.created)
+    for gpu in reservation.gpus:
+        _put_gpu(message.gpus.add(), gpu)
+    _known[reservation.id] = reservation.gpus, reservation.ttl, message
+    if len(_known) > _REMEMBERED:
+        _known.popitem(last=False)
+    return message
+
+
+def _at(moment: float, now: float, wall: datetime) -> Timestamp:
+    """A moment of CLOCK_BOOTTIME by the wall clock."""
+    return wire.to_timestamp(wall + timedelta(seconds=moment - now))
+
+
+def from_gpu(gpu: ReservedGpu) -> api.ReservedGpu:
+    """The message of a GPU that was chosen."""
+    message = api.ReservedGpu()
+    _put_gpu(message, gpu)
+    return message
+
+
+def _put_gpu(message: api.ReservedGpu, gpu: ReservedGpu) -> None:
+    """Set the message of a GPU; field by field, which takes a third as long as to make one and copy it."""
+    message.name = names.gpu_name(gpu.node, gpu.uuid)
+    message.node, message.uuid, message.index = gpu.node, gpu.uuid, gpu.index
+    message.model, message.simulated = gpu.model, gpu.simulated
+    _put_score(message.score, gpu.score)
+    message.milli, message.member, message.lost = gpu.milli, gpu.member, gpu.lost
+    if gpu.memory_bytes is not None:
+        message.memory_bytes = gpu.memory_bytes
+
+
+def _from_usage(usage: Usage) -> api.ReservationUsage:
+    gpus = (
+        api.GpuUsage(
+            uuid=uuid,
+            memory_used_bytes=one.memory_used_bytes,
+            utilization_percent=one.utilization_percent,
+            outsider_pids=one.outsiders,
+            quarantine=one.quarantine,
+        )
+        for uuid, one in usage.gpus.items()
+    )
+    return api.ReservationUsage(gpus=gpus, idle=usage.idle, overused=usage.overused)
+
+
+def from_score(score: Score) -> api.GpuScore:
+    """The message of a score, with its parts."""
+    message = api.GpuScore()
+    _put_score(message, score)
+    return message
+
+
+def _put_score(message: api.GpuScore, score: Score) -> None:
+    message.total, message.note = score.total, score.note
+    for part in score.parts:
+        of = message.parts.add()
+        of.name, of.weight = part.name, part.weight
+        if part.value is not None:
+            of.value = part.value
+
+
+def from_place(place: QueuePlace, now: float, since: float) -> api.QueuePlace:
+    """The message of a place in the queue, told at `now` to a caller who waits since `since`."""
+    message = api.QueuePlace(
+        position=place.position,
+        message=place.obstacle.message,
+        reason=place.obstacle.reason,
+        waited=wire.to_duration(max(0.0, now - since)),
+    )
+    if place.start is not None:
+        message.estimated_wait.CopyFrom(wire.to_duration(max(0.0, place.start - now)))
+    return message

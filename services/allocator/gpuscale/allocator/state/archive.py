@@ -31,7 +31,7 @@ from gpuscale.allocator.domain.ledger import Ledger, rebased, retention_of
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.state import schema
 from gpuscale.allocator.state.integrity import as_sealed, is_whole_reservation
-from gpuscale.allocator.state.store import AllocatorStore, count
+from gpuscale.allocator.state.store import AllocatorStore, count, from_row
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
@@ -198,7 +198,7 @@ def _to_reservation(row: RowMapping) -> Reservation:
             reason="STATE_INCONSISTENT",
         )
     parsed = {"labels": json.loads(row["labels"]), "gpus": json.loads(row["gpus"])}
-    return schema.from_row(SimpleNamespace(**{**row, **parsed, "preemptible": bool(row["preemptible"])}))
+    return from_row(SimpleNamespace(**{**row, **parsed, "preemptible": bool(row["preemptible"])}))
 
 
 IN_MEMORY = 4096

@@ -1,18 +1,17 @@
 """Store: what the allocator must never forget, in SQLite or PostgreSQL. The schema is SQLModel's, the writes are Core statements.
 
-The database itself refuses to give more of a GPU than there is (see `schema_store.Hold`), and `request_id` is unique, so
+The database itself refuses to give more of a GPU than there is (see `schema.Hold`), and `request_id` is unique, so
 it refuses a second grant for one request.
 """
 
-import asyncio
+import json
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TypeVar
+from datetime import UTC, datetime
+from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from sqlalchemy import (
     ColumnElement,
     Connection,
@@ -26,17 +25,15 @@ from sqlalchemy import (
     update,
 )
 
-from gpuscale.allocator.domain.model import Reservation, State
-from gpuscale.allocator.domain.tokens import KEY_PARTS
+from gpuscale.allocator.domain.ledger import KEY_PARTS
+from gpuscale.allocator.domain.model import WHOLE, Policy, Reservation, ReservedGpu, Score, ScorePart, State
 from gpuscale.allocator.state import schema
 from gpuscale.allocator.state.integrity import (
     LAST_WRITE,
     LIFE,
-    UNCHECKED,
     Numbering,
-    StateGuard,
-    check_seals,
     sealed,
+    total,
 )
 from gpuscale.common.errors import (
     AbortedError,
@@ -44,17 +41,13 @@ from gpuscale.common.errors import (
     GpuscaleError,
     UnavailableError,
 )
-from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.store.schema import Prepared, revisions
+from gpuscale.common.store.schema import Prepared
 from gpuscale.common.store.store import Store
-from gpuscale.common.store.term import Term
 
 SERVICE = "allocator"
 """Its threads, its failpoints, and its schema in PostgreSQL are named so."""
 T = TypeVar("T")
 
-MIGRATIONS = revisions("gpuscale.allocator.state.migrations", 2, 3, 4, 5)
-"""By the version that they start from."""
 _TABLES = schema.Table.metadata.tables
 _RESERVATION = _TABLES["reservation"]
 _HOLD = _TABLES["hold"]
@@ -143,7 +136,7 @@ class AllocatorStore:
         return self._guard.short
 
     async def load(self) -> Saved:
-        """Read everything but what `ended_store` keeps, and begin to write down what is acknowledged.
+        """Read everything but what `archive` keeps, and begin to write down what is acknowledged.
 
         Raises:
             FailedPreconditionError: STATE_INCONSISTENT, the holds are not those of the live reservations; or the file
@@ -189,18 +182,18 @@ class AllocatorStore:
             written = 0
             if added:
                 _require_new(connection, added)
-                _ADD.run(connection, [schema.to_row(one, self._boot_id, number) for one in added])
-                holds = [hold for one in added for hold in schema.to_holds(one)]
+                _ADD.run(connection, [to_row(one, self._boot_id, number) for one in added])
+                holds = [hold for one in added for hold in to_holds(one)]
                 _HOLD_GPUS.run(connection, holds)
                 written += len(added) + len(holds)
             if changed:
-                rows = [schema.to_changes(one, self._boot_id, number) for one in changed]
+                rows = [to_changes(one, self._boot_id, number) for one in changed]
                 if _CHANGE.run(connection, rows) < len(changed) and not added:
                     self._note(connection, number)  # no row may have it: they had ended
             if ended := [{"key": one.id} for one in changed if not one.live]:
                 written -= _FREE_GPUS.run(connection, ended)
             if lost := [one for one in changed if one.state is State.LOST]:
-                _CHANGE_GPUS.run(connection, [schema.to_lost(one) for one in lost])
+                _CHANGE_GPUS.run(connection, [to_lost(one) for one in lost])
             count(connection, {schema.ROWS: written})
             self._guard.wrote(number)
 
@@ -280,61 +273,9 @@ def _require_new(connection: Connection, added: Sequence[Reservation]) -> None:
         )
 
 
-@asynccontextmanager
-async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]:
-    """Open the file, or make it.
-
-    Raises:
-        FailedPreconditionError: the file is damaged, is not what was acknowledged, or is of another version; it stays as
-            it is.
-        UnavailableError: it cannot be used now.
-    """
-    guard = StateGuard(path)
-    await asyncio.to_thread(guard.witness.check_before)
-    opening = Store.open(
-        path,
-        schema.Table.metadata,
-        name=SERVICE,
-        version=schema.VERSION,
-        migrations=MIGRATIONS,
-        guard=guard,
-        unchecked=UNCHECKED,
-    )
-    try:
-        async with opening as store:
-            yield AllocatorStore(store, guard, boot_id)
-    finally:
-        guard.close()
-
-
-@asynccontextmanager
-async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGenerator[AllocatorStore]:
-    """Open the state in PostgreSQL for a term, or make it.
-
-    Raises:
-        FailedPreconditionError: it is of another version, or a row is not as it was written; it stays as it is.
-        UnavailableError: it cannot be used now, or the term is over.
-    """
-    from gpuscale.common.store.postgres import Postgres
-
-    backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)
-    async with Store.on(backend, name=SERVICE) as store:
-        tables = [table for table in schema.Table.metadata.sorted_tables if table.name not in UNCHECKED]
-        await store.read(partial(check_seals, tables=tables))
-        yield AllocatorStore(store, Numbering(await store.read(_last_write)), boot_id)
-
-
-def _last_write(connection: Connection) -> int:
-    """The number of the last write."""
-    of_reservations = select(func.coalesce(func.max(_RESERVATION.c.write_number), 0))
-    of_others = select(_COUNTER.c.value).where(_COUNTER.c.name == LAST_WRITE)
-    highest: int = connection.execute(of_reservations).scalar_one()
-    return max(highest, connection.execute(of_others).scalar() or 0)
-
-
 def _load(connection: Connection) -> Saved:
     rows = connection.execute(select(_RESERVATION).order_by(_RESERVATION.c.fence))
-    reservations = [(schema.from_row(row), row.boot_id) for row in rows]
+    reservations = [(from_row(row), row.boot_id) for row in rows]
     _check_holds([reservation for reservation, _ in reservations], connection)
     _check_rows(connection)
     kept = select(_COUNTER.c.value).where(_COUNTER.c.name == schema.FENCE)
@@ -364,7 +305,7 @@ def _check_holds(reservations: Sequence[Reservation], connection: Connection) ->
         (hold["gpu_uuid"], hold["reservation_id"], hold["milli"])
         for one in reservations
         if one.live
-        for hold in schema.to_holds(one)
+        for hold in to_holds(one)
     }
     rows = connection.execute(select(_HOLD)).mappings()
     found = {(row["gpu_uuid"], row["reservation_id"], row["milli"]) for row in rows}
@@ -375,3 +316,139 @@ def _check_holds(reservations: Sequence[Reservation], connection: Connection) ->
             " nothing is granted on such a state, and it was left as it is",
             reason="STATE_INCONSISTENT",
         )
+
+
+def to_row(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
+    """The row of a reservation, as the driver takes it and returns it: lists and mappings as JSON."""
+    row = to_lasting(reservation)
+    row["lasting_sum"] = total(row.values())
+    row.update(to_changes(reservation, boot_id, number))
+    return row
+
+
+def to_lasting(reservation: Reservation) -> dict[str, object]:
+    """What does not change in the life of a reservation, unless a GPU of it is lost: the columns of `integrity.LASTING`."""
+    return {
+        "id": reservation.id,
+        "fence": reservation.fence,
+        "request_id": reservation.request_id,
+        "fingerprint": reservation.fingerprint,
+        "holder": reservation.holder,
+        "owner": reservation.owner,
+        # Spelled alike in every version: the sum of a row that lost a GPU is made anew, these are not written then.
+        "labels": json.dumps(dict(reservation.labels)) if reservation.labels else "{}",
+        "policy": str(reservation.policy),
+        "create_time": reservation.created.timestamp(),
+        "tenant": reservation.tenant,
+        "priority": reservation.priority,
+        "preemptible": int(reservation.preemptible),
+        "cpu_milli": reservation.cpu_milli,
+        "host_memory_bytes": reservation.host_memory_bytes,
+        "member_count": reservation.member_count,
+        "gpus": to_gpus(reservation),
+    }
+
+
+def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
+    """What changes in the life of a reservation with the write of this number: the columns of `integrity.LIFE`, and a sum."""
+    revoke_at = reservation.revoke_at
+    row: dict[str, object] = {
+        "id": reservation.id,
+        "state": str(reservation.state),
+        "ttl_seconds": float(reservation.ttl),
+        "deadline_seconds": float(reservation.deadline),
+        "boot_id": boot_id,
+        "end_time": reservation.ended.timestamp() if reservation.ended else None,
+        "revoke_seconds": None if revoke_at is None else float(revoke_at),
+        "end_reason": reservation.end_reason,
+        "write_number": number,
+    }
+    row["life_sum"] = total(row.values())
+    return row
+
+
+def to_lost(reservation: Reservation) -> dict[str, object]:
+    """What changes beside its life in a reservation of which a GPU is lost, as columns, with their sum."""
+    row = to_lasting(reservation)
+    return {"id": reservation.id, "gpus": row["gpus"], "lasting_sum": total(row.values())}
+
+
+def to_gpus(reservation: Reservation) -> str:
+    """The GPUs of a reservation, as JSON."""
+    return to_json([_from_gpu(gpu) for gpu in reservation.gpus]).decode()
+
+
+def to_holds(reservation: Reservation) -> Sequence[dict[str, object]]:
+    """What a live reservation holds: a row for each GPU."""
+    held: dict[str, int] = {}
+    for gpu in reservation.gpus:
+        held[gpu.uuid] = held.get(gpu.uuid, 0) + gpu.milli
+    return [
+        {"gpu_uuid": uuid, "reservation_id": reservation.id, "milli": milli} for uuid, milli in held.items()
+    ]
+
+
+def from_row(row: Any) -> Reservation:
+    """The reservation of a row of `Reservation` or `Ended`; its lists and mappings are no JSON any more."""
+    return Reservation(
+        id=row.id,
+        fence=row.fence,
+        request_id=row.request_id,
+        fingerprint=row.fingerprint,
+        holder=row.holder,
+        owner=row.owner,
+        labels=row.labels,
+        policy=Policy(row.policy),
+        gpus=tuple(_to_gpu(gpu) for gpu in row.gpus),
+        ttl=row.ttl_seconds,
+        state=State(row.state),
+        deadline=row.deadline_seconds,
+        created=datetime.fromtimestamp(row.create_time, UTC),
+        ended=None if row.end_time is None else datetime.fromtimestamp(row.end_time, UTC),
+        tenant=row.tenant,
+        priority=row.priority,
+        preemptible=row.preemptible,
+        cpu_milli=row.cpu_milli,
+        host_memory_bytes=row.host_memory_bytes,
+        member_count=row.member_count,
+        revoke_at=row.revoke_seconds,
+        end_reason=row.end_reason,
+    )
+
+
+def _from_gpu(gpu: ReservedGpu) -> dict[str, object]:
+    row: dict[str, object] = {
+        "node": gpu.node,
+        "uuid": gpu.uuid,
+        "index": gpu.index,
+        "model": gpu.model,
+        "simulated": gpu.simulated,
+        "score": gpu.score.total,
+        "parts": [[part.name, part.value, part.weight] for part in gpu.score.parts],
+        "note": gpu.score.note,
+        "milli": gpu.milli,
+        "memory": gpu.memory_bytes,
+        "member": gpu.member,
+        "lost": gpu.lost,
+    }
+    if gpu.parent:
+        row["parent"] = gpu.parent
+    return row
+
+
+def _to_gpu(row: Mapping[str, Any]) -> ReservedGpu:
+    parts = tuple(ScorePart(*part) for part in row["parts"])
+    return ReservedGpu(
+        node=row["node"],
+        uuid=row["uuid"],
+        index=row["index"],
+        model=row["model"],
+        simulated=row["simulated"],
+        score=Score(row["score"], parts, row["note"]),
+        # Rows of schema version 1 knew whole GPUs only.
+        milli=row.get("milli", WHOLE),
+        memory_bytes=row.get("memory"),
+        member=row.get("member", 0),
+        lost=row.get("lost", False),
+        parent=row.get("parent", ""),
+    )

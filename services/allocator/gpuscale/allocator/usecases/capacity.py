@@ -17,7 +17,7 @@ from gpuscale.allocator.queueing.model import QueueObstacle
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
-from gpuscale.allocator.usecases.waiting import Waiting
+from gpuscale.allocator.usecases.reserving import Waiting
 from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from gpuscale.common.runtime.tasks import Clock
 

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import Node, NodeState, Reservation, State
-from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.domain.model import Node, NodeState, Reservation, State, Use
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.state.store import AllocatorStore

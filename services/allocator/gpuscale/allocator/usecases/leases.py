@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.ledger import Ledger, Tokens
 from gpuscale.allocator.domain.model import Reservation, State
-from gpuscale.allocator.domain.tokens import Tokens
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Commits, Outcome
 from gpuscale.common.errors import (

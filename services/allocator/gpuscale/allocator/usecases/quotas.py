@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.state.commits import Changes
-from gpuscale.allocator.state.operator_store import QuotaStore
+from gpuscale.allocator.state.cordons_and_quotas import QuotaStore
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.wire import page

@@ -6,10 +6,8 @@ Use is the latest reading of the nodes: nothing is guessed over time, and what i
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
 
-from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import WHOLE, Gpu, Node, Reservation, ReservedGpu
-from gpuscale.allocator.domain.tokens import Tokens
-from gpuscale.allocator.domain.use import Use
+from gpuscale.allocator.domain.ledger import Ledger, Tokens
+from gpuscale.allocator.domain.model import WHOLE, Gpu, Node, Reservation, ReservedGpu, Use
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.fleet import FleetView

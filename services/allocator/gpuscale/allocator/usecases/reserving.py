@@ -1,22 +1,40 @@
-"""Use cases of whoever wants GPUs: reserve, one request or several.
+"""Use cases of whoever wants GPUs: reserve, one request or several, at once or after a wait in the queue.
 
 From the first look at the ledger to the hold there is no await, so no other call can come between: two callers never
 get one GPU. The answer leaves only when the change is on disk.
+
+`Waiting` plays the rounds of the queue. They are made when something changed (room may have come up, a request came or left,
+a quota was set), never on a timer; the one exception is a lease that becomes old enough to be preempted. Between two steps
+of a round other work may come; a caller who wants an answer at once finishes the round first, so nobody is passed over.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
-from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import Order, Pick, Reservation
+from gpuscale.allocator.domain.ledger import Ledger, due_at
+from gpuscale.allocator.domain.model import Ask, Order, Pick, Reservation, State
+from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import NOT_FOUND, Refusal, RefusalKind
-from gpuscale.allocator.queueing.model import QueueObstacle, QueuePlace, Reason
+from gpuscale.allocator.queueing.model import (
+    Grant,
+    LeaseTerms,
+    QueueObstacle,
+    QueuePlace,
+    Quota,
+    Reason,
+    Revoke,
+    Step,
+    Waiter,
+)
+from gpuscale.allocator.queueing.queue import MOST_FORESEEN, Queue
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
-from gpuscale.allocator.usecases.waiting import Waiting
 from gpuscale.common.errors import (
+    AlreadyExistsError,
     FailedPreconditionError,
     GpuscaleError,
     NotFoundError,
@@ -25,6 +43,323 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import Clock
+
+
+class AllocatorWorld:
+    """Answers the queue's questions.
+
+    Args:
+        quota: looks up the quota of a tenant.
+    """
+
+    def __init__(self, ledger: Ledger, placer: Placer, quota: Callable[[str], Quota], clock: Clock) -> None:
+        self._ledger = ledger
+        self._placer = placer
+        self._quota = quota
+        self._clock = clock
+        self._since: dict[str, float] = {}
+
+    def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
+        """Which GPUs serve the ask, or why none do; `again` says that it was placed before."""
+        return self._placer.place(ask, now, again=again)
+
+    def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
+        """The same, if the reservations with these ids held nothing."""
+        return self._placer.place_after(ask, now, freed)
+
+    def leases(self, nodes: Collection[str] | None = None) -> Sequence[LeaseTerms]:
+        """All leases, or those that hold something of these nodes."""
+        if nodes is None:
+            live = {one.id: one for one in self._on([node.id for node in self._placer.nodes])}
+            self._since = {key: since for key, since in self._since.items() if key in live}
+        else:
+            live = {one.id: one for one in self._on(nodes)}
+        return [self._lease(one) for one in live.values()]
+
+    def gpu_milli_held(self, tenant: str) -> int:
+        """What the tenant holds."""
+        return self._ledger.use.tenants.get(tenant, 0)
+
+    def quota(self, tenant: str) -> Quota:
+        """The quota of the tenant; one without a limit where none was set."""
+        return self._quota(tenant)
+
+    def _on(self, nodes: Iterable[str]) -> Iterator[Reservation]:
+        """Live reservations on nodes, those too that are not on disk yet; one on two nodes comes twice."""
+        for node in nodes:
+            for held in self._ledger.use.reservations(node):
+                try:
+                    yield self._ledger.get(held.id)
+                except NotFoundError:
+                    yield held
+
+    def _lease(self, one: Reservation) -> LeaseTerms:
+        """One that is not on disk yet cannot be revoked, and one whose end is on its way there needs not be."""
+        return LeaseTerms(
+            id=one.id,
+            priority=one.priority,
+            preemptible=one.preemptible and one.state is not State.PENDING,
+            gpu_milli=sum(gpu.milli for gpu in one.gpus),
+            since=self._granted_at(one),
+            ends=due_at(one),
+            revoked=one.revoke_at is not None or self._ledger.closing(one.id),
+        )
+
+    def _granted_at(self, one: Reservation) -> float:
+        """When it was granted, on the boot clock.
+
+        Of one of an earlier run of the program the date is all that is known: worked out once, so that later steps of the
+        wall clock do not count.
+        """
+        known = self._ledger.granted_at(one.id)
+        if known is not None:
+            return known
+        if one.id not in self._since:
+            age = (self._clock.wall() - one.created).total_seconds()
+            self._since[one.id] = self._clock.now() - max(0.0, age)
+        return self._since[one.id]
+
+
+MOST_CALLS = 256
+"""Most unary calls that wait at once: half of those that the server handles, so that GPUs can still be released."""
+NEWS_GAP = 0.25
+"""Least seconds between two messages about a place in the queue."""
+FORESEE_GAP = 1.0
+"""Least seconds between two forecasts of the line."""
+REVOKE_AGAIN = 1.0
+"""Seconds after which a revocation that could not be written is tried again."""
+_SLICE = 0.005
+"""Seconds after which a round lets other work come between."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A request that waits, for one caller or for several that repeat it; `granted` becomes a reservation's id."""
+
+    waiter: Waiter
+    granted: asyncio.Future[str]
+    callers: int = 0
+    bells: set[asyncio.Event] = field(default_factory=set[asyncio.Event])
+
+    def ring(self) -> None:
+        """There is news."""
+        for bell in self.bells:
+            bell.set()
+
+
+class Waiting:
+    """Carries out what the queue decides and tells those who wait. `run` must run."""
+
+    def __init__(self, queue: Queue, *, ledger: Ledger, commits: Commits, grace: float, clock: Clock) -> None:
+        self._queue = queue
+        self._ledger = ledger
+        self._commits = commits
+        self._grace = grace
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+        self._round: Iterator[Step] | None = None
+        self._wake = asyncio.Event()
+        self._calls = 0
+        self._foresee_again = 0.0
+        self._foreseen_to = 0
+
+    def changed(self, nodes: Iterable[str] | None = None) -> None:
+        """Room may have come up on these nodes, or anywhere; none of them: a quota may admit more."""
+        if len(self._queue):
+            self._queue.changed(nodes)
+            self._wake.set()
+
+    def look(self, order: Order, now: float) -> Pick | Refusal | QueueObstacle:
+        """Look once whether an order can be served, after all whose turn it is have been."""
+        while self._advance():
+            pass
+        found = self._queue.look(order, now)
+        if self._queue.due:
+            self._wake.set()
+        return found
+
+    def knows(self, order: Order) -> bool:
+        """Whether the request waits already.
+
+        Raises:
+            AlreadyExistsError: its request id waits with other arguments, or for another caller.
+        """
+        entry = self._entries.get(order.request_id)
+        if entry is not None and entry.waiter.order.fingerprint != order.fingerprint:
+            raise AlreadyExistsError(
+                f"request_id {order.request_id} waits already with other arguments or for another caller;"
+                " choose a new UUID for each grant that is wanted",
+                reason="REQUEST_ID_REUSED",
+                metadata={"request_id": order.request_id},
+            )
+        return entry is not None
+
+    async def wait(self, order: Order, seconds: float) -> str:
+        """Stand in the queue until the request is granted; the id of the reservation, which may not be on disk yet.
+
+        Raises:
+            ResourceExhaustedError: WAIT_TIMEOUT, or QUEUE_FULL.
+        """
+        if self._calls >= MOST_CALLS:
+            raise ResourceExhaustedError(
+                f"{MOST_CALLS} calls wait already, which is as many as may; wait with ReserveAndWatch",
+                reason="QUEUE_FULL",
+                metadata={"waiting": str(self._calls)},
+            )
+        self._calls += 1
+        entry = self._join(order, seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(entry.granted)
+        except TimeoutError:
+            return self._too_late(entry, seconds)
+        finally:
+            self._calls -= 1
+            self._leave(entry)
+
+    async def watch(self, order: Order, seconds: float) -> AsyncGenerator[QueuePlace | str]:
+        """As `wait`, and tell the place in the queue whenever it changes; the last item is the reservation's id.
+
+        Raises:
+            ResourceExhaustedError: WAIT_TIMEOUT, or QUEUE_FULL.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        bell = asyncio.Event()
+        entry = self._join(order, seconds)
+        entry.bells.add(bell)
+        told: QueuePlace | None = None
+        try:
+            while not entry.granted.done():
+                if (place := entry.waiter.place) is not None and place != told:
+                    told = place
+                    await self._foresee(entry.waiter, place)
+                    yield replace(place, start=entry.waiter.foreseen) if place.start is None else place
+                    await asyncio.wait([entry.granted], timeout=min(NEWS_GAP, until - loop.time()))
+                    continue
+                bell.clear()
+                try:
+                    async with asyncio.timeout_at(until):
+                        await bell.wait()
+                except TimeoutError:
+                    break
+            yield entry.granted.result() if entry.granted.done() else self._too_late(entry, seconds)
+        finally:
+            entry.bells.discard(bell)
+            self._leave(entry)
+
+    async def _foresee(self, asking: Waiter, place: QueuePlace) -> None:
+        """Look how long those who wait have to, for all of them, unless that was done a moment ago or cannot be told."""
+        now = self._clock.now()
+        known = now < self._foresee_again and asking.number <= self._foreseen_to
+        if known or place.position >= MOST_FORESEEN:
+            return
+        self._foresee_again = now + FORESEE_GAP
+        self._foreseen_to = max((entry.waiter.number for entry in self._entries.values()), default=0)
+        for waiter, start in self._queue.foresee(now):
+            waiter.foreseen = start
+            await asyncio.sleep(0)
+
+    async def run(self) -> NoReturn:
+        """Play rounds for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._due()
+            pause_at = loop.time() + _SLICE
+            while self._advance():
+                if loop.time() >= pause_at:
+                    await asyncio.sleep(0)
+                    pause_at = loop.time() + _SLICE
+
+    async def _due(self) -> None:
+        """Wait until a round is due."""
+        again = self._queue.look_again
+        pause = None if again is None else max(0.0, again - self._clock.now())
+        try:
+            async with asyncio.timeout(pause):
+                await self._wake.wait()
+        except TimeoutError:
+            self.changed(())
+        self._wake.clear()
+
+    def _advance(self) -> bool:
+        """Carry out one step of the round; False when none is due."""
+        if self._round is None:
+            if not self._queue.due:
+                return False
+            self._round = self._queue.round(self._clock.now())
+        step = next(self._round, None)
+        match step:
+            case None:
+                self._round = None
+            case Grant(waiter, pick):
+                self._grant(waiter, pick)
+            case Revoke(waiter, leases):
+                self._revoke(waiter, leases)
+            case _:
+                if entry := self._entries.get(step.waiter.order.request_id):
+                    entry.ring()
+        return True
+
+    def _grant(self, waiter: Waiter, pick: Pick) -> None:
+        granted = self._ledger.grant(waiter.order, pick.gpus, now=self._clock.now(), wall=self._clock.wall())
+        self._commits.grant([granted])
+        entry = self._entries.pop(waiter.order.request_id)
+        entry.granted.set_result(granted.id)
+        entry.ring()
+
+    def _revoke(self, waiter: Waiter, leases: Iterable[str]) -> None:
+        """Tell victims when they have to be gone. A write that fails is taken back; a round soon after chooses anew."""
+        at = self._clock.now() + self._grace
+        order = waiter.order
+        reason = f"preempted for a request of {order.tenant} with priority {order.priority}"
+        before = [self._ledger.get(lease) for lease in leases]
+        after = [self._ledger.revoke(one.id, at, reason) for one in before]
+        self._commits.change(before, after).on_settled(self._revoked)
+
+    def _revoked(self, error: GpuscaleError | None) -> None:
+        if error is not None:
+            asyncio.get_running_loop().call_later(REVOKE_AGAIN, self.changed, ())
+
+    def _join(self, order: Order, seconds: float) -> _Entry:
+        now = self._clock.now()
+        entry = self._entries.get(order.request_id)
+        if entry is None:
+            waiter = self._queue.add(order, now, now + seconds)
+            entry = _Entry(waiter, asyncio.get_running_loop().create_future())
+            self._entries[order.request_id] = entry
+            self._wake.set()
+        if entry.waiter.until < now + seconds:
+            entry.waiter.until = now + seconds
+            self.changed(())  # leases may be worth ending for it now
+        entry.callers += 1
+        return entry
+
+    def _leave(self, entry: _Entry) -> None:
+        """One caller less; without any the request leaves the queue, unless it was granted."""
+        entry.callers -= 1
+        if entry.callers or entry.granted.done():
+            return
+        del self._entries[entry.waiter.order.request_id]
+        self._queue.remove(entry.waiter)
+        if self._queue.due:
+            self._wake.set()
+
+    def _too_late(self, entry: _Entry, seconds: float) -> str:
+        """The wait is over: granted in the same moment, or not at all."""
+        if entry.granted.done():
+            return entry.granted.result()
+        place = entry.waiter.place
+        said = "" if place is None else f", {place.position} requests before it: {place.obstacle.message}"
+        raise ResourceExhaustedError(
+            f"not served within {seconds:g} s{said}",
+            reason="WAIT_TIMEOUT",
+            metadata={
+                "waited_seconds": f"{seconds:g}",
+                **({} if place is None else {"last_reason": place.obstacle.reason}),
+            },
+        )
+
 
 _RETRY_TELEMETRY = 1.0
 _RETRY_EMPTY = 5.0

@@ -1,0 +1,84 @@
+"""Opening of the state: the file or the PostgreSQL schema, brought to this version and found whole."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from sqlalchemy import (
+    Connection,
+    func,
+    select,
+)
+
+from gpuscale.allocator.state import schema
+from gpuscale.allocator.state.integrity import (
+    LAST_WRITE,
+    UNCHECKED,
+    Numbering,
+    StateGuard,
+    check_seals,
+)
+from gpuscale.allocator.state.store import SERVICE, AllocatorStore
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.store.schema import revisions
+from gpuscale.common.store.store import Store
+from gpuscale.common.store.term import Term
+
+MIGRATIONS = revisions("gpuscale.allocator.state.migrations", 2, 3, 4, 5)
+"""By the version that they start from."""
+_RESERVATION = schema.Table.metadata.tables["reservation"]
+_COUNTER = schema.Table.metadata.tables["counter"]
+
+
+@asynccontextmanager
+async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]:
+    """Open the file, or make it.
+
+    Raises:
+        FailedPreconditionError: the file is damaged, is not what was acknowledged, or is of another version; it stays as
+            it is.
+        UnavailableError: it cannot be used now.
+    """
+    guard = StateGuard(path)
+    await asyncio.to_thread(guard.witness.check_before)
+    opening = Store.open(
+        path,
+        schema.Table.metadata,
+        name=SERVICE,
+        version=schema.VERSION,
+        migrations=MIGRATIONS,
+        guard=guard,
+        unchecked=UNCHECKED,
+    )
+    try:
+        async with opening as store:
+            yield AllocatorStore(store, guard, boot_id)
+    finally:
+        guard.close()
+
+
+@asynccontextmanager
+async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGenerator[AllocatorStore]:
+    """Open the state in PostgreSQL for a term, or make it.
+
+    Raises:
+        FailedPreconditionError: it is of another version, or a row is not as it was written; it stays as it is.
+        UnavailableError: it cannot be used now, or the term is over.
+    """
+    from gpuscale.common.store.postgres import Postgres
+
+    backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)
+    async with Store.on(backend, name=SERVICE) as store:
+        tables = [table for table in schema.Table.metadata.sorted_tables if table.name not in UNCHECKED]
+        await store.read(partial(check_seals, tables=tables))
+        yield AllocatorStore(store, Numbering(await store.read(_last_write)), boot_id)
+
+
+def _last_write(connection: Connection) -> int:
+    """The number of the last write."""
+    of_reservations = select(func.coalesce(func.max(_RESERVATION.c.write_number), 0))
+    of_others = select(_COUNTER.c.value).where(_COUNTER.c.name == LAST_WRITE)
+    highest: int = connection.execute(of_reservations).scalar_one()
+    return max(highest, connection.execute(of_others).scalar() or 0)
