@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from gpuscale.common.security.auth import Authenticator, Limits, Role, TokenFile
 from gpuscale.common.security.tls import ServerTls
 from tests.support.cli import Ran, run_cli
 from tests.support.throwaway import Allocator, Served, serve
+
+DIGEST = "0" * 64
 
 
 @pytest.fixture
@@ -75,6 +78,70 @@ def test_a_revoked_token_is_gone_and_the_rest_stays_as_it_was_written(file: Path
     assert "# Anna's\n[tokens.anna]\nrole = 'admin'\n" in text
 
 
+def test_a_token_written_in_one_line_is_changed_and_revoked_too(file: Path) -> None:
+    file.write_text(f"tokens = {{a = {{role='viewer', sha256='{'0' * 64}', tenants=[\n'c']}}}}\n")
+    assert token(file, "limit", "a", "--tenant", "b").code == 0
+    assert json.loads(token(file, "list", "-o", "json").out)["tokens"][0]["tenants"] == ["b"]
+    assert token(file, "revoke", "a").code == 0
+    TokenFile(file)
+
+
+def test_the_last_token_that_is_revoked_lets_nobody_in_any_more(file: Path) -> None:
+    """A file without the table is refused by a running server, which would keep the old tokens."""
+    token(file, "create", "only")
+    assert token(file, "revoke", "only").code == 0
+    assert TokenFile(file).secrets() == []
+
+
+def test_a_rotated_token_is_the_same_caller_by_its_old_secret_and_its_new(file: Path) -> None:
+    old = token(
+        file, "create", "ci", "--role", "operator", "--tenant", "ml", "--expires-in", "1h", "--label", "old"
+    ).out.strip()
+    file.write_text(
+        f"# ours\n{file.read_text()}\n# Anna's\n[tokens.anna]\nrole = 'admin'\nsha256 = '{DIGEST}'\n"
+    )
+    new = token(file, "rotate", "ci", "--overlap", "2d", "--expires-in", "90d").out.strip()
+    tokens = TokenFile(file)
+    assert tokens.principal(old) == tokens.principal(new)
+    (newest, used), (previous, _), _ = tokens.secrets()
+    assert used is not None
+    assert newest.expires is not None
+    assert previous.expires is not None
+    assert previous.expires - datetime.now(UTC) < timedelta(hours=1)  # an overlap makes nothing last longer
+    assert newest.expires - datetime.now(UTC) > timedelta(days=89)
+    assert previous.label == "old"
+    third = token(file, "rotate", "ci", "--overlap", "0s", "--label", "third").out.strip()
+    tokens = TokenFile(file)
+    for ended in (old, new):
+        with pytest.raises(errors.UnauthenticatedError) as refused:
+            tokens.principal(ended)
+        assert refused.value.reason == "TOKEN_EXPIRED"
+    assert tokens.principal(third).limits == Limits(("ml",))
+    listed = json.loads(token(file, "list", "-o", "json").out)["tokens"]
+    assert [(one["name"], one["state"]) for one in listed] == [
+        ("anna", "ACTIVE"),
+        ("ci", "ACTIVE"),
+        ("ci", "EXPIRED"),
+        ("ci", "EXPIRED"),
+    ]
+    text = file.read_text()
+    assert text.startswith("# ours\n")
+    assert text.endswith(f"\n\n# Anna's\n[tokens.anna]\nrole = 'admin'\nsha256 = '{DIGEST}'\n")
+
+
+def test_one_secret_of_a_name_is_revoked_by_its_label(file: Path) -> None:
+    old = token(file, "create", "ci", "--label", "old").out.strip()
+    new = token(file, "rotate", "ci", "--label", "new").out.strip()
+    assert token(file, "rotate", "ci", "--label", "old").code == 2
+    assert token(file, "revoke", "ci", "--label", "old").code == 0
+    tokens = TokenFile(file)
+    assert tokens.principal(new).name == "ci"
+    with pytest.raises(errors.UnauthenticatedError):
+        tokens.principal(old)
+    assert token(file, "revoke", "ci", "--label", "new").code == 0
+    assert TokenFile(file).secrets() == []
+
+
 def test_limits_are_set_with_a_token_and_later_and_for_certificates(file: Path) -> None:
     limits = ("--tenant", "ml", "--tenant", 'a "b"', "--max-priority", "10")
     secret = token(file, "create", "ci", "--role", "operator", *limits).out.strip()
@@ -103,16 +170,19 @@ def test_limits_are_set_with_a_token_and_later_and_for_certificates(file: Path) 
         (("create", "Not A Name"), "", 2, "is not a valid name"),
         (("create", "a", "--role", "root"), "", 2, "root"),
         (("revoke", "a"), "", 3, "token a not found"),
-        (("revoke", "a"), f"tokens = {{a = {{role='viewer', sha256='{'0' * 64}'}}}}\n", 4, "by hand"),
+        (
+            ("revoke", "a", "--label", "x"),
+            f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\n",
+            3,
+            "no secret",
+        ),
+        (("rotate", "a"), "", 3, "token a not found"),
+        (("rotate", "a"), f"[tokens.a]\nsha256='{'0' * 64}'\nprevious = 1\n", 4, "`previous`"),
+        (("create", "a", "--label", ""), "", 2, "--label"),
+        (("list",), "tokens = 1", 4, "[tokens.NAME]"),
         (("list",), "[[", 4, "not TOML"),
         (("limit", "a"), "", 3, "token a not found"),
         (("limit", "a", "--tenant", " "), f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\n", 2, "--tenant"),
-        (
-            ("limit", "a", "--tenant", "b"),
-            f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\ntenants = [\n'c']\n",
-            4,
-            "by hand",
-        ),
     ],
 )
 def test_what_cannot_be_is_said_and_the_file_stays(

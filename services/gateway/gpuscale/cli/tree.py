@@ -118,6 +118,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
             "create": "tokens:create",
             "list": "tokens:list_tokens",
             "limit": "tokens:limit",
+            "rotate": "tokens:rotate",
             "revoke": "tokens:revoke",
         },
     ),

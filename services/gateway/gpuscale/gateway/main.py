@@ -61,10 +61,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     Raises:
         GpuscaleError: the address or a file of TLS cannot be used.
     """
-    meter = CallMeter(settings.section)
-    server = Server(
-        settings.server_options(), settings.authenticator(), meter if settings.metrics_listen else None
-    )
+    authenticator = settings.authenticator()
+    meter = CallMeter(settings.section, authenticator)
+    server = Server(settings.server_options(), authenticator, meter if settings.metrics_listen else None)
     address = server.bind()
     async with AsyncExitStack() as stack:
         forwarder, services = await stack.enter_async_context(open_gateway(settings))

@@ -275,10 +275,9 @@ async def serve_stateful(
     Raises:
         GpuscaleError: the stored state, the database, or an address cannot be used.
     """
-    meter = CallMeter(settings.section)
-    server = Server(
-        settings.server_options(), settings.authenticator(), meter if settings.metrics_listen else None
-    )
+    authenticator = settings.authenticator()
+    meter = CallMeter(settings.section, authenticator)
+    server = Server(settings.server_options(), authenticator, meter if settings.metrics_listen else None)
     address = server.bind()
     async with settings.open_metrics(meter.render):
         await _serve(settings, server, address, services, act, stop)

@@ -35,7 +35,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.runtime.connections import add_connections
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
-from gpuscale.common.security.auth import Context, MethodInfo, Principal, Role
+from gpuscale.common.security.auth import Authenticator, Context, MethodInfo, Principal, Role
 
 LONGEST_RESOURCE: Final = 256
 """Characters of a name that the audit log keeps."""
@@ -248,14 +248,16 @@ class CallMeter:
 
     Args:
         service: begins the names of the series, such as `gpuscale_gateway_calls_total`.
+        authenticator: whose tokens the page tells of: when each ends, and when it was last used here.
     """
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, authenticator: Authenticator) -> None:
         self.open = 0
         self.ended: Counter[tuple[str, str]] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.limited = 0
         self._service = service
+        self._authenticator = authenticator
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The page of `/metrics`: calls, and what was done about connections."""
@@ -270,6 +272,16 @@ class CallMeter:
             page.add(calls, labels({"method": path.removeprefix("/"), "code": code}), count)
         for path, seconds in sorted(self.seconds.items()):
             page.add(times, labels({"method": path.removeprefix("/")}), round(seconds, 6))
+        expires = Family(f"{prefix}_token_expires_timestamp_seconds", "gauge", "When a token ends.")
+        last_use = Family(
+            f"{prefix}_token_last_use_timestamp_seconds", "gauge", "When a token was last used here."
+        )
+        for token, used in self._authenticator.secrets():
+            named = labels({"name": token.principal.name, "label": token.label})
+            if token.expires is not None:
+                page.add(expires, named, int(token.expires.timestamp()))
+            if used is not None:
+                page.add(last_use, named, round(used, 3))
         for chunk in page.chunks():
             yield chunk
 

@@ -17,6 +17,8 @@ The tokens file says who may call with which bearer token, as SHA-256 digests:
     role = "operator"          # viewer, agent, operator or admin
     sha256 = "9f86d081..."     # `printf %s "$TOKEN" | sha256sum`
     expires = 2027-01-01T00:00:00Z  # optional, with its time zone
+    label = "2026-11"          # optional: what lists and metrics call this secret
+    previous = [{ sha256 = "…", label = "2026-10", expires = 2026-12-01T00:00:00Z }]  # optional: valid beside it
     tenants = ["ml", "vision"] # optional: whose quotas it may use, in place of its own
     max_priority = 10          # optional: the highest priority that it may ask for, in place of 0
 
@@ -183,6 +185,8 @@ def find_method(path: str) -> MethodInfo | None:
     return None if role == options_pb2.ROLE_UNSPECIFIED else MethodInfo(path, Role(role), ours=True)
 
 
+MAX_PREVIOUS: Final = 8
+"""Secrets of one name that may be valid beside its newest."""
 CHECK_PERIOD: Final = 1.0
 """Seconds between two looks at the file."""
 
@@ -205,10 +209,15 @@ class _Limits(BaseModel, frozen=True, extra="forbid"):
         return Limits(self.tenants, self.max_priority)
 
 
-class _Token(_Limits, frozen=True, extra="forbid"):
-    role: Annotated[Role, BeforeValidator(_role)]
+class _Secret(BaseModel, frozen=True, extra="forbid"):
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
     expires: AwareDatetime | None = None
+    label: Annotated[str, StringConstraints(max_length=63)] = ""
+
+
+class _Token(_Limits, _Secret, frozen=True, extra="forbid"):
+    role: Annotated[Role, BeforeValidator(_role)]
+    previous: tuple[_Secret, ...] = Field((), max_length=MAX_PREVIOUS)
 
 
 def _free(name: str) -> str:
@@ -226,8 +235,18 @@ class _Tokens(BaseModel, frozen=True, extra="forbid"):
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class TokenSecret:
+    """One secret of a tokens file.
+
+    Attributes:
+        principal: the caller that it names; a name may have several, so that they can be changed without a gap.
+        label: what it is called.
+        digest: SHA-256 of the secret, in hexadecimal.
+        expires: until when it is valid; None for ever.
+    """
+
     principal: Principal
+    label: str
     digest: str
     expires: datetime | None
 
@@ -241,6 +260,7 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._last_use: dict[str, float] = {}
         self._next_check = time.monotonic() + CHECK_PERIOD
         try:
             self._seen = self._signature()
@@ -261,8 +281,13 @@ class TokenFile:
             if hmac.compare_digest(entry.digest, digest):
                 if entry.expires is not None and entry.expires <= datetime.now(UTC):
                     raise UnauthenticatedError("the token has expired", reason="TOKEN_EXPIRED")
+                self._last_use[digest] = time.time()
                 return entry.principal
         raise UnauthenticatedError("the token is not known here", reason="TOKEN_INVALID")
+
+    def secrets(self) -> Sequence[tuple[TokenSecret, float | None]]:
+        """Every secret, and when it was last used with this server: seconds since 1970, None for not since its start."""
+        return [(entry, self._last_use.get(entry.digest)) for entry in self._entries]
 
     def limits_of_certificate(self, name: str) -> Limits:
         """The limits of the caller that a client certificate names."""
@@ -293,11 +318,14 @@ class TokenFile:
         stat = self._path.stat()
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
-    def _read(self) -> tuple[tuple[_Entry, ...], Mapping[str, Limits]]:
+    def _read(self) -> tuple[tuple[TokenSecret, ...], Mapping[str, Limits]]:
         found = _Tokens.model_validate(tomllib.loads(self._path.read_text(encoding="utf-8")))
         entries = tuple(
-            _Entry(Principal(name, token.role, "token", token.limits()), token.sha256, token.expires)
+            TokenSecret(
+                Principal(name, token.role, "token", token.limits()), one.label, one.sha256, one.expires
+            )
             for name, token in found.tokens.items()
+            for one in (token, *token.previous)
         )
         return entries, {name: limits.limits() for name, limits in found.certificates.items()}
 
@@ -366,6 +394,10 @@ class Authenticator:
             None if internal_token is None else f"Bearer {internal_token.get_secret_value()}".encode()
         )
         self._trusts_loopback = self._tokens is None and not accept_certificates
+
+    def secrets(self) -> Sequence[tuple[TokenSecret, float | None]]:
+        """The secrets of the tokens file, and when each was last used here."""
+        return () if self._tokens is None else self._tokens.secrets()
 
     def identify(self, context: Context) -> Principal:
         """The caller of an RPC.

@@ -4,15 +4,20 @@ A token is shown once, when it is made; the file has its digest, never the token
 server reads the file again within a second. Comments, order and all other lines of the file stay.
 """
 
+import hashlib
 import json
+import secrets
 import sys
-import tomllib
-from collections.abc import Mapping
+from collections.abc import MutableMapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal, TypeGuard
+from typing import TypeGuard
 
 import click
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+from tomlkit.items import Item, Key
+from tomlkit.items import Table as TomlTable
 
 from gpuscale.cli.commands.private_files import write_private
 from gpuscale.cli.console.command import FILE, command, one_name
@@ -26,17 +31,19 @@ from gpuscale.common.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from gpuscale.common.security.auth import RESERVED_NAMES, Limits
+from gpuscale.common.names import is_id
+from gpuscale.common.security.auth import MAX_PREVIOUS, RESERVED_NAMES
 
-Kind = Literal["tokens", "certificates"]
+Table = MutableMapping[str, object]
+"""A table of the file: `role`, `sha256` and so on of one name."""
 ROLES = ("viewer", "agent", "operator", "admin")
 LONGEST_TENANT = 253
 TOKEN_BYTES = 32
 """Random bytes of a token."""
-_LIMIT_KEYS = {"tenants", "max_priority"}
 _COLUMNS = (
     ("NAME", "name"),
     ("ROLE", "role"),
+    ("LABEL", "label"),
     ("STATE", "state"),
     ("EXPIRES", "expires"),
     ("TENANTS", "tenants"),
@@ -63,32 +70,34 @@ MAX_PRIORITY = option(
     help="Highest priority that its bearer may ask for.",
 )
 ROLE = option("--role", type=click.Choice(ROLES), default="viewer", help="What its bearer may do.")
+EXPIRES_IN = option("--expires-in", type=DURATION, help="How long it is valid, such as 90d.")
+LABEL = option(
+    "--label", metavar="TEXT", help="What to call this secret in lists and metrics; today's date without it."
+)
+WRITE = option("--write", type=FILE, help="Write the token to this file, readable by its owner only.")
 
 
 @command("token create ci --role operator --expires-in 90d --tokens-file tokens.toml --write ci.token")
 @one_name()
 @TOKENS_FILE
 @ROLE
-@option("--expires-in", type=DURATION, help="How long it is valid, such as 90d.")
+@EXPIRES_IN
+@LABEL
 @TENANTS
 @MAX_PRIORITY
-@option("--write", type=FILE, help="Write the token to this file, readable by its owner only.")
+@WRITE
 def create(
     session: Session,
     name: str,
     tokens_file: Path,
     role: str,
     expires_in: float | None,
+    label: str | None,
     tenants: tuple[str, ...],
     max_priority: int,
     write: Path | None,
 ) -> None:
     """Create a token. It is written once, to standard output or a file; the tokens file keeps its digest."""
-    import hashlib
-    import secrets
-
-    from gpuscale.common.names import is_id
-
     if not is_id(name):
         raise InvalidArgumentError(
             f"{name!r} is not a valid name: use lower-case letters, digits, '.', '_' and '-'", field="name"
@@ -97,44 +106,78 @@ def create(
         raise InvalidArgumentError(
             f"{name} stands for callers without a token: choose another name", field="name"
         )
-    token = secrets.token_urlsafe(TOKEN_BYTES)
-    digest = hashlib.sha256(token.encode()).hexdigest()
-    expires = None if expires_in is None else datetime.now(UTC) + timedelta(seconds=expires_in)
-    limits = _limits(tenants, max_priority)
-    changed = with_token(_text(tokens_file, new=True), name, role, digest, expires, limits)
-    if write is not None:
-        _write(write, f"{token}\n")
-    _write(tokens_file, changed)
-    note(f"{name} may call as {role}; the token is not shown again")
-    output = session.output
-    if write is not None or output.format is Format.NAME:
-        output.write_records("tokens", [{"name": name, "role": role}], _COLUMNS[:2])
-    elif output.human:
-        sys.stdout.write(f"{token}\n")
-    else:
-        output.write_data({"name": name, "role": role, "token": token})
+    file = read(tokens_file, new=True)
+    tokens = tables(file, "tokens")
+    if name in tokens:
+        raise AlreadyExistsError(
+            f"token {name} already exists: rotate it, or revoke it first", metadata={"name": name}
+        )
+    secret, described = _new_secret(label, expires_in)
+    tokens[name] = {"role": role, **described}
+    _set_limits(tokens[name], tenants, max_priority)
+    _hand_out(session, secret, write, {"name": name, "role": role}, tokens_file, file)
+
+
+@command("token rotate ci --overlap 7d --tokens-file tokens.toml --write ci.token")
+@one_name()
+@TOKENS_FILE
+@option(
+    "--overlap", type=DURATION, default="1d", help="How long the old secret stays valid beside the new one."
+)
+@EXPIRES_IN
+@LABEL
+@WRITE
+def rotate(
+    session: Session,
+    name: str,
+    tokens_file: Path,
+    overlap: float,
+    expires_in: float | None,
+    label: str | None,
+    write: Path | None,
+) -> None:
+    """Give a name a new secret; the old one stays valid for a while. Both are the same caller, so what it owns stays its own."""
+    file = read(tokens_file)
+    token = _existing(tables(file, "tokens"), name)
+    now = datetime.now(UTC)
+    end = (now + timedelta(seconds=overlap)).replace(microsecond=0)
+    kept = [one for one in _secrets(token) if not _over(one, now)]
+    if len(kept) > MAX_PREVIOUS:
+        raise FailedPreconditionError(
+            f"{name} has {MAX_PREVIOUS} earlier secrets that are still valid: revoke one with --label",
+            reason="TOO_MANY_SECRETS",
+        )
+    for one in kept:
+        expires = one.get("expires")
+        one["expires"] = min(end, expires) if isinstance(expires, datetime) else end
+    secret, described = _new_secret(label, expires_in, taken=[str(one.get("label", "")) for one in kept])
+    _set_secrets(token, [described, *kept])
+    record = {"name": name, "role": token.get("role", ""), "label": described["label"]}
+    _hand_out(session, secret, write, record, tokens_file, file)
 
 
 @command("token list --tokens-file tokens.toml")
 @TOKENS_FILE
 def list_tokens(session: Session, tokens_file: Path) -> None:
-    """List tokens, and how long they are valid."""
+    """List tokens and their secrets, and how long they are valid."""
+    now = datetime.now(UTC)
     records: list[dict[str, object]] = []
-    for name, token in sorted(read(_text(tokens_file)).items()):
-        expires = token.get("expires")
-        over = isinstance(expires, datetime) and expires <= datetime.now(UTC)
-        records.append(
-            {
-                "name": name,
-                "role": token.get("role", ""),
-                "state": "EXPIRED" if over else "ACTIVE",
-                "expires": expires.isoformat(timespec="seconds")
-                if isinstance(expires, datetime)
-                else "never",
-                "tenants": token.get("tenants", [name]),
-                "maxPriority": token.get("max_priority", 0),
-            }
-        )
+    for name, token in sorted(tables(read(tokens_file), "tokens").items()):
+        for secret in _secrets(token):
+            expires = secret.get("expires")
+            records.append(
+                {
+                    "name": name,
+                    "role": token.get("role", ""),
+                    "label": secret.get("label", ""),
+                    "state": "EXPIRED" if _over(secret, now) else "ACTIVE",
+                    "expires": expires.isoformat(timespec="seconds")
+                    if isinstance(expires, datetime)
+                    else "never",
+                    "tenants": token.get("tenants", [name]),
+                    "maxPriority": token.get("max_priority", 0),
+                }
+            )
     session.output.write_records("tokens", records, _COLUMNS)
 
 
@@ -156,43 +199,198 @@ def limit(
 
     A running server applies it within a second. Admins may use every quota and every priority.
     """
-    limits = _limits(tenants, max_priority)
-    kind: Kind = "certificates" if certificate else "tokens"
-    _write(tokens_file, with_limits(_text(tokens_file), kind, name, limits))
-    record = {"name": name, "tenants": list(limits.tenants) or [name], "maxPriority": max_priority}
+    file = read(tokens_file)
+    callers = tables(file, "certificates" if certificate else "tokens")
+    if certificate and name not in callers:
+        callers[name] = {}
+    _set_limits(_existing(callers, name), tenants, max_priority)
+    _replace(tokens_file, tomlkit.dumps(file))
+    record = {"name": name, "tenants": list(dict.fromkeys(tenants)) or [name], "maxPriority": max_priority}
     session.output.write_records("limits", [record], (_COLUMNS[0], *_COLUMNS[-2:]))
 
 
 @command("token revoke ci --tokens-file tokens.toml")
 @one_name()
 @TOKENS_FILE
-def revoke(session: Session, name: str, tokens_file: Path) -> None:
+@option(
+    "--label", metavar="TEXT", help="Revoke this secret alone, such as one that `token rotate` left valid."
+)
+def revoke(session: Session, name: str, tokens_file: Path, label: str | None) -> None:
     """Revoke a token: within a second it lets nobody in, and open streams end within a minute."""
-    _write(tokens_file, without_token(_text(tokens_file), name))
+    file = read(tokens_file)
+    tokens = tables(file, "tokens")
+    token = _existing(tokens, name)
+    found = _secrets(token)
+    kept = [one for one in found if one.get("label") != label] if label is not None else []
+    if len(kept) == len(found):
+        raise NotFoundError(f"token {name} has no secret labelled {label!r}", metadata={"name": name})
+    if kept:
+        _set_secrets(token, kept)
+        _replace(tokens_file, tomlkit.dumps(file))
+    else:
+        _replace(tokens_file, _without(file, tokens, name))
     session.output.write_records("revoked", [{"name": name}], _COLUMNS[:1])
 
 
-def _limits(tenants: tuple[str, ...], max_priority: int) -> Limits:
+def read(file: Path, *, new: bool = False) -> tomlkit.TOMLDocument:
+    """The tokens file as it is written; empty where there is none and `new`.
+
+    Raises:
+        FailedPreconditionError: it cannot be read, or is not TOML (reason TOKENS_FILE).
+    """
+    try:
+        return tomlkit.parse(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if new:
+            return tomlkit.document()
+        raise _unusable(f"{file} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unusable(f"cannot read {file}: {type(error).__name__}") from None
+    except TOMLKitError as error:
+        raise _unusable(f"the tokens file is not TOML: {error}") from error
+
+
+def tables(file: tomlkit.TOMLDocument, kind: str) -> MutableMapping[str, Table]:
+    """The tables of the file, by name, under `tokens` or `certificates`; changes of them change the file.
+
+    Raises:
+        FailedPreconditionError: they are something else (reason TOKENS_FILE).
+    """
+    found = file.setdefault(kind, tomlkit.table(is_super_table=True))
+    if not _is_tables(found):
+        raise _unusable(f"the tokens file needs tables [{kind}.NAME]")
+    return found
+
+
+def _is_tables(value: object) -> TypeGuard[MutableMapping[str, Table]]:
+    return _is_table(value) and all(map(_is_table, value.values()))
+
+
+def _is_table(value: object) -> TypeGuard[Table]:
+    return isinstance(value, MutableMapping)
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence)
+
+
+def _existing(tokens: MutableMapping[str, Table], name: str) -> Table:
+    if name not in tokens:
+        raise NotFoundError(f"token {name} not found", metadata={"name": name})
+    return tokens[name]
+
+
+def _without(file: tomlkit.TOMLDocument, tokens: MutableMapping[str, Table], name: str) -> str:
+    """The text of the file without a name. A comment below its table is likely to be about the next one, and stays."""
+    before = tomlkit.dumps(file)
+    comments = [f"{line}\n" for line in tomlkit.dumps(tokens.pop(name)).splitlines() if line.startswith("#")]
+    if not tokens:  # a file without this table is none, and would leave the last token valid
+        file["tokens"] = tomlkit.table()
+    after = tomlkit.dumps(file)
+    same = next(
+        (nth for nth, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(after)
+    )
+    place = after.rfind("\n", 0, same) + 1
+    return after[:place] + "".join(comments) + after[place:]
+
+
+def _new_secret(
+    label: str | None, expires_in: float | None, taken: Sequence[str] = ()
+) -> tuple[str, dict[str, object]]:
+    """A secret, and what the file says of it: its digest, label and end."""
+    now = datetime.now(UTC).replace(microsecond=0)
+    if label is None:
+        label = next(text for text in (f"{now:%Y-%m-%d}", now.isoformat()) if text not in taken)
+    elif label in taken or not (label.isprintable() and 0 < len(label) <= 63):
+        raise InvalidArgumentError(
+            f"--label: {label!r} must be 1-63 printable characters that no secret of this name has"
+        )
+    secret = secrets.token_urlsafe(TOKEN_BYTES)
+    described: dict[str, object] = {
+        "sha256": hashlib.sha256(secret.encode()).hexdigest(),
+        "label": label,
+    }
+    if expires_in is not None:
+        described["expires"] = now + timedelta(seconds=expires_in)
+    return secret, described
+
+
+_SECRET_KEYS = ("sha256", "label", "expires")
+
+
+def _secrets(token: Table) -> list[Table]:
+    """What the file says of each secret of a name, the newest first."""
+    newest: Table = {key: token[key] for key in _SECRET_KEYS if key in token}
+    previous = token.get("previous", ())
+    if not (_is_list(previous) and all(map(_is_table, previous))):
+        raise _unusable("`previous` of a token needs a list of tables")
+    return [newest, *(dict(one) for one in previous if _is_table(one))]
+
+
+def _set_secrets(token: Table, described: Sequence[Table]) -> None:
+    newest, *previous = described
+    body = token.value.body if isinstance(token, TomlTable) else []
+    below: list[tuple[Key | None, Item]] = []  # blank lines and comments, which are about what follows
+    while body and body[-1][0] is None:
+        below.insert(0, body.pop())
+    for key in (*_SECRET_KEYS, "previous"):
+        if key in newest:
+            token[key] = newest[key]
+        elif key in token:
+            del token[key]
+    if previous:
+        lines = [", ".join(f"{key} = {_toml(value)}" for key, value in one.items()) for one in previous]
+        text = "".join(f"  {{ {line} }},\n" for line in lines)
+        token["previous"] = tomlkit.parse(f"previous = [\n{text}]\n")["previous"]
+    body += below
+
+
+def _toml(value: object) -> str:
+    """A time or a text; JSON writes texts as TOML does."""
+    return value.isoformat() if isinstance(value, datetime) else json.dumps(value, ensure_ascii=False)
+
+
+def _over(secret: Table, now: datetime) -> bool:
+    expires = secret.get("expires")
+    return isinstance(expires, datetime) and expires <= now
+
+
+def _set_limits(table: Table, tenants: tuple[str, ...], max_priority: int) -> None:
     for one in tenants:
         if not (one.isprintable() and one.strip() == one and 0 < len(one) <= LONGEST_TENANT):
             raise InvalidArgumentError(
                 f"--tenant: {one!r} must be 1-{LONGEST_TENANT} printable characters without spaces at the ends"
             )
-    return Limits(tuple(dict.fromkeys(tenants)), max_priority)
+    for key, value in (("tenants", list(dict.fromkeys(tenants))), ("max_priority", max_priority)):
+        if value:
+            table[key] = value
+        else:
+            table.pop(key, None)
 
 
-def _text(file: Path, *, new: bool = False) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        if new:
-            return ""
-        raise _unusable(f"{file} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unusable(f"cannot read {file}: {type(error).__name__}") from None
+def _hand_out(
+    session: Session,
+    secret: str,
+    write: Path | None,
+    record: dict[str, object],
+    tokens_file: Path,
+    file: tomlkit.TOMLDocument,
+) -> None:
+    """Show the secret, or write it to its file, and only then make it valid."""
+    if write is not None:
+        _replace(write, f"{secret}\n")
+    _replace(tokens_file, tomlkit.dumps(file))
+    note(f"{record['name']} may call as {record['role']}; the token is not shown again")
+    output = session.output
+    if write is not None or output.format is Format.NAME:
+        output.write_records("tokens", [record], _COLUMNS[: len(record)])
+    elif output.human:
+        sys.stdout.write(f"{secret}\n")
+    else:
+        output.write_data({**record, "token": secret})
 
 
-def _write(file: Path, text: str) -> None:
+def _replace(file: Path, text: str) -> None:
     """Replace a file at once, readable by its owner only, so that no server ever reads half of it."""
     try:
         write_private(file, text.encode())
@@ -202,125 +400,3 @@ def _write(file: Path, text: str) -> None:
 
 def _unusable(message: str) -> FailedPreconditionError:
     return FailedPreconditionError(message, reason="TOKENS_FILE")
-
-
-def read(text: str, kind: Kind = "tokens") -> Mapping[str, Mapping[str, object]]:
-    """The tokens of a file, or its entries about certificates, by name.
-
-    Raises:
-        FailedPreconditionError: it is not a tokens file (reason TOKENS_FILE).
-    """
-    try:
-        found: dict[str, object] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise _unusable(f"the tokens file is not TOML: {error}") from error
-    tokens = found.get(kind, {})
-    if not _is_tables(tokens):
-        raise _unusable(f"the tokens file needs tables [{kind}.NAME]")
-    return tokens
-
-
-def _is_tables(value: object) -> TypeGuard[Mapping[str, Mapping[str, object]]]:
-    return _is_table(value) and all(map(_is_table, value.values()))
-
-
-def _is_table(value: object) -> TypeGuard[Mapping[str, object]]:
-    return isinstance(value, dict)
-
-
-def with_token(text: str, name: str, role: str, sha256: str, expires: datetime | None, limits: Limits) -> str:
-    """The text of the file with one more token.
-
-    Raises:
-        AlreadyExistsError: it has a token of that name.
-        FailedPreconditionError: it is not a tokens file (reason TOKENS_FILE).
-    """
-    if name in read(text):
-        raise AlreadyExistsError(f"token {name} already exists; revoke it first", metadata={"name": name})
-    lines = [_heading(name), f'role = "{role}"', f'sha256 = "{sha256}"']
-    if expires is not None:
-        lines.append(f"expires = {expires.isoformat(timespec='seconds')}")
-    lines += _limit_lines(limits)
-    before = f"{text.rstrip()}\n\n" if text.strip() else ""
-    return before + "\n".join(lines) + "\n"
-
-
-def with_limits(text: str, kind: Kind, name: str, limits: Limits) -> str:
-    """The text of the file with other limits of a token, or of the caller whom a client certificate names.
-
-    Raises:
-        NotFoundError: it has no such token.
-        FailedPreconditionError: it is not a tokens file, or does not write tokens as tables (reason TOKENS_FILE).
-    """
-    before = read(text, kind)
-    if name not in before and kind == "tokens":
-        raise NotFoundError(f"token {name} not found", metadata={"name": name})
-    if name not in before:
-        text = f"{text.rstrip()}\n\n{_heading(name, kind)}\n"
-    after: list[str] = []
-    inside = False
-    for line in text.splitlines():
-        if line.lstrip().startswith("["):
-            inside = _is_heading(line, kind, name)
-            after += [line, *(_limit_lines(limits) if inside else ())]
-        elif not (inside and line.split("=")[0].strip() in _LIMIT_KEYS):
-            after.append(line)
-    changed = "\n".join(after) + "\n"
-    said = tomllib.loads("\n".join(_limit_lines(limits)))
-    kept = {key: value for key, value in before.get(name, {}).items() if key not in _LIMIT_KEYS}
-    if _or_none(changed, kind) != {**before, name: {**kept, **said}}:
-        raise _unusable(
-            f"{name} is not a table {_heading(name, kind)} with a line for each key: change it by hand"
-        )
-    return changed
-
-
-def _or_none(text: str, kind: Kind) -> Mapping[str, Mapping[str, object]] | None:
-    try:
-        return read(text, kind)
-    except FailedPreconditionError:
-        return None
-
-
-def _limit_lines(limits: Limits) -> list[str]:
-    lines: list[str] = []
-    if limits.tenants:  # JSON writes a list of texts as TOML does
-        lines.append(f"tenants = {json.dumps(limits.tenants, ensure_ascii=False)}")
-    if limits.max_priority:
-        lines.append(f"max_priority = {limits.max_priority}")
-    return lines
-
-
-def without_token(text: str, name: str) -> str:
-    """The text of the file without a token.
-
-    Raises:
-        NotFoundError: it has no such token.
-        FailedPreconditionError: it is not a tokens file, or does not write tokens as tables (reason TOKENS_FILE).
-    """
-    before = read(text)
-    if name not in before:
-        raise NotFoundError(f"token {name} not found", metadata={"name": name})
-    kept: list[str] = []
-    inside = False
-    for line in text.splitlines(keepends=True):
-        if line.lstrip().startswith("["):
-            inside = _is_heading(line, "tokens", name)
-        if not inside or line.lstrip().startswith("#"):
-            kept.append(line)
-    after = "".join(kept)
-    if read(after) != {key: value for key, value in before.items() if key != name}:
-        raise _unusable(f"the token {name} is not a table [tokens.{name}]: remove it by hand")
-    return after
-
-
-def _heading(name: str, kind: Kind = "tokens") -> str:
-    return f'[{kind}."{name}"]'
-
-
-def _is_heading(line: str, kind: Kind, name: str) -> bool:
-    return line.split("#", maxsplit=1)[0].strip() in {
-        f"[{kind}.{name}]",
-        _heading(name, kind),
-        f"[{kind}.'{name}']",
-    }
