@@ -111,6 +111,18 @@ async def test_a_spec_shows_the_ask_that_it_was_given_and_keeps_it_over_a_restar
         with pytest.raises(grpc.aio.AioRpcError, match=r"spec\.template\.ask\.gpu_count") as refused:
             await autoscaler.update(wanted)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        wanted.spec.template.ask.MergeFrom(Ask(gpu_count=2, gpu_milli=1000, gpu_memory_bytes=1))
+        new = endpoint(name="new")
+        new.spec.template.ask.CopyFrom(wanted.spec.template.ask)
+        for dry in (False, True):
+            for call in (
+                autoscaler.update(wanted, validate_only=dry),
+                autoscaler.create(new, validate_only=dry),
+            ):
+                with pytest.raises(
+                    grpc.aio.AioRpcError, match=r"spec\.template\.ask\.gpu_memory_bytes is for a"
+                ):
+                    await call
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.domain.model import WHOLE
+from gpuscale.allocator.servicers import servicer
 from gpuscale.allocator.servicers.servicer import to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as api
@@ -50,3 +51,11 @@ def test_a_whole_gpu_with_a_part_of_its_memory_is_a_contradiction() -> None:
     with pytest.raises(InvalidArgumentError) as refused:
         to_ask(api.Ask(gpu_count=1, gpu_milli=WHOLE, gpu_memory_bytes=1), SETTINGS)
     assert refused.value.violations[0].field.startswith("ask.")
+
+
+def test_as_many_asks_are_kept_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "_ASKS_KEPT", 2)
+    before = len(servicer._asks)
+    for count in range(1, before + 10):
+        to_ask(api.Ask(gpu_count=count), SETTINGS)
+    assert len(servicer._asks) <= max(before, 2)

@@ -1,16 +1,30 @@
 """Specs that cannot work are refused, and the fields at fault are named."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from gpuscale.allocator.servicers.servicer import to_ask
+from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
 from gpuscale.autoscaler.domain.rules.rule import Kind, Rule
 from gpuscale.autoscaler.domain.rules.steps import BandRule, RatioRule, ThresholdRule
 from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule
 from gpuscale.autoscaler.domain.rules.timed import Period, ScheduleRule
-from gpuscale.autoscaler.domain.spec import EndpointSpec, GpuSignal, HostSignal, Pace, RateLimit, Signal
+from gpuscale.autoscaler.domain.spec import (
+    CapabilitySet,
+    EndpointSpec,
+    GpuSignal,
+    HostSignal,
+    Pace,
+    RateLimit,
+    Signal,
+)
 from gpuscale.autoscaler.domain.validate import violations
+from gpuscale.autoscaler.wire.specs import spec_violations
+from gpuscale.common.errors import InvalidArgumentError
 from tests.support.autoscaler_values import down, rule, signal, spec, up
 
 
@@ -73,6 +87,27 @@ def test_a_sound_spec() -> None:
 )
 def test_the_field_at_fault_is_named(wanted: EndpointSpec, field: str) -> None:
     assert fields(wanted) == [field]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        allocator_api.Ask(gpu_count=1, gpu_milli=1000, gpu_memory_bytes=1),
+        allocator_api.Ask(gpu_count=1, gpus=["nodes/n/gpus/a"], excluded_gpus=["nodes/n/gpus/A"]),
+        allocator_api.Ask(gpu_count=1, gpus=["nodes/n/gpus/a", "nodes/n/gpus/A"]),
+    ],
+)
+def test_an_ask_that_contradicts_itself_is_refused_as_the_allocator_refuses_it(
+    ask: allocator_api.Ask,
+) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        to_ask(ask, AllocatorSettings(data_dir=Path("unused")), "endpoint.spec.template.ask.")
+    wanted = spec()
+    asking = replace(wanted.template, gpu_count=1, ask=ask.SerializeToString())
+    assert spec_violations(replace(wanted, template=asking)) == list(refused.value.violations)
+    sets = (CapabilitySet("one", {}, template=asking),)
+    found = spec_violations(replace(wanted, capability_sets=sets), "spec")
+    assert found[0].field.startswith("spec.capability_sets[0].template.ask.")
 
 
 def test_every_endpoint_has_a_command_template() -> None:

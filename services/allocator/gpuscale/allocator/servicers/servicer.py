@@ -2,7 +2,7 @@
 
 import re
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -32,7 +32,8 @@ from gpuscale.allocator.usecases.records import Records, Usage
 from gpuscale.allocator.usecases.reserving import Reserving
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
-from gpuscale.common.errors import FieldViolation, InvalidArgumentError, PermissionDeniedError
+from gpuscale.common.asks import contradictions
+from gpuscale.common.errors import InvalidArgumentError, PermissionDeniedError
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
@@ -223,13 +224,13 @@ def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") ->
         return known[1]
     ask = _translated(request, defaults, path)
     _asks[key] = defaults, ask
-    if len(_known) > _ASKS_KEPT:
+    if len(_asks) > _ASKS_KEPT:
         _asks.popitem(last=False)
     return ask
 
 
 def _translated(request: api.Ask, defaults: AllocatorSettings, path: str) -> Ask:
-    if problems := list(_contradictions(request, path)):
+    if problems := list(contradictions(request, path)):
         first = problems[0]
         raise InvalidArgumentError(f"{first.field} {first.description}", violations=problems)
     weights = request.weights
@@ -285,34 +286,6 @@ def _min_memory(request: api.Ask, defaults: AllocatorSettings) -> int:
 
 def _nodes(resources: Sequence[str]) -> frozenset[str]:
     return frozenset(names.parse(names.NODE, name)["node"] for name in resources)
-
-
-def _contradictions(request: api.Ask, path: str) -> Iterator[FieldViolation]:
-    """What no node could ever satisfy, by what is wrong with it."""
-    if request.gpu_milli == WHOLE and request.HasField("gpu_memory_bytes"):
-        yield FieldViolation(
-            f"{path}gpu_memory_bytes", "is for a share, but gpu_milli asks for the whole GPU: leave out one"
-        )
-    if not (request.gpus or request.excluded_gpus or request.excluded_nodes):
-        return
-    nodes, excluded_nodes = set(request.nodes), set(request.excluded_nodes)
-    seen: set[str] = set()
-    excluded = {name.lower() for name in request.excluded_gpus}
-    for index, name in enumerate(request.gpus):
-        field, key = f"{path}gpus[{index}]", name.lower()
-        if key in seen:
-            yield FieldViolation(field, "is named twice")
-        seen.add(key)
-        if key in excluded:
-            yield FieldViolation(field, "is one of excluded_gpus too")
-        node = name.rpartition("/gpus/")[0]
-        if node in excluded_nodes:
-            yield FieldViolation(field, "is on one of excluded_nodes")
-        if nodes and node not in nodes:
-            yield FieldViolation(field, "is on none of nodes")
-    for index, name in enumerate(request.nodes):
-        if name in excluded_nodes:
-            yield FieldViolation(f"{path}nodes[{index}]", "is one of excluded_nodes too")
 
 
 _NANOS = 1_000_000_000

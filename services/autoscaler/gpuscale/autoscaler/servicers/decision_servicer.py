@@ -16,7 +16,6 @@ from gpuscale.autoscaler.domain.planning import set_states, startup_seconds
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
 from gpuscale.autoscaler.domain.signals import EndpointPast, Samples
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
-from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.autoscaler.domain.whatif import Live, Stated, answer, question, replaced_spec
 from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.servicers.endpoints import find_endpoint
@@ -32,7 +31,7 @@ from gpuscale.autoscaler.wire.decisions import (
     sample_to_wire,
     stated_from_wire,
 )
-from gpuscale.autoscaler.wire.specs import spec_from_wire
+from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_violations
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.names import DECISION, ENDPOINT, parse
 from gpuscale.common.runtime.tasks import Clock
@@ -141,7 +140,7 @@ class Evaluations:
             NotFoundError: no such endpoint.
             InvalidArgumentError: neither an endpoint nor a spec, or a spec that contradicts itself.
         """
-        if spec is not None and (found := violations(spec, "spec")):
+        if spec is not None and (found := spec_violations(spec, "spec")):
             raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
         at = Moment(self._clock.now(), self._clock.wall())
         endpoint, live, granted = await self._live(endpoint_id, spec, at)

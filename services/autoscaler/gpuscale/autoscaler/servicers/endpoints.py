@@ -12,13 +12,13 @@ from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import order
 from gpuscale.autoscaler.domain.replicas import Replica
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
-from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wakes
 from gpuscale.autoscaler.signals.sources import WatcherUses
 from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.autoscaler.state.decision_log import DecisionFile, Repetitions, StoredDecision
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.decisions import EndpointView
+from gpuscale.autoscaler.wire.specs import spec_violations
 from gpuscale.common.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -345,7 +345,7 @@ class Endpoints:
         return [(one, not self._hub.live(one.adapter)) for one in some], token
 
     def _check(self, spec: EndpointSpec) -> None:
-        found = violations(spec)
+        found = spec_violations(spec)
         if found:
             raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
         missing = sorted(one for one in spec.watchers if not self._watcher_exists(one))

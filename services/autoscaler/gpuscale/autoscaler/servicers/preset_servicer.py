@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.presets import PARAMETERS, PRESETS, Wish, about, expand, named
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
-from gpuscale.autoscaler.domain.validate import violations
-from gpuscale.autoscaler.wire.specs import set_from_wire, spec_to_wire, template_from_wire
+from gpuscale.autoscaler.wire.specs import set_from_wire, spec_to_wire, spec_violations, template_from_wire
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 from gpuscale.common.names import WATCHER, parse
 from gpuscale.common.rpc import validation
@@ -75,7 +74,7 @@ def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
     if not (wish.watcher or wish.metric or wish.capability_sets) and preset.name not in WITHOUT_WORK:
         raise InvalidArgumentError(f"{path}.watcher must be set, or metric", field=f"{path}.watcher")
     spec = expand(preset.name, wish, f"{path}.parameters")
-    wrong = [*validation.violations(spec_to_wire(spec)), *_without_root(violations(spec, ""))]
+    wrong = [*validation.violations(spec_to_wire(spec)), *_without_root(spec_violations(spec, ""))]
     if wrong:
         found = [_wished(one, path) for one in wrong]
         raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)

@@ -16,8 +16,9 @@ from gpuscale.autoscaler.domain.inputs import ANY, SetState, TaskDemand, TaskRep
 from gpuscale.autoscaler.domain.rules import KINDS
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.spec import AdapterTier, CapabilitySet, EndpointSpec, ReplicaTemplate, Source
-from gpuscale.autoscaler.domain.validate import SPEC
+from gpuscale.autoscaler.domain.validate import SPEC, violations
 from gpuscale.autoscaler.wire.codec import Codec
+from gpuscale.common.asks import contradictions
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 from gpuscale.common.names import ADAPTER, adapter_name, node_name, parse
 from gpuscale.common.rpc import validation
@@ -55,6 +56,24 @@ def spec_from_wire(wire: api.EndpointSpec, path: str = SPEC) -> EndpointSpec:
     if unset:
         raise InvalidArgumentError(f"{unset[0].field}: {unset[0].description}", violations=unset)
     return _CODEC.read(EndpointSpec, wire, path)
+
+
+def spec_violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
+    """The fields at fault, those of what its templates ask of the allocator too; empty when the spec is sound.
+
+    `spec_from_wire` does not ask: what was stored before is read even so.
+    """
+    found = violations(spec, path)
+    templates = {path: spec.template}
+    templates |= {
+        f"{path}.capability_sets[{index}]": one.template
+        for index, one in enumerate(spec.capability_sets)
+        if one.template is not None
+    }
+    for where, template in templates.items():
+        if template.ask is not None:
+            found += contradictions(ask_to_wire(template), f"{where}.template.ask.")
+    return found
 
 
 def spec_to_wire(spec: EndpointSpec) -> api.EndpointSpec:
