@@ -75,6 +75,16 @@ def workers(
     return own + sum(one.workers for one in report.unmanaged if covers(one.capabilities, needs))
 
 
+def _sound(spec: EndpointSpec, counts: Mapping[str, int]) -> bool:
+    """Whether no set has to be brought back within its bounds, for which others may have to make room."""
+    return sum(counts.values()) <= spec.max_replicas and all(
+        one.min_replicas
+        <= counts[one.id]
+        <= (spec.max_replicas if one.max_replicas is None else one.max_replicas)
+        for one in spec.capability_sets
+    )
+
+
 @given(specs(), befores, reports, st.integers(0, 1))
 def test_bounds_hold_and_each_set_moves_by_one_at_most(
     spec: EndpointSpec, before: list[int], report: TaskReport, unknown: int
@@ -88,10 +98,7 @@ def test_bounds_hold_and_each_set_moves_by_one_at_most(
         one.id: spec.max_replicas if one.max_replicas is None else one.max_replicas
         for one in spec.capability_sets
     }
-    # Where one set is brought back within its bounds, others may have to make room for it.
-    sound = spec.min_replicas <= sum(own.values()) <= spec.max_replicas and all(
-        one.min_replicas <= own[one.id] <= most[one.id] for one in spec.capability_sets
-    )
+    sound = spec.min_replicas <= sum(own.values()) and _sound(spec, own)
     for one in spec.capability_sets:
         count = found.sets[one.id]
         assert one.min_replicas <= count.wanted <= most[one.id]
@@ -108,11 +115,8 @@ def test_no_task_loses_its_last_worker_and_nothing_that_goes_is_asked_for_again(
     own = {one: min(count, 6) for one, count in start(spec, before).items()}
     found = evaluated(spec, own, report)
     after = {one: count.wanted for one, count in found.sets.items()}
-    if sum(own.values()) > spec.max_replicas or any(
-        own[one.id] > (spec.max_replicas if one.max_replicas is None else one.max_replicas)
-        for one in spec.capability_sets
-    ):
-        return  # what is beyond its bounds goes whatever it does
+    if not _sound(spec, own):
+        return  # what is beyond its bounds goes whatever it does, and makes room for what is below them
     for demand in report.demands:
         had, has = (workers(spec, counts, report, demand.capabilities) for counts in (own, after))
         if demand.tasks and has < had:
