@@ -289,11 +289,26 @@ async def test_a_rule_may_be_tuned_paused_and_rest(asked: Asking) -> None:
     assert (decision.wanted, decision.limited_by) == (2, "SHADOWED")
 
 
+async def test_an_activation_threshold_holds_for_sets_too(asked: Asking) -> None:
+    """Fewer tasks start nothing; where there is a worker the rule is read whatever they are."""
+    spec = await made(asked, *TWO)
+    spec.signals[0].activation_threshold = 10
+    for before, tasks, wanted, limit in ((0, 10, 0, "INACTIVE"), (0, 11, 1, ""), (1, 10, 2, "")):
+        case = Case({"cpu": 0, "gpu": before}, [(GPU, tasks)], {"cpu": 0, "gpu": wanted})
+        counts, decision = await came(asked, spec, case)
+        assert (counts, decision.limited_by) == (case.wanted, limit)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
         (lambda spec: spec.capability_sets.add(id="cpu"), "spec.capability_sets[2].id"),
         (lambda spec: setattr(spec, "warm_spares", 1), "spec.warm_spares"),
+        (lambda spec: setattr(spec.up, "disabled", True), "spec.up"),
+        (lambda spec: spec.down.cooldown.FromSeconds(60), "spec.down"),
+        (lambda spec: setattr(spec, "gpu_gate", api.GpuGate.GPU_GATE_CAP), "spec.gpu_gate"),
+        (lambda spec: setattr(spec, "gpu_gate", api.GpuGate.GPU_GATE_ADVISE), "spec.gpu_gate"),
+        (lambda spec: setattr(spec, "bound_mode", api.BoundMode.BOUND_MODE_SKIP), "spec.bound_mode"),
         (
             lambda spec: spec.capability_sets[0].capabilities.update(gpu=-2),
             "spec.capability_sets[0].capabilities[gpu]",
@@ -348,16 +363,15 @@ async def test_an_answer_says_what_would_change_the_count_and_when_it_may(asked:
     assert ("CLAMPED_TO_MAX", 3) in [(one.code, one.wanted) for one in (await answer(2)).alternatives]
 
 
-async def test_capability_sets_cannot_be_backtested(asked: Asking) -> None:
-    spec = await made(asked, *TWO)
-    request = api.BacktestRequest(
-        policies=[api.BacktestPolicy(name="sets", spec=spec)],
-        arrivals=[0.0],
-        service_seconds=[1.0],
-        goal=to_duration(5),
-        max_gpus=8,
-    )
+@pytest.mark.parametrize("kind", ["spec", "preset"])
+async def test_capability_sets_cannot_be_backtested(asked: Asking, kind: str) -> None:
+    policy = api.BacktestPolicy(name="sets")
+    if kind == "spec":
+        policy.spec.CopyFrom(await made(asked, *TWO))
+    else:
+        policy.preset.CopyFrom(api.PresetWish(preset="opengris_capability", capability_sets=TWO))
+    request = api.BacktestRequest(policies=[policy], arrivals=[0.0], service_seconds=[1.0])
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await asked.backtests.Backtest(request, timeout=TIMEOUT)
     [one] = from_rpc_error(refused.value).violations
-    assert one.field == "policies[0].spec.capability_sets"
+    assert one.field == f"policies[0].{kind}.capability_sets"

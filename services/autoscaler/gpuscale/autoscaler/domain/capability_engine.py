@@ -62,10 +62,10 @@ def evaluate_sets(spec: EndpointSpec, inputs: Inputs, unknown_replicas: int = 0)
     """One evaluation of an endpoint with capability sets; `unknown_replicas`: those that have not been heard of."""
     pools = [_pool(one, spec, inputs.sets.get(one.id)) for one in spec.capability_sets]
     before = {pool.set.id: pool.before for pool in pools}
-    steps, asked, limit, effective = _asked(spec, pools, inputs, unknown_replicas)
-    bounded, bounds = _bounded(spec, pools, asked)
-    steps += bounds
-    limit = next((one.code for one in reversed(bounds) if one.code is not Code.WITHIN_BOUNDS), limit)
+    asked = _asked(spec, pools, inputs, unknown_replicas)
+    bounded, bounds = _bounded(spec, pools, asked.counts)
+    steps = [*asked.steps, *bounds]
+    limit = next((one.code for one in reversed(bounds) if one.code is not Code.WITHIN_BOUNDS), asked.limit)
     wanted = bounded
     if spec.mode is ScalingMode.SHADOW and bounded != before:
         wanted = _bounded(spec, pools, before)[0]
@@ -73,7 +73,7 @@ def evaluate_sets(spec: EndpointSpec, inputs: Inputs, unknown_replicas: int = 0)
             text = f"in shadow mode: {_counts(bounded)} would be wanted"
             limit = Code.SHADOWED
             steps.append(Step(Stage.BOUNDS, limit, sum(bounded.values()), sum(wanted.values()), text))
-    moved = any((asked[one] - before[one]) * (wanted[one] - before[one]) > 0 for one in before)
+    moved = any((asked.counts[one] - before[one]) * (wanted[one] - before[one]) > 0 for one in before)
     return Evaluation(
         before=sum(before.values()),
         wanted=sum(wanted.values()),
@@ -81,9 +81,9 @@ def evaluate_sets(spec: EndpointSpec, inputs: Inputs, unknown_replicas: int = 0)
             inputs.observations[one.id] for one in spec.signals if one.id in inputs.observations
         ),
         steps=tuple(steps),
-        effective=effective if moved else frozenset(),
+        effective=asked.effective if moved else frozenset(),
         limited_by=limit,
-        asked=sum(asked.values()),
+        asked=sum(asked.counts.values()),
         sets={one: SetCount(before[one], wanted[one]) for one in wanted},
     )
 
@@ -98,26 +98,44 @@ def _pool(one: CapabilitySet, spec: EndpointSpec, state: SetState | None) -> Poo
     return Pool(one, offers, (*pending, *known), most)
 
 
-def _asked(
-    spec: EndpointSpec, pools: Sequence[Pool], inputs: Inputs, unknown_replicas: int
-) -> tuple[list[Step], dict[str, int], Code | None, frozenset[str]]:
-    """Steps of the rule, what it makes of each set, what held it back, and its id if it asks for a change."""
-    counts = {pool.set.id: pool.before for pool in pools}
-    total = sum(counts.values())
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the rule makes of each set, with its steps and what held it back; its id if it asks for a change."""
+
+    counts: Mapping[str, int]
+    steps: tuple[Step, ...]
+    limit: Code | None
+    effective: frozenset[str] = frozenset()
+
+
+def _asked(spec: EndpointSpec, pools: Sequence[Pool], inputs: Inputs, unknown_replicas: int) -> _Asked:
+    before = {pool.set.id: pool.before for pool in pools}
+    total = sum(before.values())
+    if spec.paused:
+        step = Step(Stage.COMBINE, Code.PAUSED, total, total, "paused: rules change nothing")
+        return _Asked(before, (step,), Code.PAUSED)
+    if not total and (signals := spec.sleeps_until(inputs.observations)):
+        step = Step(Stage.ACTIVATE, Code.INACTIVE, 0, 0, f"waits for {signals}")
+        return _Asked(before, (step,), Code.INACTIVE)
     rule = next((one for one in spec.rules if isinstance(one.kind, RatioRule)), None)
-    if spec.paused or rule is None:
-        code, text = (
-            (Code.PAUSED, "paused: rules change nothing") if spec.paused else (Code.NO_CHANGE, "no rule")
-        )
-        step = Step(Stage.COMBINE, code, total, total, text)
-        return [step], counts, code if spec.paused else None, frozenset()
+    if rule is None:
+        return _Asked(before, (Step(Stage.COMBINE, Code.NO_CHANGE, total, total, "no rule"),), None)
     held = unread(rule, replace(inputs, before=total)) or _without_tasks(rule, inputs, total)
     if held is not None:
         step = Step(Stage.COMBINE, Code.HELD, total, total, f"{rule.id} holds: {held.step.text}")
-        return [held.step, step], counts, held.step.code if held.limited else None, frozenset()
-    limit: Code | None = None
-    wishes = _wishes(rule, pools, _tasks(rule, inputs), full=total >= spec.max_replicas)
+        return _Asked(before, (held.step, step), held.step.code if held.limited else None)
+    return _by_tasks(rule, pools, inputs, unknown_replicas, full=total >= spec.max_replicas)
+
+
+def _by_tasks(
+    rule: Rule, pools: Sequence[Pool], inputs: Inputs, unknown_replicas: int, *, full: bool
+) -> _Asked:
+    """What the ratio, held against the rule's own limits, makes of each set."""
+    counts = {pool.set.id: pool.before for pool in pools}
+    total = sum(counts.values())
+    wishes = _wishes(rule, pools, inputs.observations[rule.signal].tasks or TaskReport(), full=full)
     steps: list[Step] = []
+    limit: Code | None = None
     for pool in pools:
         own = judged(rule, wishes.proposals[pool.set.id], replace(inputs, before=pool.before))
         steps.append(replace(own.step, capability_set=pool.set.id))
@@ -137,11 +155,7 @@ def _asked(
     code = Code.UP if after > total else Code.DOWN if after < total else Code.NO_CHANGE
     steps.append(Step(Stage.COMBINE, code, total, after, _counts(counts)))
     changed = any(counts[pool.set.id] != pool.before for pool in pools)
-    return steps, counts, limit, frozenset({rule.id}) if changed else frozenset()
-
-
-def _tasks(rule: Rule, inputs: Inputs) -> TaskReport:
-    return inputs.observations[rule.signal].tasks or TaskReport()
+    return _Asked(counts, tuple(steps), limit, frozenset({rule.id}) if changed else frozenset())
 
 
 def _without_tasks(rule: Rule, inputs: Inputs, before: int) -> RuleOutcome | None:

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from gpuscale.autoscaler.domain.capability_engine import evaluate_sets
 from gpuscale.autoscaler.domain.decisions import Code, Evaluation, Stage, Step
-from gpuscale.autoscaler.domain.inputs import Burst, Inputs, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.inputs import Burst, Inputs, Observation
 from gpuscale.autoscaler.domain.rules.rule import (
     LARGEST_COUNT,
     BoundMode,
@@ -40,7 +40,6 @@ from gpuscale.autoscaler.domain.spec import (
     Pace,
     RateLimit,
     ScalingMode,
-    Signal,
 )
 
 
@@ -339,8 +338,8 @@ def _by_rules(
         step = Step(Stage.COMBINE, Code.PAUSED, inputs.before, inputs.before, "paused: rules change nothing")
         return (), Combined(step, Code.PAUSED)
     working = replace(inputs, before=max(0, inputs.before - spec.warm_spares))
-    if asleep := _asleep(spec, working):
-        return (), Combined(asleep, Code.INACTIVE)
+    if not working.before and (signals := spec.sleeps_until(inputs.observations)):
+        return (), Combined(Step(Stage.ACTIVATE, Code.INACTIVE, 0, 0, f"waits for {signals}"), Code.INACTIVE)
     outcomes = [apply_rule(rule, working) for rule in in_order(spec.rules)]
     return outcomes, combine(spec.combine, working.before, outcomes, unknown_replicas)
 
@@ -370,22 +369,6 @@ def order(before: int, replicas: int, who: str, capability_set: str = "") -> Eva
     text = f"{what} to {replicas} by {who}"
     step = Step(Stage.MANUAL, Code.SET, before, replicas, text, capability_set=capability_set)
     return Evaluation(before, replicas, (), (step,))
-
-
-def _asleep(spec: EndpointSpec, inputs: Inputs) -> Step | None:
-    """With no replicas rules are read only while some signal is above its activation threshold, where one is set."""
-    guarded = [signal for signal in spec.signals if signal.activation_threshold > 0]
-    if inputs.before > 0 or not guarded or any(_active(signal, inputs) for signal in guarded):
-        return None
-    names = ", ".join(f"{signal.id} > {signal.activation_threshold:g}" for signal in guarded)
-    return Step(Stage.ACTIVATE, Code.INACTIVE, inputs.before, inputs.before, f"waits for {names}")
-
-
-def _active(signal: Signal, inputs: Inputs) -> bool:
-    seen = inputs.observations.get(signal.id)
-    if seen is None or seen.value is None or seen.status is not ObservationStatus.OK:
-        return False
-    return seen.value > signal.activation_threshold
 
 
 def _spares(spec: EndpointSpec, working: int) -> Step | None:

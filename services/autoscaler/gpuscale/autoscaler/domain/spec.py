@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 
-from gpuscale.autoscaler.domain.inputs import Aggregation, Amounts
+from gpuscale.autoscaler.domain.inputs import Aggregation, Amounts, Observation, ObservationStatus
 from gpuscale.autoscaler.domain.rules.rule import BoundMode, Rule
 
 DEFAULT_MAX_AGE = 15.0
@@ -288,6 +288,17 @@ class EndpointSpec:
     busy_metric: str = ""
     scale_in_order: ScaleInOrder = ScaleInOrder.NEWEST_FIRST
     capability_sets: tuple[CapabilitySet, ...] = ()
+
+    def sleeps_until(self, observations: Mapping[str, Observation]) -> str:
+        """What wakes an endpoint without replicas, such as `depth > 5`: until then no rule is read; empty where it is awake."""
+        guarded = [one for one in self.signals if one.activation_threshold > 0]
+        for one in guarded:
+            seen = observations.get(one.id)
+            if seen is None or seen.value is None or seen.status is not ObservationStatus.OK:
+                continue
+            if seen.value > one.activation_threshold:
+                return ""
+        return ", ".join(f"{one.id} > {one.activation_threshold:g}" for one in guarded)
 
     def of_set(self, set_id: str) -> EndpointSpec:
         """The spec of the replicas of one capability set; of one that is not there (any more) none is wanted."""

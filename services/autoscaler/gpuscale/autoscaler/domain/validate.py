@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from gpuscale.autoscaler.domain.rules.rule import Rule
+from gpuscale.autoscaler.domain.rules.rule import BoundMode, Rule
 from gpuscale.autoscaler.domain.rules.steps import Comparator, RatioRule, StepRule
 from gpuscale.autoscaler.domain.spec import (
     ASKS_FOR_ROOM,
@@ -159,14 +159,15 @@ def _sets(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
     if len(spec.rules) > 1:
         yield FieldViolation(f"{path}.rules[1]", "must be left out: beside capability_sets there is one rule")
     unused = (
-        ("warm_spares", spec.warm_spares),
-        ("up", spec.up != UNPACED),
-        ("down", spec.down != UNPACED),
-        ("gpu_gate", spec.gpu_gate in ASKS_FOR_ROOM),
+        ("warm_spares", spec.warm_spares, "give sets min_replicas"),
+        ("up", spec.up != UNPACED, "give the rule a cooldown"),
+        ("down", spec.down != UNPACED, "give the rule a cooldown"),
+        ("gpu_gate", spec.gpu_gate in ASKS_FOR_ROOM, "give sets max_replicas"),
+        ("bound_mode", spec.bound_mode is not BoundMode.CLAMP, "sets keep to their bounds one by one"),
     )
-    for name, stated in unused:
+    for name, stated, instead in unused:
         if stated:
-            yield FieldViolation(f"{path}.{name}", "must be left out beside capability_sets")
+            yield FieldViolation(f"{path}.{name}", f"must be left out beside capability_sets: {instead}")
 
 
 def _tiers(path: str, template: ReplicaTemplate) -> Iterator[FieldViolation]:

@@ -25,11 +25,10 @@ from gpuscale.autoscaler.backtest.simulate import (
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.presets import Wish
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
-from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.autoscaler.servicers.endpoints import find_endpoint
 from gpuscale.autoscaler.servicers.preset_servicer import DEFAULT_BOUNDS, render
 from gpuscale.autoscaler.signals.sources import Histories
-from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_to_wire
+from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_to_wire, spec_violations
 from gpuscale.client.traces import Request
 from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
 from gpuscale.common.names import ENDPOINT, parse
@@ -211,22 +210,22 @@ def _specs(policies: Sequence[api.BacktestPolicy], default: Wish) -> list[Endpoi
 
 
 def _spec(wire: api.BacktestPolicy, path: str, default: Wish) -> EndpointSpec:
-    match wire.WhichOneof("policy"):
-        case "preset":
-            return render(wire.preset, f"{path}.preset", default).spec
-        case "spec":
-            spec = spec_from_wire(wire.spec, f"{path}.spec")
-            if not spec.template.template:
-                spec = replace(spec, template=replace(spec.template, template=_TEMPLATE.template))
-            if found := violations(spec, f"{path}.spec"):
-                raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
-            if spec.capability_sets:
-                text = "cannot be backtested: no workload says what its requests need"
-                field = f"{path}.spec.capability_sets"
-                raise InvalidArgumentError(f"{field} {text}", field=field)
-            return spec
-        case None:
-            raise InvalidArgumentError(f"{path}.spec must be set, or preset", field=f"{path}.spec")
+    kind = wire.WhichOneof("policy")
+    if kind is None:
+        raise InvalidArgumentError(f"{path}.spec must be set, or preset", field=f"{path}.spec")
+    if kind == "preset":
+        spec = render(wire.preset, f"{path}.preset", default).spec
+    else:
+        spec = spec_from_wire(wire.spec, f"{path}.spec")
+        if not spec.template.template:
+            spec = replace(spec, template=replace(spec.template, template=_TEMPLATE.template))
+        if found := spec_violations(spec, f"{path}.spec"):
+            raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+    if spec.capability_sets:
+        field = f"{path}.{kind}.capability_sets"
+        text = "cannot be backtested: no workload says what its requests need"
+        raise InvalidArgumentError(f"{field} {text}", field=field)
+    return spec
 
 
 def _require_few(spec: EndpointSpec, last: float, path: str) -> None:
