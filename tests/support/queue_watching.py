@@ -12,6 +12,7 @@ from gpuscale.autoscaler.signals.brokers import BrokerSettings
 from gpuscale.autoscaler.signals.watchers import QueueWatchers, open_watchers
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from tests.support.rabbitmq import RabbitBroker
 from tests.support.waiting import eventually
@@ -39,7 +40,7 @@ async def watching(folder: Path, brokers: Mapping[str, BrokerSettings]) -> Async
     """Watchers over a store in the folder."""
     path = folder / "watchers.db"
     async with (
-        Store.open(path, SQLModel.metadata, name="autoscaler", version=1) as store,
+        Store.open(Sqlite(path, SQLModel.metadata, 1), name="autoscaler") as store,
         open_watchers(store, brokers, SystemClock(), nobody, environment={}) as watchers,
     ):
         yield watchers

@@ -21,7 +21,7 @@ async def leading(
     """Win the lead, and open the store for the term."""
     async with Candidate(url, SERVICE, "127.0.0.1:1").term() as term:
         backend = Postgres(url, SERVICE, METADATA, version, migrations or {}, term)
-        async with Store.on(backend, name=SERVICE) as store:
+        async with Store.open(backend, name=SERVICE) as store:
             yield store, term
 
 

@@ -20,6 +20,7 @@ from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import AbortedError
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
+from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 from tests.support.autoscaler_values import NOW, WALL, endpoint, lease, replica, spec, up
@@ -36,16 +37,15 @@ S = ReplicaState
 async def state(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncGenerator[Store]:
     """The store in a file, or in PostgreSQL, where this process leads."""
     if request.param == "sqlite":
-        async with Store.open(
-            tmp_path / "a.db", SQLModel.metadata, name="autoscaler", version=store.VERSION
-        ) as one:
+        file = Sqlite(tmp_path / "a.db", SQLModel.metadata, store.VERSION)
+        async with Store.open(file, name="autoscaler") as one:
             yield one
         return
     server: PostgresServer = request.getfixturevalue("postgresql")
     url = server.database()
     async with Candidate(url, "autoscaler", "here").term() as term:
         backend = Postgres(url, "autoscaler", SQLModel.metadata, store.VERSION, {}, term)
-        async with Store.on(backend, name="autoscaler") as one:
+        async with Store.open(backend, name="autoscaler") as one:
             yield one
 
 

@@ -21,6 +21,7 @@ from gpuscale.autoscaler.state import watcher_store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.state.watcher_store import ReadingRow
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from tests.support.autoscaler_values import signal, spec
 from tests.support.clock import ManualClock
@@ -54,9 +55,7 @@ class Site:
 
 def opened(path: Path) -> AbstractAsyncContextManager[Store]:
     metadata, migrations = autoscaler_store.METADATA, autoscaler_store.MIGRATIONS
-    return Store.open(
-        path, metadata, name="autoscaler", version=autoscaler_store.VERSION, migrations=migrations
-    )
+    return Store.open(Sqlite(path, metadata, autoscaler_store.VERSION, migrations), name="autoscaler")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 from gpuscale.autoscaler.backtest.history import RecordedReading
 from gpuscale.autoscaler.state import store, watcher_store
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from tests.support.autoscaler_values import endpoint, lease, replica, spec
 
@@ -26,9 +27,8 @@ DROPPED = {
 
 
 def opened(path: Path) -> AbstractAsyncContextManager[Store]:
-    return Store.open(
-        path, store.METADATA, name="autoscaler", version=store.VERSION, migrations=store.MIGRATIONS
-    )
+    file = Sqlite(path, store.METADATA, store.VERSION, store.MIGRATIONS)
+    return Store.open(file, name="autoscaler")
 
 
 def make_old(path: Path, version: int) -> None:

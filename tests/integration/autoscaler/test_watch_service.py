@@ -26,6 +26,7 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
@@ -82,7 +83,7 @@ async def service(
         return (readers or {}).get(watcher_id, ())
 
     async with (
-        Store.open(folder / "autoscaler.db", SQLModel.metadata, name="autoscaler", version=1) as store,
+        Store.open(Sqlite(folder / "autoscaler.db", SQLModel.metadata, 1), name="autoscaler") as store,
         open_watchers(store, known, clock, in_use, environment={}) as watchers,
     ):
         add = partial(api.add_QueueWatcherServiceServicer_to_server, QueueWatcherServicer(watchers, clock))

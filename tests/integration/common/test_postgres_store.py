@@ -151,7 +151,7 @@ async def test_a_frozen_leader_loses_the_lead_and_its_open_transaction(url: Secr
 
     first = Candidate(url, SERVICE, "127.0.0.1:1")
     connection, term = await first._win()  # nobody pings
-    async with Store.on(Postgres(url, SERVICE, METADATA, 1, {}, term), name=SERVICE) as notes:
+    async with Store.open(Postgres(url, SERVICE, METADATA, 1, {}, term), name=SERVICE) as notes:
         writing = asyncio.create_task(notes.write(frozen))
         await asyncio.to_thread(begun.wait, 30)
         assert await next_term(url) == 0

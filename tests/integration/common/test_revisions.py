@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.store.schema import revisions
+from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from tests.support.notes import METADATA, add, count
 from tests.support.postgresql import PostgresServer
@@ -25,9 +26,7 @@ def at(request: pytest.FixtureRequest, tmp_path: Path) -> At:
     """Opens the store as the program of a version does, on the same data each time."""
     if request.param == "sqlite":
         path = tmp_path / "notes.db"
-        return lambda version: Store.open(
-            path, METADATA, name="notes", version=version, migrations=MIGRATIONS
-        )
+        return lambda version: Store.open(Sqlite(path, METADATA, version, MIGRATIONS), name="notes")
     server: PostgresServer = request.getfixturevalue("postgresql")
     url = server.database()
     return lambda version: leading_store(url, version=version, migrations=MIGRATIONS)

@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def open_notes(path: Path, version: int = 1) -> AbstractAsyncContextManager[Store]:
-    return Store.open(path, METADATA, name="notes", version=version)
+    return Store.open(sqlite_store.Sqlite(path, METADATA, version), name="notes")
 
 
 async def test_the_writer_commits_with_wal_and_full_synchronous(path: Path) -> None:

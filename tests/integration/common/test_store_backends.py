@@ -14,6 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from gpuscale.common.errors import AbortedError, UnavailableError
 from gpuscale.common.runtime import tasks
 from gpuscale.common.store.schema import Prepared
+from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from tests.support.notes import METADATA, NOTES, add, as_group, count, held, submit
 from tests.support.postgresql import PostgresServer
@@ -26,7 +27,7 @@ Opened = Callable[[], AbstractAsyncContextManager[Store]]
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Opened:
     """Opens the store, on the same data each time."""
     if request.param == "sqlite":
-        return partial(Store.open, tmp_path / "notes.db", METADATA, name="notes", version=1)
+        return partial(Store.open, Sqlite(tmp_path / "notes.db", METADATA, 1), name="notes")
     server: PostgresServer = request.getfixturevalue("postgresql")
     url = server.database()
 

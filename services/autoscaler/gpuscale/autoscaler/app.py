@@ -30,6 +30,7 @@ from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions, ope
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.tasks import Clock, TaskScope
+from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from gpuscale.common.store.term import Term
 
@@ -126,10 +127,8 @@ async def open_autoscaler(
 
 def _open_state(settings: AutoscalerSettings, term: Term | None) -> AbstractAsyncContextManager[Store]:
     if settings.database is None:
-        path = settings.data_dir / DATABASE
-        return Store.open(
-            path, store.METADATA, name=_NAME, version=store.VERSION, migrations=store.MIGRATIONS
-        )
+        file = Sqlite(settings.data_dir / DATABASE, store.METADATA, store.VERSION, store.MIGRATIONS)
+        return Store.open(file, name=_NAME)
     if term is None:
         raise FailedPreconditionError(
             "only gpuscale-autoscaler keeps its state in PostgreSQL: leave database out here",
@@ -138,7 +137,7 @@ def _open_state(settings: AutoscalerSettings, term: Term | None) -> AbstractAsyn
     from gpuscale.common.store.postgres import Postgres
 
     backend = Postgres(settings.database, _NAME, store.METADATA, store.VERSION, store.MIGRATIONS, term)
-    return Store.on(backend, name=_NAME)
+    return Store.open(backend, name=_NAME)
 
 
 async def _begin(state: Store, clock: Clock, uses: WatcherUses) -> int:

@@ -23,6 +23,7 @@ from gpuscale.allocator.state.integrity import (
 from gpuscale.allocator.state.store import SERVICE, AllocatorStore
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.schema import revisions
+from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from gpuscale.common.store.term import Term
 
@@ -43,17 +44,9 @@ async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]
     """
     guard = StateGuard(path)
     await asyncio.to_thread(guard.witness.check_before)
-    opening = Store.open(
-        path,
-        schema.Table.metadata,
-        name=SERVICE,
-        version=schema.VERSION,
-        migrations=MIGRATIONS,
-        guard=guard,
-        unchecked=UNCHECKED,
-    )
+    backend = Sqlite(path, schema.Table.metadata, schema.VERSION, MIGRATIONS, guard, UNCHECKED)
     try:
-        async with opening as store:
+        async with Store.open(backend, name=SERVICE) as store:
             yield AllocatorStore(store, guard, boot_id)
     finally:
         guard.close()
@@ -70,7 +63,7 @@ async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGe
     from gpuscale.common.store.postgres import Postgres
 
     backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)
-    async with Store.on(backend, name=SERVICE) as store:
+    async with Store.open(backend, name=SERVICE) as store:
         tables = [table for table in schema.Table.metadata.sorted_tables if table.name not in UNCHECKED]
         await store.read(partial(check_seals, tables=tables))
         yield AllocatorStore(store, Numbering(await store.read(_last_write)), boot_id)

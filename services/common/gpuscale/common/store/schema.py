@@ -53,7 +53,8 @@ def _run(package: str, version: int, connection: Connection) -> None:
             script.module.upgrade()
 
 
-Migrations: TypeAlias = Mapping[int, Callable[[Connection], None]]
+Migration: TypeAlias = Callable[[Connection], None]
+Migrations: TypeAlias = Mapping[int, Migration]
 """What takes a database from one schema version to the next, by the version that it starts from."""
 
 _Values = Callable[[Mapping[str, object]], Sequence[object]]

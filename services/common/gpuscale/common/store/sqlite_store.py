@@ -4,7 +4,7 @@ import os
 import sqlite3
 from collections.abc import Generator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.store.schema import Migrations
+from gpuscale.common.store.schema import Migration, Migrations
 
 BUSY_TIMEOUT_SECONDS = 5.0
 SMALL_FILE = 16 << 20
@@ -83,7 +83,7 @@ class Sqlite:
     path: Path
     metadata: MetaData
     version: int
-    migrations: Migrations
+    migrations: Migrations = field(default_factory=dict[int, Migration])
     guard: WriteGuard | None = None
     unchecked: frozenset[str] = frozenset()
 

@@ -12,23 +12,18 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Final, Generic, LiteralString, Protocol, Self, TypeVar
+from typing import Any, Generic, LiteralString, Protocol, Self, TypeVar
 
-from sqlalchemy import Connection, MetaData
+from sqlalchemy import Connection
 
 from gpuscale.common.errors import GpuscaleError, InternalError, ResourceExhaustedError, UnavailableError
 from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import require_uninterrupted
-from gpuscale.common.store.schema import Migrations
-from gpuscale.common.store.sqlite_store import Sqlite, WriteGuard
 
 MAX_WAITING = 10_000
 MAX_GROUP = 256
-
-NO_MIGRATIONS: Final[Migrations] = {}
 
 T = TypeVar("T")
 
@@ -87,40 +82,17 @@ class Store:
 
     @classmethod
     @asynccontextmanager
-    async def open(
-        cls,
-        path: Path | str,
-        metadata: MetaData,
-        *,
-        name: str,
-        version: int,
-        migrations: Migrations = NO_MIGRATIONS,
-        guard: WriteGuard | None = None,
-        unchecked: frozenset[str] = frozenset(),
-    ) -> AsyncGenerator[Self]:
-        """Open the file, or make it with the tables of `metadata`; close it after all that was submitted is done.
+    async def open(cls, backend: Backend, *, name: str) -> AsyncGenerator[Self]:
+        """Open the state in a database, or make it; close it after all that was submitted is done.
 
         Args:
-            path: the file; its directory is made too, for its owner only.
-            metadata: the tables.
+            backend: the database; `Sqlite` and `Postgres` say what may be wrong with it.
             name: of the service; names the threads and the failpoints.
-            version: of the schema; a file of another version is refused, unless it is earlier and
-            migrations: lead from it to this one, each from the version that is its key to the next.
-            guard: looks at the file before it is used, and is told of every transaction that ended.
-            unchecked: tables that are not looked at in whole in a file of more than 16 MiB.
 
         Raises:
-            FailedPreconditionError: STATE_UNREADABLE or STATE_VERSION, or what the guard raises; the file stays as it is.
+            FailedPreconditionError: STATE_UNREADABLE or STATE_VERSION, or what the backend adds; the state stays as it is.
             UnavailableError: STATE_UNAVAILABLE or DISK_FULL.
         """
-        backend = Sqlite(Path(path), metadata, version, migrations, guard, unchecked)
-        async with cls.on(backend, name=name) as store:
-            yield store
-
-    @classmethod
-    @asynccontextmanager
-    async def on(cls, backend: Backend, *, name: str) -> AsyncGenerator[Self]:
-        """Open the state in a database; else as `open`."""
         commit = partial(_commit, f"{name}.store", backend)
         async with (
             _Worker(f"{name}-store-writer", backend.writer, commit) as writer,

@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Table, bindparam, delete, insert, select, tup
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
+from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 
 STEP_SECONDS = 60.0
@@ -154,10 +155,8 @@ class FleetStore:
             FailedPreconditionError: it is damaged, or of another version; it stays as it is.
             UnavailableError: it cannot be used now.
         """
-        path = directory / DATABASE
-        async with Store.open(
-            path, _Table.metadata, name="fleet", version=VERSION, migrations={1: _only_new_tables}
-        ) as store:
+        file = Sqlite(directory / DATABASE, _Table.metadata, VERSION, {1: _only_new_tables})
+        async with Store.open(file, name="fleet") as store:
             yield cls(store)
 
     async def boot(self) -> tuple[BootTimeline | None, float]:
